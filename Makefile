@@ -1,0 +1,32 @@
+# `make demo` and `make test` are all that a fresh clone needs: Python 3.11 or newer, make and a package index.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint laws clean
+
+demo: .venv/installed
+	$(BIN)/evictionary demo --output report.html
+
+test: lint .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The laws alone, for one implementation: make laws IMPL=my_kernels
+IMPL ?= reference
+laws: .venv/installed
+	$(BIN)/python -m pytest spec_tests --impl $(IMPL)
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy reference spec_tests workbench
+
+# Installed once; again only after a change of what is to be installed.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

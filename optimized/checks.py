@@ -1,0 +1,72 @@
+"""Preconditions of tensors, said once: a ValueError names the argument, what was got and what is wanted."""
+
+from __future__ import annotations
+
+import torch
+
+
+def require_states(name: str, value: torch.Tensor, axes: str, *, finite: bool = True) -> None:
+    """Raise ValueError unless `value` is a floating tensor with the axes that `axes` spells, such as `"... T D"`.
+
+    NaN and infinite numbers are refused on a CPU. On a GPU the answer would have to be waited for, which stalls every launch
+    behind it: there they run through, to scores that are NaN and to an output that is NaN, never to a wrong address.
+    `finite=False` leaves that check to a caller that gets it for nothing.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}: got {type(value).__name__}, wanted a torch tensor")
+    if not value.is_floating_point():
+        raise ValueError(f"{name}: got dtype {value.dtype}, wanted a floating dtype")
+    wanted = axes.split()
+    open_ended = wanted[0] == "..."
+    count = len(wanted) - open_ended
+    if value.ndim < count or (value.ndim > count and not open_ended):
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, wanted [{', '.join(wanted)}]")
+    if 0 in value.shape:
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, wanted no empty axis in [{', '.join(wanted)}]")
+    if finite:
+        require_finite(name, value)
+
+
+def require_finite(name: str, value: torch.Tensor) -> None:
+    """Raise ValueError for NaN or infinite numbers in a CPU tensor; see `require_states` for GPUs."""
+    if value.device.type != "cpu":
+        return
+    low, high = value.aminmax()  # one pass and no temporary; NaN anywhere makes both NaN
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        raise ValueError(f"{name}: got NaN or infinite numbers, wanted finite ones")
+
+
+def require_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], like: str) -> None:
+    """Raise ValueError unless `value` has the shape `wanted`, which `like` explains ("the shape of keys")."""
+    if tuple(value.shape) != tuple(wanted):
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, wanted {tuple(wanted)} ({like})")
+
+
+def require_same_kind(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise ValueError unless `value` has the dtype of `other` and lives on its device."""
+    if value.dtype != other.dtype:
+        raise ValueError(f"{name}: got dtype {value.dtype}, wanted {other.dtype} (that of {other_name})")
+    if value.device != other.device:
+        raise ValueError(f"{name}: got device {value.device}, wanted {other.device} (that of {other_name})")
+
+
+def require_kept(name: str, value: torch.Tensor, like_name: str, like: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless `value` is a boolean mask of the shape `shape` on the device of `like`."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.bool:
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"{name}: got dtype {got}, wanted a boolean mask, True = keep")
+    require_shape(name, value, shape, f"the batch, heads and tokens of {like_name}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: got device {value.device}, wanted {like.device} (that of {like_name})")
+
+
+def working_dtype(value: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the arithmetic and of the scores: float64 for float64, float32 for all else."""
+    # Decision: scores of float16 and bfloat16 keys are float32. Rounded to bfloat16, the scores of a long cache have a few
+    # hundred distinct values, and the choice among thousands of tokens would be left to the rule for ties.
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def runs_on_gpu(value: torch.Tensor) -> bool:
+    """Return whether the Triton kernels take this tensor: it is on a GPU, and not float64, which they do not compute in."""
+    return value.is_cuda and value.dtype != torch.float64

@@ -1,0 +1,193 @@
+"""Offline compilation: what a GPU would run, inspected without one.
+
+A kernel that is right in the interpreter may still be slow on a GPU: registers spilled to memory, loads of two bytes where
+sixteen were meant, more shared memory than a block may have. All of that stands in the machine code, and Triton ships the
+assemblers. A kernel file lists its `CONFIGURATIONS`, each one a call of its own launcher on tensors of the device `meta`, which
+have shapes, strides and alignment but no storage; the launch is intercepted where Triton would compile, so that the types,
+alignments and constants are those that the real call would have. One entry beside the kernel is all that a configuration takes.
+
+`python -m optimized.kernels.compiling [--every] [--target sm_90] [stem ...]` prints one JSON line for each kernel compiled and
+exits with 1 if one breaks a rule. Without `--every`, the first configuration of each file. Run it without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# name: (backend, architecture, threads of a warp, bytes of shared memory that a block may have)
+TARGETS: dict[str, tuple[str, int | str, int, int]] = {
+    "sm_80": ("cuda", 80, 32, 163 * 1024),
+    "sm_90": ("cuda", 90, 32, 227 * 1024),
+    "sm_100": ("cuda", 100, 32, 227 * 1024),
+    "gfx942": ("hip", "gfx942", 64, 64 * 1024),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One call to compile: `launch` calls a launcher on `meta` tensors.
+
+    Every kernel of it must load 16 bytes at a time from global memory, but for those named in `scalar` (which read a few
+    numbers); those named in `tensor_cores` must multiply on them.
+    """
+
+    name: str
+    launch: Callable[[], object]
+    tensor_cores: frozenset[str] = frozenset()
+    scalar: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass
+class Report:
+    """What became of one kernel on one target. `broken` lists the rules that it breaks, in words."""
+
+    stem: str
+    configuration: str
+    kernel: str
+    target: str
+    registers: int
+    spills: int
+    stack: int
+    shared: int
+    vector_loads: int
+    narrow_loads: int
+    tensor_core_instructions: int
+    broken: list[str]
+
+
+def stems() -> list[str]:
+    """Return the kernel files: those beside this one that have `CONFIGURATIONS`."""
+    files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
+    return [path.stem for path in files if re.search(r"^CONFIGURATIONS\b", path.read_text(encoding="utf-8"), re.M)]
+
+
+def reports(stem: str, target: str, *, every: bool) -> Iterator[Report]:
+    """Compile the kernels of one file for one target: its first configuration, or every one."""
+    configurations: list[Configuration] = importlib.import_module(f"optimized.kernels.{stem}").CONFIGURATIONS
+    for configuration in configurations if every else configurations[:1]:
+        for kernel, compile_now in _intercepted(configuration.launch, target):
+            yield _inspect(stem, configuration, kernel, target, compile_now())
+
+
+def _intercepted(launch: Callable[[], object], target: str) -> list[tuple[str, Callable[[], Any]]]:
+    """Call `launch` and return the kernels that it would have compiled, each with the function that does it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.driver import driver
+
+    backend, architecture, warp_size, _ = TARGETS[target]
+    gpu = GPUTarget(backend, architecture, warp_size)
+    found: list[tuple[str, Callable[[], Any]]] = []
+
+    def intercept(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
+        options = {name: compile[name] for name in ("num_warps", "num_ctas", "num_stages")}
+        found.append((fn.name, lambda: triton.compile(source, target=gpu, options=options)))
+        return True  # Triton takes this as: do not compile, and so launch nothing
+
+    class Offline:
+        """The part of a Triton driver that a launch asks before it compiles."""
+
+        def get_current_target(self) -> Any:
+            return gpu
+
+        def get_current_device(self) -> str:
+            return target  # launches are cached by device: every target is a device of its own
+
+        def get_current_stream(self, _: object) -> int:
+            return 0
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, driver, "_active", driver._active)
+        undo.callback(setattr, triton.knobs.runtime, "jit_cache_hook", triton.knobs.runtime.jit_cache_hook)
+        driver.set_active(Offline())
+        triton.knobs.runtime.jit_cache_hook = intercept
+        launch()
+    return found
+
+
+def _inspect(stem: str, configuration: Configuration, kernel: str, target: str, compiled: Any) -> Report:
+    """Read registers, spills, memory and instructions off the machine code, and list the rules broken."""
+    inspect_backend = _inspect_nvidia if TARGETS[target][0] == "cuda" else _inspect_amd
+    report = Report(stem, configuration.name, kernel, target, shared=compiled.metadata.shared, broken=[], **inspect_backend(compiled))
+    limit = TARGETS[target][3]
+    if report.spills or report.stack:
+        report.broken.append(f"spills {report.spills} and uses {report.stack} bytes of stack, wanted none")
+    if report.shared > limit:
+        report.broken.append(f"uses {report.shared} bytes of shared memory, wanted at most {limit}")
+    if kernel not in configuration.scalar and not report.vector_loads:
+        report.broken.append("loads nothing 16 bytes at a time")
+    if report.narrow_loads:
+        report.broken.append(f"has {report.narrow_loads} loads of one or two bytes, wanted none")
+    if kernel in configuration.tensor_cores and not report.tensor_core_instructions:
+        report.broken.append("multiplies without tensor cores")
+    return report
+
+
+def _inspect_nvidia(compiled: Any) -> dict[str, int]:
+    """Read PTX for the instructions and the linked program for what the assembler allotted."""
+    import triton
+
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", file.name]
+        machine_code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    allotted = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "registers": allotted["REG"],
+        "stack": allotted["STACK"] + allotted["LOCAL"],
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", machine_code)),
+        "vector_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|ld\.global[\w.:]*\.v2\.b64|cp\.async\.cg[\w.:]* .*, 0x10|cp\.async\.bulk", ptx)),
+        "narrow_loads": len(re.findall(r"ld\.global(?![\w.:]*\.v\d)[\w.:]*\.[bus](?:8|16)\b", ptx)),
+        "tensor_core_instructions": len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", ptx)),
+    }
+
+
+def _inspect_amd(compiled: Any) -> dict[str, int]:
+    """Read the assembly, which carries the allotment in its trailer."""
+    assembly = compiled.asm["amdgcn"]
+    allotted = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", assembly)}
+    return {
+        "registers": allotted["vgpr_count"],
+        "stack": allotted["private_segment_fixed_size"],
+        "spills": allotted["vgpr_spill_count"] + allotted["sgpr_spill_count"],
+        "vector_loads": len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", assembly)),
+        "narrow_loads": len(re.findall(r"\b(?:global|buffer)_load_(?:[us]byte|[us]short|short)", assembly)),
+        "tensor_core_instructions": len(re.findall(r"\bv_mfma_", assembly)),
+    }
+
+
+def main() -> int:
+    """Compile as the command line asks, print a JSON line for each kernel, and return 1 if one breaks a rule."""
+    parser = argparse.ArgumentParser(description="Compile the kernels for GPUs that need not be here, and inspect the code.")
+    parser.add_argument("stems", nargs="*", help="kernel files, such as keydiff; all by default")
+    parser.add_argument("--every", action="store_true", help="every configuration, not only the first of each file")
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="may be repeated; all by default")
+    arguments = parser.parse_args()
+    failed = False
+    for stem in arguments.stems or stems():
+        for target in arguments.target or TARGETS:
+            for report in reports(stem, target, every=arguments.every):
+                print(json.dumps(dataclasses.asdict(report)), flush=True)
+                failed |= bool(report.broken)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

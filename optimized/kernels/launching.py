@@ -1,0 +1,35 @@
+"""What every launcher asks before it launches, and the shapes that Triton wants."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+LARGEST_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def require_launchable(name: str, value: torch.Tensor) -> None:
+    """Raise ValueError unless the kernels can run on `value`: its device, dtype and head_dim (the last axis).
+
+    Tensors of the device `meta` pass: offline compilation launches nothing.
+    """
+    interpreted = value.device.type == "cpu" and triton.knobs.runtime.interpret
+    if not (value.is_cuda or interpreted or value.device.type == "meta"):
+        raise ValueError(f"{name}: got device {value.device}, wanted a GPU (or a CPU with TRITON_INTERPRET=1)")
+    if value.dtype not in DTYPES:
+        raise ValueError(f"{name}: got dtype {value.dtype}, wanted float32, float16 or bfloat16")
+    if value.shape[-1] > LARGEST_HEAD_DIM:
+        raise ValueError(f"{name}: got head_dim {value.shape[-1]}, wanted at most {LARGEST_HEAD_DIM}")
+
+
+def as_heads(states: torch.Tensor) -> torch.Tensor:
+    """Return `[..., T, D]` as `[B, H, T, D]`: a view for up to two leading axes, a reshape beyond."""
+    if states.ndim > 4:
+        return states.reshape(-1, *states.shape[-3:])
+    return states[(None,) * (4 - states.ndim)]
+
+
+def padded(size: int) -> int:
+    """Return the power of two that holds `size`; Triton's tiles have no other sizes, the rest is masked."""
+    return max(16, triton.next_power_of_2(size))

@@ -1,0 +1,34 @@
+r"""KNorm (arXiv 2406.11430), a baseline: keep the keys of smallest norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.linalg import vector_norm
+
+from optimized.checks import require_states, working_dtype
+
+# Between these norms the square of no component overflows float32, and what underflows is too small to count.
+SAFE_NORMS = (1e-15, 1e18)
+
+
+def score(keys: torch.Tensor) -> torch.Tensor:
+    r"""KN-1: `score_i = -|k_i|`. One read of the keys is all it costs, so torch's own kernel is the fast one on a GPU too.
+
+    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T], at most 0, higher = keep, float32
+    (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
+    infinite numbers. Source: the paper's abstract and section 3.
+    """
+    require_states("keys", keys, "... T D")
+    dtype = working_dtype(keys)
+    if keys.is_cuda:
+        # The cast is part of the reduction there, and the square of no float32 leaves the range of float64.
+        return -vector_norm(keys, dim=-1, dtype=torch.float64).to(dtype)
+    keys = keys.to(dtype)
+    norms = vector_norm(keys, dim=-1)
+    if not ((norms > SAFE_NORMS[0]) & (norms < SAFE_NORMS[1])).all():
+        largest = vector_norm(keys, ord=math.inf, dim=-1, keepdim=True)
+        scale = torch.where(largest == 0, 1, largest)
+        norms = vector_norm(keys / scale, dim=-1) * scale.squeeze(-1)
+    return -norms

@@ -1,0 +1,123 @@
+r"""LagKV (arXiv 2504.04704): score each partition of the cache by how far it strays from the range of the next one."""
+
+from __future__ import annotations
+
+import torch
+
+from optimized.cache import CompressedCache
+from optimized.cache import compress as gather
+from optimized.checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from optimized.selection import top_k
+from reference.lagkv import compression_ratio, keep_ratio_for, retained_length, tokens_per_partition, why_nothing_removed
+
+# Counting partitions is exact integer arithmetic: there is one of it.
+__all__ = [
+    "compress",
+    "compression_ratio",
+    "keep_ratio_for",
+    "retained_length",
+    "score",
+    "select",
+    "tokens_per_partition",
+    "why_nothing_removed",
+]
+
+# A token that lies further off than this many ranges of the next partition counts as this far off: its square is a float32 yet.
+LARGEST_STEP = 1e18
+
+
+def variation_score(states: torch.Tensor, next_states: torch.Tensor) -> torch.Tensor:
+    r"""LK-7..10: `softmax over tokens of std over channels of (Z - min) / (max - min)`, min and max those of the next partition.
+
+    Args: states [..., L, D], next_states [..., L', D]. Returns [..., L] in float32 (float64 for float64).
+    """
+    dtype = working_dtype(states)
+    low, high = next_states.amin(dim=-2, keepdim=True).to(dtype), next_states.amax(dim=-2, keepdim=True).to(dtype)
+    spread = high - low
+    # Decision: a channel that is constant in the next partition normalises to 0.
+    normalised = torch.where(spread == 0, 0, (states.to(dtype) - low) / spread).clamp_(-LARGEST_STEP, LARGEST_STEP)
+    if states.shape[-1] == 1:
+        return torch.softmax(torch.zeros_like(normalised[..., 0]), dim=-1)  # one channel does not vary
+    # Decision: the sample standard deviation (ddof=1), as in the authors' code.
+    return torch.softmax(normalised.std(dim=-1, correction=1), dim=-1)
+
+
+def score(
+    keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor
+) -> torch.Tensor:
+    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores of a partition sum to 2.
+
+    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values [..., L', D_v], the partition after it.
+    Returns [..., L], higher = keep, float32 (float64 for float64). Raises ValueError where shapes, dtypes or devices disagree,
+    and on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 11.
+    """
+    require_states("keys", keys, "... L D")
+    require_states("values", values, "... L D_v")
+    require_states("next_keys", next_keys, "... L D")
+    require_states("next_values", next_values, "... L D_v")
+    lag = next_keys.shape[-2]
+    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
+    require_shape("next_keys", next_keys, (*keys.shape[:-2], lag, keys.shape[-1]), "the heads and channels of keys")
+    require_shape("next_values", next_values, (*values.shape[:-2], lag, values.shape[-1]), "the tokens of next_keys")
+    for name, tensor in (("values", values), ("next_keys", next_keys), ("next_values", next_values)):
+        require_same_kind(name, tensor, "keys", keys)
+    if runs_on_gpu(keys):
+        from optimized.kernels import lagkv as kernels
+
+        return kernels.score(keys, values, next_keys, next_values)
+    return variation_score(keys, next_keys) + variation_score(values, next_values)
+
+
+def select(
+    keys: torch.Tensor, values: torch.Tensor, *, keep_ratio: float, sink_size: int = 16, lag_size: int = 1024
+) -> torch.Tensor:
+    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the last partition onwards.
+
+    One partition is scored at a time, for all heads at once: it and its successor stay in the processor's cache.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0; lag_size >= 1.
+    Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming the argument, and
+    on a CPU for NaN or infinite numbers. Source: section 2.2 and figure 1.
+    """
+    _require_cache(keys, values)
+    length = keys.shape[2]
+    left = retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+    if runs_on_gpu(keys):
+        from optimized.kernels import lagkv as kernels
+
+        return kernels.select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+    kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+    if left == length:
+        return kept
+    kept_each = tokens_per_partition(keep_ratio, lag_size)
+    for start in range(sink_size, length - 2 * lag_size + 1, lag_size):
+        this, following = slice(start, start + lag_size), slice(start + lag_size, start + 2 * lag_size)
+        scores = variation_score(keys[:, :, this], keys[:, :, following])
+        scores += variation_score(values[:, :, this], values[:, :, following])
+        kept[:, :, this] = top_k(scores, kept_each)
+    return kept
+
+
+def compress(
+    keys: torch.Tensor, values: torch.Tensor, *, keep_ratio: float, sink_size: int = 16, lag_size: int = 1024
+) -> CompressedCache:
+    r"""LK-12 and CACHE-1 at once: `cache.compress(keys, values, select(keys, values, ...))`.
+
+    How many tokens every partition keeps is known beforehand, so on a GPU the scores, the choice and the copy of the kept rows
+    are one launch. Arguments and errors are those of `select`; the result is that of `cache.compress`.
+    """
+    _require_cache(keys, values)
+    if runs_on_gpu(keys):
+        from optimized.kernels import lagkv as kernels
+
+        return kernels.compress(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+    kept = select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+    return gather(keys, values, kept)
+
+
+def _require_cache(keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise ValueError unless keys and values are the states of one cache."""
+    require_states("keys", keys, "B H_kv T D")
+    require_states("values", values, "B H_kv T D_v")
+    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    require_same_kind("values", values, "keys", keys)

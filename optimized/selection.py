@@ -1,0 +1,46 @@
+r"""Budgets and top-k selection, which every scoring method shares (requirements SEL-1 to SEL-4)."""
+
+from __future__ import annotations
+
+import torch
+
+from optimized.checks import require_shape
+from reference.checks import as_count
+from reference.selection import budget
+
+__all__ = ["budget", "top_k"]  # the budget is exact integer arithmetic: there is one of it
+
+
+def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
+    r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all others.
+
+    Args: scores [..., T] of any real dtype, infinities allowed; budget, 0 to any number (more than T keeps all);
+    protected [..., T] boolean or None. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each row.
+    Raises ValueError for a negative budget or one below the protected tokens of a row, and on a CPU for NaN scores.
+    On a GPU, NaN ranks below every number and the protected tokens are not counted: counting them would wait for the GPU.
+    """
+    if not isinstance(scores, torch.Tensor) or scores.ndim < 1 or scores.dtype == torch.bool or scores.is_complex():
+        raise ValueError(f"scores: got {_describe(scores)}, wanted a tensor of real numbers [..., T]")
+    count = min(as_count("budget", budget, low=0), scores.shape[-1])
+    if protected is not None:
+        if not isinstance(protected, torch.Tensor) or protected.dtype != torch.bool:
+            raise ValueError(f"protected: got {_describe(protected)}, wanted a boolean mask, True = keep")
+        require_shape("protected", protected, tuple(scores.shape), "the shape of scores")
+        if protected.device != scores.device:
+            raise ValueError(f"protected: got device {protected.device}, wanted {scores.device} (that of scores)")
+    if scores.is_floating_point() and scores.isnan().any():
+        raise ValueError("scores: got NaN, wanted numbers that can be ordered")
+    # Decision: of equal scores the lower position is kept: a stable sort leaves equal scores in the order of their positions.
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    if protected is not None:
+        most = int(protected.sum(dim=-1).amax()) if protected.numel() else 0
+        if most > budget:
+            raise ValueError(f"protected: got {most} protected tokens in a row, wanted at most the budget, {budget}")
+        first = protected.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+        order = order.gather(-1, first)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :count], True)
+
+
+def _describe(value: object) -> str:
+    """Return dtype and shape of a tensor, or the type of what is none, for an error message."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

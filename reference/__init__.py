@@ -1,0 +1,10 @@
+"""The mathematics: every method in NumPy float64, one function per numbered equation, in the order of its paper.
+
+A file with the attribute `METHOD` is an eviction method; a file without it is common ground (checks, attention, rope,
+selection, cache). Nothing here imports anything but NumPy and `reference` itself.
+
+Axes, everywhere: keys and values `[B, H_kv, T, D]`, queries `[B, H_q, M, D]`, scores and kept masks `[B, H_kv, T]`;
+`H_q = G * H_kv`, and query head h reads KV head `h // G`. Keys are cached after RoPE. A higher score means keep. A kept mask is
+boolean, True = keep. `budget` counts the tokens kept per head, `compression_ratio` is the fraction removed, `keep_ratio` the
+fraction kept. Functions of one equation read as one head, `[..., T, D]`, and take any leading axes.
+"""

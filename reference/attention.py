@@ -1,0 +1,55 @@
+r"""Scaled dot-product attention, the ground that all the papers stand on (requirements ATT-1 to ATT-3)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reference.cache import CompressedCache, heads
+from reference.checks import as_float64, group_size
+
+
+def softmax(logits: np.ndarray, axis: int = -1) -> np.ndarray:
+    r"""`exp(x_i) / sum_j exp(x_j)` along `axis`; the maximum is subtracted first, so logits of 1e4 do not overflow."""
+    weights = np.exp(logits - logits.max(axis=axis, keepdims=True))
+    return weights / weights.sum(axis=axis, keepdims=True)
+
+
+def log_sum_exp(logits: np.ndarray, axis: int = -1) -> np.ndarray:
+    r"""`log sum_j exp(x_j)` along `axis`, in the log domain."""
+    top = logits.max(axis=axis, keepdims=True)
+    return np.squeeze(top, axis=axis) + np.log(np.exp(logits - top).sum(axis=axis))
+
+
+def attention_logits(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    r"""`q_m . k_t / sqrt(D)`: queries [..., M, D] and keys [..., T, D] give [..., M, T]."""
+    return queries @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
+
+
+def attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    r"""ATT-1: `softmax(Q K^T / sqrt(D)) V` for one head: [..., M, D], [..., T, D], [..., T, D_v] give [..., M, D_v]."""
+    return softmax(attention_logits(queries, keys)) @ values
+
+
+def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.ndarray]:
+    r"""ATT-1..3: attention of every query over the kept tokens of its KV head, with the log-sum-exp of the logits.
+
+    Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from `cache.compress`.
+    Returns output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M] (natural logarithm, scaled logits). With it the attention over
+    two disjoint sets of tokens can be merged exactly. A head that keeps no token gives output 0 and log-sum-exp -inf.
+    Raises ValueError where the queries do not fit the cache.
+    """
+    queries = as_float64("queries", queries, "B H_q M D")
+    batch, num_query_heads, num_queries, head_dim = queries.shape
+    if batch != cache.lengths.shape[0] or head_dim != cache.keys.shape[-1]:
+        raise ValueError(f"queries: got shape {queries.shape}, wanted [{cache.lengths.shape[0]}, H_q, M, {cache.keys.shape[-1]}]")
+    group = group_size(num_query_heads, cache.lengths.shape[1])
+    output = np.zeros((batch, num_query_heads, num_queries, cache.values.shape[-1]))
+    normaliser = np.full((batch, num_query_heads, num_queries), -np.inf)
+    for item, kv_head, rows in heads(cache):
+        if rows.start == rows.stop:
+            continue
+        readers = slice(kv_head * group, (kv_head + 1) * group)
+        logits = attention_logits(queries[item, readers], cache.keys[rows])
+        output[item, readers] = softmax(logits) @ cache.values[rows]
+        normaliser[item, readers] = log_sum_exp(logits)
+    return output, normaliser

@@ -1,0 +1,46 @@
+r"""The compressed cache: flat storage that holds the kept tokens and nothing else (requirements CACHE-1 to CACHE-3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from reference.checks import as_float64, as_kept, require_shape
+
+
+class CompressedCache(NamedTuple):
+    """The kept tokens of every head, row after row: batch by batch, head by head, in position order.
+
+    keys [N, D] and values [N, D_v], N = all kept tokens; positions [N], the place of each row in the original sequence;
+    lengths [B, H_kv], the number of rows of each head. Heads may differ in length (ragged).
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    positions: np.ndarray
+    lengths: np.ndarray
+
+
+def compress(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> CompressedCache:
+    r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T], boolean, any number True in each head.
+    Raises ValueError naming the argument where shapes disagree or `kept` is not boolean.
+    """
+    keys = as_float64("keys", keys, "B H_kv T D")
+    values = as_float64("values", values, "B H_kv T D_v")
+    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    kept = as_kept("kept", kept, keys.shape[:3], "the batch, heads and tokens of keys")
+    # Boolean indexing walks batch, head, position in that order: the order of storage is the order of the loop.
+    positions = np.nonzero(kept)[-1]
+    return CompressedCache(keys[kept], values[kept], positions, kept.sum(axis=-1))
+
+
+def heads(cache: CompressedCache) -> Iterator[tuple[int, int, slice]]:
+    """CACHE-3: walk the flat storage: (batch item, KV head, the slice of rows that belong to them)."""
+    ends = np.cumsum(cache.lengths).reshape(cache.lengths.shape)
+    for index in np.ndindex(cache.lengths.shape):
+        stop = int(ends[index])
+        yield index[0], index[1], slice(stop - int(cache.lengths[index]), stop)

@@ -1,0 +1,148 @@
+r"""LagKV (arXiv 2504.04704): score each partition of the cache by how far it strays from the range of the next one."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from reference.attention import softmax
+from reference.checks import as_count, as_float64, as_fraction, require_shape
+from reference.selection import top_k
+
+METHOD = "keeps, partition by partition, the tokens that vary most against the next partition"
+
+
+def reference_minimum(next_states: np.ndarray) -> np.ndarray:
+    r"""LK-7: `min_c = min over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D]. Source: equation 7."""
+    return next_states.min(axis=-2, keepdims=True)
+
+
+def reference_maximum(next_states: np.ndarray) -> np.ndarray:
+    r"""LK-8: `max_c = max over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D]. Source: equation 8."""
+    return next_states.max(axis=-2, keepdims=True)
+
+
+def normalise(states: np.ndarray, next_states: np.ndarray) -> np.ndarray:
+    r"""LK-9: `Zbar = (Z - min) / (max - min)`, per channel, with the range of the NEXT partition; it may leave [0, 1].
+
+    Args: states [..., L, D] of partition p, next_states [..., L', D] of partition p + 1. Returns [..., L, D].
+    Source: equation 9.
+    """
+    low, high = reference_minimum(next_states), reference_maximum(next_states)
+    spread = high - low
+    # Decision: a channel that is constant in the next partition says nothing about scale: it normalises to 0. That keeps the
+    # invariance to affine maps; dividing by the zero range would give NaN.
+    return np.where(spread == 0, 0, (states - low) / np.where(spread == 0, 1, spread))
+
+
+def variation_score(normalised: np.ndarray) -> np.ndarray:
+    r"""LK-10: `softmax over the tokens of std over the channels`: positive, sums to 1 over the partition.
+
+    Args: normalised [..., L, D]. Returns [..., L]. Source: equation 10.
+    """
+    if normalised.shape[-1] == 1:
+        deviation = np.zeros_like(normalised[..., 0])  # one channel does not vary
+    else:
+        # Decision: the sample standard deviation (ddof=1), as in the authors' code; the paper does not say.
+        deviation = normalised.std(axis=-1, ddof=1)
+    return softmax(deviation, axis=-1)
+
+
+def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray) -> np.ndarray:
+    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores of a partition sum to 2.
+
+    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values [..., L', D_v], the partition after it.
+    Returns [..., L], higher = keep. Raises ValueError where the shapes disagree. Source: section 2.2, equations 7 to 11.
+    """
+    keys = as_float64("keys", keys, "... L D")
+    values = as_float64("values", values, "... L D_v")
+    next_keys = as_float64("next_keys", next_keys, "... L D")
+    next_values = as_float64("next_values", next_values, "... L D_v")
+    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
+    lag = next_keys.shape[-2]
+    require_shape("next_keys", next_keys, (*keys.shape[:-2], lag, keys.shape[-1]), "the heads and channels of keys")
+    require_shape("next_values", next_values, (*values.shape[:-2], lag, values.shape[-1]), "the tokens of next_keys")
+    return variation_score(normalise(keys, next_keys)) + variation_score(normalise(values, next_values))
+
+
+def tokens_per_partition(keep_ratio: float | Fraction, lag_size: int) -> int:
+    r"""LK-12: `floor(r L)`, the tokens kept of each compressed partition; the paper writes rL as if it were whole."""
+    # Decision: floor in exact decimal arithmetic, as the authors' code floors; float gives 28 for floor(0.29 * 100).
+    return math.floor(as_fraction("keep_ratio", keep_ratio) * lag_size)
+
+
+def retained_length(length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024) -> int:
+    r"""LK-12: `L_R = S + floor(rL) (floor((L_s - S) / L) - 1) + L + (L_s - S) mod L` for `L_s >= S + 2L`, else `L_s`.
+
+    Args: length, tokens in the cache (L_s); keep_ratio, the fraction of each partition kept (r), in [0, 1]; sink_size (S),
+    lag_size (L). Returns the tokens left. Raises ValueError naming an argument out of range. Source: equation 12.
+    """
+    length = as_count("length", length, low=0)
+    sink_size = as_count("sink_size", sink_size, low=0)
+    lag_size = as_count("lag_size", lag_size, low=1)
+    kept_each = tokens_per_partition(keep_ratio, lag_size)
+    if length < sink_size + 2 * lag_size:
+        return length
+    partitions, remainder = divmod(length - sink_size, lag_size)
+    return sink_size + kept_each * (partitions - 1) + lag_size + remainder
+
+
+def compression_ratio(length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024) -> float:
+    r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed; below 1 - r always. Arguments of `retained_length`, length >= 1."""
+    length = as_count("length", length, low=1)
+    return 1 - retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size) / length
+
+
+def keep_ratio_for(length: int, budget: int, *, sink_size: int = 16, lag_size: int = 1024) -> Fraction:
+    r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0 where none is.
+
+    The paper adapts r this way to compare methods at equal compression (section 3.2). Returns an exact fraction of lag_size;
+    1 where nothing needs to be removed. Raises ValueError naming an argument out of range.
+    """
+    length = as_count("length", length, low=1)
+    budget = as_count("budget", budget, low=1)
+    fixed = retained_length(length, keep_ratio=0, sink_size=sink_size, lag_size=lag_size)
+    if budget >= length or fixed == length:
+        return Fraction(1)
+    compressed_partitions = (length - sink_size) // lag_size - 1
+    return Fraction(max(0, min(lag_size, (budget - fixed) // compressed_partitions)), lag_size)
+
+
+def why_nothing_removed(length: int, *, sink_size: int = 16, lag_size: int = 1024) -> str | None:
+    """Say why a cache of `length` tokens stays whole (LK-12), or None where LagKV compresses it."""
+    shortest = sink_size + 2 * lag_size
+    if length >= shortest:
+        return None
+    return f"LagKV keeps every cache below sink_size + 2 * lag_size = {shortest} tokens; this one has {length}"
+
+
+def select(
+    keys: np.ndarray, values: np.ndarray, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
+) -> np.ndarray:
+    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the last partition onwards.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0; lag_size >= 1.
+    Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming the argument.
+    Source: section 2.2 and figure 1.
+    """
+    keys = as_float64("keys", keys, "B H_kv T D")
+    values = as_float64("values", values, "B H_kv T D_v")
+    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    batch, num_kv_heads, length, _ = keys.shape
+    left = retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+    kept = np.ones((batch, num_kv_heads, length), dtype=bool)
+    if left == length:
+        return kept
+    partitions = (length - sink_size) // lag_size
+    window = slice(sink_size, sink_size + partitions * lag_size)
+
+    def partitioned(states: np.ndarray) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
+        return states[:, :, window].reshape(batch, num_kv_heads, partitions, lag_size, -1)
+
+    key_parts, value_parts = partitioned(keys), partitioned(values)
+    scores = score(key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:])
+    chosen = top_k(scores, tokens_per_partition(keep_ratio, lag_size))
+    kept[:, :, sink_size : window.stop - lag_size] = chosen.reshape(batch, num_kv_heads, -1)
+    return kept

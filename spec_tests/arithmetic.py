@@ -1,0 +1,123 @@
+r"""Other arithmetics to run the reference in: each operation rounded to a dtype, to the nearest or up and down at random.
+
+The error that a correct implementation may make is not a constant: it depends on the dtype, on the input and on the order in which
+sums are taken. Running the reference itself in the arithmetic of the dtype measures it. Rounding at random (Monte Carlo arithmetic)
+shows what the digits of one lucky run hide: where a sum cancels, the random runs scatter.
+
+What is exact stays exact: a result that the dtype can represent is not rounded, and a sum of short dyadic numbers has no error
+in any order. So on hand-sized inputs the allowance is zero and the comparison is equality.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+# The distance from 1 to the next number, and the number of significant bits.
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+# Sums of half-precision numbers are accumulated in float32, by tensor cores and by every library.
+ACCUMULATOR = {"float64": "float64", "float32": "float32", "float16": "float32", "bfloat16": "float32"}
+
+
+def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Round float64 numbers to the nearest that `dtype` represents (ties to even); the result is float64 again."""
+    if dtype == "float64":
+        return array
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return array.astype(dtype).astype(np.float64)
+    # bfloat16 is the upper half of a float32: add half of the last kept bit (ties to even), then drop the lower half.
+    with np.errstate(over="ignore"):
+        bits = array.astype(np.float32).view(np.uint32).astype(np.uint64)
+    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return np.where(np.isfinite(array), upper.astype(np.uint32).view(np.float32).astype(np.float64), array)
+
+
+class Rounded(np.ndarray):
+    """A float64 array whose every operation is rounded to `dtype`; with a generator, up or down at random.
+
+    Make one with `Rounded.of(array, dtype, generator)`. NumPy's functions work on it as on any array.
+    """
+
+    dtype_name: str
+    generator: np.random.Generator | None
+
+    @classmethod
+    def of(cls, array: np.ndarray, dtype: str, generator: np.random.Generator | None = None) -> Rounded:
+        result = np.array(array, dtype=np.float64).view(cls)
+        result.dtype_name, result.generator = dtype, generator
+        return result
+
+    def __array_finalize__(self, parent: Any) -> None:
+        self.dtype_name = getattr(parent, "dtype_name", "float64")
+        self.generator = getattr(parent, "generator", None)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
+        plain = [_plain(entry) for entry in inputs]
+        kwargs = {key: _plain(value) for key, value in kwargs.items()}
+        with np.errstate(all="ignore"):
+            result = getattr(ufunc, method)(*plain, **kwargs)
+            if isinstance(result, np.ndarray | np.floating) and np.asarray(result).dtype.kind == "f":
+                result = np.asarray(result)
+                if ufunc is np.matmul or (ufunc is np.add and method in ("reduce", "accumulate")):
+                    result = self._summed(result, *_terms(ufunc, method, plain, kwargs))
+                if ufunc not in _EXACT:
+                    result = self._rounded(result)
+                result = Rounded.of(result, self.dtype_name, self.generator)
+        if out is None:
+            return result
+        out[0][...] = _plain(result)
+        return out[0]
+
+    def _rounded(self, exact: np.ndarray) -> np.ndarray:
+        nearest = round_to(exact, self.dtype_name)
+        if self.generator is None:
+            return nearest
+        # float64 results carry no record of what was rounded away: only short numbers count as exact there.
+        representable = round_to(exact, "float32") if self.dtype_name == "float64" else nearest
+        step = np.where(exact == representable, 0, EPSILON[self.dtype_name] / 2)
+        sign = self.generator.choice([-1.0, 1.0], size=exact.shape)
+        return np.where(step == 0, exact, round_to(exact * (1 + 2 * step * sign), self.dtype_name))
+
+    def _summed(self, exact: np.ndarray, magnitude: np.ndarray, count: int, lowest_bit: float) -> np.ndarray:
+        """Add the error that a sum of `count` terms makes when taken in pairs, in an order that is not ours to know."""
+        if self.generator is None:
+            return exact
+        epsilon = EPSILON[ACCUMULATOR[self.dtype_name]]
+        inexact = magnitude * epsilon > 2 * lowest_bit  # a partial sum may need more bits than the accumulator has
+        sign = self.generator.choice([-1.0, 1.0], size=exact.shape)
+        return exact + np.where(inexact, sign * epsilon / 2 * (1 + np.log2(count)) * magnitude, 0)
+
+
+_EXACT = {np.maximum, np.minimum, np.negative, np.absolute, np.sign, np.copysign, np.floor, np.ceil, np.positive}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Rounded):
+        return value.view(np.ndarray)
+    if isinstance(value, tuple):
+        return tuple(_plain(entry) for entry in value)
+    return value
+
+
+def _lowest_bit(array: Any) -> float:
+    """The smallest power of two of which every number of the array is a whole multiple; infinity for zeros alone."""
+    values = np.abs(np.asarray(array, dtype=np.float64))
+    values = values[(values > 0) & np.isfinite(values)]
+    if not values.size:
+        return np.inf
+    mantissa, exponent = np.frexp(values)
+    whole = (mantissa * 2.0**53).astype(np.int64)
+    return float(np.ldexp((whole & -whole).astype(np.float64), exponent - 53).min())
+
+
+def _terms(ufunc: np.ufunc, method: str, inputs: list[Any], kwargs: dict[str, Any]) -> tuple[np.ndarray, int, float]:
+    """For a sum: the sum of the magnitudes of its terms, their number, and the lowest bit that a term can have."""
+    if ufunc is np.matmul:
+        left, right = inputs
+        lowest = _lowest_bit(left) * _lowest_bit(right)
+        return np.matmul(np.abs(left), np.abs(right)), left.shape[-1], lowest
+    array = np.asarray(inputs[0])
+    magnitude = np.asarray(getattr(ufunc, method)(np.abs(array), *inputs[1:], **kwargs))
+    return magnitude, max(1, array.size // max(1, magnitude.size)), _lowest_bit(array)

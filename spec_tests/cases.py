@@ -1,0 +1,193 @@
+"""The inputs: tiny literal arrays that shrink to something a person checks by hand, and seeded cases of a drawn kind.
+
+Both have the same fields, so that a law takes either: keys, values, queries, next_keys, next_values. A failing case prints as the
+expression that makes it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from hypothesis import strategies as st
+
+KINDS = (
+    "normal",
+    "ties",
+    "duplicate_keys",
+    "zero_keys",
+    "cancelling_keys",
+    "constant_channel",
+    "outlier_channel",
+    "huge",
+    "tiny",
+    "mixed_norms",
+    "drift",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A seeded case: arrays of `transformers`' axes drawn from `seed` and then given the trait that `kind` names.
+
+    keys, next_keys [batch, num_kv_heads, length, head_dim]; values, next_values [.., length, value_dim];
+    queries [batch, group * num_kv_heads, num_queries, head_dim].
+    """
+
+    kind: str = "normal"
+    seed: int = 0
+    batch: int = 1
+    num_kv_heads: int = 1
+    group: int = 1
+    length: int = 8
+    head_dim: int = 4
+    value_dim: int = 4
+    num_queries: int = 1
+
+    @cached_property
+    def _drawn(self) -> dict[str, np.ndarray]:
+        generator = np.random.default_rng([self.seed, KINDS.index(self.kind)])
+        rows = (self.batch, self.num_kv_heads, self.length)
+
+        def draw(*shape: int) -> np.ndarray:
+            return generator.normal(size=shape)
+
+        arrays = {
+            "keys": draw(*rows, self.head_dim),
+            "values": draw(*rows, self.value_dim),
+            "next_keys": draw(*rows, self.head_dim),
+            "next_values": draw(*rows, self.value_dim),
+        }
+        arrays = {name: _with_trait(self.kind, array, generator) for name, array in arrays.items()}
+        arrays["queries"] = draw(self.batch, self.group * self.num_kv_heads, self.num_queries, self.head_dim)
+        return arrays
+
+    @property
+    def keys(self) -> np.ndarray:
+        return self._drawn["keys"]
+
+    @property
+    def values(self) -> np.ndarray:
+        return self._drawn["values"]
+
+    @property
+    def next_keys(self) -> np.ndarray:
+        return self._drawn["next_keys"]
+
+    @property
+    def next_values(self) -> np.ndarray:
+        return self._drawn["next_values"]
+
+    @property
+    def queries(self) -> np.ndarray:
+        return self._drawn["queries"]
+
+
+def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Give states [B, H, T, D] the trait of `kind`. Each kind defeats a wrong implementation that plain noise lets live."""
+    length, channels = states.shape[-2:]
+    match kind:
+        case "ties":  # small whole numbers: many equal scores, and sums without rounding
+            return np.round(states * 1.5)
+        case "duplicate_keys":  # a few distinct rows, each many times
+            return states[..., generator.integers(0, min(3, length), size=length), :]
+        case "zero_keys":  # a zero vector in every head, where a division by a norm fails
+            states[..., generator.integers(0, length), :] = 0
+            return states
+        case "cancelling_keys":  # the raw mean nearly vanishes, the mean of the unit vectors does not
+            sign = np.where(np.arange(length) % 3 == 0, -2.0, 1.0)[:, None]
+            return sign * states[..., :1, :] + 0.25 * states
+        case "constant_channel":  # the range of one channel is zero
+            states[..., generator.integers(0, channels)] = 0.75
+            return states
+        case "outlier_channel":  # one channel a hundred times the others, as in trained models
+            states[..., generator.integers(0, channels)] *= 100
+            return states
+        case "huge":
+            return states * 256
+        case "tiny":
+            return states / 256
+        case "mixed_norms":  # norms over three orders of magnitude: what normalises too late is dominated by the largest
+            return states * 10.0 ** generator.uniform(-1.5, 1.5, size=(*states.shape[:-1], 1))
+        case "drift":  # the mean moves along the sequence: the previous, the own and the next partition differ
+            return states + 3 * np.arange(length)[:, None] / length + generator.normal(size=(channels,))
+    return states
+
+
+@dataclass(frozen=True, repr=False)
+class Tiny:
+    """Literal arrays of one or two heads, of numbers such as -1, 0, 0.5 and 2, on which most sums are exact."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    next_keys: np.ndarray
+    next_values: np.ndarray
+    queries: np.ndarray
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}=np.array({getattr(self, name).tolist()})" for name in self.__dataclass_fields__)
+        return f"Tiny({fields})"
+
+
+_SHORT = st.sampled_from([0.0, 1.0, -1.0, 2.0, 0.5, -2.0, 3.0, -0.5, 8.0])
+
+
+@st.composite
+def tiny_cases(draw: st.DrawFn, min_length: int = 1, max_length: int = 5, min_dim: int = 1, group: int = 1) -> Tiny:
+    """Draw a Tiny: one head and few tokens first, so that a counterexample shrinks to what fits on a line."""
+    heads = draw(st.integers(1, 2))
+    length, following = draw(st.integers(min_length, max_length)), draw(st.integers(1, max_length))
+    head_dim, value_dim = draw(st.integers(min_dim, 3)), draw(st.integers(1, 3))
+
+    def numbers(*shape: int) -> np.ndarray:
+        count = int(np.prod(shape))
+        return np.array(draw(st.lists(_SHORT, min_size=count, max_size=count))).reshape(shape)
+
+    return Tiny(
+        numbers(1, heads, length, head_dim),
+        numbers(1, heads, length, value_dim),
+        numbers(1, heads, following, head_dim),
+        numbers(1, heads, following, value_dim),
+        numbers(1, group * heads, 1, head_dim),
+    )
+
+
+# Sizes at which kernels break: one, a tile less one, a tile, a tile and one.
+LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 64, 65)
+HEAD_DIMS = (2, 4, 8, 6, 16)
+
+
+def seeded_cases(
+    min_length: int = 1,
+    max_length: int = 65,
+    kinds: tuple[str, ...] = KINDS,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    groups: tuple[int, ...] = (1, 2, 3, 8),
+) -> st.SearchStrategy[Case]:
+    """Draw a Case: any kind, any of the awkward sizes between the bounds."""
+    lengths = [length for length in LENGTHS if min_length <= length <= max_length]
+    return st.builds(
+        Case,
+        kind=st.sampled_from(kinds),
+        seed=st.integers(0, 2**32 - 1),
+        batch=st.integers(1, 2),
+        num_kv_heads=st.integers(1, 3),
+        group=st.sampled_from(groups),
+        length=st.sampled_from(lengths),
+        head_dim=st.sampled_from(head_dims),
+        value_dim=st.sampled_from(head_dims),
+        num_queries=st.integers(1, 3),
+    )
+
+
+def cases(
+    min_length: int = 1, max_length: int = 65, kinds: tuple[str, ...] = KINDS, min_dim: int = 1
+) -> st.SearchStrategy[Tiny | Case]:
+    """Draw from both families."""
+    return st.one_of(tiny_cases(min_length, max(5, min_length), min_dim=min_dim), seeded_cases(min_length, max_length, kinds))
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """A seed for what a law draws itself, such as a permutation."""
+    return st.integers(0, 2**16)

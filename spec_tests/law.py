@@ -1,0 +1,89 @@
+"""A law: a test of one requirement, quantified over drawn inputs, that any implementation can be put to."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis.strategies import SearchStrategy
+
+REQUIREMENTS_FOLDER = Path(__file__).parent / "requirements"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are given.
+
+    `verdict` says what became of the paper's statement: definition, true, false, restored (its text was lost) or measured.
+    `no_law` says why a requirement has no law, where it has none.
+    """
+
+    id: str
+    statement: str
+    source: str
+    verdict: str = "definition"
+    no_law: str = ""
+
+
+def _read_requirements() -> dict[str, Requirement]:
+    found = {}
+    for path in sorted(REQUIREMENTS_FOLDER.glob("*.toml")):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        paper = content.pop("paper")
+        for identifier, fields in content.items():
+            source = ", ".join(part for part in (paper, fields.pop("where", "")) if part)
+            found[identifier] = Requirement(id=identifier, source=source, **fields)
+    return found
+
+
+REQUIREMENTS = _read_requirements()
+
+
+@dataclass(frozen=True)
+class Law:
+    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself."""
+
+    requirement: Requirement
+    functions: tuple[str, ...]
+    name: str
+    sentence: str
+    test: Callable[..., None]
+
+
+LAWS: dict[str, Law] = {}
+
+
+def law(
+    requirement: str, *, of: str | tuple[str, ...], examples: tuple[dict[str, Any], ...] = (), **drawn: SearchStrategy
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test function the law of a requirement.
+
+    Args: requirement, an id of `requirements/*.toml`; of, the function or functions of the implementation that the law calls (an
+    implementation without them is reported as not providing them); examples, inputs tried before the drawn ones; drawn, a
+    hypothesis strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments.
+    The first line of its docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement.
+    """
+    functions = (of,) if isinstance(of, str) else of
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def one_example(impl: Any, **arguments: Any) -> None:
+            impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
+            test(impl, **arguments)
+
+        judged: Callable[..., None] = given(**drawn)(one_example) if drawn else one_example
+        for arguments in reversed(examples):
+            judged = example(**arguments)(judged)
+        sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
+        name = f"{Path(test.__code__.co_filename).stem}::{test.__name__}"
+        registered = Law(REQUIREMENTS[requirement], functions, name, sentence, judged)
+        LAWS[name] = registered
+        return pytest.mark.law(registered)(judged)
+
+    return decorate

@@ -1,0 +1,59 @@
+"""Laws of the compressed cache: CACHE-1 to CACHE-3."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spec_tests.cases import cases, seeds
+from spec_tests.law import law
+from spec_tests.tolerance import Violation
+
+
+def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """A mask whose heads keep different numbers of tokens, some all and some none."""
+    generator = np.random.default_rng(seed)
+    share = generator.choice([0.0, 0.2, 0.5, 1.0], size=(*shape[:-1], 1))
+    return generator.random(shape) < share
+
+
+@law("CACHE-1", of="cache.compress", case=cases(), seed=seeds())
+def test_the_cache_holds_the_kept_tokens_in_position_order(impl, case, seed):
+    """Row by row, batch by batch, head by head and position by position, the cache holds the kept keys, bit for bit."""
+    kept = draw_mask(case.keys.shape[:3], seed)
+    cache = impl.cache.compress(case.keys, case.values, kept)
+    where = np.argwhere(kept)
+    expected = impl.round(case.keys)[tuple(where.T)]
+    if cache.keys.shape != expected.shape or (cache.keys != expected).any():
+        raise Violation("the stored keys are not the kept keys in position order", expected, cache.keys)
+    if (cache.positions != where[:, 2]).any():
+        raise Violation("the stored positions are not those of the kept tokens", where[:, 2], cache.positions)
+
+
+@law("CACHE-2", of="cache.compress", case=cases(), seed=seeds())
+def test_keys_and_values_move_together(impl, case, seed):
+    """Each stored row is the key and the value of the token at the stored position."""
+    kept = draw_mask(case.keys.shape[:3], seed)
+    cache = impl.cache.compress(case.keys, case.values, kept)
+    where = tuple(np.argwhere(kept).T)
+    for name, states in (("keys", case.keys), ("values", case.values)):
+        got, expected = getattr(cache, name), impl.round(states)[where]
+        if got.shape != expected.shape or (got != expected).any():
+            raise Violation(f"the stored {name} are not those of the kept tokens", expected, got)
+
+
+@law("CACHE-3", of="cache.compress", case=cases(), seed=seeds())
+def test_lengths_count_the_rows_of_each_head(impl, case, seed):
+    """lengths [B, H_kv] is the number of kept tokens of each head."""
+    kept = draw_mask(case.keys.shape[:3], seed)
+    got = impl.cache.compress(case.keys, case.values, kept).lengths
+    if got.shape != kept.shape[:2] or (got != kept.sum(-1)).any():
+        raise Violation("lengths do not count the kept tokens", kept.sum(-1), got)
+
+
+@law("CACHE-2", of="cache.compress", case=cases())
+def test_keeping_all_changes_nothing(impl, case):
+    """With every token kept the cache is the sequence itself."""
+    kept = np.ones(case.keys.shape[:3], dtype=bool)
+    cache = impl.cache.compress(case.keys, case.values, kept)
+    if (cache.values.reshape(case.values.shape) != impl.round(case.values)).any():
+        raise Violation("keeping every token changed the values", case.values, cache.values)

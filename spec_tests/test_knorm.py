@@ -1,0 +1,32 @@
+"""Laws of KNorm: KN-1."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spec_tests.cases import cases, seeds
+from spec_tests.law import law
+from spec_tests.tolerance import Violation
+
+
+@law("KN-1", of="knorm.score", case=cases())
+def test_score_is_minus_the_norm(impl, case):
+    """The score is minus the Euclidean norm of the key."""
+    impl.agrees("knorm.score", case.keys)
+
+
+@law("KN-1", of="knorm.score", case=cases(), seed=seeds())
+def test_shorter_keys_score_higher(impl, case, seed):
+    """Halving some keys halves their scores and leaves the others alone."""
+    allowed = impl.allowance("knorm.score", case.keys)
+    factors = np.random.default_rng(seed).choice([0.5, 1.0], size=case.keys.shape[:-1])
+    got = impl.knorm.score(impl.round(case.keys) * factors[..., None])
+    allowed.check(got, "the score of the halved keys", allowed.expected * factors)
+
+
+@law("KN-1", of="knorm.score")
+def test_a_three_four_key_scores_minus_five(impl):
+    """|(3, 4)| = 5, exactly."""
+    got = impl.knorm.score(np.array([[[[3.0, 4.0], [0, 0]]]]))
+    if got.tolist() != [[[-5.0, 0.0]]]:
+        raise Violation("the norm of (3, 4) is 5", [[[-5.0, 0.0]]], got)

@@ -1,0 +1,256 @@
+"""Laws of LagKV: LK-7 to LK-13."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_tests.cases import KINDS, Case, cases, seeds
+from spec_tests.law import law
+from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
+
+SCORE, SELECT, RETAINED = "lagkv.score", "lagkv.select", "lagkv.retained_length"
+
+sinks = st.integers(0, 5)
+lags = st.sampled_from([1, 2, 3, 4, 7, 8, 16])
+hundredths = st.integers(0, 100)
+
+
+def partitions(case):
+    return case.keys, case.values, case.next_keys, case.next_values
+
+
+@law("LK-11", of=SCORE, case=cases())
+def test_score_is_the_sum_of_the_scores_of_keys_and_values(impl, case):
+    """score(K) + score(V), each the softmax over the tokens of the standard deviation (ddof=1) of the normalised channels."""
+    impl.agrees(SCORE, *partitions(case))
+
+
+@law("LK-10", of=SCORE, case=cases())
+def test_scores_are_positive_and_sum_to_two(impl, case):
+    """Two softmaxes over the tokens of the partition: positive, at most 2, and 2 in total."""
+    allowed = impl.allowance(SCORE, *partitions(case))
+    got = impl.lagkv.score(*partitions(case))
+    require_numbers(got, case.keys.shape[:3], "the score")
+    total = got.sum(axis=-1)
+    if (got < 0).any() or np.abs(total - 2).max() > got.shape[-1] * allowed.largest + 1e-12:
+        raise Violation("the scores of a partition do not sum to 2, or one is negative", 2.0, total)
+
+
+@law("LK-7", of=SCORE, case=cases(), seed=seeds())
+def test_the_range_is_a_minimum_over_the_next_partition(impl, case, seed):
+    """The order of the tokens in the next partition does not matter, and its rows may be repeated."""
+    allowed = impl.allowance(SCORE, *partitions(case))
+    generator = np.random.default_rng(seed)
+    length = case.next_keys.shape[2]
+    order = np.concatenate([generator.permutation(length), generator.integers(0, length, size=2)])
+    got = impl.lagkv.score(case.keys, case.values, case.next_keys[:, :, order], case.next_values[:, :, order])
+    allowed.check(got, "the score against the shuffled next partition")
+
+
+@law("LK-8", of=SCORE, case=cases(min_length=2), seed=seeds())
+def test_a_token_inside_the_range_adds_nothing(impl, case, seed):
+    """A further token of the next partition between two of its tokens changes neither minimum nor maximum."""
+    allowed = impl.allowance(SCORE, *partitions(case))
+    pair = np.random.default_rng(seed).integers(0, case.next_keys.shape[2], size=2)
+    low, high = (case.next_keys[:, :, [row]] for row in pair)
+    inner_keys = np.concatenate([case.next_keys, np.minimum(low, high)], axis=2)
+    low, high = (case.next_values[:, :, [row]] for row in pair)
+    inner_values = np.concatenate([case.next_values, np.maximum(low, high)], axis=2)
+    allowed.check(impl.lagkv.score(case.keys, case.values, inner_keys, inner_values), "the score with an inner token")
+
+
+@law("LK-9", of=SCORE, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
+def test_an_affine_map_of_the_channels_changes_nothing(impl, case, seed):
+    """Each channel may be scaled by a positive number and shifted, in both partitions alike."""
+    generator = np.random.default_rng(seed)
+    mapped = [np.round(states) for states in partitions(case)]  # whole numbers: the map is exact in every dtype
+    allowed = impl.allowance(SCORE, *mapped)
+    for first, second in ((0, 2), (1, 3)):
+        channels = mapped[first].shape[-1]
+        scale, shift = 2.0 ** generator.integers(-2, 3, size=channels), generator.integers(-4, 5, size=channels) * 1.0
+        mapped[first], mapped[second] = mapped[first] * scale + shift, mapped[second] * scale + shift
+    allowed.check(impl.lagkv.score(*mapped), "the score after the affine map")
+
+
+@law("LK-9", of=SCORE)
+def test_the_sign_of_a_channel_matters(impl):
+    """Not invariant to a mirrored channel: normalised values are measured from the minimum."""
+    keys = np.array([[[[0.0, 0], [3, 0.5], [1, 1]]]])
+    following = np.array([[[[0.0, 0], [1, 1]]]])
+    mirror = np.array([-1.0, 1])
+    plain = impl.lagkv.score(keys, keys, following, following)
+    mirrored = impl.lagkv.score(keys * mirror, keys * mirror, following * mirror, following * mirror)
+    if np.abs(plain - mirrored).max() < 1e-3:
+        raise Violation("mirroring a channel of both partitions changed nothing", plain, mirrored)
+
+
+@law("LK-9", of=SCORE, case=cases(), seed=seeds())
+def test_a_channel_constant_in_the_next_partition_counts_as_zero(impl, case, seed):
+    """Such a channel normalises to 0, whatever its values; nothing becomes NaN."""
+    generator = np.random.default_rng(seed)
+    keys, values, next_keys, next_values = (states.copy() for states in partitions(case))
+    channel = generator.integers(0, keys.shape[-1])
+    next_keys[..., channel] = 0.5
+    allowed = impl.allowance(SCORE, keys, values, next_keys, next_values)
+    keys[..., channel] = generator.integers(-8, 9, size=keys.shape[:-1])
+    allowed.check(impl.lagkv.score(keys, values, next_keys, next_values), "the score with a constant channel")
+
+
+@law("LK-11", of=SCORE, case=cases(min_length=2))
+def test_exchanging_keys_and_values_changes_nothing(impl, case):
+    """K and V enter alike: their scores are added."""
+    allowed = impl.allowance(SCORE, *partitions(case))
+    swapped = impl.lagkv.score(case.values, case.keys, case.next_values, case.next_keys)
+    allowed.check(swapped, "the score with keys and values exchanged")
+
+
+@law("LK-11", of=SCORE)
+def test_the_reference_is_the_next_partition(impl):
+    """The range comes from the partition after; its own range would give other numbers."""
+    keys = np.array([[[[0.0, 0], [4, 0], [0, 1]]]])
+    following = np.array([[[[0.0, 0], [1, 8]]]])
+    impl.agrees(SCORE, keys, keys, following, following)
+
+
+@law("LK-12", of=RETAINED, length=st.integers(0, 5000), percent=hundredths, sink=sinks, lag=st.integers(1, 700))
+def test_retained_length_is_the_formula(impl, length, percent, sink, lag):
+    """S + floor(rL)(partitions - 1) + L + remainder, from S + 2L on; below that, everything."""
+    expected = length
+    if length >= sink + 2 * lag:
+        expected = sink + (percent * lag // 100) * ((length - sink) // lag - 1) + lag + (length - sink) % lag
+    got = impl.lagkv.retained_length(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    if got != expected:
+        raise Violation(f"retained_length({length}) = {got}, wanted {expected}", expected, got)
+
+
+@law(
+    "LK-12",
+    of=(SELECT, RETAINED),
+    case=st.builds(
+        Case,
+        seed=st.integers(0, 99),
+        batch=st.integers(1, 2),
+        num_kv_heads=st.integers(1, 2),
+        length=st.integers(1, 80),
+    ),
+    percent=hundredths,
+    sink=sinks,
+    lag=lags,
+)
+def test_the_kept_mask_has_the_retained_length(impl, case, percent, sink, lag):
+    """Every head keeps retained_length(T) tokens, the sinks and everything from the last partition on among them."""
+    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
+    kept = impl.lagkv.select(case.keys, case.values, **settings)
+    require_mask(kept, case.keys.shape[:3], "the selection")
+    expected = impl.lagkv.retained_length(case.length, **settings)
+    if (kept.sum(axis=-1) != expected).any():
+        raise Violation("the mask keeps another number of tokens than LK-12 says", expected, kept.sum(axis=-1))
+    whole = max(0, (case.length - sink) // lag - 1)
+    if not kept[..., :sink].all() or not kept[..., sink + whole * lag :].all():
+        raise Violation("a sink token, or a token of the sliding window, was evicted", True, kept)
+
+
+@law(
+    "LK-12",
+    of=SELECT,
+    case=st.builds(
+        Case,
+        kind=st.sampled_from(KINDS),
+        seed=st.integers(0, 2**32),
+        batch=st.integers(1, 2),
+        num_kv_heads=st.integers(1, 2),
+        length=st.integers(4, 64),
+        head_dim=st.sampled_from([2, 4, 8]),
+    ),
+    percent=hundredths,
+    sink=sinks,
+    lag=lags,
+)
+def test_each_partition_keeps_its_best_tokens(impl, case, percent, sink, lag):
+    """Partition by partition, floor(rL) tokens are kept and none evicted scores more than one kept."""
+    kept = impl.lagkv.select(case.keys, case.values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    require_mask(kept, case.keys.shape[:3], "the selection")
+    for start in range(sink, case.length - 2 * lag + 1, lag):
+        own, following = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+        scores = impl.allowance(
+            SCORE,
+            case.keys[:, :, own],
+            case.values[:, :, own],
+            case.keys[:, :, following],
+            case.values[:, :, following],
+        )
+        check_selection(
+            kept[:, :, own],
+            scores.expected,
+            percent * lag // 100,
+            slack=scores.largest,
+            what=f"partition {start}:{own.stop}",
+        )
+
+
+@law(
+    "LK-13",
+    of="lagkv.compression_ratio",
+    length=st.integers(1, 5000),
+    percent=hundredths,
+    sink=sinks,
+    lag=st.integers(1, 700),
+)
+def test_the_compression_ratio_stays_below_its_limit(impl, length, percent, sink, lag):
+    """C is 0 below S + 2L, and never reaches 1 - floor(rL)/L."""
+    got = impl.lagkv.compression_ratio(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    limit = 1 - (percent * lag // 100) / lag
+    if (length < sink + 2 * lag and got != 0) or not (0 <= got < limit or got == limit == 0):
+        raise Violation(f"compression_ratio({length}) = {got}, wanted in [0, {limit})", limit, got)
+
+
+@law("LK-13", of="lagkv.compression_ratio")
+def test_the_compression_ratio_is_not_monotone(impl):
+    """With S=16, L=128, r=.5 the ratio is .235 at 272 tokens, falls to .160 at 399 and rises to .320 at 400."""
+    got = [impl.lagkv.compression_ratio(n, keep_ratio=0.5, sink_size=16, lag_size=128) for n in (272, 399, 400)]
+    expected = [64 / 272, 64 / 399, 128 / 400]
+    if np.abs(np.array(got) - expected).max() > 1e-12:
+        raise Violation("the compression ratio has other values", expected, got)
+
+
+@law(
+    "LK-13",
+    of=("lagkv.keep_ratio_for", RETAINED),
+    length=st.integers(1, 3000),
+    budget=st.integers(1, 3000),
+    sink=sinks,
+    lag=st.integers(1, 300),
+)
+def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budget, sink, lag):
+    """The retained length is within the budget where that is possible, and one token more a partition is not."""
+    settings = {"sink_size": sink, "lag_size": lag}
+    ratio = impl.lagkv.keep_ratio_for(length, budget, **settings)
+    least = impl.lagkv.retained_length(length, keep_ratio=0, **settings)
+    got = impl.lagkv.retained_length(length, keep_ratio=ratio, **settings)
+    if got > max(budget, least):
+        raise Violation(f"retained_length is {got}, over the budget {budget} (possible: {least})", budget, got)
+    if ratio < 1:
+        more = impl.lagkv.retained_length(length, keep_ratio=ratio + Fraction(1, lag), **settings)
+        if more <= budget:
+            raise Violation(f"a larger keep_ratio also fits: {more} of {budget}", more, got)
+
+
+@law("LK-12", of=SELECT, name=st.sampled_from(["keep_ratio", "sink_size", "lag_size"]))
+def test_bad_settings_are_refused(impl, name):
+    """keep_ratio above 1, a negative sink_size or a lag_size of 0 raise ValueError naming the argument."""
+    settings = {"keep_ratio": 0.5, "sink_size": 1, "lag_size": 2} | {
+        name: {"keep_ratio": 1.5, "sink_size": -1, "lag_size": 0}[name]
+    }
+    with pytest.raises(ValueError, match=name):
+        impl.lagkv.select(np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)
+
+
+@law("LK-11", of=SCORE)
+def test_disagreeing_shapes_are_refused(impl):
+    """Values of another number of tokens than the keys raise ValueError."""
+    with pytest.raises(ValueError, match="values"):
+        impl.lagkv.score(np.ones((1, 1, 3, 2)), np.ones((1, 1, 4, 2)), np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)))

@@ -1,0 +1,115 @@
+"""Laws of budgets and top-k: SEL-1 to SEL-4."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_tests.cases import KINDS, Case
+from spec_tests.law import law
+from spec_tests.tolerance import Violation, check_selection
+
+# Small whole numbers tie often and are the same in every dtype.
+SCORES = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 7.0]), min_size=1, max_size=9)
+
+
+@law("SEL-1", of="selection.budget", length=st.integers(1, 10**6), percent=st.integers(0, 99))
+def test_budget_is_the_exact_floor(impl, length, percent):
+    """A ratio written in hundredths gives floor(length * (100 - percent) / 100), and at least 1."""
+    got = impl.selection.budget(length, percent / 100)
+    expected = max(1, length * (100 - percent) // 100)
+    if got != expected:
+        raise Violation(f"budget({length}, {percent / 100}) = {got}, wanted {expected}", expected, got)
+
+
+@law(
+    "SEL-1",
+    of="selection.budget",
+    length=st.integers(1, 10**5),
+    first=st.integers(0, 9999),
+    second=st.integers(0, 9999),
+)
+def test_budget_falls_with_the_ratio(impl, length, first, second):
+    """Removing a larger fraction never keeps more; the budget lies between 1 and the length."""
+    low, high = sorted((first / 10**4, second / 10**4))
+    more, fewer = impl.selection.budget(length, low), impl.selection.budget(length, high)
+    if not 1 <= fewer <= more <= length:
+        raise Violation(f"budget({length}, {low}) = {more} and budget({length}, {high}) = {fewer}, wanted 1 <= .. <= {length}")
+
+
+@law("SEL-1", of="selection.budget", ratio=st.sampled_from([1.0, 1.5, -0.1, float("nan"), "half"]))
+def test_budget_refuses_a_ratio_outside_the_range(impl, ratio):
+    """A ratio outside [0, 1) raises ValueError."""
+    with pytest.raises(ValueError, match="compression_ratio"):
+        impl.selection.budget(10, ratio)
+
+
+@law(
+    "SEL-2",
+    of="selection.top_k",
+    case=st.builds(
+        Case,
+        kind=st.sampled_from(KINDS),
+        seed=st.integers(0, 2**32),
+        batch=st.integers(1, 2),
+        num_kv_heads=st.integers(1, 3),
+        length=st.sampled_from([1, 2, 16, 33, 65]),
+        head_dim=st.just(1),
+    ),
+    share=st.fractions(0, 1),
+)
+def test_top_k_keeps_the_best(impl, case, share):
+    """Exactly min(budget, T) tokens of each row are kept, and none evicted scores more than one kept."""
+    scores = impl.round(case.keys[..., 0])
+    budget = int(share * (case.length + 1))
+    check_selection(impl.selection.top_k(scores, budget), scores, min(budget, case.length))
+
+
+@law("SEL-2", of="selection.top_k", scores=SCORES, extra=st.integers(1, 5))
+def test_a_budget_beyond_the_cache_keeps_all(impl, scores, extra):
+    """A budget larger than the cache keeps every token."""
+    row = np.array([[scores]])
+    check_selection(impl.selection.top_k(row, len(scores) + extra), row, len(scores))
+
+
+@law("SEL-3", of="selection.top_k", scores=SCORES, share=st.fractions(0, 1))
+def test_ties_go_to_the_lower_position(impl, scores, share):
+    """The kept set is the one that a stable sort by falling score gives."""
+    budget = int(share * (len(scores) + 1))
+    best = sorted(range(len(scores)), key=lambda position: (-scores[position], position))[:budget]
+    expected = np.isin(np.arange(len(scores)), best)
+    got = impl.selection.top_k(np.array([[scores]]), budget)
+    check_selection(got, np.array([[scores]]), min(budget, len(scores)))
+    if (got[0, 0] != expected).any():
+        raise Violation("a token at a higher position was kept before an equal one at a lower", expected, got[0, 0])
+
+
+@law("SEL-4", of="selection.top_k", scores=SCORES, data=st.data())
+def test_protected_tokens_are_kept_first(impl, scores, data):
+    """All protected tokens are kept; the rest of the budget goes to the best of the others."""
+    length = len(scores)
+    protected = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    budget = data.draw(st.integers(int(protected.sum()), length))
+    row = np.array([[scores]])
+    got = impl.selection.top_k(row, budget, protected[None, None])
+    check_selection(got, row, budget, protected=protected[None, None])
+
+
+@law("SEL-4", of="selection.top_k", scores=SCORES)
+def test_more_protected_than_the_budget_is_refused(impl, scores):
+    """Protecting every token with a smaller budget raises ValueError."""
+    with pytest.raises(ValueError, match="protected"):
+        impl.selection.top_k(np.array([[scores]]), len(scores) - 1, np.ones((1, 1, len(scores)), dtype=bool))
+
+
+def test_exact_ratios_are_read_as_written():
+    """The budgets that binary floats lose: int(10 * (1 - 0.9)) is 0 and int(100 * 0.29) is 28."""
+    from reference.lagkv import tokens_per_partition
+    from reference.selection import budget
+
+    assert budget(10, 0.9) == 1
+    assert tokens_per_partition(0.29, 100) == 29
+    assert tokens_per_partition(Fraction(7, 96), 96) == 7

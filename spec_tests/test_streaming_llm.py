@@ -1,0 +1,47 @@
+"""Laws of StreamingLLM: SL-1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_tests.cases import cases
+from spec_tests.law import law
+from spec_tests.tolerance import Violation, require_numbers
+
+
+@law(
+    "SL-1",
+    of=("streaming_llm.score", "selection.top_k"),
+    case=cases(),
+    sink_size=st.integers(0, 6),
+    share=st.fractions(0, 1),
+)
+def test_sinks_and_the_most_recent_are_kept(impl, case, sink_size, share):
+    """Top-k of the scores keeps the first tokens, as far as the budget goes, and fills up from the end."""
+    length = case.keys.shape[2]
+    budget = max(1, int(share * length))
+    scores = impl.streaming_llm.score(case.keys, sink_size=sink_size)
+    require_numbers(scores, case.keys.shape[:3], "the score")
+    kept = impl.selection.top_k(scores, budget)
+    first = min(sink_size, budget, length)
+    positions = np.arange(length)
+    expected = (positions < first) | (positions >= length - (budget - first))
+    if (kept != expected).any():
+        raise Violation("other tokens than the sinks and the most recent are kept", expected, kept)
+
+
+@law("SL-1", of="streaming_llm.score", case=cases())
+def test_only_positions_count(impl, case):
+    """Other keys at the same positions score the same."""
+    first, second = impl.streaming_llm.score(case.keys), impl.streaming_llm.score(-2 * case.keys)
+    if (first != second).any():
+        raise Violation("the score depends on the keys", first, second)
+
+
+@law("SL-1", of="streaming_llm.score")
+def test_a_negative_sink_size_is_refused(impl):
+    """sink_size below 0 raises ValueError."""
+    with pytest.raises(ValueError, match="sink_size"):
+        impl.streaming_llm.score(np.ones((1, 1, 3, 2)), sink_size=-1)

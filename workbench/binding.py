@@ -1,0 +1,136 @@
+"""Hands a method's function the inputs that its signature names, and checks what comes back."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.errors import MethodError, UsageError
+
+INPUTS = {
+    "keys": "[B, H_kv, T, D], cached, after RoPE",
+    "values": "[B, H_kv, T, D_v]",
+    "queries": "[B, H_q, T, D], of every prompt token, after RoPE",
+    "hidden_states": "[B, T, hidden], what the attention layer reads",
+    "positions": "[T], 0 to T - 1",
+    "length": "T, the tokens in the cache",
+    "layer_index": "0 to num_layers - 1",
+    "num_layers": "layers of the model",
+    "budget": "tokens to keep in each head",
+    "compression_ratio": "fraction to remove",
+    "keep_ratio": "fraction to keep",
+    "generator": "a seeded torch.Generator, one for each layer",
+}
+"""Everything that a function can name in its signature, and what it then receives."""
+
+
+def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return (inputs it reads, its options with their defaults, arguments that nobody can supply)."""
+    inputs, options, missing = [], {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in INPUTS:
+            inputs.append(name)
+        elif parameter.default is not parameter.empty:
+            options[name] = parameter.default
+        else:
+            missing.append(name)
+    return inputs, options, missing
+
+
+def typed_option(name: str, value: Any, default: Any) -> Any:
+    """Return `value` in the type of the option's default; text, as the command line gives it, is read as that type.
+
+    Raises UsageError naming the option where the value does not fit.
+    """
+    wanted = type(default)
+    if isinstance(value, str) and wanted is not str:
+        try:
+            value = ast.literal_eval(value.capitalize() if wanted is bool else value)
+        except (ValueError, SyntaxError):
+            pass  # it stays text, which only an option without a typed default accepts
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if default is not None and type(value) is not wanted:
+        raise UsageError(f"option {name}: got {value!r}, wanted {_article(wanted)} such as {default!r}")
+    return value
+
+
+def _article(wanted: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(wanted, f"a {wanted.__name__}")
+
+
+def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any], *, as_torch: bool) -> Any:
+    """Call a method's function with tensors, or with NumPy float64 arrays where it knows no torch.
+
+    Positional-only arguments work too. Raises MethodError with the file and line for whatever the function raises.
+    """
+    given = {name: value if as_torch else _as_numpy(value) for name, value in arguments.items()}
+    positional = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY and name in given:
+            positional.append(given.pop(name))
+    try:
+        with torch.no_grad():
+            return function(*positional, **given)
+    except Exception as error:
+        raise MethodError(f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}") from error
+
+
+def describe_exception(error: BaseException, source: str | None) -> str:
+    """Return 'TypeError at file.py, line 7: message', the line being the deepest one inside `source`."""
+    message = f"{type(error).__name__}"
+    if isinstance(error, SyntaxError):
+        return f"{message} at {Path(error.filename or '?').name}, line {error.lineno}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if source and Path(frame.filename) == Path(source)] or frames
+    place = f" at {Path(own[-1].filename).name}, line {own[-1].lineno}" if own else ""
+    return f"{message}{place}: {error}"
+
+
+def _as_numpy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    array = value.detach().cpu()
+    return (array.double() if array.is_floating_point() else array).numpy()
+
+
+def _as_tensor(label: str, result: Any, wanted: str, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.as_tensor(result, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise MethodError(f"{label} returned {type(result).__name__}, wanted {wanted}") from None
+
+
+def checked_scores(label: str, result: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the scores as a tensor [B, H_kv, T]. Raises MethodError for another shape, no real numbers, or NaN."""
+    wanted = f"scores of shape {list(shape)} ([B, H_kv, T]), real numbers, higher = keep"
+    scores = _as_tensor(label, result, wanted, device)
+    if tuple(scores.shape) != shape:
+        raise MethodError(f"{label} returned shape {list(scores.shape)}, wanted {wanted}")
+    if scores.dtype == torch.bool or scores.is_complex():
+        raise MethodError(f"{label} returned dtype {scores.dtype}, wanted {wanted}; a kept mask comes from a `select`")
+    if scores.isnan().any():
+        batch, head, token = (int(index) for index in scores.isnan().nonzero()[0])
+        raise MethodError(f"{label} returned NaN (batch {batch}, head {head}, token {token}), wanted {wanted}")
+    return scores
+
+
+def checked_kept(label: str, result: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the kept mask as a tensor [B, H_kv, T]. Raises MethodError for another shape or dtype, or an empty row."""
+    wanted = f"a boolean mask of shape {list(shape)} ([B, H_kv, T]), True = keep"
+    kept = _as_tensor(label, result, wanted, device)
+    if tuple(kept.shape) != shape:
+        raise MethodError(f"{label} returned shape {list(kept.shape)}, wanted {wanted}")
+    if kept.dtype != torch.bool:
+        raise MethodError(f"{label} returned dtype {kept.dtype}, wanted {wanted}")
+    if not kept.any(dim=-1).all():
+        raise MethodError(f"{label} keeps no token at all in some head, wanted at least one in each")
+    return kept

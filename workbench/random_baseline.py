@@ -1,0 +1,12 @@
+"""The baseline that every method has to beat: keep random tokens. It belongs to no paper, so it lives in the workbench."""
+
+from __future__ import annotations
+
+import torch
+
+METHOD = "keeps random tokens, drawn anew for every layer and head (the baseline to beat)"
+
+
+def score(keys: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return uniform scores [B, H_kv, T] for keys [B, H_kv, T, D], drawn on the CPU so that every device agrees."""
+    return torch.rand(keys.shape[:-1], generator=generator).to(keys.device)
