@@ -70,6 +70,20 @@ class Rounded(np.ndarray):
         out[0][...] = _plain(result)
         return out[0]
 
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        # NumPy's own implementation runs, and the operations inside it come back to `__array_ufunc__`; but some of its functions
+        # (where, einsum) hand out plain arrays, and einsum sums without a ufunc.
+        result = super().__array_function__(function, types, args, kwargs)
+        if not isinstance(result, np.ndarray) or result.dtype.kind != "f":
+            return result
+        values = np.asarray(_plain(result))
+        if function is np.einsum:
+            subscripts, *operands = [_plain(argument) for argument in args]
+            magnitude = np.einsum(subscripts, *(np.abs(operand) for operand in operands))
+            lowest = float(np.prod([_lowest_bit(operand) for operand in operands]))
+            values = self._rounded(self._summed(values, magnitude, max(operand.size for operand in operands), lowest))
+        return Rounded.of(values, self.dtype_name, self.generator)
+
     def _rounded(self, exact: np.ndarray) -> np.ndarray:
         nearest = round_to(exact, self.dtype_name)
         if self.generator is None:

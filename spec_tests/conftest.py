@@ -80,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the laws of functions that an implementation does not provide; the verdict names them with the reason."""
-    left_out = [item for item in items if (law := law_of(item)) and _subject(item).missing(law.functions)]
+    left_out = [item for item in items if (law := law_of(item)) and law.functions and _subject(item).missing(law.functions)]
     for item in left_out:
         law = law_of(item)
         assert law is not None
@@ -104,8 +104,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     result = yield
     law = law_of(item)
     if law is not None:
-        result.user_properties.append(("law", (law.requirement.id, str(_subject(item)))))
-        if result.when == "call" and result.failed and call.excinfo is not None:
+        result.user_properties.append(("law", (law.requirement.id, str(_subject(item)) if law.functions else report.PAPER)))
+        if law.functions and result.when == "call" and result.failed and call.excinfo is not None:
             result.longrepr = report.sentence(law, _subject(item), call.excinfo.value)
     return result
 

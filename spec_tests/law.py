@@ -60,9 +60,12 @@ LAWS: dict[str, Law] = {}
 
 
 def law(
-    requirement: str, *, of: str | tuple[str, ...], examples: tuple[dict[str, Any], ...] = (), **drawn: SearchStrategy
+    requirement: str, *, of: str | tuple[str, ...] = (), examples: tuple[dict[str, Any], ...] = (), **drawn: SearchStrategy
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function the law of a requirement.
+
+    With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample, a recomputed figure):
+    it takes no `impl` and runs once.
 
     Args: requirement, an id of `requirements/*.toml`; of, the function or functions of the implementation that the law calls (an
     implementation without them is reported as not providing them); examples, inputs tried before the drawn ones; drawn, a
@@ -77,6 +80,8 @@ def law(
             impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
             test(impl, **arguments)
 
+        if not functions:
+            one_example = test
         judged: Callable[..., None] = given(**drawn)(one_example) if drawn else one_example
         for arguments in reversed(examples):
             judged = example(**arguments)(judged)

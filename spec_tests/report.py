@@ -13,6 +13,8 @@ from spec_tests.law import REQUIREMENTS, Law
 from spec_tests.tolerance import Violation
 
 JUDGED = pytest.StashKey[list[Implementation]]()
+# The column of the laws that are about a paper, not about an implementation.
+PAPER = "the papers themselves"
 NOT_PROVIDED = pytest.StashKey[list[tuple[Law, Implementation, str]]]()
 
 
@@ -103,6 +105,8 @@ def write_verdict(terminal: Any, config: pytest.Config) -> None:
     if not outcomes and not reasons:
         return
     judged = [str(implementation) for implementation in config.stash[JUDGED]]
+    if any(name == PAPER for _, name in outcomes):
+        judged.append(PAPER)
     terminal.section("verdict by requirement")
     for name in judged:
         terminal.write_line(name)

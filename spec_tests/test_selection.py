@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from reference.lagkv import tokens_per_partition
+from reference.selection import budget
 from spec_tests.cases import KINDS, Case
 from spec_tests.law import law
 from spec_tests.tolerance import Violation, check_selection
@@ -64,8 +66,8 @@ def test_budget_refuses_a_ratio_outside_the_range(impl, ratio):
 def test_top_k_keeps_the_best(impl, case, share):
     """Exactly min(budget, T) tokens of each row are kept, and none evicted scores more than one kept."""
     scores = impl.round(case.keys[..., 0])
-    budget = int(share * (case.length + 1))
-    check_selection(impl.selection.top_k(scores, budget), scores, min(budget, case.length))
+    count = int(share * (case.length + 1))
+    check_selection(impl.selection.top_k(scores, count), scores, min(count, case.length))
 
 
 @law("SEL-2", of="selection.top_k", scores=SCORES, extra=st.integers(1, 5))
@@ -78,11 +80,11 @@ def test_a_budget_beyond_the_cache_keeps_all(impl, scores, extra):
 @law("SEL-3", of="selection.top_k", scores=SCORES, share=st.fractions(0, 1))
 def test_ties_go_to_the_lower_position(impl, scores, share):
     """The kept set is the one that a stable sort by falling score gives."""
-    budget = int(share * (len(scores) + 1))
-    best = sorted(range(len(scores)), key=lambda position: (-scores[position], position))[:budget]
+    count = int(share * (len(scores) + 1))
+    best = sorted(range(len(scores)), key=lambda position: (-scores[position], position))[:count]
     expected = np.isin(np.arange(len(scores)), best)
-    got = impl.selection.top_k(np.array([[scores]]), budget)
-    check_selection(got, np.array([[scores]]), min(budget, len(scores)))
+    got = impl.selection.top_k(np.array([[scores]]), count)
+    check_selection(got, np.array([[scores]]), min(count, len(scores)))
     if (got[0, 0] != expected).any():
         raise Violation("a token at a higher position was kept before an equal one at a lower", expected, got[0, 0])
 
@@ -92,10 +94,10 @@ def test_protected_tokens_are_kept_first(impl, scores, data):
     """All protected tokens are kept; the rest of the budget goes to the best of the others."""
     length = len(scores)
     protected = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
-    budget = data.draw(st.integers(int(protected.sum()), length))
+    count = data.draw(st.integers(int(protected.sum()), length))
     row = np.array([[scores]])
-    got = impl.selection.top_k(row, budget, protected[None, None])
-    check_selection(got, row, budget, protected=protected[None, None])
+    got = impl.selection.top_k(row, count, protected[None, None])
+    check_selection(got, row, count, protected=protected[None, None])
 
 
 @law("SEL-4", of="selection.top_k", scores=SCORES)
@@ -105,11 +107,9 @@ def test_more_protected_than_the_budget_is_refused(impl, scores):
         impl.selection.top_k(np.array([[scores]]), len(scores) - 1, np.ones((1, 1, len(scores)), dtype=bool))
 
 
+@law("SEL-1")
 def test_exact_ratios_are_read_as_written():
     """The budgets that binary floats lose: int(10 * (1 - 0.9)) is 0 and int(100 * 0.29) is 28."""
-    from reference.lagkv import tokens_per_partition
-    from reference.selection import budget
-
     assert budget(10, 0.9) == 1
     assert tokens_per_partition(0.29, 100) == 29
     assert tokens_per_partition(Fraction(7, 96), 96) == 7

@@ -1,7 +1,7 @@
 r"""What counts as equal: the one place where a tolerance is made.
 
-An implementation passes if its error against the float64 oracle is at most twice the error of the plain computation in the same
-dtype, plus the rounding of the output; the largest error and the mean error are both bound. The plain computation is the reference
+An implementation passes if its error against the float64 oracle is at most `FACTOR` times the error of the plain computation in the
+same dtype, plus the rounding of the output; the largest error and the mean error are both bound. The plain computation is the reference
 itself, run in the arithmetic of the dtype (`arithmetic.py`): once rounding to the nearest, and a few times rounding at random, of
 which the largest counts. NaN never passes. Selections are judged by how many tokens they keep and by what those score, not by
 positions.
@@ -19,7 +19,8 @@ import numpy as np
 from spec_tests.arithmetic import EPSILON, Rounded
 
 RANDOM_RUNS = 6
-FACTOR = 2.0
+# Twice, as is usual in kernel tests, and twice again because the largest of seven runs falls short of the largest error.
+FACTOR = 4.0
 
 
 class Violation(AssertionError):
