@@ -76,12 +76,11 @@ def law(
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def one_example(impl: Any, **arguments: Any) -> None:
+        def judging(impl: Any, **arguments: Any) -> None:
             impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
             test(impl, **arguments)
 
-        if not functions:
-            one_example = test
+        one_example: Callable[..., None] = judging if functions else test
         judged: Callable[..., None] = given(**drawn)(one_example) if drawn else one_example
         for arguments in reversed(examples):
             judged = example(**arguments)(judged)

@@ -1,10 +1,10 @@
 r"""What counts as equal: the one place where a tolerance is made.
 
 An implementation passes if its error against the float64 oracle is at most `FACTOR` times the error of the plain computation in the
-same dtype, plus the rounding of the output; the largest error and the mean error are both bound. The plain computation is the reference
-itself, run in the arithmetic of the dtype (`arithmetic.py`): once rounding to the nearest, and a few times rounding at random, of
-which the largest counts. NaN never passes. Selections are judged by how many tokens they keep and by what those score, not by
-positions.
+same dtype, plus the rounding of the output; the largest error and the mean error are both bound. The plain computation is the
+reference itself, run in the arithmetic of the dtype (`arithmetic.py`): once rounding to the nearest, and a few times rounding at
+random, of which the largest counts. NaN never passes. Selections are judged by how many tokens they keep and by what those score,
+not by positions.
 """
 
 from __future__ import annotations
