@@ -1,0 +1,100 @@
+"""Laws of AdaKV: AD-1, AD-2."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_tests.cases import KINDS, Case
+from spec_tests.law import law
+from spec_tests.tolerance import Violation, check_selection, require_mask
+
+SELECT = "ada_kv.select"
+LAYERS = st.builds(
+    Case,
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32 - 1),
+    batch=st.integers(1, 2),
+    num_kv_heads=st.integers(1, 4),
+    length=st.sampled_from([1, 2, 5, 16, 33]),
+    head_dim=st.just(1),
+)
+hundredths = st.integers(0, 100)
+
+
+@law("AD-1", of=SELECT, case=LAYERS, budget=st.integers(0, 40), percent=hundredths)
+def test_the_layer_total_is_exact(impl, case, budget, percent):
+    """Each batch item keeps exactly H_kv * min(budget, T) tokens, however they fall on the heads."""
+    scores = impl.round(case.keys[..., 0])
+    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
+    require_mask(kept, scores.shape, "the selection")
+    expected = scores.shape[1] * min(budget, scores.shape[2])
+    if (kept.sum(axis=(1, 2)) != expected).any():
+        raise Violation("the layer keeps another number of tokens", expected, kept.sum(axis=(1, 2)))
+
+
+@law("AD-1", of=SELECT, case=LAYERS, budget=st.integers(0, 40))
+def test_without_a_floor_it_is_one_top_k_over_the_layer(impl, case, budget):
+    """With floor_ratio 0 no evicted token scores more than a kept one of any head; ties: lower head, lower position."""
+    scores = impl.round(case.keys[..., 0])
+    kept = impl.ada_kv.select(scores, budget, floor_ratio=0.0)
+    require_mask(kept, scores.shape, "the selection")
+    layer = scores.reshape(scores.shape[0], -1)
+    check_selection(kept.reshape(layer.shape), layer, scores.shape[1] * min(budget, scores.shape[2]))
+    expected = np.zeros(layer.shape, dtype=bool)
+    np.put_along_axis(expected, np.argsort(-layer, axis=-1, kind="stable")[:, : int(kept[0].sum())], True, axis=-1)
+    if (expected.reshape(kept.shape) != kept).any():
+        raise Violation("a tie went to a higher head or position", expected.reshape(kept.shape), kept)
+
+
+@law("AD-2", of=SELECT, case=LAYERS, budget=st.integers(0, 40), percent=hundredths)
+def test_each_head_keeps_its_floor(impl, case, budget, percent):
+    """Each head keeps at least floor(alpha * budget) tokens, and what it keeps are its own best."""
+    scores = impl.round(case.keys[..., 0])
+    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
+    require_mask(kept, scores.shape, "the selection")
+    floor = percent * min(budget, scores.shape[2]) // 100
+    if (kept.sum(axis=-1) < floor).any():
+        raise Violation("a head keeps fewer tokens than its floor", floor, kept.sum(axis=-1))
+    for head in np.ndindex(scores.shape[:2]):
+        check_selection(kept[head], scores[head], int(kept[head].sum()), what=f"head {head}")
+
+
+@law("AD-2", of=SELECT, case=LAYERS, budget=st.integers(0, 40))
+def test_a_floor_of_all_is_the_uniform_budget(impl, case, budget):
+    """With floor_ratio 1 every head keeps min(budget, T) tokens."""
+    scores = impl.round(case.keys[..., 0])
+    check_selection(impl.ada_kv.select(scores, budget, floor_ratio=1.0), scores, min(budget, scores.shape[2]))
+
+
+@law(
+    "AD-2",
+    of=SELECT,
+    rows=st.lists(st.lists(st.integers(-2, 3), min_size=3, max_size=3), min_size=2, max_size=2),
+    budget=st.integers(0, 3),
+    percent=st.sampled_from([0, 34, 50, 67, 100]),
+)
+def test_no_selection_with_the_floor_scores_more(impl, rows, budget, percent):
+    """Among all selections of the layer total that give each head its floor, none has a larger sum of scores: all are tried."""
+    scores = np.array([rows], dtype=np.float64)
+    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
+    require_mask(kept, scores.shape, "the selection")
+    floor = percent * budget // 100
+    best = max(
+        sum(scores.flat[list(chosen)])
+        for chosen in itertools.combinations(range(6), 2 * budget)
+        if min(sum(index < 3 for index in chosen), sum(index >= 3 for index in chosen)) >= floor
+    )
+    if scores[kept].sum() != best:
+        raise Violation("another selection with the same floor scores more", best, scores[kept].sum())
+
+
+@law("AD-1", of=SELECT, bad=st.sampled_from(["floor_ratio", "budget"]))
+def test_bad_settings_are_refused(impl, bad):
+    """A floor_ratio above 1 and a negative budget raise ValueError naming the argument."""
+    budget, floor_ratio = (-1, 0.2) if bad == "budget" else (1, 1.2)
+    with pytest.raises(ValueError, match=bad):
+        impl.ada_kv.select(np.zeros((1, 2, 3)), budget, floor_ratio=floor_ratio)

@@ -1,0 +1,49 @@
+"""Laws of PyramidKV: PY-1, PY-2."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_tests.law import law
+from spec_tests.tolerance import Violation
+
+BUDGETS = "pyramid_kv.budgets"
+counts = {"budget": st.integers(1, 5000), "num_layers": st.integers(1, 100), "beta": st.sampled_from([1, 1.5, 2, 14, 20, 100])}
+
+
+@law("PY-2", of=BUDGETS, **counts)
+def test_the_total_is_exact(impl, budget, num_layers, beta):
+    """The budgets sum to num_layers * budget, and each is at least 1."""
+    got = list(impl.pyramid_kv.budgets(budget, num_layers, beta=beta))
+    if len(got) != num_layers or sum(got) != num_layers * budget or min(got) < 1:
+        raise Violation(f"{len(got)} budgets from {min(got)} on sum to {sum(got)}", num_layers * budget, got)
+
+
+@law("PY-1", of=BUDGETS, **counts)
+def test_budgets_fall_linearly(impl, budget, num_layers, beta):
+    """Every budget is within one token of the straight line from 2 b - b/beta to b/beta, and none exceeds the layer before."""
+    got = np.array(impl.pyramid_kv.budgets(budget, num_layers, beta=beta), dtype=np.float64)
+    last = max(1.0, budget / beta)
+    line = np.linspace(2 * budget - last, last, num_layers) if num_layers > 1 else np.array([float(budget)])
+    if np.abs(got - line).max() > 1 + 1e-9:
+        raise Violation("a budget leaves the straight line by more than a token", line, got)
+    if (np.diff(got) > 0).any():
+        raise Violation("a deeper layer has a larger budget", line, got)
+
+
+@law("PY-1", of=BUDGETS)
+def test_four_layers_of_ten(impl):
+    """Budget 10, four layers, beta 2: 15, 11.67, 8.33 and 5 become 15, 12, 8, 5."""
+    got = list(impl.pyramid_kv.budgets(10, 4, beta=2))
+    if got != [15, 12, 8, 5]:
+        raise Violation("other budgets", [15, 12, 8, 5], got)
+
+
+@law("PY-1", of=BUDGETS, bad=st.sampled_from([("budget", 0, 4, 2.0), ("num_layers", 4, 0, 2.0), ("beta", 4, 4, 0.5)]))
+def test_bad_settings_are_refused(impl, bad):
+    """A budget or a number of layers below 1, and a beta below 1, raise ValueError naming the argument."""
+    name, budget, num_layers, beta = bad
+    with pytest.raises(ValueError, match=name):
+        impl.pyramid_kv.budgets(budget, num_layers, beta=beta)

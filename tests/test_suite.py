@@ -1,0 +1,142 @@
+"""The suite as a user meets it: --impl with a folder, a file, a package; the header, the sentence, the verdict, the errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+RAW_MEAN_ANCHOR = """
+import numpy as np
+
+def score(keys):
+    if np.ndim(keys) < 2 or 0 in np.shape(keys):
+        raise ValueError("keys: empty")
+    mean = keys.mean(axis=-2, keepdims=True)
+    size = np.linalg.norm(keys, axis=-1) * np.linalg.norm(mean, axis=-1)
+    return -np.divide((keys * mean).sum(axis=-1), size, out=np.zeros_like(size), where=size > 0)
+"""
+
+PREVIOUS_PARTITION = """
+import torch
+
+def part(states, reference):
+    low, high = reference.amin(-2, keepdim=True), reference.amax(-2, keepdim=True)
+    spread = high - low
+    states = torch.where(spread == 0, 0.0, (states - low) / torch.where(spread == 0, 1.0, spread))
+    return (states.std(-1) if states.shape[-1] > 1 else 0 * states[..., 0]).softmax(-1)
+
+def select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
+    length, kept = keys.shape[2], torch.ones(keys.shape[:3], dtype=torch.bool)
+    for start in range(sink_size, length - 2 * lag_size + 1, lag_size):
+        own, before = slice(start, start + lag_size), slice(max(0, start - lag_size), max(1, start))
+        scores = part(keys[:, :, own], keys[:, :, before]) + part(values[:, :, own], values[:, :, before])
+        count = int(round(keep_ratio * 100)) * lag_size // 100
+        order = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
+        kept[:, :, own] = torch.zeros_like(kept[:, :, own]).scatter(-1, order, True)
+    return kept
+"""
+
+
+def judge(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "my_kernels"
+    folder.mkdir()
+    return folder
+
+
+def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
+    (folder / "keydiff.py").write_text(RAW_MEAN_ANCHOR)
+    done = judge("spec_tests/test_keydiff.py", "--impl", str(folder))
+    assert done.returncode == 1
+    assert "KD-8 does not hold for keydiff.score of my_kernels (numpy, cpu, float64)" in done.stdout
+    assert "smallest input" in done.stdout
+    assert "KD-8     fail" in done.stdout
+    assert "KD-O     not provided: no file selection.py" in done.stdout
+
+
+def test_the_previous_partition_is_told_so(folder: Path) -> None:
+    (folder / "lagkv.py").write_text(PREVIOUS_PARTITION)
+    done = judge("spec_tests/test_lagkv.py", "--impl", str(folder / "lagkv.py"), "-k", "best_tokens")
+    assert done.returncode == 1
+    assert "LK-12 does not hold for lagkv.select of lagkv (torch, cpu, float32)" in done.stdout
+    assert "more than one it keeps" in done.stdout
+
+
+def test_the_printed_repro_runs(folder: Path) -> None:
+    (folder / "keydiff.py").write_text(RAW_MEAN_ANCHOR)
+    output = judge("spec_tests/test_keydiff.py", "--impl", str(folder), "-k", "cosine_to_the_anchor").stdout
+    program = output.split("to see it again, run\n", 1)[1].split("  this law alone", 1)[0]
+    lines = [line.removeprefix("    ") for line in program.splitlines()]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("expected ")
+    expected, got = done.stdout.split("got     ")
+    assert expected.split()[1:] != got.split()
+
+
+def test_the_header_names_what_is_judged() -> None:
+    done = judge("spec_tests/test_knorm.py", "--impl", "reference", "-v")
+    assert done.returncode == 0
+    assert "judging reference (numpy, cpu, float64): " in done.stdout
+    assert "knorm.score" in done.stdout
+
+
+def test_several_implementations_have_a_verdict_each(folder: Path) -> None:
+    (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1)\n")
+    done = judge("spec_tests/test_knorm.py", "--impl", "reference", "--impl", str(folder))
+    assert done.returncode == 1
+    assert done.stdout.count("KN-1     pass") == 1
+    assert done.stdout.count("KN-1     fail") == 1
+
+
+def test_an_exception_of_the_implementation_is_located(folder: Path) -> None:
+    (folder / "knorm.py").write_text("def score(keys):\n    return keys.nonsense()\n")
+    done = judge("spec_tests/test_knorm.py", "--impl", str(folder))
+    assert "KN-1 does not hold" in done.stdout
+    assert "AttributeError" in done.stdout
+    assert "knorm.py:2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ({}, "provides no function of the contract"),
+        ({"knorm.py": "def nothing(): pass"}, "provides no function of the contract"),
+        ({"knorm.py": "import not_there"}, "importing it raised ModuleNotFoundError"),
+        ({"knorm.py": "def score(:"}, "importing it raised SyntaxError"),
+    ],
+)
+def test_what_cannot_be_judged_is_an_error(folder: Path, content: dict[str, str], wanted: str) -> None:
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    done = judge("spec_tests", "--impl", str(folder))
+    assert done.returncode == 4
+    assert wanted in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--impl", "no_such_package"], "no_such_package: neither a folder, a .py file nor an importable package"),
+        (["--impl", "no/such/keydiff.py"], "no such file or folder"),
+        (["--dtype", "float8"], "--dtype: got 'float8'"),
+        (["--impl", "reference", "--dtype", "bfloat16"], "NumPy, which has no bfloat16"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], wanted: str) -> None:
+    done = judge("spec_tests", *arguments)
+    assert done.returncode == 4
+    assert wanted in done.stderr

@@ -1,0 +1,103 @@
+"""What counts as equal, tried on what must not: constants, shuffled rows, NaN; and on what must: other correct arithmetics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from reference import keydiff, lagkv
+from spec_tests.arithmetic import EPSILON, Rounded, round_to
+from spec_tests.cases import KINDS, Case
+from spec_tests.tolerance import Violation, allowance, check_selection
+
+DTYPES = sorted(EPSILON)
+
+
+def scores(kind: str, dtype: str):
+    case = Case(kind=kind, seed=3, batch=2, num_kv_heads=2, length=33, head_dim=8)
+    keys = round_to(case.keys, dtype)
+    return keys, allowance(keydiff.score, keys, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "mixed_norms", "outlier_channel", "drift"])
+def test_wrong_outputs_fail_at_every_dtype(kind: str, dtype: str) -> None:
+    _, allowed = scores(kind, dtype)
+    right = allowed.expected
+    wrong = {
+        "constant": np.full_like(right, right.mean()),
+        "zero": np.zeros_like(right),
+        "shuffled": right[..., ::-1].copy(),
+        "rolled": np.roll(right, 1, axis=-1),
+        "one NaN": np.where(np.arange(33) == 7, np.nan, right),
+        "all NaN": np.full_like(right, np.nan),
+        "infinite": np.full_like(right, np.inf),
+        "wrong sign": -right,
+        "wrong shape": right[:1],
+    }
+    for name, output in wrong.items():
+        with pytest.raises(Violation):
+            allowed.check(output, name)
+    allowed.check(right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero_keys"])  # torch's normalize gives NaN in float16
+def test_plain_torch_passes_at_every_dtype(kind: str, dtype: str) -> None:
+    keys, allowed = scores(kind, dtype)
+    if not np.isfinite(allowed.largest):
+        pytest.fail("the dtype cannot hold this case: choose another scale")
+    tensor = torch.tensor(keys).to(getattr(torch, dtype))
+    unit = torch.nn.functional.normalize(tensor, dim=-1)
+    plain = -torch.nn.functional.cosine_similarity(unit.mean(-2, keepdim=True), tensor, dim=-1)
+    allowed.check(plain.double().numpy(), kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_nearest_rounding_is_that_of_torch(dtype: str) -> None:
+    numbers = np.random.default_rng(0).normal(size=10_000) * 10.0 ** np.random.default_rng(1).integers(-4, 5, size=10_000)
+    if dtype != "float64":
+        numbers = numbers.astype(np.float32).astype(np.float64)  # torch goes from float64 to a half through float32
+    assert (round_to(numbers, dtype) == torch.tensor(numbers).to(getattr(torch, dtype)).double().numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_sums_stay_exact_in_every_order(dtype: str) -> None:
+    numbers = Rounded.of(np.array([1.0, -1, 0.5, 3]), dtype, np.random.default_rng(0))
+    assert float(numbers.sum()) == 3.5
+    assert float((numbers * numbers).sum()) == 11.25
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])  # half-precision numbers are summed in float32, these without error
+def test_a_cancelling_sum_scatters(dtype: str) -> None:
+    numbers = round_to(np.array([1 / 3, 1 / 7, -1 / 3, -1 / 7]), dtype)
+    sums = {float(Rounded.of(numbers, dtype, np.random.default_rng(seed)).sum()) for seed in range(6)}
+    assert len(sums) > 1
+
+
+def test_the_arithmetic_survives_numpy_functions() -> None:
+    keys = Rounded.of(np.random.default_rng(0).normal(size=(3, 4)), "float16", np.random.default_rng(0))
+    for result in (
+        np.where(keys > 0, keys, 0),
+        np.concatenate([keys, keys]),
+        keys.std(axis=-1),
+        np.einsum("ij,kj->ik", keys, keys),
+        lagkv.normalise(keys, keys),
+    ):
+        assert isinstance(result, Rounded)
+        assert result.dtype_name == "float16"
+
+
+def test_selections_are_judged_by_scores_not_by_positions() -> None:
+    row = np.array([[3.0, 1, 1, 0]])
+    for kept in ([True, True, False, False], [True, False, True, False]):
+        check_selection(np.array([kept]), row, 2)
+    for kept in ([True, False, False, True], [True, True, True, False], [False, True, True, False]):
+        with pytest.raises(Violation):
+            check_selection(np.array([kept]), row, 2)
+    check_selection(np.array([[True, False, False, True]]), row, 2, slack=0.5)
+    with pytest.raises(Violation):
+        check_selection(np.array([[1, 1, 0, 0]]), row, 2)
+    with pytest.raises(Violation):
+        check_selection(np.array([[True, True, False, False]]), row, 2, protected=np.array([[False, False, False, True]]))
