@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Threads that spin while they wait make everything several times slower on a machine that is busy.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: demo test lint laws clean
 
 demo: .venv/installed

@@ -30,7 +30,7 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
         raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {wanted}")
     require_same_kind("queries", queries, "cache.keys", cache.keys)
     group = group_size(num_query_heads, num_kv_heads)
-    if runs_on_gpu(queries):
+    if runs_on_gpu(queries) and runs_on_gpu(cache.values):
         from optimized.kernels import attention as kernels
 
         return kernels.attend(queries, cache)

@@ -68,5 +68,5 @@ def working_dtype(value: torch.Tensor) -> torch.dtype:
 
 
 def runs_on_gpu(value: torch.Tensor) -> bool:
-    """Return whether the Triton kernels take this tensor: it is on a GPU, and not float64, which they do not compute in."""
-    return value.is_cuda and value.dtype != torch.float64
+    """Return whether the Triton kernels take these states: on a GPU, not float64, and of a head_dim that fits their tiles."""
+    return value.is_cuda and value.dtype != torch.float64 and value.shape[-1] <= 256

@@ -42,9 +42,7 @@ def variation_score(states: torch.Tensor, next_states: torch.Tensor) -> torch.Te
     return torch.softmax(normalised.std(dim=-1, correction=1), dim=-1)
 
 
-def score(
-    keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor
-) -> torch.Tensor:
+def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor) -> torch.Tensor:
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores of a partition sum to 2.
 
     Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values [..., L', D_v], the partition after it.
@@ -61,7 +59,7 @@ def score(
     require_shape("next_values", next_values, (*values.shape[:-2], lag, values.shape[-1]), "the tokens of next_keys")
     for name, tensor in (("values", values), ("next_keys", next_keys), ("next_values", next_values)):
         require_same_kind(name, tensor, "keys", keys)
-    if runs_on_gpu(keys):
+    if _fits_kernels(keys, values, keys.shape[-2]):
         from optimized.kernels import lagkv as kernels
 
         return kernels.score(keys, values, next_keys, next_values)
@@ -82,7 +80,7 @@ def select(
     _require_cache(keys, values)
     length = keys.shape[2]
     left = retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
-    if runs_on_gpu(keys):
+    if _fits_kernels(keys, values, lag_size):
         from optimized.kernels import lagkv as kernels
 
         return kernels.select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
@@ -107,7 +105,7 @@ def compress(
     are one launch. Arguments and errors are those of `select`; the result is that of `cache.compress`.
     """
     _require_cache(keys, values)
-    if runs_on_gpu(keys):
+    if _fits_kernels(keys, values, lag_size):
         from optimized.kernels import lagkv as kernels
 
         return kernels.compress(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
@@ -121,3 +119,8 @@ def _require_cache(keys: torch.Tensor, values: torch.Tensor) -> None:
     require_states("values", values, "B H_kv T D_v")
     require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
     require_same_kind("values", values, "keys", keys)
+
+
+def _fits_kernels(keys: torch.Tensor, values: torch.Tensor, lag_size: int) -> bool:
+    """Return whether the Triton kernels take this cache: a program holds one partition, of up to 4096 tokens."""
+    return runs_on_gpu(keys) and runs_on_gpu(values) and lag_size <= 4096

@@ -28,6 +28,10 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
         require_shape("protected", protected, tuple(scores.shape), "the shape of scores")
         if protected.device != scores.device:
             raise ValueError(f"protected: got device {protected.device}, wanted {scores.device} (that of scores)")
+    if scores.is_cuda and scores.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        from optimized.kernels import selection as kernels
+
+        return kernels.top_k(scores, budget, protected)
     if scores.is_floating_point() and scores.isnan().any():
         raise ValueError("scores: got NaN, wanted numbers that can be ordered")
     # Decision: of equal scores the lower position is kept: a stable sort leaves equal scores in the order of their positions.

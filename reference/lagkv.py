@@ -3,15 +3,81 @@ r"""LagKV (arXiv 2504.04704): score each partition of the cache by how far it st
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
-from reference.attention import softmax
+from reference import knorm
+from reference.attention import attention_logits, softmax
 from reference.checks import as_count, as_float64, as_fraction, require_shape
 from reference.selection import top_k
 
 METHOD = "keeps, partition by partition, the tokens that vary most against the next partition"
+
+
+def project(
+    states: np.ndarray, query_weight: np.ndarray, key_weight: np.ndarray, value_weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    r"""LK-1, LK-4: `Q = X W_Q, K = X W_K, V = X W_V` of one head; with a single row x, the q, k and v of a decoding step.
+
+    Args: states [..., n, d]; the weights [..., d, d_h]. Returns queries, keys and values, each [..., n, d_h].
+    Raises ValueError where a weight does not fit the states. Source: section 2.1, equations 1 and 4.
+    """
+    states = as_float64("states", states, "... n d")
+    projected = []
+    for name, weight in (("query_weight", query_weight), ("key_weight", key_weight), ("value_weight", value_weight)):
+        matrix = as_float64(name, weight, "... d d_h")
+        require_shape(name, matrix, (*matrix.shape[:-2], states.shape[-1], matrix.shape[-1]), "a row for each channel of states")
+        projected.append(states @ matrix)
+    queries, keys, values = projected
+    return queries, keys, values
+
+
+def attention_output(weights: np.ndarray, values: np.ndarray, output_weight: np.ndarray) -> np.ndarray:
+    r"""LK-2: `Y = Concat_i(A_i V_i) W_O`, the heads i side by side.
+
+    Args: weights [..., h, M, T]; values [..., h, T, d_h]; output_weight [h d_h, d]. Returns [..., M, d].
+    Raises ValueError where values or output_weight do not fit. Source: section 2.1, equation 2.
+    """
+    weights = as_float64("weights", weights, "... h M T")
+    values = as_float64("values", values, "... h T d_h")
+    num_heads, num_queries, length = weights.shape[-3:]
+    require_shape("values", values, (*weights.shape[:-2], length, values.shape[-1]), "the heads and tokens of weights")
+    output_weight = as_float64("output_weight", output_weight, "h*d_h d")
+    width = num_heads * values.shape[-1]
+    require_shape("output_weight", output_weight, (width, output_weight.shape[-1]), "one row per head and channel")
+    side_by_side = np.swapaxes(weights @ values, -2, -3)
+    return side_by_side.reshape(*weights.shape[:-3], num_queries, width) @ output_weight
+
+
+def attention_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    r"""LK-3, LK-6: `A = softmax(Q K^T / sqrt(d_h))`, causal; the queries are those of the last M of the T tokens.
+
+    Args: queries [..., M, d_h], M <= T; keys [..., T, d_h]. Returns [..., M, T]: M = T is the prefill, M = 1 a decoding step.
+    Raises ValueError where the queries do not fit the keys. Source: section 2.1, equations 3 and 6.
+    """
+    queries = as_float64("queries", queries, "... M d_h")
+    keys = as_float64("keys", keys, "... T d_h")
+    num_queries, length = queries.shape[-2], keys.shape[-2]
+    if num_queries > length:
+        raise ValueError(f"queries: got {num_queries} of them, wanted at most the {length} tokens of keys")
+    require_shape("queries", queries, (*keys.shape[:-2], num_queries, keys.shape[-1]), "the heads and channels of keys")
+    # Decision: causal. Equation 3 is printed without a mask, with which a cached prefill would not be the uncached one.
+    own_position = length - num_queries + np.arange(num_queries)[:, None]
+    logits = attention_logits(queries, keys)
+    return softmax(np.where(np.arange(length) <= own_position, logits, -np.inf))
+
+
+def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:
+    r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to [..., N + n, D].
+
+    `cached` may be empty (N = 0). Raises ValueError where heads or channels differ. Source: section 2.1, equation 5.
+    """
+    new = as_float64("new", new, "... n D")
+    require_shape("cached", cached, (*new.shape[:-2], cached.shape[-2], new.shape[-1]), "the heads and channels of new")
+    return np.concatenate([cached, new], axis=-2)
 
 
 def reference_minimum(next_states: np.ndarray) -> np.ndarray:
@@ -90,7 +156,7 @@ def retained_length(length: int, *, keep_ratio: float | Fraction, sink_size: int
 
 
 def compression_ratio(length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024) -> float:
-    r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed; below 1 - r always. Arguments of `retained_length`, length >= 1."""
+    r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed; always below `1 - floor(rL) / L`. Arguments of `retained_length`."""
     length = as_count("length", length, low=1)
     return 1 - retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size) / length
 
@@ -118,6 +184,41 @@ def why_nothing_removed(length: int, *, sink_size: int = 16, lag_size: int = 102
     return f"LagKV keeps every cache below sink_size + 2 * lag_size = {shortest} tokens; this one has {length}"
 
 
+def _states(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    keys = as_float64("keys", keys, "B H_kv T D")
+    values = as_float64("values", values, "B H_kv T D_v")
+    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    return keys, values
+
+
+def _kept_after(
+    static_length: int,
+    scorer: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
+    keys: np.ndarray,
+    values: np.ndarray,
+    keep_ratio: float | Fraction,
+    lag_size: int,
+) -> np.ndarray:
+    """The mask that leaves the first `static_length` tokens alone and compresses the partitions after them, but not the last."""
+    keys, values = _states(keys, values)
+    lag_size = as_count("lag_size", lag_size, low=1)
+    kept_each = tokens_per_partition(keep_ratio, lag_size)
+    batch, num_kv_heads, length, _ = keys.shape
+    kept = np.ones((batch, num_kv_heads, length), dtype=bool)
+    partitions = (length - static_length) // lag_size
+    if partitions < 2:
+        return kept
+    window = slice(static_length, static_length + partitions * lag_size)
+
+    def partitioned(states: np.ndarray) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
+        return states[:, :, window].reshape(batch, num_kv_heads, partitions, lag_size, -1)
+
+    key_parts, value_parts = partitioned(keys), partitioned(values)
+    scores = scorer(key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:])
+    kept[:, :, static_length : window.stop - lag_size] = top_k(scores, kept_each).reshape(batch, num_kv_heads, -1)
+    return kept
+
+
 def select(
     keys: np.ndarray, values: np.ndarray, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
 ) -> np.ndarray:
@@ -127,22 +228,94 @@ def select(
     Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming the argument.
     Source: section 2.2 and figure 1.
     """
-    keys = as_float64("keys", keys, "B H_kv T D")
-    values = as_float64("values", values, "B H_kv T D_v")
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
-    batch, num_kv_heads, length, _ = keys.shape
-    left = retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
-    kept = np.ones((batch, num_kv_heads, length), dtype=bool)
-    if left == length:
-        return kept
-    partitions = (length - sink_size) // lag_size
-    window = slice(sink_size, sink_size + partitions * lag_size)
+    return _kept_after(as_count("sink_size", sink_size, low=0), score, keys, values, keep_ratio, lag_size)
 
-    def partitioned(states: np.ndarray) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
-        return states[:, :, window].reshape(batch, num_kv_heads, partitions, lag_size, -1)
 
-    key_parts, value_parts = partitioned(keys), partitioned(values)
-    scores = score(key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:])
-    chosen = top_k(scores, tokens_per_partition(keep_ratio, lag_size))
-    kept[:, :, sink_size : window.stop - lag_size] = chosen.reshape(batch, num_kv_heads, -1)
-    return kept
+class Stream(NamedTuple):
+    """LK-R: the cache between two steps: the static part (sinks and what partitions left), then tokens not yet compressed.
+
+    keys [B, H_kv, N, D], values [B, H_kv, N, D_v], positions [B, H_kv, N] in the original sequence, ascending; static_length, how
+    many of the N are static (sink_size at first, though fewer may have come); seen, how many tokens have come.
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    positions: np.ndarray
+    static_length: int
+    seen: int
+
+
+def step(
+    stream: Stream | None,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    keep_ratio: float | Fraction,
+    sink_size: int = 16,
+    lag_size: int = 1024,
+) -> Stream:
+    r"""LK-R: append new tokens, then compress every partition after the static part that has a whole partition behind it.
+
+    In whatever chunks the tokens come, prompt or decoding, the kept positions are those of `select` on all of them; what was
+    evicted never returns. At most `sink_size + floor(rL) n + 2L - 1` tokens stay, n the partitions compressed so far.
+
+    Args: stream, None at the start; keys [B, H_kv, n, D] and values [B, H_kv, n, D_v], the n >= 1 new tokens; the settings of
+    `select`. Returns the next Stream; the given one is left as it is. Raises ValueError naming the argument.
+    Source: the list of section 2.2, figure 1 and (the prefill in chunks) section 4.3.
+    """
+    keys, values = _states(keys, values)
+    batch, num_kv_heads, new, _ = keys.shape
+    sink_size = as_count("sink_size", sink_size, low=0)
+    if stream is None:
+        nothing = np.zeros((batch, num_kv_heads, 0), dtype=int)
+        stream = Stream(keys[:, :, :0], values[:, :, :0], nothing, sink_size, 0)
+    require_shape("keys", keys, (*stream.keys.shape[:2], new, stream.keys.shape[3]), "the heads and channels of stream")
+    require_shape("values", values, (*keys.shape[:3], stream.values.shape[3]), "the channels of stream")
+    arrived = np.broadcast_to(np.arange(stream.seen, stream.seen + new), (batch, num_kv_heads, new))
+    keys, values = append(stream.keys, keys), append(stream.values, values)
+    positions = np.concatenate([stream.positions, arrived], axis=-1)
+    kept = _kept_after(stream.static_length, score, keys, values, keep_ratio, lag_size)
+    compressed = max(0, (keys.shape[2] - stream.static_length) // lag_size - 1)
+
+    def gather(states: np.ndarray) -> np.ndarray:  # every head keeps as many as the next, so the rows stay a block
+        return states[kept].reshape(batch, num_kv_heads, -1, *states.shape[3:])
+
+    static_length = stream.static_length + compressed * tokens_per_partition(keep_ratio, lag_size)
+    return Stream(gather(keys), gather(values), gather(positions), static_length, stream.seen + new)
+
+
+def local_score(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    r"""LK-14, LK-15: LocalKV, `score` with `min_c` and `max_c` over the tokens of Z[p] itself instead of Z[p+1]: Zbar is in [0, 1].
+
+    Args: keys [..., L, D]; values [..., L, D_v]. Returns [..., L], higher = keep. Raises ValueError where the shapes disagree.
+    Source: section 4.4, equations 14 and 15.
+    """
+    return score(keys, values, keys, values)
+
+
+def local_select(
+    keys: np.ndarray, values: np.ndarray, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
+) -> np.ndarray:
+    r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were. Source: section 4.4."""
+    sink_size = as_count("sink_size", sink_size, low=0)
+    return _kept_after(sink_size, lambda k, v, *following: local_score(k, v), keys, values, keep_ratio, lag_size)
+
+
+def norm_select(
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    layer: int,
+    keep_ratio: float | Fraction,
+    sink_size: int = 16,
+    lag_size: int = 1024,
+    skipped_layers: int = 2,
+) -> np.ndarray:
+    r"""LK-16: `select` with `score_i = -|k_i|`, and no eviction in the first `skipped_layers` layers.
+
+    Args: layer, counted from 0; the others as in `select`. Raises ValueError naming the argument. Source: equation 16.
+    """
+    sink_size = as_count("sink_size", sink_size, low=0)
+    skipped = as_count("layer", layer, low=0) < as_count("skipped_layers", skipped_layers, low=0)
+    kept = _kept_after(sink_size, lambda k, *others: knorm.score(k), keys, values, keep_ratio, lag_size)
+    return np.ones_like(kept) if skipped else kept

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import sys
 import types
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from spec_tests.tolerance import Allowance, allowance
 STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
 # The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
 NOT_SEAMS = ("checks",)
+# In place of a function, for laws that hold of every function that an implementation provides.
+ANY = "*"
 
 
 class UnusableImplementation(Exception):
@@ -38,12 +41,12 @@ class Call:
     result: Any = None
 
 
-@dataclass
+@dataclass(repr=False)
 class Implementation:
     """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and returns NumPy.
 
     modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy" or
-    "torch".
+    "torch"; calls are those of the example at hand, history the latest of all.
     """
 
     name: str
@@ -53,8 +56,9 @@ class Implementation:
     device: str = "cpu"
     dtype: str = "float64"
     calls: list[Call] = field(default_factory=list)
+    history: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.name} ({self.array_library}, {self.device}, {self.dtype})"
 
     def __getattr__(self, stem: str) -> Any:
@@ -77,6 +81,8 @@ class Implementation:
     def missing(self, functions: tuple[str, ...]) -> str:
         """Say why one of `functions` cannot be judged, or return an empty string where all are provided."""
         for path in functions:
+            if path == ANY:
+                continue
             stem, name = path.split(".")
             if stem not in self.modules:
                 return f"no file {stem}.py"
@@ -94,40 +100,47 @@ class Implementation:
         function = getattr(self.modules[stem], name)
         call = Call(path, self._rounded_arguments(path, args, kwargs))
         self.calls.append(call)
-        call.result = _to_numpy(
+        self.history.append(call)
+        call.result = to_numpy(
             function(
-                *(self._to_native(argument) for argument in args),
-                **{key: self._to_native(argument) for key, argument in kwargs.items()},
+                *(self.native(argument) for argument in args),
+                **{key: self.native(argument) for key, argument in kwargs.items()},
             )
         )
         return call.result
 
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         """What the oracle gives for these arguments, rounded to the dtype under test, and the error allowed on it."""
-        args, kwargs = self._rounded(args), {key: self._rounded(value) for key, value in kwargs.items()}
+        args, kwargs = self.rounded(args), {key: self.rounded(value) for key, value in kwargs.items()}
         allowed = allowance(oracle(path), *args, dtype=self.dtype, pick=pick, **kwargs)
         if not np.isfinite(allowed.largest):
             reject()  # the dtype cannot hold this case, which says nothing about the implementation
         return allowed
 
     def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Raise Violation unless the implementation gives the oracle's numbers within the allowance."""
-        allowed = self.allowance(path, *args, **kwargs)
-        allowed.check(self.call(path, *args, **kwargs), path)
+        """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
+        got = self.call(path, *args, **kwargs)
+        if not isinstance(got, tuple):
+            self.allowance(path, *args, **kwargs).check(got, path)
+            return
+        for place, entry in enumerate(got):
+            self.allowance(path, *args, pick=place, **kwargs).check(entry, f"entry {place} of {path}")
 
     def _rounded_arguments(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = inspect.signature(oracle(path)).bind(*args, **kwargs).arguments
-        return {name: self._rounded(value) for name, value in bound.items()}
+        return {name: self.rounded(value) for name, value in bound.items()}
 
-    def _rounded(self, value: Any) -> Any:
+    def rounded(self, value: Any) -> Any:
+        """`round` for arrays, alone or in a tuple; anything else as it is."""
         if isinstance(value, tuple):
-            rounded = [self._rounded(entry) for entry in value]
+            rounded = [self.rounded(entry) for entry in value]
             return type(value)(*rounded) if hasattr(value, "_fields") else tuple(rounded)
         return self.round(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
 
-    def _to_native(self, value: Any) -> Any:
+    def native(self, value: Any) -> Any:
+        """NumPy arrays, alone or in a tuple, as what the implementation computes with: rounded to its dtype, on its device."""
         if isinstance(value, tuple):
-            converted = [self._to_native(entry) for entry in value]
+            converted = [self.native(entry) for entry in value]
             return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
         if not isinstance(value, np.ndarray):
             return value
@@ -248,9 +261,10 @@ def _array_library(modules: dict[str, types.ModuleType]) -> str:
     return "numpy"
 
 
-def _to_numpy(value: Any) -> Any:
+def to_numpy(value: Any) -> Any:
+    """What an implementation returned, as NumPy: floating point as float64, tuples entry by entry."""
     if isinstance(value, tuple):
-        converted = [_to_numpy(entry) for entry in value]
+        converted = [to_numpy(entry) for entry in value]
         return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
     if isinstance(value, np.ndarray):
         return value.astype(np.float64) if value.dtype.kind == "f" else value

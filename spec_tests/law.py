@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis.strategies import SearchStrategy
 
 REQUIREMENTS_FOLDER = Path(__file__).parent / "requirements"
@@ -25,10 +25,16 @@ class Requirement:
     """
 
     id: str
+    paper: str
     statement: str
-    source: str
+    where: str = ""
     verdict: str = "definition"
     no_law: str = ""
+
+    @property
+    def source(self) -> str:
+        """The paper and the place in it."""
+        return f"{self.paper}, {self.where}" if self.where else self.paper
 
 
 def _read_requirements() -> dict[str, Requirement]:
@@ -37,8 +43,7 @@ def _read_requirements() -> dict[str, Requirement]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         paper = content.pop("paper")
         for identifier, fields in content.items():
-            source = ", ".join(part for part in (paper, fields.pop("where", "")) if part)
-            found[identifier] = Requirement(id=identifier, source=source, **fields)
+            found[identifier] = Requirement(id=identifier, paper=paper, **fields)
     return found
 
 
@@ -53,14 +58,34 @@ class Law:
     functions: tuple[str, ...]
     name: str
     sentence: str
-    test: Callable[..., None]
+    why: str
+    check: Callable[..., None]
+    drawn: dict[str, SearchStrategy]
+    not_for: Callable[[Any], str]
+
+    def missing(self, implementation: Any) -> tuple[str, str]:
+        """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason), or two empty strings."""
+        if reason := implementation.missing(self.functions):
+            return "not provided", reason
+        if reason := self.not_for(implementation):
+            return "not applicable", reason
+        return "", ""
+
+    def test(self) -> Callable[..., None]:
+        """The check quantified over its inputs, as hypothesis runs it; a new one each time, so that settings can differ."""
+        return given(**self.drawn)(self.check) if self.drawn else self.check
 
 
 LAWS: dict[str, Law] = {}
 
 
 def law(
-    requirement: str, *, of: str | tuple[str, ...] = (), examples: tuple[dict[str, Any], ...] = (), **drawn: SearchStrategy
+    requirement: str,
+    *,
+    of: str | tuple[str, ...] = (),
+    why: str = "",
+    not_for: Callable[[Any], str] = lambda implementation: "",
+    **drawn: SearchStrategy,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function the law of a requirement.
 
@@ -68,9 +93,10 @@ def law(
     it takes no `impl` and runs once.
 
     Args: requirement, an id of `requirements/*.toml`; of, the function or functions of the implementation that the law calls (an
-    implementation without them is reported as not providing them); examples, inputs tried before the drawn ones; drawn, a
-    hypothesis strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments.
-    The first line of its docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement.
+    implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
+    not_for, given an implementation, says why the law does not apply to it (an empty string: it does); drawn, a hypothesis
+    strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments. The first line of
+    its docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement.
     """
     functions = (of,) if isinstance(of, str) else of
 
@@ -80,14 +106,10 @@ def law(
             impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
             test(impl, **arguments)
 
-        one_example: Callable[..., None] = judging if functions else test
-        judged: Callable[..., None] = given(**drawn)(one_example) if drawn else one_example
-        for arguments in reversed(examples):
-            judged = example(**arguments)(judged)
+        check: Callable[..., None] = judging if functions else test
         sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
         name = f"{Path(test.__code__.co_filename).stem}::{test.__name__}"
-        registered = Law(REQUIREMENTS[requirement], functions, name, sentence, judged)
-        LAWS[name] = registered
-        return pytest.mark.law(registered)(judged)
+        LAWS[name] = Law(REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for)
+        return pytest.mark.law(LAWS[name])(LAWS[name].test())
 
     return decorate

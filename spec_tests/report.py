@@ -1,4 +1,4 @@
-"""What a person reads: the sentence of a failing law, with its smallest input and a repro, and the verdict by requirement."""
+"""The sentence of a failing law: what does not hold, the smallest input, the misconception that it matches, and a repro."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import traceback
 from typing import Any
 
 import numpy as np
-import pytest
 
-from spec_tests.implementation import Implementation
-from spec_tests.law import REQUIREMENTS, Law
+from spec_tests.arithmetic import EPSILON
+from spec_tests.implementation import Call, Implementation, oracle
+from spec_tests.law import Law
+from spec_tests.mutants import Mutant, load_mutants
 from spec_tests.tolerance import Violation
-
-JUDGED = pytest.StashKey[list[Implementation]]()
-# The column of the laws that are about a paper, not about an implementation.
-PAPER = "the papers themselves"
-NOT_PROVIDED = pytest.StashKey[list[tuple[Law, Implementation, str]]]()
 
 
 def sentence(law: Law, implementation: Implementation, error: BaseException) -> str:
@@ -46,6 +42,39 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
         ]
     lines.append(f"  this law alone  pytest {law.name.replace('::', '.py::', 1)} --impl {implementation.name}")
     return "\n".join(lines)
+
+
+def misconceptions(implementation: Implementation) -> list[Mutant]:
+    """The planted mistakes that give this implementation's numbers on every recent input, where the oracle does not."""
+    return [
+        mutant
+        for mutant in load_mutants().values()
+        for calls in [[call for call in implementation.history if call.function == mutant.of and call.result is not None]]
+        if any(_differs(oracle(call.function), call, implementation.dtype) for call in calls)
+        and not any(_differs(mutant.function, call, implementation.dtype) for call in calls)
+    ]
+
+
+def _differs(function: Any, call: Call, dtype: str) -> bool:
+    try:
+        with np.errstate(all="ignore"):
+            numbers = function(**call.arguments)
+    except Exception:
+        return True
+    mine, theirs = (value if isinstance(value, tuple) else (value,) for value in (call.result, numbers))
+    for got, other in zip(mine, theirs, strict=True):
+        got, other = np.asarray(got), np.asarray(other)
+        if got.shape != other.shape:
+            return True
+        if got.dtype.kind != "f":
+            if (got != other).any():
+                return True
+            continue
+        # The mutant computes in float64: the numbers agree to what the dtype can hold.
+        size = np.abs(other[np.isfinite(other)]).max(initial=0)
+        if not np.allclose(got, other, rtol=0, atol=64 * EPSILON[dtype] * size, equal_nan=True):
+            return True
+    return False
 
 
 def repro(implementation: Implementation, path: str) -> str:
@@ -91,30 +120,3 @@ def _show(value: Any) -> str:
 
 def _indented(text: str) -> str:
     return text.replace("\n", "\n" + " " * 18)
-
-
-def write_verdict(terminal: Any, config: pytest.Config) -> None:
-    """Write one row for each requirement and one column for each implementation."""
-    outcomes: dict[tuple[str, str], list[str]] = {}
-    for outcome in ("passed", "failed", "error"):
-        for result in terminal.stats.get(outcome, []):
-            law = dict(getattr(result, "user_properties", [])).get("law")
-            if law is not None and (result.when == "call" or result.failed):
-                outcomes.setdefault(tuple(law), []).append(outcome)
-    reasons = {(law.requirement.id, str(implementation)): why for law, implementation, why in config.stash.get(NOT_PROVIDED, [])}
-    if not outcomes and not reasons:
-        return
-    judged = [str(implementation) for implementation in config.stash[JUDGED]]
-    if any(name == PAPER for _, name in outcomes):
-        judged.append(PAPER)
-    terminal.section("verdict by requirement")
-    for name in judged:
-        terminal.write_line(name)
-        for identifier in REQUIREMENTS:
-            found = outcomes.get((identifier, name))
-            if found is not None:
-                bad = len(found) - found.count("passed")
-                word = f"fail ({bad} of {len(found)} laws)" if bad else f"pass ({len(found)} laws)"
-                terminal.write_line(f"  {identifier:9}{word}", red=bool(bad), green=not bad)
-            elif (identifier, name) in reasons:
-                terminal.write_line(f"  {identifier:9}not provided: {reasons[identifier, name]}", yellow=True)

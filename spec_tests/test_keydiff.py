@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.keydiff import score, similarity_matrix
+from reference.keydiff import anchor, pairwise_objective, relaxed_objective, score, similarity_matrix, unit
 from reference.selection import top_k
+from spec_tests.arithmetic import EPSILON
 from spec_tests.cases import cases, seeds, tiny_cases
 from spec_tests.law import law
 from spec_tests.tolerance import Violation, check_selection
@@ -21,6 +23,66 @@ SCORE = "keydiff.score"
 def test_score_is_minus_the_cosine_to_the_anchor(impl, case):
     """The score is minus the cosine between each key and the mean of the unit keys."""
     impl.agrees(SCORE, case.keys)
+
+
+@law("KD-8", of=SCORE, case=cases(max_length=5))
+def test_score_in_plain_loops(impl, case):
+    """Computed key by key and channel by channel, the score has the same numbers."""
+    keys = impl.round(case.keys)
+    expected = np.zeros(keys.shape[:-1])
+    for item, head in np.ndindex(keys.shape[:2]):
+        rows = keys[item, head].tolist()
+        norms = [math.hypot(*row) for row in rows]
+        directions = [[x / norm if norm else 0.0 for x in row] for row, norm in zip(rows, norms, strict=True)]
+        mu = [math.fsum(column) / len(rows) for column in zip(*directions, strict=True)]
+        length = math.hypot(*mu)
+        if length < 1e-3:
+            return  # keys that nearly cancel leave fewer digits than the comparison asks for
+        for place, direction in enumerate(directions):
+            expected[item, head, place] = -math.fsum(x * y for x, y in zip(direction, mu, strict=True)) / length
+    allowed = impl.allowance(SCORE, keys)
+    assert np.abs(allowed.expected - expected).max() <= 1e-12
+    allowed.check(impl.keydiff.score(keys), "the score")
+
+
+@law("KD-8", of=SCORE, case=cases())
+def test_scores_are_cosines(impl, case):
+    """Scores lie in [-1, 1], and the only key of a head scores -1: it is its own mean."""
+    allowed = impl.allowance(SCORE, case.keys)
+    got = impl.keydiff.score(case.keys)
+    if np.abs(got).max() > 1 + allowed.largest + 2 * EPSILON[impl.dtype]:
+        raise Violation("a score lies outside [-1, 1]", 1.0, np.abs(got).max())
+    first = impl.round(case.keys[:, :, :1])
+    alone = impl.allowance(SCORE, first)
+    wanted = -(np.abs(first).max(axis=-1) > 0).astype(float)
+    got = impl.keydiff.score(first)
+    if np.abs(got - wanted).max() > alone.largest + 2 * EPSILON[impl.dtype]:
+        raise Violation("the only key of a head does not score -1", wanted, got)
+
+
+@law("KD-8", of=SCORE, pairs=st.integers(1, 9))
+def test_keys_that_cancel_score_zero(impl, pairs):
+    """Keys e1 and -e1 in equal number have the zero vector for a mean: every cosine with it is 0, not NaN."""
+    keys = np.tile(np.array([[1.0, 0], [-1, 0]]), (1, 1, pairs, 1))
+    got = impl.keydiff.score(keys)
+    if np.isnan(got).any() or (got != 0).any():
+        raise Violation("keys whose directions cancel do not score 0", np.zeros(got.shape), got)
+
+
+@law("KD-8", of=SCORE, exponent=st.integers(-6, 6))
+def test_long_and_short_keys_count_alike(impl, exponent):
+    """Keys 2^e e1, e2, e2, 2^-e (1, 1): whatever e, e1 is the most distinct and (1, 1) the least."""
+    keys = np.array([[[[2.0**exponent, 0], [0, 1], [0, 1], [2.0**-exponent, 2.0**-exponent]]]])
+    impl.agrees(SCORE, keys)
+    got = impl.keydiff.score(keys)[0, 0]
+    if not (got[0] > got[1] > got[3] and got[0] > got[2] > got[3]):
+        raise Violation("the order depends on the lengths of the keys", "e1 above e2 above (1, 1)", got)
+
+
+@law("KD-8", of="keydiff.anchor", case=cases())
+def test_the_anchor_averages_directions(impl, case):
+    """mu is the mean of the unit keys; a zero key counts as a token of direction 0."""
+    impl.agrees("keydiff.anchor", case.keys)
 
 
 @law("KD-8", of=SCORE, case=cases(), seed=seeds())
@@ -85,6 +147,15 @@ def test_the_anchor_is_the_mean_of_unit_keys(impl):
         raise Violation("the tokens rank in another order", [0, 1, 2, 3], order)
 
 
+@law("KD-8", of=SCORE, bad=st.sampled_from([np.nan, np.inf, -np.inf]))
+def test_numbers_that_are_not_finite_are_refused(impl, bad):
+    """A NaN or an infinite number among the keys raises ValueError."""
+    keys = np.ones((1, 1, 3, 2))
+    keys[0, 0, 1, 1] = bad
+    with pytest.raises(ValueError, match="keys"):
+        impl.keydiff.score(keys)
+
+
 @law("KD-8", of=SCORE, bad=st.sampled_from([(3,), (2, 0, 4, 3), (2, 1, 0, 3)]))
 def test_bad_shapes_are_refused(impl, bad):
     """Too few axes, or an empty one, raise ValueError."""
@@ -98,15 +169,43 @@ def test_pairwise_score_sums_the_rows_of_the_similarity_matrix(impl, case):
     impl.agrees("keydiff.pairwise_score", case.keys)
 
 
-@law("KD-7", of=("keydiff.pairwise_score", "keydiff.anchor", SCORE), case=cases())
+@law("KD-7", of="keydiff.similarity_matrix", case=cases())
+def test_the_similarity_matrix_holds_every_cosine(impl, case):
+    """S is symmetric, and its diagonal is 1, or 0 for a zero key."""
+    impl.agrees("keydiff.similarity_matrix", case.keys)
+    allowed = impl.allowance("keydiff.similarity_matrix", case.keys)
+    got = impl.keydiff.similarity_matrix(case.keys)
+    allowed.check(np.swapaxes(got, -1, -2).copy(), "the transposed matrix")
+    own = np.diagonal(got, axis1=-2, axis2=-1)
+    wanted = (np.abs(impl.round(case.keys)).max(axis=-1) > 0).astype(float)
+    if np.abs(own - wanted).max() > allowed.largest + 2 * EPSILON[impl.dtype]:
+        raise Violation("the cosine of a key with itself is not 1", wanted, own)
+
+
+@law("KD-7", of="keydiff.pairwise_score", case=cases(max_length=5))
+def test_pairwise_score_in_plain_loops(impl, case):
+    """Minus the sum of the cosines to every key, taken pair by pair, gives the same numbers."""
+    keys = impl.round(case.keys)
+    expected = np.zeros(keys.shape[:-1])
+    for item, head in np.ndindex(keys.shape[:2]):
+        rows = keys[item, head].tolist()
+        for (place, row), other in itertools.product(enumerate(rows), rows):
+            norms = math.hypot(*row) * math.hypot(*other)
+            expected[item, head, place] -= math.fsum(x * y for x, y in zip(row, other, strict=True)) / norms if norms else 0
+    allowed = impl.allowance("keydiff.pairwise_score", keys)
+    assert np.abs(allowed.expected - expected).max() <= 1e-12
+    allowed.check(impl.keydiff.pairwise_score(keys), "the pairwise score")
+
+
+@law("KD-7", of=("keydiff.anchor", SCORE), case=cases())
 def test_both_scores_rank_alike(impl, case):
     """Row i of S sums to T |mu| cos(k_i, mu): the pairwise score is the anchor's score times a positive number."""
     length = np.linalg.norm(impl.keydiff.anchor(case.keys), axis=-1, keepdims=True)
-    allowed = impl.allowance("keydiff.pairwise_score", case.keys)
-    got = case.keys.shape[2] * length * impl.keydiff.score(case.keys)
-    error = float(np.abs(got - allowed.expected).max())
-    if error > 2 * allowed.largest + 8 * case.keys.shape[2] * 2.0**-52:
-        raise Violation(f"T |mu| score differs from the pairwise score by {error:.3g}", allowed.expected, got)
+    allowed, scores = impl.allowance("keydiff.pairwise_score", case.keys), impl.allowance(SCORE, case.keys)
+    tokens = case.keys.shape[2]
+    error = np.abs(tokens * length * impl.keydiff.score(case.keys) - allowed.expected)
+    if (error > 2 * allowed.largest + tokens * length * scores.largest + 8 * tokens * EPSILON[impl.dtype]).any():
+        raise Violation(f"T |mu| score differs from the pairwise score by {error.max():.3g}", allowed.expected)
 
 
 @law("KD-O", of=(SCORE, "selection.top_k"), case=cases(min_length=2, max_length=5), share=st.fractions(0, 1))
@@ -123,6 +222,42 @@ def test_top_k_solves_the_relaxed_problem(impl, case, share):
             raise Violation("another set of the same size is less similar to the anchor", best, row[kept[item, head]].sum())
 
 
+@law("KD-O", of=("keydiff.pairwise_objective", "keydiff.relaxed_objective"), case=cases(max_length=17), seed=seeds())
+def test_the_objectives_are_sums_of_cosines(impl, case, seed):
+    """The pairwise objective sums the cosines of all pairs in S, the relaxed one khat . mu over the tokens of S."""
+    kept = np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
+    impl.agrees("keydiff.relaxed_objective", case.keys, kept)
+    keys = impl.round(case.keys)
+    expected = np.zeros(kept.shape[:2])
+    for item, head in np.ndindex(kept.shape[:2]):
+        rows = [keys[item, head, place] for place in np.flatnonzero(kept[item, head])]
+        for first, second in itertools.product(rows, rows):
+            norms = math.hypot(*first) * math.hypot(*second)
+            expected[item, head] += first @ second / norms if norms else 0
+    allowed = impl.allowance("keydiff.pairwise_objective", keys, kept)
+    assert np.abs(allowed.expected - expected).max() <= 1e-11
+    allowed.check(impl.keydiff.pairwise_objective(keys, kept), "the pairwise objective")
+
+
+@law("KD-O", of=(SCORE, "selection.top_k"), case=cases(min_length=2, max_length=17))
+def test_evicting_one_token_is_exactly_optimal(impl, case):
+    """With N = n - 1, as in each step of decoding, no other choice leaves a smaller sum of pairwise cosines (no key being zero)."""
+    keys = impl.round(case.keys)
+    length = keys.shape[2]
+    if (np.abs(keys).max(axis=-1) == 0).any():
+        return
+    kept = impl.selection.top_k(impl.keydiff.score(keys), length - 1)
+    scores = impl.allowance(SCORE, keys)
+    got = pairwise_objective(keys, kept)
+    best = np.min(
+        [pairwise_objective(keys, np.broadcast_to(np.arange(length) != gone, kept.shape)) for gone in range(length)], axis=0
+    )
+    # Leaving i out changes the objective by 1 - 2 n |mu| cos(k_i, mu), so an error of a score counts 2 n |mu| times.
+    size = np.linalg.norm(anchor(keys), axis=-1)
+    if (got - best > 4 * length * size * scores.largest + 1e-11).any():
+        raise Violation("evicting another token leaves a smaller sum of pairwise cosines", best, got)
+
+
 @law("KD-O")
 def test_the_pairwise_problem_is_not_solved():
     """For the problem as stated, min over S of the sum of all pairwise cosines, KD-O is false: 4 is kept where 0 is possible."""
@@ -133,5 +268,54 @@ def test_the_pairwise_problem_is_not_solved():
         return float(similarity[np.ix_(chosen, chosen)].sum())
 
     kept = tuple(np.flatnonzero(top_k(score(keys), 2)).tolist())
-    assert objective(kept) == 4
-    assert min(objective(chosen) for chosen in itertools.combinations(range(5), 2)) == 0
+    every = [objective(chosen) for chosen in itertools.combinations(range(5), 2)]
+    # The two keys that KeyDiff keeps point in one direction: of all pairs it is one of the least diverse.
+    assert objective(kept) == max(every) == 4
+    assert min(every) == 0
+
+
+@law("KD-O", case=cases(min_length=2, max_length=5), seed=seeds())
+def test_the_rewriting_of_the_objective_holds(case, seed):
+    """The sum over S x S of the cosines is N sum_{i in S} khat_i . mu(S): this step of the derivation is exact."""
+    kept = np.random.default_rng(seed).random(case.keys.shape[:3]).argsort(axis=-1) < max(1, case.keys.shape[2] // 2)
+    directions = unit(case.keys)
+    count = kept.sum(axis=-1)
+    own_mean = (directions * kept[..., None]).sum(axis=-2) / count[..., None]
+    rewritten = count * ((directions @ own_mean[..., None])[..., 0] * kept).sum(axis=-1)
+    assert np.abs(pairwise_objective(case.keys, kept) - rewritten).max() <= 1e-12
+
+
+@law("KD-O", case=cases(min_length=2, max_length=5))
+def test_the_mean_of_a_random_subset_is_near_the_mean(case):
+    """Over all subsets of N of T unit keys, |mu(S) - mu|^2 is (1 - |mu|^2) (T - N) / (N (T - 1)) on average."""
+    directions, mean = unit(case.keys), anchor(case.keys)
+    length = case.keys.shape[2]
+    spread = (directions**2).sum(axis=(-2, -1)) / length - (mean**2).sum(axis=-1)
+    for budget in range(1, length + 1):
+        errors = [
+            ((directions[..., list(chosen), :].mean(axis=-2) - mean) ** 2).sum(axis=-1)
+            for chosen in itertools.combinations(range(length), budget)
+        ]
+        expected = spread * (length - budget) / (budget * (length - 1))
+        assert np.abs(np.mean(errors, axis=0) - expected).max() <= 1e-12
+
+
+@law("KD-O", scale=st.sampled_from([1, 4, 64, 1024]))
+def test_the_mean_of_the_kept_keys_does_not_converge(scale):
+    """The chosen subset is not random: with three keys e1 for each e2 and N = T/4 the kept mean is e2, 1.06 from mu at every T."""
+    keys = np.repeat(np.eye(2), [3 * scale, scale], axis=0)
+    kept = top_k(score(keys), scale)
+    assert np.linalg.norm(keys[kept].mean(axis=0) - anchor(keys)) == pytest.approx(0.75 * math.sqrt(2))
+
+
+@law("KD-O")
+def test_the_relaxed_optimum_bounds_nothing():
+    """Putting mu(K) for mu(S) gives no bound: N times its optimum lies below the pairwise optimum here and above it there."""
+    opposite = np.array([[1.0, 0], [1, 0], [1, 0], [-1, 0], [-1, 0]])
+    angle = math.radians(80)
+    spread = np.array([[1.0, 0]] * 6 + [[math.cos(angle), math.sin(angle)], [math.cos(angle), -math.sin(angle)]])
+    for keys, above in ((opposite, False), (spread, True)):
+        sets = [np.isin(np.arange(len(keys)), chosen) for chosen in itertools.combinations(range(len(keys)), 2)]
+        exact = min(pairwise_objective(keys, kept) for kept in sets)
+        relaxed = min(2 * relaxed_objective(keys, kept) for kept in sets)
+        assert (relaxed > exact + 0.3) == above and (relaxed < exact - 0.3) == (not above)

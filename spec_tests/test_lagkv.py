@@ -1,14 +1,16 @@
-"""Laws of LagKV: LK-7 to LK-13."""
+"""Laws of LagKV: the score of a partition and the selection (LK-7 to LK-13, LK-S9)."""
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.cases import KINDS, Case, cases, seeds
+from reference.lagkv import tokens_per_partition
+from spec_tests.cases import KINDS, Case, cases, seeds, tiny_cases
 from spec_tests.law import law
 from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
 
@@ -21,6 +23,38 @@ hundredths = st.integers(0, 100)
 
 def partitions(case):
     return case.keys, case.values, case.next_keys, case.next_values
+
+
+def score_by_hand(states, next_states):
+    """Equations 7 to 10 for one head in plain loops: lists of tokens in, the score of each token out."""
+    deviations = []
+    for token in states:
+        normalised = []
+        for channel, number in enumerate(token):
+            column = [reference_token[channel] for reference_token in next_states]
+            low, high = min(column), max(column)
+            normalised.append((number - low) / (high - low) if high > low else 0.0)
+        mean = sum(normalised) / len(normalised)
+        squares = sum((number - mean) ** 2 for number in normalised)
+        deviations.append(math.sqrt(squares / (len(normalised) - 1)) if len(normalised) > 1 else 0.0)
+    top = max(deviations)
+    weights = [math.exp(deviation - top) for deviation in deviations]
+    return [weight / sum(weights) for weight in weights]
+
+
+@law("LK-11", of=SCORE, case=cases())
+def test_score_equals_the_plain_loops(impl, case):
+    """Equations 7 to 11 written as loops over tokens and channels give the same numbers."""
+    # Multiples of an eighth: no range of a channel is so small that the comparison to 1e-12 would measure rounding.
+    inputs = [np.round(8 * states) / 8 for states in partitions(case)]
+    inputs = [impl.round(np.where(np.abs(states) > 64, np.sign(states), states)) for states in inputs]
+    allowed = impl.allowance(SCORE, *inputs)
+    for item, head in np.ndindex(case.keys.shape[:2]):
+        keys, values, next_keys, next_values = (states[item, head].tolist() for states in inputs)
+        by_hand = np.add(score_by_hand(keys, next_keys), score_by_hand(values, next_values))
+        if np.abs(allowed.expected[item, head] - by_hand).max() > 1e-12:
+            raise Violation("the loops give something else than the reference", by_hand, allowed.expected[item, head])
+    allowed.check(impl.lagkv.score(*inputs), "the score")
 
 
 @law("LK-11", of=SCORE, case=cases())
@@ -100,6 +134,86 @@ def test_a_channel_constant_in_the_next_partition_counts_as_zero(impl, case, see
     allowed.check(impl.lagkv.score(keys, values, next_keys, next_values), "the score with a constant channel")
 
 
+@law("LK-9", of=SCORE)
+def test_normalised_values_are_not_clipped(impl):
+    """A token beyond the range of the next partition counts by how far it is beyond: at 3, 5 and 9 ranges the score rises."""
+    keys = np.array([[[[0.0, 0], [3, 0], [5, 0], [9, 0]]]])
+    following = np.array([[[[0.0, 0], [1, 1]]]])
+    allowed = impl.allowance(SCORE, keys, np.zeros_like(keys), following, following)
+    got = impl.lagkv.score(keys, np.zeros_like(keys), following, following)
+    allowed.check(got, "the score of tokens beyond the range")
+    if (np.diff(got) <= 0).any():
+        raise Violation("a token further beyond the range does not score more", allowed.expected, got)
+
+
+@law("LK-9", of=SCORE, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
+def test_the_order_of_the_channels_does_not_matter(impl, case, seed):
+    """Channels permuted alike in both partitions, keys and values each in its own way, leave the score as it was."""
+    allowed = impl.allowance(SCORE, *partitions(case))
+    generator = np.random.default_rng(seed)
+    key_order, value_order = (generator.permutation(states.shape[-1]) for states in (case.keys, case.values))
+    got = impl.lagkv.score(
+        case.keys[..., key_order], case.values[..., value_order], case.next_keys[..., key_order], case.next_values[..., value_order]
+    )
+    allowed.check(got, "the score with permuted channels")
+
+
+@law("LK-9", of=SCORE, case=cases(kinds=("ties",)))
+def test_large_states_do_not_overflow(impl, case):
+    """States a thousand times larger, as in the outlier channels of trained models, give the same score."""
+    allowed = impl.allowance(SCORE, *(np.round(states) for states in partitions(case)))
+    allowed.check(impl.lagkv.score(*(1024 * np.round(states) for states in partitions(case))), "the score of large states")
+
+
+@law("LK-10", of=SCORE, case=cases(), seed=seeds())
+def test_scores_move_with_their_tokens(impl, case, seed):
+    """Permuting the tokens of the partition permutes the scores: the softmax is over all of its tokens, wherever they stand."""
+    allowed = impl.allowance(SCORE, *partitions(case))
+    order = np.random.default_rng(seed).permutation(case.keys.shape[2])
+    got = impl.lagkv.score(case.keys[:, :, order], case.values[:, :, order], case.next_keys, case.next_values)
+    allowed.check(got, "the permuted score", allowed.expected[:, :, order])
+
+
+@law("LK-10", of=SCORE)
+def test_the_deviation_is_that_of_a_sample(impl):
+    """Two channels at 0 and 1 deviate by 1/sqrt(2) (ddof=1), not by 1/2; the softmax has no temperature."""
+    keys = np.array([[[[0.0, 1], [0, 0]]]])
+    following = np.array([[[[0.0, 0], [1, 1]]]])
+    got = impl.lagkv.score(keys, np.zeros_like(keys), following, following)
+    weight = math.exp(1 / math.sqrt(2))
+    wanted = 0.5 + np.array([[[weight, 1.0]]]) / (weight + 1)
+    impl.allowance(SCORE, keys, np.zeros_like(keys), following, following).check(got, "the score", wanted)
+
+
+@law("LK-10", of=SCORE, case=cases(), keys_too=st.booleans())
+def test_one_channel_does_not_vary(impl, case, keys_too):
+    """With a single channel the deviation is 0 (not NaN): every token of the partition has the share 1/L."""
+    one = slice(0, 1)
+    inputs = (
+        case.keys[..., one] if keys_too else case.keys,
+        case.values[..., one],
+        case.next_keys[..., one] if keys_too else case.next_keys,
+        case.next_values[..., one],
+    )
+    allowed = impl.allowance(SCORE, *inputs)
+    got = impl.lagkv.score(*inputs)
+    allowed.check(got, "the score with one channel")
+    if keys_too and np.ptp(got) > 2 * allowed.largest:
+        raise Violation("tokens of one channel do not score alike", allowed.expected, got)
+
+
+@law("LK-11", of=SCORE, case=cases(min_length=2))
+def test_heads_do_not_see_each_other(impl, case):
+    """Each head of each batch item is scored by its own tokens: alone it scores what it scores among others."""
+    allowed = impl.allowance(SCORE, *partitions(case))
+    together = impl.lagkv.score(*partitions(case))
+    for item, head in np.ndindex(case.keys.shape[:2]):
+        place = slice(item, item + 1), slice(head, head + 1)
+        alone = impl.lagkv.score(*(states[place] for states in partitions(case)))
+        for got in (alone, together[place]):
+            allowed.check(got, "the score of a head", allowed.expected[place])
+
+
 @law("LK-11", of=SCORE, case=cases(min_length=2))
 def test_exchanging_keys_and_values_changes_nothing(impl, case):
     """K and V enter alike: their scores are added."""
@@ -116,7 +230,14 @@ def test_the_reference_is_the_next_partition(impl):
     impl.agrees(SCORE, keys, keys, following, following)
 
 
-@law("LK-12", of=RETAINED, length=st.integers(0, 5000), percent=hundredths, sink=sinks, lag=st.integers(1, 700))
+@law(
+    "LK-12",
+    of=RETAINED,
+    length=st.integers(0, 5000),
+    percent=hundredths,
+    sink=sinks,
+    lag=st.integers(1, 700),
+)
 def test_retained_length_is_the_formula(impl, length, percent, sink, lag):
     """S + floor(rL)(partitions - 1) + L + remainder, from S + 2L on; below that, everything."""
     expected = length
@@ -125,6 +246,15 @@ def test_retained_length_is_the_formula(impl, length, percent, sink, lag):
     got = impl.lagkv.retained_length(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     if got != expected:
         raise Violation(f"retained_length({length}) = {got}, wanted {expected}", expected, got)
+
+
+@law("LK-12", of=RETAINED)
+def test_retained_length_at_its_edges(impl):
+    """S + 2L is the first length that is compressed, and floor(0.29 * 100) is 29, though float says 28."""
+    for length, ratio, sink, lag, expected in ((7, 0.5, 2, 3, 7), (8, 0.5, 2, 3, 6), (13, 0.5, 2, 3, 9), (500, 0.29, 0, 100, 216)):
+        got = impl.lagkv.retained_length(length, keep_ratio=ratio, sink_size=sink, lag_size=lag)
+        if got != expected:
+            raise Violation(f"retained_length({length}) = {got}, wanted {expected}", expected, got)
 
 
 @law(
@@ -208,6 +338,17 @@ def test_the_compression_ratio_stays_below_its_limit(impl, length, percent, sink
         raise Violation(f"compression_ratio({length}) = {got}, wanted in [0, {limit})", limit, got)
 
 
+@law("LK-13", of=RETAINED, percent=hundredths, sink=sinks, lag=st.integers(1, 300), partitions=st.integers(2, 10**6))
+def test_the_compression_ratio_tends_to_its_limit(impl, percent, sink, lag, partitions):
+    """1 - floor(rL)/L is approached like 1/L_s: the gap is (1 - floor(rL)/L) (S + L + (L_s - S) mod L) / L_s, exactly."""
+    length = sink + partitions * lag + lag // 2
+    left = impl.lagkv.retained_length(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    limit = 1 - Fraction(percent * lag // 100, lag)
+    gap = limit - (1 - Fraction(int(left), length))
+    if gap != limit * Fraction(sink + lag + (length - sink) % lag, length):
+        raise Violation(f"retained_length({length}) = {left} is at another distance from the limit", limit, gap)
+
+
 @law("LK-13", of="lagkv.compression_ratio")
 def test_the_compression_ratio_is_not_monotone(impl):
     """With S=16, L=128, r=.5 the ratio is .235 at 272 tokens, falls to .160 at 399 and rises to .320 at 400."""
@@ -229,14 +370,74 @@ def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budg
     """The retained length is within the budget where that is possible, and one token more a partition is not."""
     settings = {"sink_size": sink, "lag_size": lag}
     ratio = impl.lagkv.keep_ratio_for(length, budget, **settings)
+    if not 0 <= ratio <= 1:
+        raise Violation(f"keep_ratio_for({length}, {budget}) = {ratio}, wanted in [0, 1]", None, ratio)
     least = impl.lagkv.retained_length(length, keep_ratio=0, **settings)
     got = impl.lagkv.retained_length(length, keep_ratio=ratio, **settings)
     if got > max(budget, least):
         raise Violation(f"retained_length is {got}, over the budget {budget} (possible: {least})", budget, got)
-    if ratio < 1:
-        more = impl.lagkv.retained_length(length, keep_ratio=ratio + Fraction(1, lag), **settings)
+    if (whole := tokens_per_partition(ratio, lag)) < lag:
+        more = impl.lagkv.retained_length(length, keep_ratio=Fraction(whole + 1, lag), **settings)
         if more <= budget:
             raise Violation(f"a larger keep_ratio also fits: {more} of {budget}", more, got)
+
+
+@law("LK-12", of=SELECT, case=cases(min_length=5), percent=hundredths, sink=sinks, lag=st.sampled_from([1, 2, 3, 4]))
+def test_equal_tokens_are_kept_from_the_left(impl, case, percent, sink, lag):
+    """Of equal scores the lower position is kept: where all tokens are alike, the first floor(rL) of each partition."""
+    keys, values = (np.broadcast_to(states[:, :, :1], states.shape).copy() for states in (case.keys, case.values))
+    kept = impl.lagkv.select(keys, values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    length = keys.shape[2]
+    last = max(0, (length - sink) // lag - 1) * lag + sink
+    place = np.arange(length)
+    expected = (place < sink) | (place >= last) | ((place - sink) % lag < percent * lag // 100)
+    if (kept != expected).any():
+        raise Violation("equal tokens are not kept from the left", expected, kept)
+
+
+@law("LK-12", of=SELECT, percent=st.sampled_from([28, 29, 57, 58]), lag=st.sampled_from([25, 50, 100]), sink=st.integers(0, 1))
+def test_the_floor_of_rl_is_exact(impl, percent, lag, sink):
+    """floor(rL) of the decimal r that was written: 29 % of 100 tokens are 29, although 0.29 * 100 is less in floating point."""
+    keys = np.ones((1, 1, sink + 2 * lag, 2))
+    kept = impl.lagkv.select(keys, keys, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    require_mask(kept, keys.shape[:3], "the selection")
+    wanted = sink + percent * lag // 100 + lag
+    if (kept.sum(axis=-1) != wanted).any():
+        raise Violation(f"{kept.sum()} tokens of {keys.shape[2]} are kept, wanted {wanted}", wanted, kept.sum(axis=-1))
+
+
+@law("LK-12", of=SELECT, case=tiny_cases(min_length=5), sink=sinks, lag=st.sampled_from([1, 2]))
+def test_the_extreme_ratios(impl, case, sink, lag):
+    """keep_ratio 1 keeps everything; keep_ratio 0 leaves the sinks and what follows the last compressed partition."""
+    settings = {"sink_size": sink, "lag_size": lag}
+    everything = impl.lagkv.select(case.keys, case.values, keep_ratio=1, **settings)
+    nothing = impl.lagkv.select(case.keys, case.values, keep_ratio=0, **settings)
+    place = np.arange(case.keys.shape[2])
+    last = max(0, (place.size - sink) // lag - 1) * lag + sink
+    if not everything.all() or (nothing != ((place < sink) | (place >= last))).any():
+        raise Violation("keep_ratio 1 evicts, or keep_ratio 0 keeps tokens of a compressed partition", everything, nothing)
+
+
+@law(
+    "LK-S9",
+    of=SELECT,
+    case=st.builds(Case, seed=st.integers(0, 2**32), num_kv_heads=st.integers(1, 2), length=st.integers(12, 64)),
+    percent=hundredths,
+    sink=sinks,
+    lag=st.sampled_from([1, 2, 3, 4]),
+)
+def test_tokens_after_the_next_partition_do_not_matter(impl, case, percent, sink, lag):
+    """What a partition keeps is decided by itself and the next one: other tokens further on change nothing."""
+    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
+    before = impl.lagkv.select(case.keys, case.values, **settings)
+    decided = sink + ((case.length - sink) // lag // 2) * lag
+    other_keys, other_values = (
+        np.concatenate([states[:, :, : decided + lag], following[:, :, decided + lag :]], axis=2)
+        for states, following in ((case.keys, case.next_keys), (case.values, case.next_values))
+    )
+    after = impl.lagkv.select(other_keys, other_values, **settings)
+    if (before[..., :decided] != after[..., :decided]).any():
+        raise Violation("tokens after the next partition changed what is kept", before, after)
 
 
 @law("LK-12", of=SELECT, name=st.sampled_from(["keep_ratio", "sink_size", "lag_size"]))
@@ -254,3 +455,12 @@ def test_disagreeing_shapes_are_refused(impl):
     """Values of another number of tokens than the keys raise ValueError."""
     with pytest.raises(ValueError, match="values"):
         impl.lagkv.score(np.ones((1, 1, 3, 2)), np.ones((1, 1, 4, 2)), np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)))
+
+
+@law("LK-11", of=SCORE, name=st.sampled_from(["next_keys", "next_values"]))
+def test_a_next_partition_of_other_channels_is_refused(impl, name):
+    """The next partition must have the channels of this one; ValueError names the argument that has not."""
+    inputs = {part: np.ones((1, 1, 3, 2)) for part in ("keys", "values", "next_keys", "next_values")}
+    inputs[name] = np.ones((1, 1, 3, 5))
+    with pytest.raises(ValueError, match=name):
+        impl.lagkv.score(*inputs.values())

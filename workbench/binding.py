@@ -1,8 +1,9 @@
-"""Hands a method's function the inputs that its signature names, and checks what comes back."""
+"""Calls a method's function with tensors or arrays, reads its options, and checks what comes back."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,37 +14,6 @@ import torch
 
 from workbench.errors import MethodError, UsageError
 
-INPUTS = {
-    "keys": "[B, H_kv, T, D], cached, after RoPE",
-    "values": "[B, H_kv, T, D_v]",
-    "queries": "[B, H_q, T, D], of every prompt token, after RoPE",
-    "hidden_states": "[B, T, hidden], what the attention layer reads",
-    "positions": "[T], 0 to T - 1",
-    "length": "T, the tokens in the cache",
-    "layer_index": "0 to num_layers - 1",
-    "num_layers": "layers of the model",
-    "budget": "tokens to keep in each head",
-    "compression_ratio": "fraction to remove",
-    "keep_ratio": "fraction to keep",
-    "generator": "a seeded torch.Generator, one for each layer",
-}
-"""Everything that a function can name in its signature, and what it then receives."""
-
-
-def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return (inputs it reads, its options with their defaults, arguments that nobody can supply)."""
-    inputs, options, missing = [], {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if name in INPUTS:
-            inputs.append(name)
-        elif parameter.default is not parameter.empty:
-            options[name] = parameter.default
-        else:
-            missing.append(name)
-    return inputs, options, missing
-
 
 def typed_option(name: str, value: Any, default: Any) -> Any:
     """Return `value` in the type of the option's default; text, as the command line gives it, is read as that type.
@@ -52,10 +22,8 @@ def typed_option(name: str, value: Any, default: Any) -> Any:
     """
     wanted = type(default)
     if isinstance(value, str) and wanted is not str:
-        try:
+        with contextlib.suppress(ValueError, SyntaxError):  # it stays text, which only an option without a typed default accepts
             value = ast.literal_eval(value.capitalize() if wanted is bool else value)
-        except (ValueError, SyntaxError):
-            pass  # it stays text, which only an option without a typed default accepts
     if wanted is float and type(value) is int:
         value = float(value)
     if default is not None and type(value) is not wanted:

@@ -130,6 +130,13 @@ class EvictingCache(Cache):
     Raises UsageError for any of them that cannot be used.
     """
 
+    layers: list[EvictingLayer]  # type: ignore[assignment]
+    recorded: dict[int, dict[str, torch.Tensor]]
+    _awaited: set[int]  # the layers that have not compressed the prompt yet
+    _pending: dict[int, torch.Tensor]  # the keys of layers that wait for the queries of the prompt
+    _captured: dict[int, dict[str, torch.Tensor]]
+    _count: int | None  # what each head of the first compressed layer keeps
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -168,10 +175,13 @@ class EvictingCache(Cache):
         cache = cls(model, *arguments, **named)
         cache.close()
         recorded = getattr(prefilled, "recorded", {})
-        for layer_index, (layer, full) in enumerate(zip(cache.layers, prefilled.layers, strict=True)):
-            stored = 0 if full.keys is None else full.keys.shape[-2]
-            if not stored or stored != full.get_seq_length():
-                raise UsageError(f"prefilled: got {stored} of {full.get_seq_length()} tokens, wanted a full cache of a prompt")
+        if len(prefilled.layers) != len(cache.layers):
+            raise UsageError(f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's {len(cache.layers)}")
+        for layer_index, layer in enumerate(cache.layers):
+            full: Any = prefilled.layers[layer_index]
+            stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
+            if not stored or stored != seen:
+                raise UsageError(f"prefilled: got {stored} of {seen} tokens in layer {layer_index}, wanted all tokens of a prompt")
             layer.update(full.keys, full.values)
             cache._captured[layer_index] = dict(recorded.get(layer_index, {}))
             cache._compress(layer_index)
@@ -207,7 +217,18 @@ class EvictingCache(Cache):
             self._compress(layer_index)
 
     def _compress(self, layer_index: int) -> None:
+        try:
+            self._keep(layer_index)
+        except Exception:
+            self.close()  # the prompt is lost, and the model is to be as it was
+            raise
+        self._awaited.discard(layer_index)
+        if not self._awaited:
+            self.close()
+
+    def _keep(self, layer_index: int) -> None:
         layer = self.layers[layer_index]
+        assert layer.keys is not None and layer.values is not None
         captured = self._captured.pop(layer_index, {})
         if self.record:
             self.recorded[layer_index] = {name: captured[name] for name in self.record}
@@ -226,16 +247,13 @@ class EvictingCache(Cache):
             if count < layer.seen:
                 layer.evict(kept)
         layer.evicted_at = layer.seen
-        self._awaited.discard(layer_index)
-        if not self._awaited:
-            self.close()
 
     def _require_even(self, layer_index: int, kept: torch.Tensor) -> int:
         """The tokens that every head of every layer keeps. Raises MethodError where they differ."""
         counts = kept.sum(dim=-1)
-        if self._count is None:
-            self._count = int(counts.flatten()[0])
-        low, high = min(self._count, int(counts.min())), max(self._count, int(counts.max()))
+        expected = int(counts.flatten()[0]) if self._count is None else self._count
+        low, high = min(expected, int(counts.min())), max(expected, int(counts.max()))
+        self._count = expected
         if low != high:
             assert self.method is not None
             raise MethodError(
@@ -248,10 +266,10 @@ class EvictingCache(Cache):
         named = set(self.method.inputs) if self.method else set()
         self._names = frozenset(CAPTURED & (named | self.record))
         self._awaited = set(range(len(self.layers)))
-        self._pending: dict[int, torch.Tensor] = {}
-        self._captured: dict[int, dict[str, torch.Tensor]] = {}
-        self.recorded: dict[int, dict[str, torch.Tensor]] = {}
-        self._count: int | None = None
+        self._pending = {}
+        self._captured = {}
+        self.recorded = {}
+        self._count = None
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this cache is gone")
@@ -265,9 +283,7 @@ class EvictingCache(Cache):
     def __enter__(self) -> EvictingCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def reset(self) -> None:

@@ -38,20 +38,23 @@ def watch_prompt(cache: Watcher, model: PreTrainedModel, *, names: frozenset[str
 
     Nothing here keeps the cache alive. Raises UsageError for a model whose attention cannot be recorded.
     """
-    reference = weakref.ref(cache)
-    handles = [model.base_model.register_forward_pre_hook(_prompt_check(reference, model), with_kwargs=True)]
-    if "hidden_states" in names:
-        hook = _hidden_states_hook(reference)
-        handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for module in attention_modules(model)]
+    reference: weakref.ref[Any] = weakref.ref(cache)
+    modules = attention_modules(model) if "hidden_states" in names else []
     if "queries" in names:
         _start_recording(model)
         _awaiting_queries.add(cache)
+    # nothing below raises, so whatever is put in place is also taken out
+    hook = _hidden_states_hook(reference)
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    handles.append(model.base_model.register_forward_pre_hook(_prompt_check(reference, model), with_kwargs=True))
 
     def stop() -> None:
         for handle in handles:
             handle.remove()
         if "queries" in names:
-            _awaiting_queries.discard(reference())
+            alive = reference()
+            if alive is not None:  # the set has dropped a dead one by itself
+                _awaiting_queries.discard(alive)
             _stop_recording(model)
 
     return stop
@@ -65,7 +68,7 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     return found
 
 
-def _prompt_check(reference: weakref.ref[Watcher], model: PreTrainedModel) -> Callable[..., None]:
+def _prompt_check(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable[..., None]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     def check(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -92,12 +95,17 @@ def require_prompt(length: int, longest: int | None) -> None:
         raise UsageError(f"prompt: got {length} tokens, wanted at most the model's context of {longest}")
 
 
+def _layer_index(module: Any) -> int:
+    return int(module.layer_idx)
+
+
 def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         cache = reference()
-        if cache is not None and named.get("past_key_values") is cache:
+        is_its_own = named.get("past_key_values") is cache
+        if cache is not None and is_its_own:
             hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
-            cache.see_hidden_states(int(module.layer_idx), hidden_states)  # type: ignore[arg-type]
+            cache.see_hidden_states(_layer_index(module), hidden_states)
 
     return hook
 
@@ -134,7 +142,7 @@ def _recording_attention(underlying: str) -> Callable[..., Any]:
             function = ALL_ATTENTION_FUNCTIONS[underlying]
         output = function(module, query, key, value, *rest, **named)
         for cache in list(_awaiting_queries):
-            cache.see_queries(int(module.layer_idx), query, key)  # type: ignore[arg-type]
+            cache.see_queries(_layer_index(module), query, key)
         return output
 
     return attention

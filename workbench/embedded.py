@@ -69,7 +69,10 @@ def _is_complete(target: Path, sha256: str) -> bool:
     manifest = target / MANIFEST
     if not manifest.is_file():
         return False
-    recorded = json.loads(manifest.read_text(encoding="utf-8"))
+    try:
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
     files = recorded["files"].items()
     return recorded["sha256"] == sha256 and all(
         (target / name).is_file() and (target / name).stat().st_size == size for name, size in files

@@ -1,7 +1,4 @@
-"""Finds methods, by name in `optimized/` and `reference/` or in a user's file, and runs them on one layer's states.
-
-The file system is the registry: a module of `reference/` with the attribute `METHOD = "one-line description"` is a method.
-"""
+"""Finds methods, by name in `optimized/` and `reference/` or in a user's file, and runs them on one layer's states."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +16,11 @@ from typing import Any
 
 import torch
 
-import reference
-from reference import selection
-from workbench.binding import INPUTS, call, checked_kept, checked_scores, describe_exception, split_signature, typed_option
+from optimized import selection
+from workbench import catalogue
+from workbench.binding import call, checked_kept, checked_scores, describe_exception, typed_option
+from workbench.catalogue import INPUTS, RANDOM
 from workbench.errors import UsageError
-
-SEAMS = ("score", "select", "compress", "attend")
-RANDOM = "random"
 
 
 @dataclass(frozen=True)
@@ -102,19 +96,19 @@ class Method:
                 f"method {self.name}: reads {', '.join(absent)}, which this prefilled cache did not record; "
                 f"prefill with record=({', '.join(map(repr, absent))},) or run the prompt through the EvictingCache"
             )
-        arguments = {name: available[name] for name in self.inputs} | options
+        arguments = {name: available[name] for name in self.inputs} | dict(options)
         result = call(self.function, self.label, arguments, as_torch=self.as_torch)
         if self.is_select:
             return checked_kept(self.label, result, shape, keys.device)
         scores = checked_scores(self.label, result, shape, keys.device)
-        return top_k(scores, amount)
+        return selection.top_k(scores, amount)
 
     def _keep_ratio(self, length: int, amount: int, removed: float, options: Mapping[str, Any]) -> Any:
         """The ratio that meets the budget: solved by the method's own `keep_ratio_for` where it has one."""
         solve = self._helper("keep_ratio_for")
         if solve is None:
             return float(1 - Decimal(repr(float(removed))))
-        return solve(length, amount, **_accepted(solve, self.options | options))
+        return solve(length, amount, **_accepted(solve, {**self.options, **options}))
 
     def why_nothing_removed(self, length: int, options: Mapping[str, Any] | None = None) -> str | None:
         """Say why a cache of `length` tokens stays whole, in the method's own words, or None where it does not say."""
@@ -149,18 +143,6 @@ def tokens_to_keep(length: int, compression_ratio: float, budget: int | None = N
     return min(budget, length)
 
 
-def top_k(scores: torch.Tensor, budget: int) -> torch.Tensor:
-    """Return the kept mask [B, H_kv, T] of the `budget` highest scores of each head; of equal ones the first stay."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :budget], True)
-
-
-def names() -> list[str]:
-    """The names of all methods: the modules of `reference/` that have METHOD, in alphabetical order."""
-    stems = sorted(module.name for module in pkgutil.iter_modules(reference.__path__))
-    return [stem for stem in stems if hasattr(importlib.import_module(f"reference.{stem}"), "METHOD")]
-
-
 def resolve(method: str) -> Method:
     """Return the method of that name, or of that user file: `path/to/file.py` or `path/to/file.py:function`.
 
@@ -170,18 +152,16 @@ def resolve(method: str) -> Method:
     path, function_name = _split_path(method)
     if path is not None:
         return _from_module(_import_file(path), method, function_name)
-    if method == RANDOM:
-        return _from_module(importlib.import_module("workbench.random_baseline"), method)
-    known = names()
+    known = [*catalogue.names(), RANDOM]
     if method not in known:
-        close = difflib.get_close_matches(method, [*known, RANDOM], n=1)
+        close = difflib.get_close_matches(method, known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageError(f"method: got {method!r}{hint}, wanted one of {', '.join([*known, RANDOM])}, or path/to/file.py")
-    if importlib.util.find_spec("optimized") and importlib.util.find_spec(f"optimized.{method}"):
+        raise UsageError(f"method: got {method!r}{hint}, wanted one of {', '.join(known)}, or path/to/file.py")
+    if method != RANDOM and importlib.util.find_spec(f"optimized.{method}"):
         optimized = importlib.import_module(f"optimized.{method}")
-        if any(hasattr(optimized, seam) for seam in ("select", "score")):
+        if catalogue.entry(optimized):
             return _from_module(optimized, method)
-    return _from_module(importlib.import_module(f"reference.{method}"), method)
+    return _from_module(catalogue.definition(method), method)
 
 
 def _split_path(method: str) -> tuple[Path | None, str | None]:
@@ -206,38 +186,30 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _from_module(module: ModuleType, name: str, function_name: str | None = None) -> Method:
-    # A module of `optimized/` leaves its description and its paper to the reference.
-    described = _described(module)
-    seams = tuple(seam for seam in SEAMS if callable(getattr(module, seam, None)))
-    if function_name is None:
-        function_name = next((seam for seam in ("select", "score") if seam in seams), None)
-    function = getattr(module, function_name, None) if function_name else None
+    function = getattr(module, function_name, None) if function_name else catalogue.entry(module)
     if not callable(function):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
         wanted = f"a function {function_name}" if function_name else "a function score or select"
-        raise UsageError(f"method: {name} has no such function: wanted {wanted}, it has {', '.join(own) or 'none'}")
-    inputs, options, missing = split_signature(function)
+        raise UsageError(f"method: got {name}, wanted {wanted} in it; it has {', '.join(own) or 'no functions'}")
+    inputs, options, missing = catalogue.split_signature(function)
     if missing:
         raise UsageError(
-            f"method: {name} names the argument {', '.join(missing)} in {function_name}, which cannot be supplied; wanted "
+            f"method: {name} names the argument {', '.join(missing)} in {function.__name__}, which cannot be supplied; wanted "
             f"some of {', '.join(INPUTS)}, or an argument with a default, which becomes an option"
         )
+    package, _, stem = module.__name__.rpartition(".")
+    # a module of `optimized/` leaves its description and its paper to the reference
+    described = catalogue.definition(stem) if package == "optimized" else module
     imports_torch = re.search(r"^\s*(import|from)\s+(torch|triton)\b", inspect.getsource(module), re.MULTILINE)
-    paper = re.search(r"arXiv[: ]*(\d{4}\.\d{4,5})", described.__doc__ or "")
     return Method(
         name=name,
-        description=getattr(described, "METHOD", None) or (module.__doc__ or "a method of your own").strip().splitlines()[0],
-        paper=paper and paper.group(1),
-        seams=seams,
+        description=catalogue.description(described),
+        paper=catalogue.paper(described),
+        seams=catalogue.seams(module),
         module=module,
         function=function,
         is_select=function.__name__.startswith("select"),
         inputs=tuple(inputs),
         options=options,
-        as_torch=module.__name__.startswith("optimized.") or imports_torch is not None,
+        as_torch=package == "optimized" or imports_torch is not None,
     )
-
-
-def _described(module: ModuleType) -> ModuleType:
-    package, _, stem = module.__name__.rpartition(".")
-    return importlib.import_module(f"reference.{stem}") if package == "optimized" else module

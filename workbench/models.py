@@ -28,12 +28,12 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     dtype = torch.float32 if name == EMBEDDED else "auto"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_folder)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"model: got {name!r}, wanted a hub name or a folder with a causal language model: {reason}") from error
     require_supported(model)
-    return model.to(device).eval(), tokenizer
+    return model.eval().to(device), tokenizer
 
 
 def require_supported(model: PreTrainedModel) -> None:

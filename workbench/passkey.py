@@ -20,6 +20,8 @@ DEEDS = ("walked slowly to", "waited quietly near", "looked across", "told a sto
 SKIES = ("The sky was grey.", "A soft rain fell.", "The wind was mild.", "The sun came out.", "It was a calm day.")
 
 QUESTION = "What is the secret number mentioned in the text? Answer with the number only."
+ANSWER_START = "The secret number mentioned in the text is"
+"""What the model says first of its own accord; starting there halves the tokens to generate."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
     needle = f"The secret number is {answer}. Remember it: {answer} is the secret number."
     introduction = "A secret number is hidden in the following text. Find it and remember it."
     text = " ".join([introduction, *sentences[:place], needle, *sentences[place:]])
-    context_ids, question_ids = tokenize(tokenizer, text, QUESTION)
+    context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
     return Passkey(context_ids, question_ids, answer, depth, _locate(tokenizer, context_ids, needle))
 
 

@@ -23,10 +23,11 @@ class Answer:
     hidden_states: torch.Tensor
 
 
-def tokenize(tokenizer: Any, context: str, question: str) -> tuple[torch.Tensor, torch.Tensor]:
+def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     """Return (context ids [1, T], question ids [1, M]) of one user turn, in the model's chat format where it has one.
 
-    The cut lies between the two, so that the context can be compressed before the question is known.
+    The cut lies between the two, so that the context can be compressed before the question is known. `answer_start` is put
+    into the model's mouth: the question's tokens end with it and the answer goes on from there.
     Raises UsageError for an empty context or question.
     """
     for name, text in (("prompt", context), ("question", question)):
@@ -36,12 +37,12 @@ def tokenize(tokenizer: Any, context: str, question: str) -> tuple[torch.Tensor,
         turn = [{"role": "user", "content": f"{context.strip()}\n\n{SPLIT}{question.strip()}"}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         before, _, after = text.rpartition(SPLIT)
+        after += answer_start
     else:
-        before, after = f"{context.strip()}\n\n", f"{question.strip()}\nAnswer:"
+        before, after = f"{context.strip()}\n\n", f"{question.strip()}\nAnswer: {answer_start}".rstrip()
         before = (tokenizer.bos_token or "") + before
-    return tuple(  # type: ignore[return-value]
-        tokenizer(part, return_tensors="pt", add_special_tokens=False)["input_ids"] for part in (before, after)
-    )
+    first, second = (tokenizer(part, return_tensors="pt", add_special_tokens=False)["input_ids"] for part in (before, after))
+    return first, second
 
 
 @torch.no_grad()

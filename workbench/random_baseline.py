@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 METHOD = "keeps random tokens, drawn anew for every layer and head (the baseline to beat)"
 
 
 def score(keys: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return uniform scores [B, H_kv, T] for keys [B, H_kv, T, D], drawn on the CPU so that every device agrees."""
+    import torch  # here, so that listing the methods need not wait for it
+
     return torch.rand(keys.shape[:-1], generator=generator).to(keys.device)

@@ -7,8 +7,8 @@ cannot see, the machine code, is checked by compiling for several GPUs (`compili
 A kernel file has the launcher (the contract's signature), the kernels, and `CONFIGURATIONS`: the calls to compile offline. Its
 docstring says what is read and written, the floor in bytes and time, why this tiling, and the torch expression it equals.
 Rules that every kernel keeps: float32 inside, whatever the inputs; offsets in int64; every load masked with its `other`; no
-float atomics and fixed-order reductions, so that two runs agree in every bit; lengths are not specialised, so that a growing
-cache does not recompile; bfloat16 is converted right after the load, since the interpreter cannot compute with it.
+float atomics and fixed-order reductions, so that two runs agree in every bit; no length becomes a constant of a kernel, so that
+a growing cache does not recompile; bfloat16 is converted right after the load, since the interpreter cannot compute with it.
 """
 
 ARRAY_LIBRARY = "torch"

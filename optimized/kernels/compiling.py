@@ -89,12 +89,12 @@ def _intercepted(launch: Callable[[], object], target: str) -> list[tuple[str, C
 
     backend, architecture, warp_size, _ = TARGETS[target]
     gpu = GPUTarget(backend, architecture, warp_size)
-    found: list[tuple[str, Callable[[], Any]]] = []
+    found: dict[str, tuple[str, Callable[[], Any]]] = {}
 
-    def intercept(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def intercept(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
-        options = {name: compile[name] for name in ("num_warps", "num_ctas", "num_stages")}
-        found.append((fn.name, lambda: triton.compile(source, target=gpu, options=options)))
+        options = {name: compile[name] for name in ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")}
+        found[fn.name + key] = (fn.name, lambda: triton.compile(source, target=gpu, options=options))
         return True  # Triton takes this as: do not compile, and so launch nothing
 
     class Offline:
@@ -115,13 +115,14 @@ def _intercepted(launch: Callable[[], object], target: str) -> list[tuple[str, C
         driver.set_active(Offline())
         triton.knobs.runtime.jit_cache_hook = intercept
         launch()
-    return found
+    return list(found.values())
 
 
 def _inspect(stem: str, configuration: Configuration, kernel: str, target: str, compiled: Any) -> Report:
     """Read registers, spills, memory and instructions off the machine code, and list the rules broken."""
     inspect_backend = _inspect_nvidia if TARGETS[target][0] == "cuda" else _inspect_amd
-    report = Report(stem, configuration.name, kernel, target, shared=compiled.metadata.shared, broken=[], **inspect_backend(compiled))
+    found = inspect_backend(compiled)
+    report = Report(stem, configuration.name, kernel, target, shared=compiled.metadata.shared, broken=[], **found)
     limit = TARGETS[target][3]
     if report.spills or report.stack:
         report.broken.append(f"spills {report.spills} and uses {report.stack} bytes of stack, wanted none")
@@ -130,7 +131,7 @@ def _inspect(stem: str, configuration: Configuration, kernel: str, target: str, 
     if kernel not in configuration.scalar and not report.vector_loads:
         report.broken.append("loads nothing 16 bytes at a time")
     if report.narrow_loads:
-        report.broken.append(f"has {report.narrow_loads} loads of one or two bytes, wanted none")
+        report.broken.append(f"has {report.narrow_loads} loads of two bytes, wanted none")
     if kernel in configuration.tensor_cores and not report.tensor_core_instructions:
         report.broken.append("multiplies without tensor cores")
     return report
@@ -153,8 +154,8 @@ def _inspect_nvidia(compiled: Any) -> dict[str, int]:
         "registers": allotted["REG"],
         "stack": allotted["STACK"] + allotted["LOCAL"],
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", machine_code)),
-        "vector_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|ld\.global[\w.:]*\.v2\.b64|cp\.async\.cg[\w.:]* .*, 0x10|cp\.async\.bulk", ptx)),
-        "narrow_loads": len(re.findall(r"ld\.global(?![\w.:]*\.v\d)[\w.:]*\.[bus](?:8|16)\b", ptx)),
+        "vector_loads": len(re.findall(r"ld\.global[\w.:]*\.(?:v4\.b32|v2\.b64)|cp\.async\.(?:cg|bulk)", ptx)),
+        "narrow_loads": len(re.findall(r"ld\.global(?![\w.:]*\.v\d)[\w.:]*\.[bus]16\b", ptx)),
         "tensor_core_instructions": len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", ptx)),
     }
 
@@ -168,7 +169,7 @@ def _inspect_amd(compiled: Any) -> dict[str, int]:
         "stack": allotted["private_segment_fixed_size"],
         "spills": allotted["vgpr_spill_count"] + allotted["sgpr_spill_count"],
         "vector_loads": len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", assembly)),
-        "narrow_loads": len(re.findall(r"\b(?:global|buffer)_load_(?:[us]byte|[us]short|short)", assembly)),
+        "narrow_loads": len(re.findall(r"\b(?:global|buffer)_load_(?:[us]short|short)", assembly)),
         "tensor_core_instructions": len(re.findall(r"\bv_mfma_", assembly)),
     }
 

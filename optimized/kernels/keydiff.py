@@ -136,7 +136,5 @@ def _compiled(dtype: torch.dtype, head_dim: int) -> Configuration:
 
 
 CONFIGURATIONS = [
-    _compiled(dtype, head_dim)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for head_dim in (128, 64, 80, 96, 256)
+    _compiled(dtype, head_dim) for dtype in (torch.bfloat16, torch.float16, torch.float32) for head_dim in (128, 64, 80, 96, 256)
 ]

@@ -9,8 +9,8 @@ LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def require_launchable(name: str, value: torch.Tensor) -> None:
-    """Raise ValueError unless the kernels can run on `value`: its device, dtype and head_dim (the last axis).
+def require_launchable(name: str, value: torch.Tensor, *, largest: int | None = LARGEST_HEAD_DIM) -> None:
+    """Raise ValueError unless the kernels can run on `value`: its device, its dtype, and its last axis, at most `largest`.
 
     Tensors of the device `meta` pass: offline compilation launches nothing.
     """
@@ -19,8 +19,8 @@ def require_launchable(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name}: got device {value.device}, wanted a GPU (or a CPU with TRITON_INTERPRET=1)")
     if value.dtype not in DTYPES:
         raise ValueError(f"{name}: got dtype {value.dtype}, wanted float32, float16 or bfloat16")
-    if value.shape[-1] > LARGEST_HEAD_DIM:
-        raise ValueError(f"{name}: got head_dim {value.shape[-1]}, wanted at most {LARGEST_HEAD_DIM}")
+    if largest is not None and value.shape[-1] > largest:
+        raise ValueError(f"{name}: got head_dim {value.shape[-1]}, wanted at most {largest}")
 
 
 def as_heads(states: torch.Tensor) -> torch.Tensor:

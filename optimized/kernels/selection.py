@@ -1,0 +1,250 @@
+r"""Top-k by radix threshold: find the k-th highest score, keep what is above it, and of its equals the lowest positions.
+
+It equals, in torch:
+
+    order = scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+
+Eviction needs no sorted values and no indices, only the mask, so nothing is sorted. A float32 becomes a 32-bit unsigned key of
+the same order (`ordered`), and the k-th highest key is found one byte at a time, the highest byte first: a histogram of the 256
+values of that byte, among the keys that agree with the bytes already found, says which value holds the k-th key and how many of
+those keys are still to be kept. Four bytes give the threshold and the number of its equals to keep; one last walk over the row,
+in the order of the positions, writes the mask. Nothing depends on k, up to k = T, nor on how the scores are spread, but for the
+time that equal bytes take to count.
+
+Reads and writes. Five walks over a row of T float32 scores and T bytes of mask; only the first walk comes from memory, the others
+from L2. 8 rows of 131,072 are 4.2 MB: one microsecond of bandwidth, so that the floor is the latency of the dependent walks,
+about 10 to 12 microseconds. 256 such rows are 134 MB: 31 microseconds for one read, 94 to 125 if L2 holds nothing.
+
+Two schedules. `keep_rows`: one program walks its row five times, in one launch; it serves short rows, and as many rows as fill a
+GPU. `count_byte`, four times, then `keep_chunks`: for a few long rows, one program takes a chunk of a row, and the histograms of
+a row are added with integer atomics, whose order cannot change the result. Every program of the next launch reads the finished
+histograms and works out the bytes found so far by itself: 256 numbers a byte, cheaper than a launch that would do it once. The
+last histogram is also stored chunk by chunk, so that `keep_chunks` knows how many equals of the threshold lie in front of it.
+
+Protected tokens get the highest key, which no number has; NaN gets the lowest, so that a row with NaN still keeps exactly k.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from optimized.kernels.compiling import Configuration
+from optimized.kernels.launching import require_launchable
+from reference.checks import as_count
+from reference.selection import budget
+
+__all__ = ["CONFIGURATIONS", "budget", "top_k"]
+
+ROWS_THAT_FILL_A_GPU = 128
+LONGEST_SHORT_ROW = 16384
+MOST_CHUNKS = 256
+
+
+def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
+    r"""SEL-2..4: keep the `budget` highest scores of each row, as `optimized.selection.top_k`.
+
+    Args: scores [..., T], float32, float16 or bfloat16, any strides, infinities allowed; budget, 0 to any number; protected
+    [..., T] boolean or None. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each row.
+    Raises ValueError for a negative budget, a wrong shape, dtype or device, and, where the scores are on a CPU, for NaN scores
+    or more protected tokens than the budget. On a GPU, NaN ranks below every number and the protected tokens are not counted.
+    """
+    if not isinstance(scores, torch.Tensor) or scores.ndim < 1:
+        raise ValueError(f"scores: got {type(scores).__name__}, wanted a tensor [..., T]")
+    require_launchable("scores", scores, largest=None)
+    if protected is not None and (protected.dtype != torch.bool or protected.shape != scores.shape):
+        raise ValueError(
+            f"protected: got {protected.dtype} {tuple(protected.shape)}, wanted a boolean mask of shape {tuple(scores.shape)}"
+        )
+    length = scores.shape[-1]
+    count = min(as_count("budget", budget, low=0), length)
+    if scores.device.type == "cpu":
+        if scores.isnan().any():
+            raise ValueError("scores: got NaN, wanted numbers that can be ordered")
+        most = int(protected.sum(dim=-1).amax()) if protected is not None and protected.numel() else 0
+        if most > budget:
+            raise ValueError(f"protected: got {most} protected tokens in a row, wanted at most the budget, {budget}")
+    if count in (0, length):
+        return torch.full(scores.shape, count > 0, dtype=torch.bool, device=scores.device)
+    rows = scores.reshape(-1, length)
+    shielded = rows if protected is None else protected.reshape(-1, length)
+    kept = torch.empty(rows.shape, dtype=torch.bool, device=scores.device)
+    arguments = (*rows.stride(), *shielded.stride(), length, count)
+    flags = {"PROTECTED": protected is not None, "BLOCK": min(2048, max(256, triton.next_power_of_2(length))), "num_warps": 8}
+    if rows.shape[0] >= ROWS_THAT_FILL_A_GPU or length <= LONGEST_SHORT_ROW:
+        if length > flags["BLOCK"]:
+            flags |= {"BLOCK": 4096, "num_warps": 16}  # a program walks its whole row: the more threads, the fewer steps
+        keep_rows[(rows.shape[0],)](rows, shielded, kept, *arguments, **flags)
+        return kept.view(scores.shape)
+    chunk = max(flags["BLOCK"], triton.next_power_of_2(triton.cdiv(length, MOST_CHUNKS)))
+    chunks = triton.cdiv(length, chunk)
+    counts = torch.zeros((rows.shape[0], 4, 256), dtype=torch.int32, device=scores.device)
+    last_counts = torch.empty((rows.shape[0], chunks, 256), dtype=torch.int32, device=scores.device)
+    grid = (rows.shape[0] * chunks,)
+    for byte in range(4):
+        count_byte[grid](rows, shielded, counts, last_counts, *arguments, chunk, chunks, byte, **flags)
+    keep_chunks[grid](rows, shielded, counts, last_counts, kept, *arguments, chunk, chunks, MOST_CHUNKS=MOST_CHUNKS, **flags)
+    return kept.view(scores.shape)
+
+
+@triton.jit
+def ordered(values):
+    """Return unsigned keys in the order of the float32 `values`: -0 as 0, NaN below all, and 0xFFFFFFFF above all unused."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.uint32, bitcast=True)
+    # A negative number grows as its bits fall: all of them are flipped. A positive one only moves above the negative ones.
+    keys = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return tl.where(values == values, keys, 0)
+
+
+@triton.jit
+def keep_highest(keys, count):
+    """Return which `count` of the `keys` [BLOCK], held in registers, are highest; of equals the lowest positions.
+
+    The threshold is found bit by bit, 32 dependent sums over registers. Counting for each key the keys above it would have no
+    dependent step, but its BLOCK * BLOCK comparisons cost the registers that keep other programs resident. The keys beyond the
+    end of a row are to be 0: they lose to every number, and by their position to NaN.
+    """
+    threshold = tl.zeros([], dtype=tl.uint32)
+    bit = tl.full([], 0x80000000, dtype=tl.uint32)
+    for step in range(32):
+        candidate = threshold | (bit >> step)
+        threshold = tl.where(tl.sum((keys >= candidate).to(tl.int32), axis=0) >= count, candidate, threshold)
+    above = keys > threshold
+    equal = keys == threshold
+    spare = count - tl.sum(above.to(tl.int32), axis=0)
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare))
+
+
+@triton.jit
+def load_ordered(
+    scores, protected, first, end, stride_t, protected_stride_t, PROTECTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Load the keys of positions first .. first+BLOCK-1 of a row, and which of them lie before `end`."""
+    positions = (first + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = positions < end
+    keys = ordered(tl.load(scores + positions * stride_t, mask=inside, other=0.0).to(tl.float32))
+    if PROTECTED:
+        shielded = tl.load(protected + positions * protected_stride_t, mask=inside, other=0)
+        keys = tl.where(shielded != 0, 0xFFFFFFFF, keys)
+    return keys, inside
+
+
+@triton.jit
+def byte_counts(keys, inside, prefix, byte):
+    """Return the histogram [256] of one byte (0 is the highest) among the keys whose bytes before it are `prefix`."""
+    leading = keys >> (24 - 8 * byte)
+    return tl.histogram((leading & 0xFF).to(tl.int32), 256, mask=inside & ((leading >> 8) == prefix))
+
+
+@triton.jit
+def narrow(counts, prefix, left):
+    """Return the prefix one byte longer, and how many of the keys that share it are still to be kept."""
+    values = tl.arange(0, 256)
+    at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
+    chosen = tl.sum((at_least >= left).to(tl.int32), axis=0) - 1
+    left -= tl.sum(tl.where(values > chosen, counts, 0), axis=0)
+    return (prefix << 8) | chosen.to(tl.uint32), left
+
+
+@triton.jit
+def keep_from(keys, inside, threshold, left, seen):
+    """Return which keys are kept, where `seen` equals of the threshold lie before them, and the equals seen after them."""
+    equal = ((keys == threshold) & inside).to(tl.int32)
+    kept = (keys > threshold) | ((equal != 0) & (seen + tl.cumsum(equal, axis=0) <= left))
+    return kept, seen + tl.sum(equal, axis=0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def keep_rows(
+    scores_ptr, protected_ptr, kept_ptr, stride_row, stride_t, protected_stride_row, protected_stride_t, length, count,
+    PROTECTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """kept[row] = the mask of the `count` highest scores of a row. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    scores = scores_ptr + row * stride_row
+    protected = protected_ptr + row * protected_stride_row
+    prefix = tl.zeros([], dtype=tl.uint32)
+    left = count
+    for byte in range(4):
+        counts = tl.zeros([256], dtype=tl.int32)
+        for first in range(0, length, BLOCK):
+            keys, inside = load_ordered(scores, protected, first, length, stride_t, protected_stride_t, PROTECTED, BLOCK)
+            counts += byte_counts(keys, inside, prefix, byte)
+        prefix, left = narrow(counts, prefix, left)
+    seen = tl.zeros([], dtype=tl.int32)
+    for first in range(0, length, BLOCK):
+        keys, inside = load_ordered(scores, protected, first, length, stride_t, protected_stride_t, PROTECTED, BLOCK)
+        kept, seen = keep_from(keys, inside, prefix, left, seen)
+        tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "chunks", "byte"])
+def count_byte(
+    scores_ptr, protected_ptr, counts_ptr, last_counts_ptr,
+    stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, chunk, chunks, byte,
+    PROTECTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the histogram of one byte over one chunk of a row to that of the row. Grid: rows * chunks."""
+    program = tl.program_id(0).to(tl.int64)
+    row, part = program // chunks, program % chunks
+    scores = scores_ptr + row * stride_row
+    protected = protected_ptr + row * protected_stride_row
+    values = tl.arange(0, 256)
+    prefix = tl.zeros([], dtype=tl.uint32)
+    left = count
+    for earlier in range(byte):
+        prefix, left = narrow(tl.load(counts_ptr + (row * 4 + earlier) * 256 + values), prefix, left)
+    counts = tl.zeros([256], dtype=tl.int32)
+    end = tl.minimum((part + 1) * chunk, length)
+    for first in range(part * chunk, end, BLOCK):
+        keys, inside = load_ordered(scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK)
+        counts += byte_counts(keys, inside, prefix, byte)
+    tl.atomic_add(counts_ptr + (row * 4 + byte) * 256 + values, counts, mask=counts > 0)
+    if byte == 3:
+        tl.store(last_counts_ptr + program * 256 + values, counts)
+
+
+@triton.jit(do_not_specialize=["count", "chunks"])
+def keep_chunks(
+    scores_ptr, protected_ptr, counts_ptr, last_counts_ptr, kept_ptr,
+    stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, chunk, chunks,
+    PROTECTED: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """kept[row, chunk] = the mask of the `count` highest scores of a row. Grid: rows * chunks."""
+    program = tl.program_id(0).to(tl.int64)
+    row, part = program // chunks, program % chunks
+    scores = scores_ptr + row * stride_row
+    protected = protected_ptr + row * protected_stride_row
+    values = tl.arange(0, 256)
+    prefix = tl.zeros([], dtype=tl.uint32)
+    left = count
+    for byte in range(4):
+        prefix, left = narrow(tl.load(counts_ptr + (row * 4 + byte) * 256 + values), prefix, left)
+    # Equals of the threshold in the chunks before this one: the last histogram of each, at the last byte of the threshold.
+    before = tl.arange(0, MOST_CHUNKS)
+    ties = last_counts_ptr + (row * chunks + before) * 256 + (prefix & 0xFF).to(tl.int64)
+    seen = tl.sum(tl.load(ties, mask=before < part, other=0), axis=0)
+    end = tl.minimum((part + 1) * chunk, length)
+    for first in range(part * chunk, end, BLOCK):
+        keys, inside = load_ordered(scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK)
+        kept, seen = keep_from(keys, inside, prefix, left, seen)
+        tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
+
+
+def _compiled(rows: int, length: int, dtype: torch.dtype, protected: bool) -> Configuration:
+    def launch() -> torch.Tensor:
+        scores = torch.empty((rows, length), dtype=dtype, device="meta")
+        return top_k(scores, length // 2, scores.to(torch.bool) if protected else None)
+
+    name = f"{rows} rows of {length} {dtype}{' protected' if protected else ''}".replace("torch.", "")
+    return Configuration(name, launch)
+
+
+CONFIGURATIONS = [
+    _compiled(rows, length, dtype, protected)
+    for dtype in (torch.float32, torch.bfloat16)
+    for protected in (True, False)
+    for rows, length in ((8, 131072), (256, 131072), (8, 8192))
+]

@@ -1,0 +1,303 @@
+r"""Expected Attention (arXiv 2510.00636): keep what future queries, modelled as Gaussian, are expected to draw most from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from reference.attention import attention_logits, softmax
+from reference.checks import as_count, as_float64, require_shape
+from reference.rope import frequencies, rotate
+from reference.selection import budget, top_k
+
+METHOD = "keeps the tokens that add most to the output under a Gaussian model of the queries to come"
+
+
+def project(
+    hidden: np.ndarray, w_q: np.ndarray, w_k: np.ndarray, w_v: np.ndarray, positions: np.ndarray, theta: float = 10000.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    r"""EA-1: `q_i = R_i W_Q h_i`, `k_i = R_i W_K h_i`, `v_i = W_V h_i`.
+
+    Args: hidden [..., T, h]; w_q, w_k, w_v [D, h] (they map h to D; the paper prints the transposed shape); positions [T].
+    Returns queries, keys, values [..., T, D]. Raises ValueError for an odd D. Source: section 2.1, equation 1.
+    """
+    queries, keys, values = (hidden @ np.swapaxes(weight, -1, -2) for weight in (w_q, w_k, w_v))
+    return rotate(queries, positions, theta), rotate(keys, positions, theta), values
+
+
+def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    r"""EA-2: `a_i = z_i / sum_j z_j`, `z_i = exp(q . k_i / sqrt(d))`. [..., D] and [..., T, D] to [..., T]. Source: equation 2."""
+    return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
+
+
+def residual_updates(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
+    r"""EA-3: `dh_i = a_i W_o v_i`, what token i adds to the residual stream: `h_out = h + sum_i dh_i`.
+
+    Args: weights [..., T]; values [..., T, D]; w_o [h, D]. Returns [..., T, h]. Source: equation 3.
+    """
+    return weights[..., None] * (values @ np.swapaxes(w_o, -1, -2))
+
+
+def norm(vectors: np.ndarray) -> np.ndarray:
+    r"""`|x|`, the Euclidean norm along the last axis."""
+    return np.sqrt((vectors * vectors).sum(axis=-1))
+
+
+def update_norms(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
+    r"""EA-4: `|dh_i| = a_i |W_o v_i|`. Arguments of `residual_updates`; returns [..., T]. Source: equation 4."""
+    return norm(residual_updates(weights, values, w_o))
+
+
+def removal_error(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
+    r"""EA-4: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: how far the output moves when token i alone is evicted.
+
+    Arguments of `residual_updates`, every weight below 1; returns [..., T]. The paper calls `update_norms` optimal; this is what it
+    estimates: the weights that stay are normalised again, so a token whose value is the output can go without any loss.
+    """
+    output = (weights[..., None] * values).sum(axis=-2, keepdims=True)
+    return weights / (1 - weights) * norm((values - output) @ np.swapaxes(w_o, -1, -2))
+
+
+def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
+
+    Args: queries [..., N, D], all of one head. Returns mean [..., D] and covariance [..., D, D].
+    Raises ValueError for empty or non-finite `queries`. Source: section 2.2; `compute_statistics` in listing 1.
+    """
+    queries = as_float64("queries", queries, "... N D")
+    mean = queries.mean(axis=-2)
+    centred = queries - mean[..., None, :]
+    # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would have no covariance.
+    return mean, np.swapaxes(centred, -1, -2) @ centred / queries.shape[-2]
+
+
+def project_statistics(hidden_mean: np.ndarray, hidden_covariance: np.ndarray, w_q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    r"""EA-5: `mu_q = W_Q mu`, `Sigma_q = W_Q Sigma W_Q^T`: queries before RoPE of Gaussian hidden states.
+
+    Args: hidden_mean [..., h]; hidden_covariance [..., h, h] (the paper prints d); w_q [D, h]. Returns [..., D], [..., D, D].
+    R_t turns both as in EA-6 with horizon 1. QK-norm is not linear: take `query_statistics` there. Source: equation 5.
+    """
+    return (w_q @ hidden_mean[..., None])[..., 0], w_q @ hidden_covariance @ np.swapaxes(w_q, -1, -2)
+
+
+def average_rotation(head_dim: int, *, position: int, horizon: int = 512, theta: float = 10000.0) -> np.ndarray:
+    r"""EA-6: `Rbar = (1/T) sum_{j=1..T} R_{t+j}`, T = horizon, t + 1 = position.
+
+    Returns [D, D]. Each pair (i, i + D/2) is turned by its angle at the middle of the window and shrunk by
+    `sin(T w_i / 2) / (T sin(w_i / 2))`. Arguments and errors of `average_rope`. Source: equation 6.
+    """
+    position = as_count("position", position, low=0)
+    horizon = as_count("horizon", horizon, low=1)
+    if not 0 < theta < np.inf:
+        raise ValueError(f"theta: got {theta}, wanted a positive number")
+    angles = (position + np.arange(horizon))[:, None] * frequencies(head_dim, theta)
+    cos, sin = np.diag(np.cos(angles).mean(axis=0)), np.diag(np.sin(angles).mean(axis=0))
+    return np.block([[cos, -sin], [sin, cos]])
+
+
+def average_rope(
+    query_mean: np.ndarray, query_covariance: np.ndarray, *, position: int, horizon: int = 512, theta: float = 10000.0
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged over the next positions.
+
+    Args: query_mean [B, H_q, D], query_covariance [B, H_q, D, D], before RoPE (any leading axes); position, that of the next token
+    (the tokens seen, evicted ones too); horizon, how many positions from there on; theta, the base of RoPE.
+    Returns both in the same shapes. Raises ValueError naming the argument. Source: section 2.2, equation 6.
+    """
+    query_mean = as_float64("query_mean", query_mean, "... D")
+    query_covariance = as_float64("query_covariance", query_covariance, "... D D")
+    head_dim = query_mean.shape[-1]
+    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
+    if head_dim % 2:
+        raise ValueError(f"query_mean: got head_dim {head_dim}, wanted an even number")
+    rotation = average_rotation(head_dim, position=position, horizon=horizon, theta=theta)
+    return query_mean @ rotation.T, rotation @ query_covariance @ rotation.T
+
+
+def log_expected_scores(keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray) -> np.ndarray:
+    r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)`, zhat_i = E[exp(q . k_i / sqrt(d))] of a Gaussian q.
+
+    Args: keys [..., T, D]; query_mean [..., D]; query_covariance [..., D, D]. Returns [..., T], in the log domain: zhat itself
+    overflows from 710 on. Source: section 2.2, equation 7.
+    """
+    head_dim = keys.shape[-1]
+    linear = (keys @ query_mean[..., None])[..., 0]
+    quadratic = ((keys @ query_covariance) * keys).sum(axis=-1)
+    return linear / np.sqrt(head_dim) + quadratic / (2 * head_dim)
+
+
+def expected_weights(keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray) -> np.ndarray:
+    r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio of expectations, not the expected attention E[a_i].
+
+    Arguments of `log_expected_scores`. Returns [..., T], summing to 1. Source: section 2.2, equation 8.
+    """
+    return softmax(log_expected_scores(keys, query_mean, query_covariance))
+
+
+def contribution(weights: np.ndarray, values: np.ndarray, epsilon: float, w_o: np.ndarray | None = None) -> np.ndarray:
+    r"""EA-9: `(ahat_i + epsilon) |W_o v_i|`, and `|v_i|` in place of `|W_o v_i|` where no w_o is given.
+
+    Args: weights [..., T]; values [..., T, D]; epsilon >= 0; w_o [h, D] or None. Returns [..., T]. Source: equation 9.
+    """
+    # Decision: |v|, as in the paper's experiments; W_o would need every value projected.
+    return (weights + epsilon) * norm(values if w_o is None else values @ np.swapaxes(w_o, -1, -2))
+
+
+def score(
+    keys: np.ndarray, values: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray, *, epsilon: float = 0.02
+) -> np.ndarray:
+    r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are `ada_kv` on these scores.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and query_covariance [B, H_q, D, D], averaged over
+    RoPE by `average_rope`; epsilon >= 0 (0.02 in the paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep.
+    Raises ValueError naming the argument whose shape or numbers do not fit. Source: section 2.2, equations 7 to 9.
+    """
+    keys = as_float64("keys", keys, "B H_kv T D")
+    values = as_float64("values", values, "B H_kv T D_v")
+    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    query_mean = as_float64("query_mean", query_mean, "B H_q D")
+    query_covariance = as_float64("query_covariance", query_covariance, "B H_q D D")
+    batch, num_kv_heads, _, head_dim = keys.shape
+    num_query_heads = query_mean.shape[1]
+    if num_query_heads % num_kv_heads:
+        raise ValueError(f"query_mean: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} KV heads")
+    require_shape("query_mean", query_mean, (batch, num_query_heads, head_dim), "the batch and head_dim of keys")
+    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
+    if not 0 <= epsilon < np.inf:
+        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
+    group = num_query_heads // num_kv_heads
+    grouped_mean = query_mean.reshape(batch, num_kv_heads, group, head_dim)
+    grouped_covariance = query_covariance.reshape(batch, num_kv_heads, group, head_dim, head_dim)
+    # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
+    weights = expected_weights(keys[:, :, None], grouped_mean, grouped_covariance).mean(axis=2)
+    return contribution(weights, values, epsilon)
+
+
+def listing_1(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, compression_ratio: float) -> tuple[np.ndarray, np.ndarray]:
+    r"""EA-L1: compression of one head as listed, made to run: einsum over every token, exact budget, tokens in position order.
+
+    Args: queries [N, D]; keys [T, D]; values [T, D_v]; compression_ratio in [0, 1). Returns the kept keys and values.
+    No RoPE average and epsilon 0, as listed. Raises ValueError for a bad ratio. Source: listing 1.
+    """
+    mean, covariance = query_statistics(queries)
+    head_dim = keys.shape[-1]
+    logits = keys @ mean / np.sqrt(head_dim)
+    logits = logits + np.einsum("ti,ij,tj->t", keys, covariance, keys) / (2 * head_dim)
+    scores = softmax(logits) * norm(values)
+    kept = top_k(scores, budget(keys.shape[0], compression_ratio))
+    return keys[kept], values[kept]
+
+
+class Decoding(NamedTuple):
+    r"""EA-10: what decoding carries from step to step.
+
+    keys [B, H_kv, n, D], values [B, H_kv, n, D_v], the cache; positions [B, H_kv, n], the true position of each row;
+    queries [B, H_q, m, D], the latest queries before RoPE; position, that of the next token; steps since the last compression.
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    positions: np.ndarray
+    queries: np.ndarray
+    position: int
+    steps: int
+
+
+def start_decoding(keys: np.ndarray, values: np.ndarray, queries: np.ndarray, *, buffer_size: int = 128) -> Decoding:
+    r"""EA-10: the state after an uncompressed prompt: keys [B, H_kv, T, D], values, and queries [B, H_q, T, D] before RoPE.
+
+    After a compressed one, build `Decoding` of what is left, with position = the tokens seen, not the tokens left.
+    Raises ValueError naming the argument whose shape does not fit. Source: section 3.1, implementation details.
+    """
+    keys = as_float64("keys", keys, "B H_kv T D")
+    values = as_float64("values", values, "B H_kv T D_v")
+    queries = as_float64("queries", queries, "B H_q T D")
+    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    buffer_size = as_count("buffer_size", buffer_size, low=1)
+    length = keys.shape[2]
+    positions = np.broadcast_to(np.arange(length), keys.shape[:3]).copy()
+    return Decoding(keys, values, positions, queries[:, :, -buffer_size:], length, 0)
+
+
+def appended(name: str, rows: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """Append one token, [B, H, D], to rows, [B, H, n, D]. Raises ValueError where it does not fit."""
+    row = as_float64(name, row, "B H D")
+    require_shape(name, row, (*rows.shape[:2], rows.shape[3]), "the batch, heads and channels of the state")
+    return np.concatenate([rows, row[:, :, None]], axis=2)
+
+
+def decode_step(
+    state: Decoding,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    *,
+    target: int,
+    interval: int = 512,
+    buffer_size: int = 128,
+    horizon: int = 512,
+    theta: float = 10000.0,
+    epsilon: float = 0.02,
+) -> Decoding:
+    r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, and all where there are fewer.
+
+    Args: state; query [B, H_q, D] before RoPE, key [B, H_kv, D] after RoPE, value [B, H_kv, D_v] of the new token; target and
+    interval in tokens; buffer_size, the queries that the statistics are taken of. Returns the next state.
+    Raises ValueError for counts below 1 and shapes that do not fit. Source: section 3.1, implementation details, and section 4.2.
+    """
+    target = as_count("target", target, low=1)
+    interval = as_count("interval", interval, low=1)
+    buffer_size = as_count("buffer_size", buffer_size, low=1)
+    keys = appended("key", state.keys, key)
+    values = appended("value", state.values, value)
+    queries = appended("query", state.queries, query)[:, :, -buffer_size:]
+    positions = np.concatenate([state.positions, np.full((*keys.shape[:2], 1), state.position)], axis=2)
+    grown = Decoding(keys, values, positions, queries, state.position + 1, state.steps + 1)
+    if grown.steps < interval:
+        return grown
+    if keys.shape[2] <= target:
+        return grown._replace(steps=0)
+    # Decision: the average starts at the true next position; the buffer's length, used elsewhere, is a position long past.
+    mean, covariance = average_rope(*query_statistics(queries), position=grown.position, horizon=horizon, theta=theta)
+    kept = top_k(score(keys, values, mean, covariance, epsilon=epsilon), target)
+
+    def gather(rows: np.ndarray) -> np.ndarray:  # every head keeps `target` rows, so the result stays rectangular
+        return rows[kept].reshape(*rows.shape[:2], target, *rows.shape[3:])
+
+    return grown._replace(keys=gather(keys), values=gather(values), positions=gather(positions), steps=0)
+
+
+def reconstruction_error(hidden: np.ndarray, compressed: np.ndarray) -> np.ndarray:
+    r"""EA-A: mean over the tokens of `|h - h_compr|`. [..., T, h] twice to [...]. Source: appendix A, figure 6."""
+    return norm(hidden - compressed).mean(axis=-1)
+
+
+def centre(states: np.ndarray) -> np.ndarray:
+    r"""`x - mean of x` over the tokens, [..., T, D]; exactly zero for a constant channel."""
+    # Without the first row gone the mean of equal numbers may miss them by a last bit, and that bit would then be standardised.
+    states = states - states[..., :1, :]
+    return states - states.mean(axis=-2, keepdims=True)
+
+
+def correlation(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    r"""EA-A: Pearson correlation of two rows of attention, [..., T] twice to [...]; 0 where one is constant.
+
+    Source: appendix C, figure 10.
+    """
+    observed, expected = (centre(weights[..., None])[..., 0] for weights in (observed, expected))
+    size = norm(observed) * norm(expected)
+    return (observed * expected).sum(axis=-1) / np.where(size == 0, 1, size)
+
+
+def skewness_and_kurtosis(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    r"""EA-A: skewness `E[z^3]` and excess kurtosis `E[z^4] - 3` of each channel; a Gaussian has 0 and 0.
+
+    z is standardised over the tokens. Args: states [..., T, D]. Returns two arrays [..., D]; a constant channel has 0 and -3.
+    Source: the measure of what appendix B shows in figures 7 to 9.
+    """
+    centred = centre(states)
+    deviation = np.sqrt((centred * centred).mean(axis=-2, keepdims=True))
+    standard = centred / np.where(deviation == 0, 1, deviation)
+    square = standard * standard
+    return (square * standard).mean(axis=-2), (square * square).mean(axis=-2) - 3

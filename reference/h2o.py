@@ -1,0 +1,71 @@
+r"""H2O (arXiv 2306.14048), a baseline: keep the heavy hitters, which gathered most attention so far, and as many recent tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reference.attention import attention_logits, softmax
+from reference.checks import as_count, as_float64, group_size
+from reference.selection import top_k
+
+METHOD = "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
+
+# Rows of the attention matrix at a time: all at once, 8 heads of 4096 tokens take 1 GiB, far beyond any cache of the processor.
+BLOCK = 64
+
+
+def by_group(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    r"""Return queries [B, H_kv, G, M, D] and keys [B, H_kv, 1, T, D]: query head h = kv_head * G + g reads KV head h // G.
+
+    Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D]. Raises ValueError naming what does not fit.
+    """
+    queries = as_float64("queries", queries, "B H_q M D")
+    keys = as_float64("keys", keys, "B H_kv T D")
+    batch, num_query_heads, num_queries, head_dim = queries.shape
+    if keys.shape[0] != batch or keys.shape[-1] != head_dim or num_queries > keys.shape[2]:
+        wanted = f"[{keys.shape[0]}, H_q, M <= {keys.shape[2]}, {keys.shape[-1]}]"
+        raise ValueError(f"queries: got shape {queries.shape}, wanted {wanted} (the shape of keys)")
+    group = group_size(num_query_heads, keys.shape[1])
+    return queries.reshape(batch, keys.shape[1], group, num_queries, head_dim), keys[:, :, None]
+
+
+def causal_attention(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    r"""`softmax(Q K^T / sqrt(D))` under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
+
+    Args: queries [..., M, D]; keys [..., T, D], M <= T. Returns [..., M, T], 0 beyond each query's own position.
+    """
+    logits = attention_logits(queries, keys)
+    num_queries, length = logits.shape[-2:]
+    visible = np.arange(length) <= np.arange(length - num_queries, length)[:, None]
+    return softmax(np.where(visible, logits, -np.inf))
+
+
+def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries, mean over the group.
+
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T, D].
+    Returns scores [B, H_kv, T], higher = keep, summing to M; it costs O(M T). Raises ValueError naming what does not fit.
+    Source: section 4.1 of the paper, the accumulated attention score.
+    """
+    queries, keys = by_group(queries, keys)
+    num_queries, length = queries.shape[-2], keys.shape[-2]
+    total = np.zeros((*queries.shape[:3], length))
+    for start in range(0, num_queries, BLOCK):
+        stop = min(start + BLOCK, num_queries)
+        seen = length - num_queries + stop  # no query of the block sees a later token
+        received = causal_attention(queries[..., start:stop, :], keys[..., :seen, :]).sum(axis=-2)
+        total = total + np.concatenate([received, np.zeros((*received.shape[:-1], length - seen))], axis=-1)
+    return total.mean(axis=2)
+
+
+def select(queries: np.ndarray, keys: np.ndarray, *, budget: int) -> np.ndarray:
+    r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores among the others.
+
+    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T) True in each row.
+    Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half as in its experiments.
+    """
+    scores = score(queries, keys)
+    budget = as_count("budget", budget, low=1)
+    # Decision: the odd token of a budget goes to the recent half, so that a budget of 1 keeps the last token.
+    recent = np.arange(scores.shape[-1]) >= scores.shape[-1] - (budget + 1) // 2
+    return top_k(scores, budget, protected=np.broadcast_to(recent, scores.shape))

@@ -1,0 +1,71 @@
+"""Functions that compute the right numbers and treat memory wrongly."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from reference import cache, keydiff, knorm, selection
+from spec_tests.mutants import mutant
+
+
+@mutant("keydiff.score", killed_by="MEM-1", misconception="the keys normalised in place")
+def normalised_in_place(keys):
+    scores = keydiff.score(keys)
+    keys /= np.maximum(np.linalg.norm(keys, axis=-1, keepdims=True), 1e-300)
+    return scores
+
+
+@mutant("selection.top_k", killed_by="MEM-1", misconception="the scores of protected tokens overwritten in place")
+def scores_overwritten(scores, budget, protected=None):
+    kept = selection.top_k(scores, budget, protected)
+    scores[~kept] = -np.inf
+    return kept
+
+
+@mutant(
+    "cache.compress", killed_by="MEM-2", misconception="nothing copied where every token is kept: the cache is a view of its input"
+)
+def view_where_all_is_kept(keys, values, kept):
+    stored = cache.compress(keys, values, kept)
+    if kept.all():
+        stored = stored._replace(keys=keys.reshape(-1, keys.shape[-1]))
+    return stored
+
+
+@mutant("knorm.score", killed_by="MEM-3", misconception="noise from a hidden generator added to break ties")
+def hidden_generator(keys):
+    return knorm.score(keys) * (1 + 1e-3 * np.random.random(keys.shape[:-1]))  # noqa: NPY002
+
+
+@mutant(
+    "knorm.score",
+    killed_by="MEM-4",
+    misconception="strides ignored: the storage read as if it were contiguous",
+    array_library="torch",
+)
+def storage_read_in_order(keys):
+    flat = keys.as_strided((keys.numel(),), (1,))
+    return -torch.linalg.vector_norm(flat.view(keys.shape), dim=-1)
+
+
+@mutant(
+    "knorm.score",
+    killed_by="MEM-5",
+    misconception="the output allocated with torch.empty and its tail tile not written",
+    array_library="torch",
+)
+def tail_not_written(keys):
+    scores = torch.empty(keys.shape[:-1])
+    whole = keys.shape[2] // 16 * 16
+    scores[:, :, :whole] = -torch.linalg.vector_norm(keys[:, :, :whole], dim=-1)
+    return scores
+
+
+@mutant("knorm.score", killed_by="MEM-7", misconception="offsets computed in 32 bits", array_library="torch")
+def offsets_in_32_bits(keys):
+    rows = []
+    for item in range(keys.shape[0]):
+        offset = int(np.array(item * keys.stride(0)).astype(np.int32)) if keys.stride(0) < 2**32 else 0
+        rows.append(keys.as_strided(keys.shape[1:], keys.stride()[1:], keys.storage_offset() + abs(offset)))
+    return -torch.linalg.vector_norm(torch.stack(rows), dim=-1)

@@ -1,0 +1,257 @@
+"""Laws of GVote's selection, GV-A1 to GV-A12 as a whole. Its single steps are in test_gvote_steps.py, the paper's claims in
+test_gvote_paper.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from reference import cache, rope
+from spec_tests.arithmetic import ACCUMULATOR, EPSILON
+from spec_tests.cases import Case, cases, seeded_cases, seeds
+from spec_tests.law import law
+from spec_tests.tolerance import Violation, allowance, require_mask
+
+WEIGHTS, SELECT = "gvote.attention_weights", "gvote.select"
+
+
+def drawn_queries(case, seed, samples):
+    """A current query [B, H_q, D] and sampled ones [B, H_q, S, D], in quarters: exact in every dtype, and sometimes equal."""
+    batch, num_query_heads, _, head_dim = case.queries.shape
+    generator = np.random.default_rng(seed)
+    states = np.round(4 * generator.normal(size=(batch, num_query_heads, samples + 1, head_dim))) / 4
+    return states[:, :, 0], states[:, :, 1:]
+
+
+def whole(case):
+    """Keys in whole numbers up to 8: a logit is the same in whatever shape it is computed."""
+    return np.clip(np.round(case.keys), -8, 8)
+
+
+def mass_slack(dtype, length):
+    """What the comparison of a mass with p may be wrong by: p, the total and the sum are rounded, and sums accumulate."""
+    return 4 * EPSILON[dtype] + length * EPSILON[ACCUMULATOR[dtype]]
+
+
+def smallest_count(weights, mass):
+    """How many of the largest weights it takes to reach `mass`, by adding them one by one."""
+    counts = np.empty(weights.shape[:-1], dtype=int)
+    for row in np.ndindex(counts.shape):
+        total, counts[row] = 0.0, 0
+        for weight in sorted(weights[row], reverse=True):
+            if counts[row] and total >= mass:
+                break
+            total, counts[row] = total + weight, counts[row] + 1
+    return counts
+
+
+def check_votes(impl, kept, weights, logits, num_kv_heads, p):
+    """Raise Violation unless each KV head keeps what its samples must vote for, and nothing that none of them may vote for.
+
+    weights [B, H_q, T] and logits [B, H_q, S, T] are allowances: within them B_0 and the order of the tokens are free.
+    """
+    batch, length = logits.expected.shape[0], logits.expected.shape[-1]
+    require_mask(kept, (batch, num_kv_heads, length), "the selection")
+    slack = length * weights.largest + mass_slack(impl.dtype, length)
+    low, high = (smallest_count(weights.expected, p + sign * slack)[..., None, None] for sign in (-1, 1))
+    mine, other = logits.expected[..., :, None], logits.expected[..., None, :]
+    earlier = np.arange(length)[None, :] < np.arange(length)[:, None]
+    if logits.largest == 0:  # exact logits: the order is known, equal ones by position
+        beaten = (other > mine) | ((other == mine) & earlier)
+        could_be_beaten = beaten
+    else:
+        beaten = other > mine + 2 * logits.largest
+        could_be_beaten = (other >= mine - 2 * logits.largest) & ~np.eye(length, dtype=bool)
+    grouped = (batch, num_kv_heads, -1, length)
+    must = (could_be_beaten.sum(axis=-1) < low).reshape(grouped).any(axis=2)
+    may = (beaten.sum(axis=-1) < high).reshape(grouped).any(axis=2)
+    if (must & ~kept).any():
+        raise Violation("a token is evicted that is among the top B_0 of a sampled query", must, kept)
+    if (kept & ~may).any():
+        raise Violation("a token is kept that is among the top B_0 of no sampled query", may, kept)
+
+
+def oracle_votes(impl, query, keys, sampled):
+    """The attention of the current query and the logits of the sampled ones, each query head with its KV head, h // G."""
+    repeated = np.repeat(keys, query.shape[1] // keys.shape[1], axis=1)
+    return impl.allowance(WEIGHTS, query, repeated), impl.allowance("gvote.sampled_logits", sampled, repeated)
+
+
+@law("GV-A11", of=SELECT, case=cases(), seed=seeds(), samples=st.integers(1, 9), p=st.sampled_from([0.95, 0.5, 0.99, 1.0, 0.05]))
+def test_each_head_keeps_the_union_of_the_top_b0(impl, case, seed, samples, p):
+    """Every sampled query of a KV head's group votes for its top B_0, B_0 being that of its own query head."""
+    query, sampled = drawn_queries(case, seed, samples)
+    kept = impl.gvote.select(query, case.keys, sampled, p=p)
+    weights, logits = oracle_votes(impl, query, case.keys, sampled)
+    check_votes(impl, kept, weights, logits, case.keys.shape[1], p)
+
+
+@law("GV-A10", of=SELECT, case=cases(), seed=seeds())
+def test_the_size_lies_between_the_budget_and_all_votes(impl, case, seed):
+    """A KV head keeps at least the largest B_0 of its query heads, at most S times their sum, and never more than T."""
+    query, sampled = drawn_queries(case, seed, 2)
+    weights, _ = oracle_votes(impl, query, case.keys, sampled)
+    length = case.keys.shape[2]
+    slack = length * weights.largest + mass_slack(impl.dtype, length)
+    low, high = (smallest_count(weights.expected, 0.95 + sign * slack).reshape(*case.keys.shape[:2], -1) for sign in (-1, 1))
+    size = impl.gvote.select(query, case.keys, sampled).sum(axis=-1)
+    if (size < low.max(axis=-1)).any() or (size > np.minimum(length, 2 * high.sum(axis=-1))).any():
+        raise Violation("the size of a keep set is out of bounds", (low.max(axis=-1), 2 * high.sum(axis=-1)), size)
+
+
+@law("GV-A11", of=SELECT, case=cases(), seed=seeds(), samples=st.integers(2, 9))
+def test_more_samples_keep_more(impl, case, seed, samples):
+    """Adding samples evicts nothing; neither their order nor a repeated one matters; one sample many times is that sample once."""
+    query, sampled = drawn_queries(case, seed, samples)
+    keys = whole(case)
+    full = impl.gvote.select(query, keys, sampled)
+    if (impl.gvote.select(query, keys, sampled[:, :, : samples // 2]) & ~full).any():
+        raise Violation("a token kept with fewer samples is evicted with more", None, full)
+    shuffled = np.concatenate([sampled[:, :, ::-1], sampled[:, :, :1]], axis=2)
+    if (impl.gvote.select(query, keys, shuffled) != full).any():
+        raise Violation("the order of the samples, or one that came twice, changes the selection", full, None)
+    alone, repeated = (impl.gvote.select(query, keys, np.repeat(sampled[:, :, :1], count, axis=2)) for count in (1, samples))
+    if (alone != repeated).any():
+        raise Violation("the same sample again changes the selection", alone, repeated)
+
+
+@law("GV-A10", of=SELECT, case=cases(), seed=seeds())
+def test_the_length_of_a_sample_does_not_matter(impl, case, seed):
+    """Each sample may be multiplied by its own positive number: only the order of its logits counts."""
+    query, sampled = drawn_queries(case, seed, 3)
+    factors = 2.0 ** np.random.default_rng(seed).integers(-3, 4, size=(*sampled.shape[:3], 1))
+    first, second = (impl.gvote.select(query, whole(case), states) for states in (sampled, sampled * factors))
+    if (first != second).any():
+        raise Violation("rescaled samples keep other tokens", first, second)
+
+
+@law("GV-A11", of=SELECT, case=seeded_cases(max_length=17), seed=seeds())
+def test_heads_do_not_see_each_other(impl, case, seed):
+    """Other queries and keys in one KV head, or one batch item, leave the selection of the others as it is."""
+    query, sampled = drawn_queries(case, seed, 2)
+    keys = whole(case)
+    before = impl.gvote.select(query, keys, sampled)
+    item, head = (np.random.default_rng(seed).integers(count) for count in keys.shape[:2])
+    readers = slice(head * case.group, (head + 1) * case.group)
+    query, keys, sampled = query.copy(), keys.copy(), sampled.copy()
+    query[item, readers], keys[item, head], sampled[item, readers] = 3, keys[item, head][::-1], -sampled[item, readers]
+    after = impl.gvote.select(query, keys, sampled)
+    before[item, head] = after[item, head]
+    if (before != after).any():
+        raise Violation("a head's selection depends on another head or batch item", before, after)
+
+
+def one_hot(*channels):
+    """Queries [1, 1, len(channels), 4], each one channel of four."""
+    return 8.0 * np.eye(4)[list(channels)][None, None]
+
+
+@law("GV-A11", of=SELECT)
+def test_the_current_nucleus_is_not_added(impl):
+    """With keys 8 e_0 .. 8 e_3 a query along e_0 and samples along e_2 keep token 2 alone: neither K_0 nor a sink is added."""
+    got = impl.gvote.select(one_hot(0)[:, :, 0], one_hot(0, 1, 2, 3), one_hot(2, 2))
+    if got.tolist() != [[[False, False, True, False]]]:
+        raise Violation("other tokens than token 2 are kept", [0, 0, 1, 0], got)
+
+
+@law("GV-A10", of=SELECT)
+def test_the_budget_is_that_of_the_current_query(impl):
+    """A sample without preference keeps the B_0 = 1 token of the current query's count, not a nucleus of its own."""
+    got = impl.gvote.select(one_hot(3)[:, :, 0], one_hot(0, 1, 2, 3), 0 * one_hot(0))
+    if got.tolist() != [[[True, False, False, False]]]:
+        raise Violation("a sample has another number of votes than B_0", [1, 0, 0, 0], got)
+
+
+@law("GV-A3", of=SELECT)
+def test_each_query_head_has_its_own_budget(impl):
+    """At p = .5 peaked heads vote for 1 token of 4 and a flat one, head 1, for 2: KV head 0 keeps 3 tokens, KV head 1 keeps 1."""
+    peaked, sample = one_hot(3)[:, :, 0], np.array([[[[0.0, 0, 1, 8]]]])
+    query = np.concatenate([peaked, 0 * peaked, peaked, peaked], axis=1)
+    sampled = np.concatenate([sample, np.array([[[[2.0, 1, 0, 0]]]]), sample, sample], axis=1)
+    got = impl.gvote.select(query, np.repeat(one_hot(0, 1, 2, 3), 2, axis=1), sampled, p=0.5)
+    expected = [[[True, True, False, True], [False, False, False, True]]]
+    if got.tolist() != expected:
+        raise Violation("the heads of a group do not vote each with its own budget", expected, got)
+
+
+@law("GV-A11", of=SELECT)
+def test_query_head_h_votes_in_kv_head_h_over_g(impl):
+    """Four query heads, two KV heads: heads 0 and 1 vote for the cache of KV head 0, heads 2 and 3 for that of KV head 1."""
+    keys = np.repeat(one_hot(0, 1, 2, 3), 2, axis=1)
+    sampled = np.concatenate([one_hot(0), one_hot(1), one_hot(2), one_hot(3)], axis=1)
+    got = impl.gvote.select(sampled[:, :, 0], keys, sampled)
+    if got.tolist() != [[[True, True, False, False], [False, False, True, True]]]:
+        raise Violation("a query head votes for another KV head than h // G", [[1, 1, 0, 0], [0, 0, 1, 1]], got)
+
+
+@law("GV-A9", of=SELECT)
+def test_far_logits_still_rank(impl):
+    """A sample of logits 2048, 1024 and 0, of which softmax leaves only the first, still ranks the other two."""
+    keys = np.array([[[[0.0, 1], [32, 0], [64, 0]]]])
+    got = impl.gvote.select(np.array([[[0.0, 0]]]), keys, np.array([[[[45.25, 0]]]]), p=0.5)
+    if got.tolist() != [[[False, True, True]]]:
+        raise Violation("the second best token of a sharp sample is lost", [0, 1, 1], got)
+
+
+@law("GV-A11", of=SELECT, bad=st.sampled_from(["query", "keys", "sampled_queries", "queries", "p"]))
+def test_arguments_that_do_not_fit_are_refused(impl, bad):
+    """Wrong channels, NaN, samples of other heads, query heads that no group divides, or p above 1 raise ValueError."""
+    arguments = {"query": np.ones((1, 2, 4)), "keys": np.ones((1, 2, 3, 4)), "sampled_queries": np.ones((1, 2, 5, 4)), "p": 0.9}
+    if bad == "queries":
+        arguments |= {"query": np.ones((1, 3, 4)), "sampled_queries": np.ones((1, 3, 5, 4))}
+    else:
+        worse = {
+            "query": np.ones((1, 2, 6)),
+            "keys": np.full((1, 2, 3, 4), np.nan),
+            "sampled_queries": np.ones((1, 1, 5, 4)),
+            "p": 1.5,
+        }
+        arguments[bad] = worse[bad]
+    with pytest.raises(ValueError, match=bad):
+        impl.gvote.select(arguments["query"], arguments["keys"], arguments["sampled_queries"], p=arguments["p"])
+
+
+@law(
+    "GV-A12",
+    of="gvote.algorithm_1",
+    case=st.builds(
+        Case,
+        seed=st.integers(0, 999),
+        batch=st.integers(1, 2),
+        num_kv_heads=st.integers(1, 2),
+        group=st.integers(1, 3),
+        length=st.sampled_from([1, 3, 16, 33]),
+    ),
+    sink_size=st.sampled_from([0, 4]),
+    horizon=st.integers(1, 30),
+)
+def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon):
+    """Line by line: statistics of the hidden states, samples, W_Q, averaged RoPE from position T on, votes, union, cache."""
+    generator = np.random.default_rng(case.seed)
+    query, channels = 2 * case.queries[:, :, 0], 6
+    hidden = generator.normal(size=(case.batch, case.length, channels))
+    hidden[:, :4] += 8  # the sinks stand apart
+    weight = generator.normal(size=(query.shape[1], channels, case.head_dim))
+    noise = generator.normal(size=(case.batch, 3, channels))
+    query, keys, hidden, weight, noise = (impl.round(array) for array in (query, case.keys, hidden, weight, noise))
+
+    def by_hand(hidden, weight, noise, keys):
+        observed = hidden[:, min(sink_size, case.length - 1) :]
+        states = observed.mean(axis=1, keepdims=True) + observed.std(axis=1, keepdims=True) * noise
+        queries = np.stack([states @ each for each in weight], axis=1)
+        rotated = sum(rope.rotate(queries, np.array(case.length + step)) for step in range(horizon)) / horizon
+        return rotated @ np.swapaxes(np.repeat(keys, case.group, axis=1), -1, -2) / case.head_dim**0.5
+
+    logits = allowance(by_hand, hidden, weight, noise, keys, dtype=impl.dtype)
+    if not np.isfinite(logits.largest):
+        reject()
+    got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, p=0.5, sink_size=sink_size, horizon=horizon)
+    kept = np.zeros(keys.shape[:3], dtype=bool)
+    for item, head, rows in cache.heads(cache.CompressedCache(*got)):
+        kept[item, head, got[2][rows]] = True
+        if (got[1][rows] != impl.round(case.values)[item, head, kept[item, head]]).any():
+            raise Violation("the values are not those of the kept tokens", None, got[1][rows])
+    weights = impl.allowance(WEIGHTS, query, np.repeat(keys, case.group, axis=1))
+    check_votes(impl, kept, weights, logits, case.num_kv_heads, 0.5)

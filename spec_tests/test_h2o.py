@@ -1,0 +1,141 @@
+"""Laws of H2O: H2-1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from reference import h2o
+from spec_tests.cases import cases, seeded_cases, seeds
+from spec_tests.law import law
+from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
+
+SCORE, SELECT = "h2o.score", "h2o.select"
+
+
+def prompt_queries(case, seed):
+    """Queries of every token, [B, H_q, T, D], in quarters: the same in every dtype."""
+    batch, num_query_heads, _, head_dim = case.queries.shape
+    shape = (batch, num_query_heads, case.keys.shape[2], head_dim)
+    return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4
+
+
+@law("H2-1", of=SCORE, case=cases(max_length=33), seed=seeds())
+def test_score_is_the_attention_received_from_all_queries(impl, case, seed):
+    """Causal attention summed over the queries and averaged over the group; also computed query by query over what it can see."""
+    queries = prompt_queries(case, seed)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    allowed.check(impl.h2o.score(queries, case.keys), "the score")
+    keys, group = impl.round(case.keys), queries.shape[1] // case.keys.shape[1]
+    total = np.zeros(keys.shape[:3])
+    for item, head, place in np.ndindex(queries.shape[:3]):
+        logits = keys[item, head // group, : place + 1] @ queries[item, head, place] / keys.shape[-1] ** 0.5
+        weights = np.exp(logits - logits.max())
+        total[item, head // group, : place + 1] += weights / weights.sum() / group
+    if np.abs(total - allowed.expected).max() > 1e-12 * keys.shape[2] * (1 + np.abs(keys).max()):
+        raise Violation("the oracle differs from the plain loop", total, allowed.expected)
+
+
+@law("H2-1", of=SCORE, case=cases(max_length=33), seed=seeds())
+def test_every_query_hands_out_one(impl, case, seed):
+    """The scores of a head sum to the number of queries; the last token receives at most 1, from itself."""
+    queries = prompt_queries(case, seed)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    got = impl.h2o.score(queries, case.keys)
+    require_numbers(got, case.keys.shape[:3], "the score")
+    length = case.keys.shape[2]
+    if np.abs(got.sum(axis=-1) - length).max() > length * allowed.largest + 1e-12 * length:
+        raise Violation("the scores of a head do not sum to the number of queries", length, got.sum(axis=-1))
+    if got[..., -1].max() > 1 + allowed.largest or got.min() < 0:
+        raise Violation("the last token received more than 1, or one less than 0", 1.0, got)
+
+
+@law("H2-1", of=SCORE, case=seeded_cases(min_length=2, max_length=33), seed=seeds())
+def test_no_query_sees_a_later_token(impl, case, seed):
+    """The scores of the first tokens from the first queries do not depend on the keys that come after."""
+    half = case.length // 2
+    queries = prompt_queries(case, seed)
+    allowed = impl.allowance(SCORE, queries[:, :, :half], case.keys[:, :, :half])
+    later = impl.allowance(SCORE, queries[:, :, half:], case.keys)
+    whole = impl.allowance(SCORE, queries, case.keys)
+    parts = impl.h2o.score(queries[:, :, half:], case.keys)
+    later.check(parts, "the score of the last queries")
+    parts[:, :, :half] += impl.h2o.score(queries[:, :, :half], case.keys[:, :, :half])
+    if np.abs(parts - whole.expected).max() > allowed.largest + later.largest + whole.largest:
+        raise Violation("the scores of the first and of the last queries do not add up", whole.expected, parts)
+
+
+@law("H2-1", of=SCORE)
+def test_equal_keys_score_by_how_long_they_were_seen(impl):
+    """Zero keys: token t receives 1/(t+1) from each query from t on; of 4 tokens 25/12, 13/12, 7/12 and 1/4."""
+    got = impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2)))
+    expected = np.array([25, 13, 7, 3]) / 12
+    if np.abs(got - expected).max() > 0.02:
+        raise Violation("the scores are not the sums of 1/(m+1)", expected, got)
+
+
+@law("H2-1", of=SCORE)
+def test_query_head_h_reads_kv_head_h_over_g(impl):
+    """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
+    keys, queries = np.zeros((1, 2, 2, 2)), np.zeros((1, 4, 2, 2))
+    keys[0, :, 0, 0] = 16
+    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
+    got = impl.h2o.score(queries, keys)
+    if np.abs(got - [[[1.5, 0.5], [2, 0]]]).max() > 1e-3:
+        raise Violation("a query head reads another KV head than h // G", [[[1.5, 0.5], [2, 0]]], got)
+
+
+@law("H2-1", of=SCORE, length=st.sampled_from([31, 32, 33, 63, 64, 65, 129]), last=st.integers(1, 129))
+def test_fewer_queries_are_those_of_the_last_tokens(impl, length, last):
+    """Of M queries the m-th sees the tokens up to T - M + m, so that with zero keys it gives each 1/(T - M + m + 1)."""
+    last = min(last, length)
+    queries, keys = np.ones((1, 1, last, 2)), np.zeros((1, 1, length, 2))
+    allowed = impl.allowance(SCORE, queries, keys)
+    got = impl.h2o.score(queries, keys)
+    expected = [sum(1 / (place + 1) for place in range(max(token, length - last), length)) for token in range(length)]
+    if np.abs(got[0, 0] - expected).max() > allowed.largest + 1e-12:
+        raise Violation("a query sees other tokens than those up to its own", expected, got)
+
+
+@law("H2-1", of=SELECT, case=cases(max_length=33), seed=seeds(), share=st.fractions(0, 1))
+def test_half_of_the_budget_is_recent(impl, case, seed, share):
+    """The last ceil(budget / 2) tokens stay, the rest of the budget goes to the highest scores among the others."""
+    queries, length = prompt_queries(case, seed), case.keys.shape[2]
+    budget = max(1, int(share * (length + 2)))
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    kept = impl.h2o.select(queries, case.keys, budget=budget)
+    recent = np.broadcast_to(np.arange(length) >= length - -(-budget // 2), case.keys.shape[:3])
+    check_selection(kept, allowed.expected, min(budget, length), slack=allowed.largest, protected=recent)
+
+
+@law("H2-1", of=SELECT, budget=st.integers(1, 9))
+def test_the_recent_half_rounds_up(impl, budget):
+    """Of 9 tokens with equal keys, where earlier ones score more, a budget keeps its floor half first and its ceil half last."""
+    kept = impl.h2o.select(np.ones((1, 1, 9, 2)), np.zeros((1, 1, 9, 2)), budget=budget)
+    require_mask(kept, (1, 1, 9), "the selection")
+    expected = [*range(budget // 2), *range(9 - (budget + 1) // 2, 9)]
+    if np.flatnonzero(kept).tolist() != expected:
+        raise Violation("other tokens are kept", expected, np.flatnonzero(kept))
+
+
+@law("H2-1", of=SELECT, budget=st.sampled_from([0, -1, 1.5]))
+def test_a_bad_budget_is_refused(impl, budget):
+    """A budget below 1 or one that is not whole raises ValueError."""
+    with pytest.raises(ValueError, match="budget"):
+        impl.h2o.select(np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)), budget=budget)
+
+
+@law("H2-1", of=SCORE, shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]))
+def test_queries_that_do_not_fit_are_refused(impl, shape):
+    """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
+    with pytest.raises(ValueError, match="queries"):
+        impl.h2o.score(np.ones(shape), np.ones((1, 2, 3, 4)))
+
+
+@law("H2-1")
+def test_the_first_tokens_collect_most():
+    """Without any preference the first half of 64 tokens receives 85 % of the attention: the sum favours what came early."""
+    scores = h2o.score(np.zeros((1, 1, 64, 2)), np.zeros((1, 1, 64, 2)))[0, 0]
+    assert (np.diff(scores) < 0).all()
+    assert 0.84 < scores[:32].sum() / scores.sum() < 0.86

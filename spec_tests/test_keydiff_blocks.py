@@ -1,0 +1,325 @@
+"""Laws of KeyDiff's ground: cached attention (KD-1 to KD-3), eviction policies (KD-4, KD-5), block prompt processing (KD-6)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from reference.keydiff import Cache, anchor, causal_attention, process_block, process_prompt, score
+from spec_tests.arithmetic import EPSILON
+from spec_tests.cases import cases, seeded_cases, seeds, tiny_cases
+from spec_tests.law import law
+from spec_tests.tolerance import Violation, check_selection, require_numbers
+
+ATTENTION, CACHED, EVICT = "keydiff.causal_attention", "keydiff.cached_attention", "keydiff.evict"
+BLOCK, PROMPT, DECODE = "keydiff.process_block", "keydiff.process_prompt", "keydiff.decode"
+
+budgets = st.integers(1, 20)
+block_sizes = st.sampled_from([1, 2, 3, 4, 7, 16, 64])
+
+
+def own_queries(case):
+    """One query for each key, of the same head: the states of the case as they are, in another order of channels."""
+    return np.roll(case.keys, 1, axis=-1)[..., ::-1] / 2
+
+
+def cache_of(keys, values, start=0):
+    positions = np.broadcast_to(np.arange(start, start + keys.shape[-2]), keys.shape[:-1]).copy()
+    return Cache(keys, values, positions, start + keys.shape[-2])
+
+
+def joined(impl, cache, case, start, stop):
+    """[cache ; block] of the original numbers: what a step may keep of."""
+    keys, values = impl.round(case.keys)[..., start:stop, :], impl.round(case.values)[..., start:stop, :]
+    block = cache_of(keys, values, start)
+    if cache is None:
+        return block
+    return Cache(
+        np.concatenate([cache.keys, block.keys], axis=-2),
+        np.concatenate([cache.values, block.values], axis=-2),
+        np.concatenate([cache.positions, block.positions], axis=-1),
+        stop,
+    )
+
+
+def check_step(impl, before, after, budget):
+    """The step kept the N best of what it had, whole, in position order, and counted what it saw."""
+    wanted = min(budget, before.positions.shape[-1])
+    if after.positions.shape != (*before.positions.shape[:-1], wanted):
+        raise Violation(f"the cache has positions of shape {after.positions.shape}", (*before.positions.shape[:-1], wanted))
+    if after.seen != before.seen:
+        raise Violation(f"the cache says that it has seen {after.seen} tokens, wanted {before.seen}", before.seen, after.seen)
+    if (np.diff(after.positions, axis=-1) <= 0).any():
+        raise Violation("the kept tokens are not in position order", None, after.positions)
+    kept = (before.positions[..., :, None] == after.positions[..., None, :]).any(axis=-1)
+    scores = impl.allowance("keydiff.score", before.keys)
+    check_selection(kept, scores.expected, wanted, slack=scores.largest, what="the step")
+    for name, states, source in (("keys", after.keys, before.keys), ("values", after.values, before.values)):
+        rows = source[kept].reshape(*after.positions.shape, -1)
+        require_numbers(states, rows.shape, f"the cache's {name}")
+        if (states != rows).any():
+            raise Violation(f"the cache's {name} are not those of the tokens at its positions", rows, states)
+
+
+@law("KD-1", of="keydiff.transformer_block", case=cases())
+def test_a_block_is_attention_and_then_the_feed_forward(impl, case):
+    """Y = FFN(CSA(X)): attention comes first (here doubling), the feed-forward network second (here adding one)."""
+    states = np.clip(np.round(case.keys), -64, 64)  # whole numbers that every dtype doubles exactly
+    got = impl.keydiff.transformer_block(states, lambda x: x * 2, lambda x: x + 1)
+    require_numbers(got, states.shape, "the block's output")
+    if (got != states * 2 + 1).any():
+        raise Violation("the block does not apply attention first and the feed-forward second", states * 2 + 1, got)
+
+
+@law("KD-2", of=ATTENTION, case=cases())
+def test_causal_attention_is_the_softmax_over_the_past(impl, case):
+    """softmax(Q K^T / sqrt(D) + M) V, in which a token sees itself and the tokens before it."""
+    impl.agrees(ATTENTION, own_queries(case), case.keys, case.values)
+
+
+@law("KD-2", of=ATTENTION, case=cases(max_length=5))
+def test_causal_attention_in_plain_loops(impl, case):
+    """Computed token by token and channel by channel, causal attention gives the same numbers."""
+    queries, keys, values = (impl.round(states) for states in (own_queries(case), case.keys, case.values))
+    expected = np.zeros((*keys.shape[:-1], values.shape[-1]))
+    for index in np.ndindex(keys.shape[:-1]):
+        rows = [(*index[:-1], past) for past in range(index[-1] + 1)]
+        logits = [sum(queries[index][c] * keys[row][c] for c in range(keys.shape[-1])) / keys.shape[-1] ** 0.5 for row in rows]
+        weights = [np.exp(logit - max(logits)) for logit in logits]
+        for weight, row in zip(weights, rows, strict=True):
+            expected[index] += weight / sum(weights) * values[row]
+    allowed = impl.allowance(ATTENTION, queries, keys, values)
+    assert np.abs(allowed.expected - expected).max() <= 1e-12 * max(1, np.abs(values).max())
+    allowed.check(impl.keydiff.causal_attention(queries, keys, values), "causal attention", expected)
+
+
+@law("KD-2", of=ATTENTION, case=cases(min_length=2), cut=st.floats(0, 1))
+def test_no_token_sees_a_later_one(impl, case, cut):
+    """Changing later tokens changes no earlier output; the first token's output is its own value."""
+    first = max(1, int(cut * (case.keys.shape[2] - 1)))
+    queries = own_queries(case)
+    allowed = impl.allowance(ATTENTION, queries, case.keys, case.values)
+    changed = [states.copy() for states in (queries, case.keys, case.values)]
+    for states in changed:
+        states[..., first:, :] = 1
+    got = impl.keydiff.causal_attention(*changed)
+    allowed.check(got[..., :first, :], "the outputs before the change", allowed.expected[..., :first, :])
+    error = np.abs(got[..., 0, :] - impl.round(case.values)[..., 0, :]).max()
+    if error > EPSILON[impl.dtype] * np.abs(case.values).max():
+        raise Violation(f"the first token's output differs from its value by {error:.3g}")
+
+
+@law("KD-2", of=ATTENTION)
+def test_attention_is_finite_at_large_logits(impl):
+    """Logits of about 1e4 do not overflow: the largest takes all the weight."""
+    keys = np.array([[[[100.0, 0], [-100, 0], [0, 100]]]])
+    queries = np.full((1, 1, 3, 2), 140.0)
+    got = impl.keydiff.causal_attention(queries, keys, np.array([[[[1.0], [2], [4]]]]))
+    if not np.array_equal(got[0, 0, :, 0], [1, 1, 2.5]):
+        raise Violation("attention at large logits has other values", np.array([1, 1, 2.5]), got)
+
+
+@law("KD-3", of=(ATTENTION, CACHED), case=cases(min_length=2), cut=st.floats(0, 1))
+def test_cached_equals_uncached(impl, case, cut):
+    """The tokens after the cut, attending to a cache of those before it, give what causal attention over all of them gives."""
+    start = 1 + int(cut * (case.keys.shape[2] - 2))
+    queries = own_queries(case)
+    allowed = impl.allowance(ATTENTION, queries, case.keys, case.values)
+    cache = cache_of(impl.round(case.keys[..., :start, :]), impl.round(case.values[..., :start, :]))
+    new = (states[..., start:, :] for states in (queries, case.keys, case.values))
+    allowed.check(impl.keydiff.cached_attention(*new, cache), "the cached outputs", allowed.expected[..., start:, :])
+
+
+@law("KD-3", of=CACHED, case=cases(min_length=4), seed=seeds())
+def test_an_evicted_cache_is_seen_whole(impl, case, seed):
+    """The mask hides later new tokens only: the order of a cache from which tokens were evicted plays no part."""
+    old = case.keys.shape[2] - 2
+    order = np.random.default_rng(seed).permutation(old)[: max(1, old - 1)]
+    cache = cache_of(case.keys[..., order, :], case.values[..., order, :])._replace(seen=old)
+    new = tuple(states[..., old:, :] for states in (own_queries(case), case.keys, case.values))
+    allowed = impl.allowance(CACHED, *new, cache)
+    backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
+    allowed.check(impl.keydiff.cached_attention(*new, backwards), "attention to the reversed cache")
+
+
+@law("KD-3", of="keydiff.append", case=tiny_cases(min_length=2))
+def test_new_tokens_come_after_the_cache(impl, case):
+    """Appending keeps every number, the cache before the new tokens, and goes on counting positions."""
+    half = case.keys.shape[2] // 2
+    cache = impl.keydiff.append(None, case.keys[..., :half, :], case.values[..., :half, :])
+    cache = impl.keydiff.append(cache, case.keys[..., half:, :], case.values[..., half:, :])
+    whole = cache_of(case.keys, case.values)
+    for name in Cache._fields:
+        if not np.array_equal(getattr(cache, name), getattr(whole, name)):
+            raise Violation(f"the joined cache has other {name}", getattr(whole, name), getattr(cache, name))
+    # Two tokens were seen and evicted: the next position is that of the sequence, not the length of the cache.
+    evicted = cache_of(case.keys[..., :half, :], case.values[..., :half, :])._replace(seen=half + 2)
+    got = impl.keydiff.append(evicted, case.keys[..., half:, :], case.values[..., half:, :])
+    wanted = np.concatenate([whole.positions[..., :half], whole.positions[..., half:] + 2], axis=-1)
+    if not np.array_equal(got.positions, wanted) or got.seen != whole.seen + 2:
+        raise Violation("after an eviction the new tokens get other positions", wanted, got.positions)
+
+
+@law("KD-4", of=EVICT, case=cases(), seed=seeds())
+def test_eviction_keeps_a_subset_whole_and_in_order(impl, case, seed):
+    """Each head keeps its own tokens, keys and values together, in position order."""
+    generator = np.random.default_rng(seed)
+    cache = cache_of(impl.round(case.keys), impl.round(case.values), start=3)
+    budget = generator.integers(1, case.keys.shape[2] + 1)
+    kept = generator.random(case.keys.shape[:3]).argsort(axis=-1) < budget
+    got = impl.keydiff.evict(cache, kept)
+    for item, head in np.ndindex(kept.shape[:2]):
+        rows = np.flatnonzero(kept[item, head])
+        for name in ("keys", "values", "positions"):
+            wanted = getattr(cache, name)[item, head][rows]
+            if not np.array_equal(getattr(got, name)[item, head], wanted):
+                raise Violation(f"the {name} of a head are not those of its kept tokens", wanted, getattr(got, name)[item, head])
+    if got.seen != cache.seen:
+        raise Violation("eviction changes how many tokens were seen", cache.seen, got.seen)
+
+
+@law("KD-4", of=EVICT)
+def test_rows_of_different_counts_are_refused(impl):
+    """All heads keep N tokens: a mask with rows of different counts, or of another shape, raises ValueError."""
+    cache = cache_of(np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 2)))
+    for kept in (np.array([[[True, True, False], [True, False, False]]]), np.ones((1, 2, 2), dtype=bool), np.ones((1, 2, 3))):
+        with pytest.raises(ValueError, match="kept"):
+            impl.keydiff.evict(cache, kept)
+
+
+@law("KD-5", of="keydiff.attention_policy", seed=seeds(), budget=st.integers(1, 6))
+def test_a_policy_keeps_the_best_of_the_aggregated_weights(impl, seed, budget):
+    """phi = the last row of A keeps what the last query attends to (TOVA); phi = its column sums what all attended to (H2O)."""
+    weights = np.random.default_rng(seed).integers(0, 16, size=(2, 3, 4, 5)) / 64
+    last = impl.keydiff.attention_policy(weights, budget, aggregate=lambda attention: attention[..., -1, :])
+    check_selection(last, weights[..., -1, :], min(budget, 5), what="the policy of the last row")
+    summed = impl.keydiff.attention_policy(weights, budget, aggregate=lambda attention: attention.sum(-2))
+    check_selection(summed, weights.sum(axis=-2), min(budget, 5), what="the policy of the column sums")
+
+
+@law("KD-6", of=BLOCK, case=cases(), budget=budgets, block_size=block_sizes)
+def test_each_block_joins_the_cache_and_all_but_the_best_go(impl, case, budget, block_size):
+    """After each block the cache holds the N best of [cache ; block] by KD-8, so never more than N + B tokens are held."""
+    cache, length = None, case.keys.shape[2]
+    for start in range(0, length, block_size):
+        stop = min(start + block_size, length)
+        before = joined(impl, cache, case, start, stop)
+        cache = impl.keydiff.process_block(cache, case.keys[..., start:stop, :], case.values[..., start:stop, :], budget=budget)
+        check_step(impl, before, cache, budget)
+        assert before.positions.shape[-1] <= budget + block_size
+
+
+@law("KD-6", of=PROMPT, case=cases(), budget=budgets, block_size=block_sizes)
+def test_a_prompt_is_its_blocks_one_after_another(impl, case, budget, block_size):
+    """Where no choice is close, a prompt keeps the positions that a plain loop over its blocks keeps, in every head."""
+    keys = impl.round(case.keys)
+    expected = np.zeros((*keys.shape[:2], 0), dtype=int)
+    for start in range(0, keys.shape[2], block_size):
+        block = np.arange(start, min(start + block_size, keys.shape[2]))
+        candidates = np.concatenate([expected, np.broadcast_to(block, (*keys.shape[:2], block.size))], axis=-1)
+        scores = impl.allowance("keydiff.score", np.take_along_axis(keys, candidates[..., None], axis=2))
+        ranked = np.sort(scores.expected, axis=-1)[..., ::-1]
+        if candidates.shape[-1] > budget and (ranked[..., budget - 1] - ranked[..., budget] <= 2 * scores.largest).any():
+            return  # which of two close tokens stays is judged step by step in the law above
+        count = min(budget, candidates.shape[-1])
+        order = np.argsort(-scores.expected, axis=-1, kind="stable")[..., :count]
+        expected = np.sort(np.take_along_axis(candidates, order, axis=-1), axis=-1)
+    got = impl.keydiff.process_prompt(case.keys, case.values, budget=budget, block_size=block_size)
+    if not np.array_equal(got.positions, expected) or got.seen != keys.shape[2]:
+        raise Violation("the prompt keeps other positions than its blocks one after another", expected, got.positions)
+    for name, states in (("keys", keys), ("values", impl.round(case.values))):
+        wanted = np.take_along_axis(states, expected[..., None], axis=2)
+        if not np.array_equal(getattr(got, name), wanted):
+            raise Violation(f"the cache's {name} are not those of its positions", wanted, getattr(got, name))
+
+
+@law("KD-6", of=PROMPT, case=cases(), budget=budgets, more=st.integers(0, 3))
+def test_one_block_is_one_shot(impl, case, budget, more):
+    """With B >= T the prompt is scored once, as a whole."""
+    length = case.keys.shape[2]
+    got = impl.keydiff.process_prompt(case.keys, case.values, budget=budget, block_size=length + more)
+    check_step(impl, joined(impl, None, case, 0, length), got, budget)
+
+
+@law("KD-6", of=DECODE, case=cases(min_length=2), budget=budgets)
+def test_decoding_is_a_block_of_one(impl, case, budget):
+    """Each new token joins the cache and one token goes, the new one among the candidates."""
+    cache = joined(impl, None, case, 0, 1)
+    for place in range(1, min(case.keys.shape[2], 6)):
+        before = joined(impl, cache, case, place, place + 1)
+        cache = impl.keydiff.decode(cache, case.keys[..., place, :], case.values[..., place, :], budget=budget)
+        check_step(impl, before, cache, budget)
+
+
+@law("KD-6", of=PROMPT)
+def test_of_equal_tokens_the_earlier_stays(impl):
+    """Keys e1, e1, e2, e1 with a budget of 2: e2 is the distinct one, and of the equal three the first is kept."""
+    keys = np.array([[[[1.0, 0], [1, 0], [0, 1], [1, 0]]]])
+    for block_size in (1, 2, 3, 4):
+        got = impl.keydiff.process_prompt(keys, keys, budget=2, block_size=block_size).positions
+        if got[0, 0].tolist() != [0, 2]:
+            raise Violation(f"in blocks of {block_size} the prompt keeps other positions", [0, 2], got)
+
+
+@law("KD-6", of=(BLOCK, PROMPT), name=st.sampled_from(["budget", "block_size", "values", "keys"]))
+def test_bad_blocks_are_refused(impl, name):
+    """A budget or block_size of 0, values of other tokens, or keys of other heads than the cache raise ValueError."""
+    keys = np.ones((1, 2, 3, 2))
+    arguments = {"budget": 2, "block_size": 2}
+
+    def call():
+        match name:
+            case "keys":
+                return impl.keydiff.process_block(cache_of(keys, keys), keys[:, :1], keys[:, :1], budget=2)
+            case "values":
+                return impl.keydiff.process_prompt(keys, keys[:, :, :2], **arguments)
+        return impl.keydiff.process_prompt(keys, keys, **arguments | {name: 0})
+
+    with pytest.raises(ValueError, match=name):
+        call()
+
+
+@law(
+    "KD-6",
+    case=seeded_cases(min_length=5, max_length=17, kinds=("normal", "mixed_norms", "drift")),
+    budget=budgets,
+    block_size=st.integers(1, 4),
+)
+def test_streaming_in_two_parts_is_streaming_in_one(case, budget, block_size):
+    """A prompt cut at a block boundary and taken up again keeps what it keeps uncut."""
+    whole = process_prompt(case.keys, case.values, budget=budget, block_size=block_size)
+    cut = (case.length // block_size + 1) // 2 * block_size
+    cache = process_prompt(case.keys[:, :, :cut], case.values[:, :, :cut], budget=budget, block_size=block_size)
+    for start in range(cut, case.length, block_size):
+        block = (slice(None), slice(None), slice(start, start + block_size))
+        cache = process_block(cache, case.keys[block], case.values[block], budget=budget)
+    for name in Cache._fields:
+        assert np.array_equal(getattr(cache, name), getattr(whole, name))
+
+
+@law("KD-6")
+def test_the_block_size_changes_what_is_kept():
+    """The scores are local to cache and block, as those of attention are: blocks of 2 keep another token than one block of 3."""
+    keys = np.array([[0.0, 1], [0, 1], [1, 0]])
+    assert process_prompt(keys, keys, budget=1, block_size=3).positions.tolist() == [2]
+    assert process_prompt(keys, keys, budget=1, block_size=2).positions.tolist() == [0]
+
+
+@law("KD-6", case=cases(min_length=2))
+def test_two_keys_are_equally_far_from_their_mean(case):
+    """With N = 1, decoding chooses between two tokens that score alike: the budget that KeyDiff can use starts at 2."""
+    for pair in np.split(case.keys[:, :, : case.keys.shape[2] // 2 * 2], case.keys.shape[2] // 2, axis=2):
+        if (np.abs(pair).max(axis=-1) > 0).all():
+            first, second = np.moveaxis(score(pair), -1, 0)
+            # Of opposite keys the mean is rounding, and so is the cosine with it.
+            far = np.abs(anchor(pair)).max(axis=-1) > 1e-8
+            assert np.abs(first - second)[far].max(initial=0) <= 1e-7
+
+
+@law("KD-2")
+def test_a_mask_on_the_diagonal_too_leaves_the_first_token_nothing():
+    """Read with the diagonal, the upper triangular mask of -inf hides every key from the first token; it means strictly above."""
+    hidden = np.triu(np.ones((2, 2), dtype=bool))
+    assert hidden[0].all()
+    assert np.array_equal(causal_attention(np.ones((2, 1)), np.ones((2, 1)), np.array([[1.0], [3]])), [[1], [2]])

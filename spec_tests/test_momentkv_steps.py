@@ -1,0 +1,169 @@
+"""Laws of MomentKV: a decoding step (MK-A1) and the prompt (MK-P)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from reference import momentkv
+from reference.momentkv import Moments
+from spec_tests.cases import KINDS, cases, seeded_cases, seeds
+from spec_tests.law import law
+from spec_tests.test_momentkv import SCORE, moments_of, near, short_cases, situation, some, whole
+from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
+
+ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
+SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
+
+
+@law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))
+def test_a_step_ends_within_the_budget_and_loses_no_token(impl, case, seed, budget):
+    """min(T + 1, L) tokens are left, in their order; the moments hold the sums of the others (whole numbers: exactly)."""
+    keys, values, query = whole(case)
+    new_key, new_value = np.clip(np.round(case.next_keys[:, :, 0]), -2, 2), np.clip(np.round(case.next_values[:, :, 0]), -2, 2)
+    before = moments_of(keys, values, some(case, seed))  # of other tokens with the same numbers
+    step = impl.momentkv.decode_step(query, new_key, new_value, keys, values, before, budget)
+    output, left_keys, left_values, after = step
+    left, all_keys = min(keys.shape[2] + 1, budget), np.concatenate([keys, new_key[:, :, None]], axis=2)
+    all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
+    require_numbers(output, (*query.shape[:2], values.shape[-1]), "the output")
+    require_numbers(left_keys, (*keys.shape[:2], left, keys.shape[-1]), "the keys left")
+    if (np.asarray(after[0]) - before.count != keys.shape[2] + 1 - left).any():
+        raise Violation("the count did not grow by the tokens evicted", keys.shape[2] + 1 - left, after[0] - before.count)
+    sums = (all_keys.sum(axis=2), all_values.sum(axis=2), np.swapaxes(all_values, -1, -2) @ all_keys)
+    still = (left_keys.sum(axis=2), left_values.sum(axis=2), np.swapaxes(left_values, -1, -2) @ left_keys)
+    for name, had, total, kept_part, now in zip(Moments._fields[1:], before[1:], sums, still, after[1:], strict=True):
+        if not np.array_equal(now + kept_part, had + total):
+            raise Violation(f"{name}: what is retained and what is summed up are not all tokens", had + total, now + kept_part)
+    for item, head in np.ndindex(keys.shape[:2]):
+        rows = iter(np.concatenate([all_keys[item, head], all_values[item, head]], axis=-1).tolist())
+        if not all(row in rows for row in np.concatenate([left_keys[item, head], left_values[item, head]], axis=-1).tolist()):
+            raise Violation("the tokens left are not in position order, or a key lost its value", None, left_keys[item, head])
+
+
+@law("MK-A1", of=(STEP, ATTEND), case=short_cases, seed=seeds(), budget=st.integers(1, 20))
+def test_a_step_attends_with_the_moments_of_its_end(impl, case, seed, budget):
+    """The output is attend over what is left with the moments after the last eviction, not with the means from before it."""
+    keys, values, query = whole(case)
+    new_key, new_value = np.clip(np.round(case.next_keys[:, :, 0]), -2, 2), np.clip(np.round(case.next_values[:, :, 0]), -2, 2)
+    before = moments_of(keys, values, some(case, seed))
+    output, left_keys, left_values, after = impl.momentkv.decode_step(query, new_key, new_value, keys, values, before, budget)
+    fresh = Moments(np.asarray(after[0]).astype(np.int64), *after[1:])
+    kept = np.ones(left_keys.shape[:3], dtype=bool)
+    impl.allowance(ATTEND, query, left_keys, left_values, kept, fresh).check(output, "the output of the step")
+
+
+@law("MK-A1", of=(STEP, SCORE), case=cases(kinds=KINDS), seed=seeds())
+def test_a_step_evicts_the_lowest_score(impl, case, seed):
+    """Over budget by one, each head evicts one token, the new one perhaps, and none that stays scores less."""
+    query, keys, values, moments = situation(impl, case, seed)
+    new_key, new_value = case.next_keys[:, :, 0], case.next_values[:, :, 0]
+    all_keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
+    all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
+    allowed = impl.allowance(SCORE, query, all_keys, all_values, moments)
+    _, left_keys, left_values, _ = impl.momentkv.decode_step(query, new_key, new_value, keys, values, moments, keys.shape[2])
+    rounded = np.concatenate([impl.round(all_keys), impl.round(all_values)], axis=-1)
+    left = np.concatenate([left_keys, left_values], axis=-1)
+    require_numbers(left, (*keys.shape[:3], rounded.shape[-1]), "the tokens left")
+    for item, head in np.ndindex(keys.shape[:2]):
+        # The first row that differs is the evicted one, or one equal to it.
+        different = np.flatnonzero((rounded[item, head, :-1] != left[item, head]).any(axis=-1))
+        gone = int(different[0]) if different.size else keys.shape[2]
+        kept = np.arange(keys.shape[2] + 1) != gone
+        if not np.array_equal(rounded[item, head, kept], left[item, head]):
+            raise Violation("more than one token was changed or evicted", rounded[item, head], left[item, head])
+        check_selection(kept, allowed.expected[item, head], keys.shape[2], slack=allowed.largest, what="the step")
+
+
+@law("MK-A1", of=STEP)
+def test_each_eviction_is_scored_anew(impl):
+    """Of the values 1, 1.5, -1.25 at equal attention 1 goes first; then 1.5 is the nearer to its mean, and -1.25 stays."""
+    keys, values = np.zeros((1, 1, 3, 2)), np.array([[[[1.0], [1.5], [-1.25]]]])
+    step = impl.momentkv.decode_step(
+        np.zeros((1, 1, 2)), keys[:, :, 2], values[:, :, 2], keys[:, :, :2], values[:, :, :2], momentkv.no_moments(keys, values), 1
+    )
+    if not np.array_equal(step[2], values[:, :, 2:]):
+        raise Violation("the second eviction does not follow from the moments after the first", values[:, :, 2:], step[2])
+
+
+@law("MK-A1", of=STEP, signs=st.lists(st.sampled_from([1.0, -1.0]), min_size=2, max_size=6))
+def test_of_equal_scores_the_earlier_token_stays(impl, signs):
+    """Values 2 and -2 at equal attention, nothing evicted: all scores are equal, and the last token goes."""
+    values = 2 * np.array(signs)[None, None, :, None]
+    keys = np.zeros((1, 1, len(signs), 2))
+    old, new = (..., slice(-1), slice(None)), (..., -1, slice(None))
+    empty = momentkv.no_moments(keys, values)
+    step = impl.momentkv.decode_step(np.zeros((1, 1, 2)), keys[new], values[new], keys[old], values[old], empty, len(signs) - 1)
+    if not np.array_equal(step[2], values[old]):
+        raise Violation("of equal scores the later token was kept", values[old], step[2])
+
+
+@law("MK-A1", of=STEP, bad=st.sampled_from(["budget", "new_key", "new_value"]))
+def test_bad_steps_are_refused(impl, bad):
+    """A budget of 0, and a new token of another shape, raise ValueError naming the argument."""
+    keys = np.ones((1, 2, 3, 2))
+    arguments = {"new_key": np.ones((1, 2, 2)), "new_value": np.ones((1, 2, 2)), "budget": 2}
+    arguments[bad] = 0 if bad == "budget" else np.ones((1, 2, 3))
+    with pytest.raises(ValueError, match=bad):
+        impl.momentkv.decode_step(np.ones((1, 2, 2)), keys=keys, values=keys, moments=momentkv.no_moments(keys, keys), **arguments)
+
+
+def prompt(case, seed):
+    """Queries of the last tokens of the case's prompt: a window of one token, of several, or of all."""
+    generator = np.random.default_rng(seed)
+    window = int(generator.integers(1, case.keys.shape[2] + 1))
+    return generator.normal(size=(*case.queries.shape[:2], window, case.keys.shape[-1])), case.keys, case.values
+
+
+@law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
+def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, case, seed, chunk):
+    """alpha, causal within the window, is averaged over window and group; the products over each chunk, of 4 unless told."""
+    queries, keys, values = prompt(case, seed)
+    settings = {} if chunk is None else {"chunk_size": chunk}
+    chunk = chunk or 4
+    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, **settings)
+    got = impl.momentkv.score_prompt(queries, keys, values, **settings)
+    allowed.check(got, "the prompt score")
+    queries, keys, values = (impl.round(array) for array in (queries, keys, values))
+    length, window, group = keys.shape[2], queries.shape[2], queries.shape[1] // keys.shape[1]
+    expected = np.zeros(keys.shape[:3])
+    for item, head in np.ndindex(keys.shape[:2]):
+        for reader in range(head * group, (head + 1) * group):
+            for row in range(window):
+                visible = length - window + row + 1
+                logits = keys[item, head, :visible] @ queries[item, reader, row] / keys.shape[-1] ** 0.5
+                weights = np.exp(logits - logits.max())
+                expected[item, head, :visible] += weights / weights.sum() / (group * window)
+        expected[item, head] *= np.linalg.norm(values[item, head], axis=-1)
+        for start in range(0, length, chunk):
+            expected[item, head, start : start + chunk] = expected[item, head, start : start + chunk].mean()
+    near(got, expected, allowed, "the prompt score")
+
+
+@law(
+    "MK-P",
+    of=(SELECT_PROMPT, SCORE_PROMPT),
+    case=seeded_cases(min_length=5, max_length=33),
+    seed=seeds(),
+    spare=st.integers(0, 12),
+    settings=st.sampled_from([{}, {"sink_size": 0}, {"sink_size": 3, "chunk_size": 2}, {"chunk_size": 1}]),
+)
+def test_the_prompt_keeps_its_first_token_and_its_window(impl, case, seed, spare, settings):
+    """Exactly the budget is kept: the first token (or as many as asked), those of the window, and the best of the others."""
+    queries, keys, values = prompt(case, seed)
+    length, window, sinks = keys.shape[2], queries.shape[2], settings.get("sink_size", 1)
+    protected = np.broadcast_to((np.arange(length) < sinks) | (np.arange(length) >= length - window), keys.shape[:3])
+    budget = min(length, int(protected[0, 0].sum()) + spare)
+    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=settings.get("chunk_size", 4))
+    kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
+    require_mask(kept, keys.shape[:3], "the selection")
+    check_selection(kept, allowed.expected, budget, slack=allowed.largest, protected=protected)
+
+
+@law("MK-P", of=SCORE_PROMPT, bad=st.sampled_from(["queries", "chunk_size", "values"]))
+def test_bad_prompts_are_refused(impl, bad):
+    """A window longer than the prompt, a chunk of 0, and values of other tokens raise ValueError naming the argument."""
+    queries, values = np.ones((1, 2, 4 if bad == "queries" else 2, 2)), np.ones((1, 2, 2 if bad == "values" else 3, 2))
+    with pytest.raises(ValueError, match=bad):
+        impl.momentkv.score_prompt(queries, np.ones((1, 2, 3, 2)), values, chunk_size=0 if bad == "chunk_size" else 4)

@@ -1,0 +1,134 @@
+"""Laws of SnapKV: SN-1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_tests.cases import cases, seeded_cases, seeds
+from spec_tests.law import law
+from spec_tests.test_h2o import prompt_queries
+from spec_tests.tolerance import Violation, check_selection, require_numbers
+
+SCORE, POOL = "snapkv.score", "snapkv.average_pool"
+windows = st.sampled_from([1, 2, 3, 8, 32])
+kernels = st.sampled_from([1, 3, 5, 7])
+
+
+@law("SN-1", of=SCORE, case=cases(), seed=seeds(), window_size=windows, kernel_size=kernels)
+def test_score_is_the_pooled_attention_of_the_window(impl, case, seed, window_size, kernel_size):
+    """Causal attention of the last queries on the tokens before the window, averaged and pooled; also computed query by query."""
+    queries, settings = prompt_queries(case, seed), {"window_size": window_size, "kernel_size": kernel_size}
+    allowed = impl.allowance(SCORE, queries, case.keys, **settings)
+    allowed.check(impl.snapkv.score(queries, case.keys, **settings), "the score")
+    keys, group = impl.round(case.keys), queries.shape[1] // case.keys.shape[1]
+    length = keys.shape[2]
+    window, before = min(window_size, length), max(0, length - window_size)
+    received = np.zeros((*keys.shape[:2], before))
+    for item, head, place in np.ndindex(*queries.shape[:2], window):
+        place += before
+        logits = keys[item, head // group, : place + 1] @ queries[item, head, place] / keys.shape[-1] ** 0.5
+        weights = np.exp(logits - logits.max())
+        received[item, head // group] += (weights / weights.sum())[:before] / group / window
+    reach = kernel_size // 2
+    for token in range(before):
+        pooled = received[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
+        if np.abs(pooled - allowed.expected[..., token]).max() > 1e-12 * (1 + np.abs(keys).max()):
+            raise Violation("the oracle differs from the plain loop", pooled, allowed.expected[..., token])
+
+
+@law("SN-1", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=st.fractions(0, 1))
+def test_the_window_is_kept(impl, case, seed, window_size, share):
+    """The last tokens score infinity, and with a budget of the window's size or more top-k keeps them all."""
+    queries, length = prompt_queries(case, seed), case.keys.shape[2]
+    scores = impl.snapkv.score(queries, case.keys, window_size=window_size)
+    require_numbers(scores, case.keys.shape[:3], "the score")
+    window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
+    if not np.isinf(scores[window]).all() or not np.isfinite(scores[~window]).all():
+        raise Violation("the scores are not infinite in the window and finite before it", window, scores)
+    budget = min(length, window_size + int(share * length))
+    allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
+    kept = impl.selection.top_k(scores, budget)
+    check_selection(kept, allowed.expected, budget, slack=allowed.largest, protected=window)
+
+
+@law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds(), window_size=st.integers(1, 4))
+def test_queries_before_the_window_do_not_count(impl, case, seed, window_size):
+    """Earlier queries may be anything, or absent; the window's are enough."""
+    queries = prompt_queries(case, seed)
+    window = min(window_size, case.length)
+    allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
+    queries[:, :, :-window] *= -4
+    allowed.check(impl.snapkv.score(queries, case.keys, window_size=window_size), "the score with other earlier queries")
+    alone = impl.snapkv.score(queries[:, :, -window:], case.keys, window_size=window_size)
+    allowed.check(alone, "the score of the window's queries alone")
+
+
+@law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds())
+def test_scores_are_shares_of_attention(impl, case, seed):
+    """From 0 to 1; without pooling those before the window sum to less than 1 by what the window looks at itself."""
+    queries = prompt_queries(case, seed)
+    allowed = impl.allowance(SCORE, queries, case.keys, window_size=2, kernel_size=1)
+    before = impl.snapkv.score(queries, case.keys, window_size=2, kernel_size=1)[..., :-2]
+    if before.min() < 0 or before.sum(axis=-1).max() > 1 + case.length * allowed.largest:
+        raise Violation("the scores before the window are negative or sum to more than 1", 1.0, before)
+
+
+@law("SN-1", of=SCORE)
+def test_the_defaults_are_a_window_of_32_and_a_kernel_of_7(impl):
+    """Of 40 zero keys each of the first 8 receives the mean of 1/9 .. 1/40, pooled over 4, 5, 6, 7, 7, 6, 5 and 4 of them."""
+    got = impl.snapkv.score(np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
+    allowed = impl.allowance(SCORE, np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
+    share = sum(1 / seen for seen in range(9, 41)) / 32
+    expected = share * np.array([4, 5, 6, 7, 7, 6, 5, 4]) / 7
+    if not np.isinf(got[0, 0, 8:]).all() or np.isinf(got[0, 0, :8]).any():
+        raise Violation("the window is not the last 32 tokens", 32, got)
+    if np.abs(got[0, 0, :8] - expected).max() > allowed.largest + 1e-12:
+        raise Violation("the scores are not the pooled share of each query", expected, got[0, 0, :8])
+
+
+@law("SN-1", of=SCORE)
+def test_query_head_h_reads_kv_head_h_over_g(impl):
+    """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
+    keys, queries = np.zeros((1, 2, 3, 2)), np.zeros((1, 4, 1, 2))
+    keys[0, :, 0, 0] = 16
+    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
+    got = impl.snapkv.score(queries, keys, window_size=1, kernel_size=1)[..., :2]
+    if np.abs(got - [[[1 / 3, 1 / 3], [1, 0]]]).max() > 2e-3:
+        raise Violation("a query head reads another KV head than h // G", [[[1 / 3, 1 / 3], [1, 0]]], got)
+
+
+@law("SN-1", of=SCORE)
+def test_the_window_does_not_leak_into_its_neighbours(impl):
+    """A window token that gets all the attention raises no score before it: only the tokens before the window are pooled."""
+    keys = np.array([[[[0.0], [0], [0], [64], [0]]]])
+    got = impl.snapkv.score(np.array([[[[64.0], [64.0]]]]), keys, window_size=2, kernel_size=3)
+    if np.abs(got[..., :3]).max() > 1e-6:
+        raise Violation("a token beside the window scores for its neighbour in the window", 0.0, got)
+
+
+@law("SN-1", of=POOL, weights=st.lists(st.integers(0, 16), min_size=1, max_size=12), kernel_size=kernels)
+def test_pooling_is_the_mean_of_the_neighbours(impl, weights, kernel_size):
+    """The mean over kernel_size tokens around each, zeros beyond both ends; the number of tokens stays."""
+    weights = np.array(weights) / 16
+    impl.agrees(POOL, weights, kernel_size)
+    got, reach = impl.snapkv.average_pool(weights, kernel_size), kernel_size // 2
+    allowed = impl.allowance(POOL, weights, kernel_size)
+    by_hand = [weights[max(0, token - reach) : token + reach + 1].sum() / kernel_size for token in range(weights.size)]
+    if got.shape != weights.shape or np.abs(got - by_hand).max() > allowed.largest + 1e-12:
+        raise Violation("a pooled score is not the mean of its neighbours", by_hand, got)
+
+
+@law("SN-1", of=SCORE, bad=st.sampled_from([("window_size", 0), ("window_size", 1.5), ("kernel_size", 4), ("kernel_size", 0)]))
+def test_bad_settings_are_refused(impl, bad):
+    """An empty window or a kernel that is not odd raise ValueError."""
+    with pytest.raises(ValueError, match=bad[0]):
+        impl.snapkv.score(np.ones((1, 1, 5, 2)), np.ones((1, 1, 5, 2)), **({"window_size": 2, "kernel_size": 3} | dict([bad])))
+
+
+@law("SN-1", of=SCORE, shape=st.sampled_from([(1, 3, 2, 4), (1, 2, 2, 5), (2, 2, 2, 4), (1, 2, 4, 4), (1, 2, 1, 4), (2, 2, 4)]))
+def test_queries_that_do_not_fit_are_refused(impl, shape):
+    """Heads that no group divides, other channels or batch, more queries than tokens, or fewer than the window raise ValueError."""
+    with pytest.raises(ValueError, match="queries"):
+        impl.snapkv.score(np.ones(shape), np.ones((1, 2, 3, 4)), window_size=2)

@@ -1,0 +1,107 @@
+"""Laws of TOVA: TO-1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_tests.cases import cases, seeded_cases, seeds
+from spec_tests.law import law
+from spec_tests.tolerance import Violation, check_selection, require_numbers
+
+SCORE = "tova.score"
+
+
+def last_queries(case):
+    """The queries of the case, as many as fit its tokens."""
+    return case.queries[:, :, : case.keys.shape[2]]
+
+
+@law("TO-1", of=SCORE, case=cases())
+def test_score_is_the_mean_attention_of_the_last_query(impl, case):
+    """softmax(q K^T / sqrt(D)) of the last query, averaged over all query heads of the layer; also computed head by head."""
+    queries = last_queries(case)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    allowed.check(impl.tova.score(queries, case.keys), "the score")
+    queries, keys = impl.round(queries), impl.round(case.keys)
+    group = queries.shape[1] // keys.shape[1]
+    for item in range(keys.shape[0]):
+        total = np.zeros(keys.shape[2])
+        for head in range(queries.shape[1]):
+            logits = [key @ queries[item, head, -1] / keys.shape[-1] ** 0.5 for key in keys[item, head // group]]
+            weights = np.exp(np.array(logits) - max(logits))
+            total += weights / weights.sum() / queries.shape[1]
+        if np.abs(total - allowed.expected[item]).max() > 1e-12 * (1 + np.abs(logits).max()):
+            raise Violation("the oracle differs from the plain loop", total, allowed.expected[item])
+
+
+@law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=st.fractions(0, 1))
+def test_the_layer_keeps_one_set(impl, case, share):
+    """Every KV head has the same scores, which sum to 1, and so keeps the same tokens; none of them is protected."""
+    queries = last_queries(case)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    scores = impl.tova.score(queries, case.keys)
+    require_numbers(scores, case.keys.shape[:3], "the score")
+    if (scores != scores[:, :1]).any():
+        raise Violation("KV heads have different scores", scores[:, :1], scores)
+    if np.abs(scores.sum(axis=-1) - 1).max() > case.length * allowed.largest + 1e-12:
+        raise Violation("the scores do not sum to 1", 1.0, scores.sum(axis=-1))
+    budget = max(1, int(share * case.length))
+    check_selection(impl.selection.top_k(scores, budget), allowed.expected, budget, slack=allowed.largest)
+
+
+@law("TO-1", of=SCORE, case=seeded_cases(), seed=seeds())
+def test_only_the_last_query_counts(impl, case, seed):
+    """Earlier queries may be anything, or absent."""
+    queries = last_queries(case)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    other = np.random.default_rng(seed).normal(size=queries.shape)
+    other[:, :, -1] = queries[:, :, -1]
+    allowed.check(impl.tova.score(other, case.keys), "the score with other earlier queries")
+    allowed.check(impl.tova.score(queries[:, :, -1:], case.keys), "the score of the last query alone")
+
+
+@law("TO-1", of=SCORE, case=seeded_cases(), seed=seeds())
+def test_scores_move_with_their_tokens(impl, case, seed):
+    """Permuting the tokens permutes the scores; permuting the query heads of a group, or the batch, changes no score."""
+    queries = last_queries(case)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(case.length)
+    allowed.check(impl.tova.score(queries, case.keys[:, :, order]), "the permuted score", allowed.expected[:, :, order])
+    heads = np.concatenate([head * case.group + generator.permutation(case.group) for head in range(case.num_kv_heads)])
+    allowed.check(impl.tova.score(queries[:, heads], case.keys), "the score with the query heads of a group exchanged")
+    swapped = impl.tova.score(queries[::-1], case.keys[::-1])
+    allowed.check(swapped, "the score of the batch in reverse", allowed.expected[::-1])
+
+
+@law("TO-1", of=SCORE)
+def test_query_head_h_reads_kv_head_h_over_g(impl):
+    """Heads 0 and 1 find token 0 in KV head 0, heads 2 and 3 find token 2 in KV head 1; the other heads' keys hold nothing."""
+    keys = 16 * np.array([[[[1.0, 0], [0, 0], [0, 1]], [[1, 0], [0, 0], [0, 1]]]])
+    queries = 16 * np.array([[[[1.0, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]])
+    keys[0, 0, 2], keys[0, 1, 0] = 0, 0
+    got = impl.tova.score(queries, keys)
+    if np.abs(got - [0.5, 0, 0.5]).max() > 1e-3:
+        raise Violation("a query head reads another KV head than h // G", [0.5, 0, 0.5], got)
+
+
+@law("TO-1", of=SCORE, size=st.sampled_from([1.0, 1e4]))
+def test_large_logits_and_single_tokens_are_finite(impl, size):
+    """Logits of 1e4 give the best token all of the weight; one token has a score of 1; zero vectors share equally."""
+    queries = np.full((1, 1, 1, 4), np.sqrt(size))
+    sharp = impl.tova.score(queries, np.sqrt(size) * np.array([[[[1.0] * 4, [-1.0] * 4]]]))
+    if not 0.85 < sharp[0, 0, 0] <= 1 or not 0 <= sharp[0, 0, 1] < 0.15:
+        raise Violation("the better token does not have the weight", [1, 0], sharp)
+    if impl.tova.score(queries, queries).tolist() != [[[1.0]]]:
+        raise Violation("a single token does not score 1", 1.0, None)
+    if impl.tova.score(queries, np.zeros((1, 1, 4, 4))).tolist() != [[[0.25] * 4]]:
+        raise Violation("equal keys do not share the weight", 0.25, None)
+
+
+@law("TO-1", of=SCORE, shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]))
+def test_queries_that_do_not_fit_are_refused(impl, shape):
+    """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
+    with pytest.raises(ValueError, match="queries"):
+        impl.tova.score(np.ones(shape), np.ones((1, 2, 3, 4)))

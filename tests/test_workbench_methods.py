@@ -1,0 +1,178 @@
+"""Methods by name and by file: what their functions receive, their options, and what is said when they go wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reference.keydiff
+import reference.lagkv
+from reference import selection
+from workbench import catalogue
+from workbench.errors import MethodError, UsageError
+from workbench.methods import Method, resolve, tokens_to_keep
+
+
+@pytest.fixture
+def states() -> dict[str, torch.Tensor]:
+    """Keys and values [1, 2, 40, 4]."""
+    draw = torch.Generator().manual_seed(3)
+    return {name: torch.randn(1, 2, 40, 4, generator=draw) for name in ("keys", "values")}
+
+
+def user_method(folder: Path, text: str, suffix: str = "") -> Method:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return resolve(f"{path}{suffix}")
+
+
+def test_the_file_system_is_the_registry() -> None:
+    assert {"keydiff", "knorm", "lagkv", "streaming_llm"} <= set(catalogue.names())
+    assert not {"attention", "selection", "checks", "rope"} & set(catalogue.names())
+    for name in [*catalogue.names(), "random"]:
+        assert catalogue.describe(name)["description"]
+    assert catalogue.describe("lagkv")["paper"] == "2504.04704"
+    assert catalogue.describe("lagkv")["options"] == {"sink_size": 16, "lag_size": 1024}
+
+
+def test_optimized_is_preferred_and_agrees_with_the_reference(states: dict[str, torch.Tensor]) -> None:
+    method = resolve("keydiff")
+    assert method.module.__name__ == "optimized.keydiff"
+    wanted = selection.top_k(reference.keydiff.score(states["keys"].double().numpy()), 20)
+    assert np.array_equal(method.kept(states, compression_ratio=0.5).numpy(), wanted)
+
+
+def test_every_input_arrives_under_its_name(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
+    text = """
+import json
+def score(keys, values, queries, hidden_states, positions, length, layer_index, num_layers, budget, compression_ratio, keep_ratio):
+    assert type(keys).__module__ == "numpy" and keys.dtype == "float64" and values.shape == (1, 2, 40, 4)
+    assert queries.shape == (1, 4, 40, 4) and hidden_states.shape == (1, 40, 6)
+    assert positions.tolist() == list(range(40)) and positions.dtype == "int64"
+    assert (length, layer_index, num_layers, budget) == (40, 1, 3, 4), (length, layer_index, num_layers, budget)
+    assert (compression_ratio, keep_ratio) == (0.9, 0.1), keep_ratio
+    return keys.sum(-1)
+"""
+    more = {"queries": torch.ones(1, 4, 40, 4), "hidden_states": torch.ones(1, 40, 6)}
+    kept = user_method(tmp_path, text).kept(states | more, compression_ratio=0.9, layer_index=1, num_layers=3)
+    assert kept.sum(-1).tolist() == [[4, 4]]
+
+
+def test_a_file_that_imports_torch_receives_tensors(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
+    text = "import torch\ndef score(keys, /):\n    assert isinstance(keys, torch.Tensor)\n    return keys[..., 0]\n"
+    kept = user_method(tmp_path, text).kept(states, compression_ratio=0.5)
+    assert torch.equal(kept, torch.from_numpy(selection.top_k(states["keys"][..., 0].numpy(), 20)))
+
+
+def test_select_goes_before_score_and_a_function_can_be_named(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
+    text = "def score(keys):\n    return keys[..., 0]\ndef select(keys):\n    return keys[..., 0] == keys[..., 0]\n"
+    assert user_method(tmp_path, text).kept(states, compression_ratio=0.5).all()
+    assert user_method(tmp_path, text, ":score").kept(states, compression_ratio=0.5).sum(-1).tolist() == [[20, 20]]
+
+
+def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.Tensor]) -> None:
+    method = resolve("lagkv")
+    options = {"sink_size": 4, "lag_size": 6}
+    for ratio in (0.25, 0.5, 0.6):
+        budget = selection.budget(40, ratio)
+        solved = reference.lagkv.keep_ratio_for(40, budget, **options)
+        left = reference.lagkv.retained_length(40, keep_ratio=solved, **options)
+        assert left <= budget
+        assert method.kept(states, compression_ratio=ratio, options=options).sum(-1).tolist() == [[left, left]]
+    fixed = method.kept(states, compression_ratio=0.5, options=options | {"keep_ratio": 0.5}).sum(-1)
+    assert fixed.tolist() == [[reference.lagkv.retained_length(40, keep_ratio=0.5, **options)] * 2]
+
+
+def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tensor]) -> None:
+    method = resolve("lagkv")
+    assert method.kept(states, compression_ratio=0.5).all()
+    assert "2064" in str(method.why_nothing_removed(40))
+    assert method.why_nothing_removed(40, {"lag_size": "8", "sink_size": 4}) is None
+    assert resolve("keydiff").why_nothing_removed(40) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("8", 8), (8, 8), ("0.5", "whole number"), ("x", "whole number"), (True, "whole number")]
+)
+def test_options_have_the_type_of_their_default(given: Any, wanted: Any) -> None:
+    method = resolve("lagkv")
+    if isinstance(wanted, int):
+        assert method.typed_options({"lag_size": given}) == {"lag_size": wanted}
+        return
+    with pytest.raises(UsageError, match=wanted):
+        method.typed_options({"lag_size": given})
+
+
+def test_options_of_other_types(tmp_path: Path) -> None:
+    text = "def score(keys, *, share=0.5, strict=False, mode='mean', window=None):\n    return keys[..., 0]\n"
+    method = user_method(tmp_path, text)
+    typed = method.typed_options({"share": "1", "strict": "true", "mode": "7", "window": "3"})
+    assert typed == {"share": 1.0, "strict": True, "mode": "7", "window": 3}
+    with pytest.raises(UsageError, match="true or false"):
+        method.typed_options({"strict": "perhaps"})
+    with pytest.raises(UsageError, match="one of share, strict, mode, window"):
+        method.typed_options({"shares": 1})
+
+
+def test_unknown_names_and_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="did you mean keydiff"):
+        resolve("keydif")
+    with pytest.raises(UsageError, match="wanted one of"):
+        resolve("selection")
+    with pytest.raises(UsageError, match="exists"):
+        resolve(str(tmp_path / "absent.py"))
+    with pytest.raises(UsageError, match="it has rank"):
+        user_method(tmp_path, "def rank(keys):\n    return keys\n")
+    with pytest.raises(UsageError, match="wanted a function scoer"):
+        user_method(tmp_path, "def score(keys):\n    return keys\n", ":scoer")
+    with pytest.raises(UsageError, match=r"cannot be imported: SyntaxError at mine.py, line 2"):
+        user_method(tmp_path, "x = 1\ndef score(keys:\n")
+    with pytest.raises(UsageError, match=r"cannot be imported: ZeroDivisionError at mine.py, line 2"):
+        user_method(tmp_path, "\n1 / 0\n")
+    with pytest.raises(UsageError, match=r"names the argument moments in score.*some of keys, values, queries"):
+        user_method(tmp_path, "def score(keys, moments):\n    return keys\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return keys", r"score in mine.py returned shape \[1, 2, 40, 4\], wanted scores of shape \[1, 2, 40\]"),
+        ("return keys[..., 0] > 0", "returned dtype torch.bool"),
+        ("return 'high'", "returned str"),
+        ("return None", "returned NoneType"),
+        ("return keys[..., 0] * float('nan')", r"returned NaN \(batch 0, head 0, token 0\)"),
+        ("return keys[..., 9]", "raised IndexError at mine.py, line 2"),
+    ],
+)
+def test_wrong_scores_are_named(tmp_path: Path, states: dict[str, torch.Tensor], body: str, message: str) -> None:
+    method = user_method(tmp_path, f"def score(keys):\n    {body}\n")
+    with pytest.raises(MethodError, match=message):
+        method.kept(states, compression_ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return keys[..., 0]", "returned dtype torch.float64, wanted a boolean mask"),
+        ("return (keys > 0)[..., :3, 0]", r"returned shape \[1, 2, 3\]"),
+        ("return keys[..., 0] > 1e9", "keeps no token at all"),
+    ],
+)
+def test_wrong_kept_masks_are_named(tmp_path: Path, states: dict[str, torch.Tensor], body: str, message: str) -> None:
+    method = user_method(tmp_path, f"def select(keys):\n    {body}\n")
+    with pytest.raises(MethodError, match=message):
+        method.kept(states, compression_ratio=0.5)
+
+
+def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
+    text = "def score(keys):\n    scores = keys[..., 0].copy()\n    scores[..., 5] = float('inf')\n    return scores\n"
+    assert user_method(tmp_path, text).kept(states, budget=1)[..., 5].all()
+
+
+@pytest.mark.parametrize(("ratio", "budget", "kept"), [(0.9, None, 1), (0.5, 3, 3), (0.5, 99, 10), (0.0, None, 10)])
+def test_tokens_to_keep(ratio: float, budget: int | None, kept: int) -> None:
+    assert tokens_to_keep(10, ratio, budget) == kept

@@ -1,0 +1,97 @@
+"""Which methods there are, read from the file system, and what their functions read. It runs without torch.
+
+A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else registers it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import reference
+
+SEAMS = ("score", "select", "compress", "attend")
+RANDOM = "random"
+
+INPUTS = {
+    "keys": "[B, H_kv, T, D], cached, after RoPE",
+    "values": "[B, H_kv, T, D_v]",
+    "queries": "[B, H_q, T, D], of every prompt token, after RoPE",
+    "hidden_states": "[B, T, hidden], what the attention layer reads",
+    "positions": "[T], 0 to T - 1",
+    "length": "T, the tokens in the cache",
+    "layer_index": "0 to num_layers - 1",
+    "num_layers": "layers of the model",
+    "budget": "tokens to keep in each head",
+    "compression_ratio": "fraction to remove",
+    "keep_ratio": "fraction to keep",
+    "generator": "a seeded torch.Generator, one for each layer",
+}
+"""Everything that a function can name in its signature, and what it then receives."""
+
+
+def names() -> list[str]:
+    """The methods of the dictionary, in alphabetical order."""
+    stems = sorted(module.name for module in pkgutil.iter_modules(reference.__path__))
+    return [stem for stem in stems if hasattr(importlib.import_module(f"reference.{stem}"), "METHOD")]
+
+
+def definition(name: str) -> ModuleType:
+    """The module that defines a method of the dictionary, or the random baseline."""
+    return importlib.import_module("workbench.random_baseline" if name == RANDOM else f"reference.{name}")
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Name, description, paper (arXiv number or None), seams, inputs and options with their defaults, of a known method."""
+    module = definition(name)
+    function = entry(module)
+    inputs, options, _ = split_signature(function) if function else ([], {}, [])
+    return {
+        "name": name,
+        "description": description(module),
+        "paper": paper(module),
+        "seams": list(seams(module)),
+        "inputs": inputs,
+        "options": options,
+    }
+
+
+def description(module: ModuleType) -> str:
+    """METHOD, or the first line of the module's docstring."""
+    return getattr(module, "METHOD", None) or (module.__doc__ or "a method of your own").strip().splitlines()[0]
+
+
+def paper(module: ModuleType) -> str | None:
+    """The arXiv number that the module's docstring names first."""
+    found = re.search(r"arXiv[: ]*(\d{4}\.\d{4,5})", module.__doc__ or "")
+    return found and found.group(1)
+
+
+def seams(module: ModuleType) -> tuple[str, ...]:
+    """The contract's functions that the module has."""
+    return tuple(seam for seam in SEAMS if callable(getattr(module, seam, None)))
+
+
+def entry(module: ModuleType) -> Callable[..., Any] | None:
+    """The function that decides what stays: `select` if there is one, else `score`."""
+    return getattr(module, "select", None) or getattr(module, "score", None)
+
+
+def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return (inputs it reads, its options with their defaults, arguments that nobody can supply)."""
+    inputs, options, missing = [], {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in INPUTS:
+            inputs.append(name)
+        elif parameter.default is not parameter.empty:
+            options[name] = parameter.default
+        else:
+            missing.append(name)
+    return inputs, options, missing
