@@ -1,4 +1,4 @@
-r"""Scaled dot-product attention, the ground that all the papers stand on (requirements ATT-1 to ATT-3)."""
+r"""Scaled dot-product attention, the ground that all the papers stand on (requirements ATT-1 to ATT-6)."""
 
 from __future__ import annotations
 
@@ -53,3 +53,29 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
         output[item, readers] = softmax(logits) @ cache.values[rows]
         normaliser[item, readers] = log_sum_exp(logits)
     return output, normaliser
+
+
+def by_group(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    r"""ATT-5: queries [B, H_kv, G, M, D] beside keys [B, H_kv, 1, T, D]: query head h = kv_head * G + g reads KV head h // G.
+
+    Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D]. Raises ValueError naming what does not fit.
+    """
+    queries = as_float64("queries", queries, "B H_q M D")
+    keys = as_float64("keys", keys, "B H_kv T D")
+    batch, num_query_heads, num_queries, head_dim = queries.shape
+    if keys.shape[0] != batch or keys.shape[-1] != head_dim or num_queries > keys.shape[2]:
+        wanted = f"[{keys.shape[0]}, H_q, M <= {keys.shape[2]}, {keys.shape[-1]}]"
+        raise ValueError(f"queries: got shape {queries.shape}, wanted {wanted} (the shape of keys)")
+    group = group_size(num_query_heads, keys.shape[1])
+    return queries.reshape(batch, keys.shape[1], group, num_queries, head_dim), keys[:, :, None]
+
+
+def causal_attention(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    r"""ATT-6: `softmax(Q K^T / sqrt(D))` under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
+
+    Args: queries [..., M, D]; keys [..., T, D], M <= T. Returns [..., M, T], 0 beyond each query's own position.
+    """
+    logits = attention_logits(queries, keys)
+    num_queries, length = logits.shape[-2:]
+    visible = np.arange(length) <= np.arange(length - num_queries, length)[:, None]
+    return softmax(np.where(visible, logits, -np.inf))

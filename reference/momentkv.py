@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.attention import attention_logits, softmax
+from reference.attention import attention_logits, by_group, causal_attention, softmax
 from reference.checks import as_count, as_float64, as_kept, group_size, require_shape
 from reference.selection import top_k
 
@@ -247,14 +247,10 @@ def score_prompt(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, c
     """
     keys, values = _as_tokens(keys, values, "B H_kv T")
     chunk_size = as_count("chunk_size", chunk_size, low=1)
-    grouped = _grouped("queries", as_float64("queries", queries, "B H_q W D"), keys)
-    length, window = keys.shape[2], grouped.shape[3]
-    if window > length:
-        raise ValueError(f"queries: got {window} queries, wanted at most the {length} tokens of keys")
-    visible = np.arange(length) <= np.arange(length - window, length)[:, None]
-    logits = np.where(visible, attention_logits(grouped, keys[:, :, None]), -np.inf)
-    each = softmax(logits).mean(axis=(2, 3)) * residual_norm(keys, values, no_moments(keys, values))
+    alpha = causal_attention(*by_group(queries, keys)).mean(axis=(2, 3))
+    each = alpha * residual_norm(keys, values, no_moments(keys, values))
     # Decision: a chunk gets the mean score of its tokens; the last chunk may be shorter.
+    length = keys.shape[2]
     starts = np.arange(0, length, chunk_size)
     sizes = np.diff(starts, append=length)
     return np.repeat(np.add.reduceat(each, starts, axis=-1) / sizes, sizes, axis=-1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.attention import attention_logits, softmax
-from reference.h2o import by_group
+from reference.attention import attention_logits, by_group, softmax
 
 METHOD = "keeps the tokens that the last query attends to, averaged over all heads of the layer"
 

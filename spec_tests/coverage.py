@@ -19,7 +19,7 @@ from spec_tests.mutants import load_mutants
 
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 
-_ID = r"[A-Z]{2,5}-[A-Z]?\d*"
+_ID = r"[A-Z][A-Z\d]{1,4}-[A-Z]?\d*"
 _OPENING = re.compile(rf"^({_ID}(?:\.\.[A-Z]?\d+)?(?:, {_ID}(?:\.\.[A-Z]?\d+)?)*):")
 
 

@@ -61,6 +61,9 @@ class Implementation:
     def __repr__(self) -> str:
         return f"{self.name} ({self.array_library}, {self.device}, {self.dtype})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would print every field, the history of calls among them
+
     def __getattr__(self, stem: str) -> Any:
         if stem.startswith("_") or stem not in STEMS:
             raise AttributeError(f"{stem}: not a file of reference/")

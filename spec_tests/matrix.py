@@ -6,11 +6,15 @@ apart.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import pkgutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -19,9 +23,10 @@ from hypothesis import seed as with_seed
 import spec_tests
 from spec_tests.implementation import ANY, Implementation
 from spec_tests.law import LAWS, Law
-from spec_tests.mutants import Mutant
+from spec_tests.mutants import Mutant, load_mutants
 
 SECONDS = 60
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 class _TimedOut(Exception):
@@ -88,3 +93,70 @@ def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
     found = [law for law in load_laws().values() if mutant.of in law.functions or ANY in law.functions]
     found = [law for law in found if requirement is None or law.requirement.id == requirement]
     return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
+
+
+def row(name: str, max_examples: int) -> dict[str, Any]:
+    """One mutant against every law that calls its function."""
+    mutant = load_mutants()[name]
+    implementation = mutant.implementation()
+    laws = [law for law in laws_for(mutant) if not law.missing(implementation)[0]]
+    outcomes = {law.name: outcome(law, implementation, max_examples=max_examples)[0] for law in laws}
+    own = {outcomes[law.name] for law in laws if law.requirement.id == mutant.killed_by}
+    verdict = next((word for word in ("killed", "timed out", "crashed") if word in own), "survived")
+    return {
+        "mutant": name,
+        "of": mutant.of,
+        "killed_by": mutant.killed_by,
+        "misconception": mutant.misconception,
+        "verdict": verdict,
+        "laws": outcomes,
+    }
+
+
+def page(rows: list[dict[str, Any]], max_examples: int) -> str:
+    """The matrix as Markdown: what was planted, whether its own requirement kills it, and how many of its laws do."""
+    verdicts = Counter(entry["verdict"] for entry in rows)
+    lines = [
+        "# Kill matrix",
+        "",
+        "Each planted mistake against every law that calls its function. A kill is an assertion of a law of the requirement that",
+        "the mistake names; crashes and hangs are counted apart. `python -m spec_tests.matrix` made this page, with",
+        f"{max_examples} inputs a law; the whole matrix is [kill_matrix.json](kill_matrix.json).",
+        "",
+        ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",
+        "",
+        "| function | planted mistake | must die by | outcome | laws that kill it |",
+        "|---|---|---|---|---|",
+    ]
+    for entry in rows:
+        kills = sorted(name.split("::")[1] for name, word in entry["laws"].items() if word == "killed")
+        shown = "<br>".join(kills[:3]) + (f"<br>and {len(kills) - 3} more" if len(kills) > 3 else "")
+        total = f"{len(kills)} of {len(entry['laws'])}"
+        cells = (f"`{entry['of']}`", entry["misconception"], entry["killed_by"], entry["verdict"], f"{total}: {shown}")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    from joblib import Parallel, delayed
+    from rich.progress import track
+
+    parser = argparse.ArgumentParser(
+        description="Run every planted mistake against every law; write docs/kill_matrix.json and .md."
+    )
+    parser.add_argument("--max-examples", type=int, default=30, help="inputs that each law draws (default 30)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    arguments = parser.parse_args()
+    names = sorted(load_mutants())
+    work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, arguments.max_examples) for name in names)
+    rows = list(track(work, total=len(names), description="mutants"))
+    content = {"schema": "evictionary/kill-matrix/1", "max_examples": arguments.max_examples, "mutants": rows}
+    (DOCS / "kill_matrix.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (DOCS / "kill_matrix.md").write_text(page(rows, arguments.max_examples), encoding="utf-8")
+    survivors = [entry["mutant"] for entry in rows if entry["verdict"] != "killed"]
+    print("not killed: " + ", ".join(survivors) if survivors else f"all {len(rows)} killed by their own laws")
+    raise SystemExit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,19 @@
-"""Laws of attention over a compressed cache: ATT-1 to ATT-4."""
+"""Laws of attention: over a compressed cache, ATT-1 to ATT-4; by groups of query heads, ATT-5; causal, ATT-6."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from hypothesis import strategies as st
 
 from reference import cache as reference_cache
-from spec_tests.cases import seeded_cases, seeds
+from spec_tests.cases import cases, seeded_cases, seeds
 from spec_tests.law import law
 from spec_tests.test_cache import draw_mask
 from spec_tests.tolerance import Violation, require_numbers
 
 CASES = seeded_cases(max_length=33)
+BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
 
 
 def compressed(impl, case, kept):
@@ -67,3 +70,64 @@ def test_large_logits_stay_finite(impl, case):
     bound = np.abs(case.values).max()
     if np.abs(output).max() > bound * 1.01:
         raise Violation(f"an output of {np.abs(output).max():.3g} leaves the range of the values, {bound:.3g}", None, output)
+
+
+@law("ATT-5", of=BY_GROUP, case=seeded_cases(min_length=3))
+def test_each_query_head_stands_beside_its_kv_head(impl, case):
+    """Query head h stands at [h // G, h % G], its numbers unchanged; the keys get an axis of one, which a group shares."""
+    grouped, shared = impl.attention.by_group(case.queries, case.keys)
+    require_numbers(grouped, (case.batch, case.num_kv_heads, case.group, case.num_queries, case.head_dim), "the grouped queries")
+    require_numbers(shared, (case.batch, case.num_kv_heads, 1, case.length, case.head_dim), "the shared keys")
+    for head in range(case.group * case.num_kv_heads):
+        expected, got = impl.round(case.queries)[:, head], grouped[:, head // case.group, head % case.group]
+        if (got != expected).any():
+            raise Violation(f"query head {head} is not at [{head // case.group}, {head % case.group}]", expected, got)
+    if (shared[:, :, 0] != impl.round(case.keys)).any():
+        raise Violation("the keys are not those of the KV heads in their order", case.keys, shared[:, :, 0])
+
+
+@law("ATT-5", of=BY_GROUP, shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]))
+def test_queries_that_do_not_fit_are_refused(impl, shape):
+    """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
+    with pytest.raises(ValueError, match="queries"):
+        impl.attention.by_group(np.ones(shape), np.ones((1, 2, 3, 4)))
+
+
+def last_queries(case, seed):
+    """Queries of the last tokens, of one, of several or of all, [B, H_kv, M, D]."""
+    generator = np.random.default_rng(seed)
+    shape = (*case.keys.shape[:2], generator.integers(1, case.keys.shape[2] + 1), case.keys.shape[3])
+    return generator.normal(size=shape)
+
+
+@law("ATT-6", of=CAUSAL, case=cases(max_length=33), seed=seeds())
+def test_causal_attention_is_the_softmax_over_the_tokens_so_far(impl, case, seed):
+    """Each query attends with scale 1/sqrt(D) to the tokens up to its own; also computed query by query over what it can see."""
+    queries = last_queries(case, seed)
+    allowed = impl.allowance(CAUSAL, queries, case.keys)
+    allowed.check(impl.attention.causal_attention(queries, case.keys), "the attention")
+    queries, keys = impl.round(queries), impl.round(case.keys)
+    by_hand = np.zeros((*queries.shape[:3], keys.shape[2]))
+    for item, head, row in np.ndindex(queries.shape[:3]):
+        seen = keys.shape[2] - queries.shape[2] + row + 1
+        logits = keys[item, head, :seen] @ queries[item, head, row] / keys.shape[-1] ** 0.5
+        weights = np.exp(logits - logits.max())
+        by_hand[item, head, row, :seen] = weights / weights.sum()
+    if np.abs(by_hand - allowed.expected).max() > 1e-12 * (1 + np.abs(keys).max()):
+        raise Violation("the oracle differs from the plain loop", by_hand, allowed.expected)
+
+
+@law("ATT-6", of=CAUSAL, case=seeded_cases(max_length=33), seed=seeds(), size=st.sampled_from([1.0, 1e4]))
+def test_later_tokens_get_nothing(impl, case, seed, size):
+    """The weights beyond a query's own token are 0, not merely small, and the others sum to 1, however large the later keys are."""
+    queries = last_queries(case, seed)
+    keys = size * case.keys / np.abs(case.keys).max(initial=1e-300)
+    got = impl.attention.causal_attention(queries, keys)
+    num_queries, length = queries.shape[2], case.length
+    require_numbers(got, (*queries.shape[:3], length), "the attention")
+    later = np.arange(length) > np.arange(length - num_queries, length)[:, None]
+    if (got[..., later] != 0).any():
+        raise Violation("a query gives weight to a later token", 0.0, got)
+    slack = length * impl.allowance(CAUSAL, queries, keys).largest + 1e-12
+    if got.min() < 0 or np.abs(got.sum(axis=-1) - 1).max() > slack:
+        raise Violation("the weights of a query are negative or do not sum to 1", 1.0, got.sum(axis=-1))

@@ -241,7 +241,7 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon):
         observed = hidden[:, min(sink_size, case.length - 1) :]
         states = observed.mean(axis=1, keepdims=True) + observed.std(axis=1, keepdims=True) * noise
         queries = np.stack([states @ each for each in weight], axis=1)
-        rotated = sum(rope.rotate(queries, np.array(case.length + step)) for step in range(horizon)) / horizon
+        rotated = rope.rotate(queries[..., None, :], case.length + np.arange(horizon)).mean(axis=-2)
         return rotated @ np.swapaxes(np.repeat(keys, case.group, axis=1), -1, -2) / case.head_dim**0.5
 
     logits = allowance(by_hand, hidden, weight, noise, keys, dtype=impl.dtype)

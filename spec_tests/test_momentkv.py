@@ -133,7 +133,9 @@ def test_moments_of_disjoint_sets_add_up(impl, case, seed):
 def test_the_empty_set_has_moments_of_zero(impl, case):
     """Count 0, and sums of zero in the shapes of the heads, D_v by D for the products."""
     got = impl.momentkv.no_moments(case.keys, case.values)
-    same_moments(impl, [impl.allowance("momentkv.no_moments", case.keys, case.values, pick=pick) for pick in range(4)], got, "empty")
+    same_moments(
+        impl, [impl.allowance("momentkv.no_moments", case.keys, case.values, pick=pick) for pick in range(4)], got, "empty"
+    )
 
 
 @law("MK-C2", of=UPDATE, large=st.sampled_from([2048.0, 65536.0]))
@@ -174,6 +176,15 @@ def test_the_covariance_is_the_centred_sum(impl, case, seed):
         near(after[item, head], expected, allowed_after, "Stilde after a shift of the keys")
         if len(k):
             near(got[item, head], (v - v.mean(axis=0)).T @ (k - k.mean(axis=0)), allowed, "Stilde with centred values")
+
+
+@law("MK-C2", of="momentkv.recover", power=st.integers(0, 24))
+def test_no_entry_of_the_covariance_is_too_small_to_count(impl, power):
+    """Keys 2 and -2 with values 2^-p and -2^-p: Stilde is 2^(2-p), however small; nothing below 1e-6 is cut."""
+    keys = np.array([[[[2.0], [-2.0]]]])
+    moments = moments_of(keys, keys / 2 ** (power + 1), np.ones((1, 1, 2), dtype=bool))
+    got = impl.momentkv.recover(moments)[2]
+    impl.allowance("momentkv.recover", moments, pick=2).check(got, "Stilde", np.array([[[[2.0 ** (2 - power)]]]]))
 
 
 @law("MK-25", of=UPDATE, bad=st.sampled_from(["evicted", "evicted dtype", "moments", "count", "values"]))
@@ -219,6 +230,31 @@ def score_in_loops(query, keys, values, moments):
     return scores
 
 
+def misfit(bad):
+    """Arguments of score and attend of which one does not fit the others."""
+    query, keys, values = np.ones((1, 4, 2)), np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5))
+    kept, moments = np.ones((1, 2, 3), dtype=bool), momentkv.no_moments(keys, values)
+    if bad == "kept":
+        kept = kept[:, :1]
+    elif bad == "moments":
+        moments = moments._replace(value_key_sum=np.swapaxes(moments.value_key_sum, -1, -2))
+    elif bad == "query":
+        query = query[..., :1]
+    elif bad == "heads":
+        query = query[:, :3]
+    else:
+        values = values[:, :, :2]
+    return query, keys, values, kept, moments
+
+
+@law("MK-10", of=SCORE, bad=st.sampled_from(["moments", "query", "heads", "values"]))
+def test_bad_arguments_are_refused(impl, bad):
+    """Moments, a query or values that do not fit raise ValueError naming the argument."""
+    query, keys, values, _, moments = misfit(bad)
+    with pytest.raises(ValueError, match="quer" if bad in ("query", "heads") else bad):
+        impl.momentkv.score(query, keys, values, moments)
+
+
 @law("MK-10", of=SCORE, case=cases(), seed=seeds())
 def test_score_is_attention_times_the_residual(impl, case, seed):
     """alpha_j |v_j - vbar - Stilde k_j / (n sqrt(d))|, with alpha the mean over the group of the softmax."""
@@ -250,17 +286,17 @@ def test_with_nothing_evicted_the_residual_is_the_value(impl, case):
         raise Violation("the scores of unit values do not sum to 1", 1.0, got.sum(axis=-1))
 
 
-@law("MK-10", of=SCORE)
-def test_a_predicted_token_scores_zero(impl):
-    """Evicted k = (2,0,0,0), v = 1 and their mirror image: the model predicts v = k_1, so k_1 = v scores 0 and only that."""
-    key = np.array([2.0, 0, 0, 0])
-    evicted_keys, evicted_values = np.stack([key, -key])[None, None], np.array([[[[1.0], [-1.0]]]])
+@law("MK-10", of=SCORE, power=st.sampled_from([0, 22, 24]))
+def test_a_predicted_token_scores_zero(impl, power):
+    """Evicted k = (2,0,0,0), v = 1 and their mirror image: the model predicts v = k_1, so k_1 = v scores 0, at any scale of v."""
+    key, scale = np.array([2.0, 0, 0, 0]), 2.0**-power
+    evicted_keys, evicted_values = np.stack([key, -key])[None, None], scale * np.array([[[[1.0], [-1.0]]]])
     moments = moments_of(evicted_keys, evicted_values, np.ones((1, 1, 2), dtype=bool))
     keys = np.stack([key, key, 2 * key])[None, None]
-    arguments = np.zeros((1, 1, 4)), keys, np.array([[[[2.0], [-2.0], [2.0]]]]), moments
+    arguments = np.zeros((1, 1, 4)), keys, scale * np.array([[[[2.0], [-2.0], [2.0]]]]), moments
     got = impl.momentkv.score(*arguments)
     what = "the score of the residuals 0, 4 and 2 (values 2, -2 and 2, predictions 2, 2 and 4)"
-    near(got, np.array([[[0, 4, 2]]]) / 3, impl.allowance(SCORE, *arguments), what)
+    near(got, scale * np.array([[[0, 4, 2]]]) / 3, impl.allowance(SCORE, *arguments), what)
 
 
 @law("MK-10", of=SCORE)
@@ -347,31 +383,6 @@ def test_logits_of_ten_thousand_do_not_overflow_the_score(impl, case):
     query[..., 0] = 100
     keys[..., 0] += 100.0 * np.sqrt(keys.shape[-1])
     impl.agrees(SCORE, query, keys, case.values, momentkv.no_moments(keys, case.values))
-
-
-@law("MK-10", of=SCORE, bad=st.sampled_from(["moments", "query", "heads", "values"]))
-def test_bad_arguments_are_refused(impl, bad):
-    """Moments, a query or values that do not fit raise ValueError naming the argument."""
-    query, keys, values, _, moments = misfit(bad)
-    with pytest.raises(ValueError, match="quer" if bad in ("query", "heads") else bad):
-        impl.momentkv.score(query, keys, values, moments)
-
-
-def misfit(bad):
-    """Arguments of score and attend of which one does not fit the others."""
-    query, keys, values = np.ones((1, 4, 2)), np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5))
-    kept, moments = np.ones((1, 2, 3), dtype=bool), momentkv.no_moments(keys, values)
-    if bad == "kept":
-        kept = kept[:, :1]
-    elif bad == "moments":
-        moments = moments._replace(value_key_sum=np.swapaxes(moments.value_key_sum, -1, -2))
-    elif bad == "query":
-        query = query[..., :1]
-    elif bad == "heads":
-        query = query[:, :3]
-    else:
-        values = values[:, :, :2]
-    return query, keys, values, kept, moments
 
 
 @law("MK-10", of=SCORE, case=st.builds(Case, seed=st.integers(0, 99), batch=st.just(2), length=st.just(5)))

@@ -42,6 +42,13 @@ def attend_in_loops(query, keys, values, kept, moments):
     return output
 
 
+@law("MK-12", of=ATTEND, bad=st.sampled_from(["kept", "moments", "query", "heads", "values"]))
+def test_bad_arguments_are_refused(impl, bad):
+    """A mask, moments, a query or values that do not fit raise ValueError naming the argument."""
+    with pytest.raises(ValueError, match="quer" if bad in ("query", "heads") else bad):
+        impl.momentkv.attend(*misfit(bad))
+
+
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds())
 def test_output_mixes_the_retained_and_the_estimated_part(impl, case, seed):
     """what_R f_R + (1 - what_R) fhat_E; heads that keep nothing, or have evicted nothing, among them."""
@@ -116,6 +123,16 @@ def test_a_query_orthogonal_to_the_spread_loses_nothing(impl, case, seed):
     moments = moments_of(keys, values, ~kept)
     allowed = impl.allowance(ATTEND, query, keys, values, kept, moments)
     near(impl.momentkv.attend(query, keys, values, kept, moments), full_attention(query, keys, values), allowed, "the output")
+
+
+@law("MK-C2", of=ATTEND, power=st.integers(0, 24))
+def test_a_small_covariance_moves_the_output(impl, power):
+    """Evicted k = (2,0,0,0), v = 2^-p and their mirror image, nothing kept: at q = (1,0,0,0) the output is 2^-p, however small."""
+    keys, values = np.array([[[[2.0, 0, 0, 0], [-2, 0, 0, 0]]]]), np.array([[[[1.0], [-1]]]]) * 2.0**-power
+    query, nothing = np.array([[[1.0, 0, 0, 0]]]), np.zeros((1, 1, 2), dtype=bool)
+    moments = moments_of(keys, values, ~nothing)
+    got = impl.momentkv.attend(query, keys, values, nothing, moments)
+    impl.allowance(ATTEND, query, keys, values, nothing, moments).check(got, "the output", np.array([[[2.0**-power]]]))
 
 
 @law("MK-11", of=ATTEND, case=short_cases, seed=seeds())
@@ -290,10 +307,3 @@ def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
     )
     if not np.array_equal(got, other):
         raise Violation("value_key_sum plays a part", got, other)
-
-
-@law("MK-12", of=ATTEND, bad=st.sampled_from(["kept", "moments", "query", "heads", "values"]))
-def test_bad_arguments_are_refused(impl, bad):
-    """A mask, moments, a query or values that do not fit raise ValueError naming the argument."""
-    with pytest.raises(ValueError, match="quer" if bad in ("query", "heads") else bad):
-        impl.momentkv.attend(*misfit(bad))

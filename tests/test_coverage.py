@@ -24,6 +24,8 @@ def test_the_coverage_page_is_up_to_date() -> None:
         ("GV-A1, GV-A9..11: x", ["GV-A1", "GV-A9", "GV-A10", "GV-A11"]),
         ("GV-A9..A11: x", ["GV-A9", "GV-A10", "GV-A11"]),
         ("LK-R: x", ["LK-R"]),
+        ("H2-1: x", ["H2-1"]),
+        ("H2-1..3, KD-7: x", ["H2-1", "H2-2", "H2-3", "KD-7"]),
         ("no id here: x", []),
         (None, []),
     ],

@@ -18,7 +18,7 @@ programs where the cache is large, and never below 64 tokens. A program keeps a 
 online softmax, in powers of two), and writes its normalised output and the logarithm of its sum.
 Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks.
 
-The tiling. Tensor cores multiply at least 16 rows, so G * M rows are padded to 16 and taken 64 at a time at most. A tile of 64
+The tiling. Tensor cores multiply at least 16 rows, so G * M rows are padded to 16 and taken 32 at a time at most. A tile of 64
 tokens (32 where a row is 512 bytes or more) keeps K and V in flight two to three deep in shared memory and leaves room for two
 programs on a multiprocessor. The products take float16 or bfloat16 factors and add in float32; the logits are scaled in float32
 after the product. float32 caches are multiplied in full float32, which tensor cores do not do.
@@ -100,7 +100,7 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
         tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if wide else 4, "num_stages": 2}
     else:
         wide = max(block_d, block_dv) > 128
-        tile = {"BLOCK_ROWS": min(64, padded(rows)), "BLOCK_T": 32 if wide else 64, "num_warps": 4, "num_stages": 2 if wide else 3}
+        tile = {"BLOCK_ROWS": min(32, padded(rows)), "BLOCK_T": 32 if wide else 64, "num_warps": 4, "num_stages": 2 if wide else 3}
     # The interpreter cannot multiply bfloat16; float32 holds every bfloat16 exactly.
     bfloat16 = tl.float32 if _is_interpreted(queries) else tl.bfloat16
     dot_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[queries.dtype]

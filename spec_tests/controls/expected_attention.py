@@ -236,19 +236,7 @@ def stored(state, keys, values, positions, queries, steps):
 
 
 @control(STEP, dtypes=NUMPY)
-def head_by_head(
-    state,
-    query,
-    key,
-    value,
-    *,
-    target,
-    interval=512,
-    buffer_size=128,
-    horizon=512,
-    theta=10000.0,
-    epsilon=0.02,
-):
+def head_by_head(state, query, key, value, *, target, interval=512, buffer_size=128, horizon=512, theta=10000.0, epsilon=0.02):
     """NumPy, each head sorted by itself and its evicted rows deleted."""
     token = {"key": (state.keys, key), "value": (state.values, value), "query": (state.queries, query)}
     refuse_step(state, token, {"target": target, "interval": interval, "buffer_size": buffer_size})
@@ -272,19 +260,7 @@ def head_by_head(
 
 
 @control(STEP, array_library="torch", dtypes=ALL)
-def torch_gathering(
-    state,
-    query,
-    key,
-    value,
-    *,
-    target,
-    interval=512,
-    buffer_size=128,
-    horizon=512,
-    theta=10000.0,
-    epsilon=0.02,
-):
+def torch_gathering(state, query, key, value, *, target, interval=512, buffer_size=128, horizon=512, theta=10000.0, epsilon=0.02):
     """torch, computing at least in float32 from the queries to the scores: topk, then positions sorted and rows gathered."""
     token = {"key": (state.keys, key), "value": (state.values, value), "query": (state.queries, query)}
     refuse_step(state, token, {"target": target, "interval": interval, "buffer_size": buffer_size})
@@ -306,17 +282,7 @@ def torch_gathering(
 
 @control(STEP, array_library="torch", dtypes=HALVES)
 def torch_rounded_between(
-    state,
-    query,
-    key,
-    value,
-    *,
-    target,
-    interval=512,
-    buffer_size=128,
-    horizon=512,
-    theta=10000.0,
-    epsilon=0.02,
+    state, query, key, value, *, target, interval=512, buffer_size=128, horizon=512, theta=10000.0, epsilon=0.02
 ):
     """torch, the statistics and scores rounded to the dtype of the keys between the functions, masks in place of indices."""
     token = {"key": (state.keys, key), "value": (state.values, value), "query": (state.queries, query)}

@@ -180,6 +180,11 @@ def weights_in_bfloat16(keys, values, query_mean, query_covariance, *, epsilon=0
     return scored((keys, values, query_mean, query_covariance), epsilon, weigh=weigh)
 
 
+@mutant(SCORE, killed_by="EA-9", misconception="epsilon added to the product, not to the weight")
+def epsilon_outside_the_product(keys, values, query_mean, query_covariance, *, epsilon=0.02):
+    return score(keys, values, query_mean, query_covariance, epsilon=epsilon) + epsilon * (1 - norm(values))
+
+
 @mutant(
     SCORE, killed_by="EA-9", misconception="the logits of the group averaged before the softmax instead of the weights after it"
 )
@@ -229,11 +234,6 @@ def statistics_of_the_first_batch_item(keys, values, query_mean, query_covarianc
 def covariance_of_the_first_head(keys, values, query_mean, query_covariance, *, epsilon=0.02):
     score(keys, values, query_mean, query_covariance, epsilon=epsilon)
     return scored((keys, values, query_mean, np.repeat(query_covariance[:, :1], query_mean.shape[1], axis=1)), epsilon)
-
-
-@mutant(SCORE, killed_by="EA-9", misconception="epsilon added to the product, not to the weight")
-def epsilon_outside_the_product(keys, values, query_mean, query_covariance, *, epsilon=0.02):
-    return score(keys, values, query_mean, query_covariance, epsilon=epsilon) + epsilon * (1 - norm(values))
 
 
 @mutant(SCORE, killed_by="EA-9", misconception="epsilon 0 unless given, as in the authors' library")
@@ -334,6 +334,11 @@ def window(*, position, horizon=512, theta=10000.0):
     return position, horizon, theta
 
 
+@mutant(ROPE, killed_by="EA-6", misconception="the covariance left unturned, the mean alone averaged")
+def covariance_unturned(query_mean, query_covariance, **settings):
+    return average_rope(query_mean, query_covariance, **settings)[0], query_covariance.copy()
+
+
 @mutant(ROPE, killed_by="EA-6", misconception="the window starting one position after the next token's")
 def window_one_too_late(query_mean, query_covariance, **settings):
     average_rope(query_mean, query_covariance, **settings)
@@ -419,11 +424,6 @@ def angles_in_half_precision(query_mean, query_covariance, **settings):
     return averaged(query_mean, query_covariance, settings, matrix=matrix)
 
 
-@mutant(ROPE, killed_by="EA-6", misconception="the covariance left unturned, the mean alone averaged")
-def covariance_unturned(query_mean, query_covariance, **settings):
-    return average_rope(query_mean, query_covariance, **settings)[0], query_covariance.copy()
-
-
 @mutant(ROPE, killed_by="EA-6", misconception="the covariance turned on one side only")
 def covariance_turned_on_one_side(query_mean, query_covariance, **settings):
     return averaged(query_mean, query_covariance, settings, turn=lambda rotation, states: states)
@@ -473,6 +473,13 @@ def shrinking_undone(head_dim, *, position, horizon=512, theta=10000.0):
     return rotation / np.where(size == 0, 1, size)
 
 
+@mutant(
+    f"{STEM}.project_statistics", killed_by="EA-5", misconception="hidden channels taken as independent: variances alone projected"
+)
+def variances_alone_projected(hidden_mean, hidden_covariance, w_q):
+    return (w_q @ hidden_mean[..., None])[..., 0], w_q @ (hidden_covariance * np.eye(w_q.shape[-1])) @ w_q.T
+
+
 @mutant(f"{STEM}.query_statistics", killed_by="EA-5", misconception="the covariance divided by N - 1")
 def unbiased_covariance(queries):
     mean, covariance = query_statistics(queries)
@@ -496,13 +503,6 @@ def one_pass_covariance(queries):
     mean = narrow.mean(axis=-2)
     second = np.swapaxes(narrow, -1, -2) @ narrow / np.float32(queries.shape[-2])
     return query_statistics(queries)[0], np.float64(second - mean[..., None] * mean[..., None, :])
-
-
-@mutant(
-    f"{STEM}.project_statistics", killed_by="EA-5", misconception="hidden channels taken as independent: variances alone projected"
-)
-def variances_alone_projected(hidden_mean, hidden_covariance, w_q):
-    return (w_q @ hidden_mean[..., None])[..., 0], w_q @ (hidden_covariance * np.eye(w_q.shape[-1])) @ w_q.T
 
 
 @mutant(f"{STEM}.project", killed_by="EA-1", misconception="the values rotated too")
@@ -613,97 +613,101 @@ def stepped(state, token, settings, *, position=lambda grown: grown.position, qu
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the position taken from the buffer's length, as in published code")
-def position_from_the_buffer(state, *token, **settings):
-    return stepped(state, token, settings, position=lambda grown: grown.queries.shape[2])
+def position_from_the_buffer(state, query, key, value, **settings):
+    return stepped(state, (query, key, value), settings, position=lambda grown: grown.queries.shape[2])
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the position taken from the cache's length: evicted tokens forgotten")
-def position_from_the_cache(state, *token, **settings):
-    return stepped(state, token, settings, position=lambda grown: grown.keys.shape[2])
+def position_from_the_cache(state, query, key, value, **settings):
+    return stepped(state, (query, key, value), settings, position=lambda grown: grown.keys.shape[2])
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the statistics without the query of this step (stale by one)")
-def newest_query_missing(state, *token, **settings):
-    return stepped(state, token, settings, queries=lambda grown: grown.queries[:, :, : max(1, grown.queries.shape[2] - 1)])
+def newest_query_missing(state, query, key, value, **settings):
+    return stepped(
+        state, (query, key, value), settings, queries=lambda grown: grown.queries[:, :, : max(1, grown.queries.shape[2] - 1)]
+    )
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the newest query alone instead of the buffer")
-def newest_query_alone(state, *token, **settings):
-    return stepped(state, token, settings, queries=lambda grown: grown.queries[:, :, -1:])
+def newest_query_alone(state, query, key, value, **settings):
+    return stepped(state, (query, key, value), settings, queries=lambda grown: grown.queries[:, :, -1:])
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the buffer never cut: the queries of all steps kept")
-def buffer_never_cut(state, *token, **settings):
-    return stepped(state, token, settings)._replace(queries=np.concatenate([state.queries, token[0][:, :, None]], axis=2))
+def buffer_never_cut(state, query, key, value, **settings):
+    return stepped(state, (query, key, value), settings)._replace(
+        queries=np.concatenate([state.queries, query[:, :, None]], axis=2)
+    )
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the buffer emptied at every compression")
-def buffer_emptied(state, *token, **settings):
-    after = decode_step(state, *token, **settings)
+def buffer_emptied(state, query, key, value, **settings):
+    after = decode_step(state, query, key, value, **settings)
     return after._replace(queries=after.queries[:, :, :0]) if after.steps == 0 else after
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the newest token never evicted")
-def newest_token_protected(state, *token, **settings):
+def newest_token_protected(state, query, key, value, **settings):
     def choose(scores, target):
         scores[..., -1] = np.inf
         return top_k(scores, target)
 
-    return stepped(state, token, settings, choose=choose)
+    return stepped(state, (query, key, value), settings, choose=choose)
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the choice of batch item 0 used for the whole batch")
-def first_batch_item_chooses(state, *token, **settings):
+def first_batch_item_chooses(state, query, key, value, **settings):
     def choose(scores, target):
         return np.repeat(top_k(scores[:1], target), scores.shape[0], axis=0)
 
-    return stepped(state, token, settings, choose=choose)
+    return stepped(state, (query, key, value), settings, choose=choose)
 
 
 @mutant(STEP, killed_by="EA-10", misconception="one choice for all heads of a layer, by the mean of their scores")
-def heads_choose_together(state, *token, **settings):
+def heads_choose_together(state, query, key, value, **settings):
     def choose(scores, target):
         return np.repeat(top_k(scores.mean(axis=1, keepdims=True), target), scores.shape[1], axis=1)
 
-    return stepped(state, token, settings, choose=choose)
+    return stepped(state, (query, key, value), settings, choose=choose)
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the lowest scores kept")
-def worst_tokens_kept(state, *token, **settings):
-    return stepped(state, token, settings, choose=lambda scores, target: top_k(-scores, target))
+def worst_tokens_kept(state, query, key, value, **settings):
+    return stepped(state, (query, key, value), settings, choose=lambda scores, target: top_k(-scores, target))
 
 
 @mutant(STEP, killed_by="EA-10", misconception="one token fewer than the target kept")
-def target_missed_by_one(state, *token, **settings):
-    return stepped(state, token, settings, choose=lambda scores, target: top_k(scores, max(1, target - 1)))
+def target_missed_by_one(state, query, key, value, **settings):
+    return stepped(state, (query, key, value), settings, choose=lambda scores, target: top_k(scores, max(1, target - 1)))
 
 
 @mutant(STEP, killed_by="EA-10", misconception="compressed one step late: steps > interval instead of steps >= interval")
-def one_step_late(state, *token, **settings):
-    decode_step(state, *token, **settings)
-    return decode_step(state, *token, **settings | {"interval": settings.get("interval", 512) + 1})
+def one_step_late(state, query, key, value, **settings):
+    decode_step(state, query, key, value, **settings)
+    return decode_step(state, query, key, value, **settings | {"interval": settings.get("interval", 512) + 1})
 
 
 @mutant(STEP, killed_by="EA-10", misconception="steps not counted from 0 again after a compression")
-def steps_not_reset(state, *token, **settings):
-    return decode_step(state, *token, **settings)._replace(steps=state.steps + 1)
+def steps_not_reset(state, query, key, value, **settings):
+    return decode_step(state, query, key, value, **settings)._replace(steps=state.steps + 1)
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the next position counted from the tokens left, not from those seen")
-def position_restarted(state, *token, **settings):
-    after = decode_step(state, *token, **settings)
+def position_restarted(state, query, key, value, **settings):
+    after = decode_step(state, query, key, value, **settings)
     return after._replace(position=after.keys.shape[2])
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the values not compressed together with the keys: the latest ones kept instead")
-def values_left_behind(state, *token, **settings):
-    after = decode_step(state, *token, **settings)
-    return after._replace(values=with_token(state, token, settings).values[:, :, -after.keys.shape[2] :])
+def values_left_behind(state, query, key, value, **settings):
+    after = decode_step(state, query, key, value, **settings)
+    return after._replace(values=with_token(state, (query, key, value), settings).values[:, :, -after.keys.shape[2] :])
 
 
 @mutant(STEP, killed_by="EA-10", misconception="the rows stored from the newest to the oldest")
-def rows_reversed(state, *token, **settings):
-    after = decode_step(state, *token, **settings)
+def rows_reversed(state, query, key, value, **settings):
+    after = decode_step(state, query, key, value, **settings)
     if after.keys.shape[2] > state.keys.shape[2]:
         return after
     return after._replace(keys=after.keys[:, :, ::-1], values=after.values[:, :, ::-1], positions=after.positions[:, :, ::-1])
@@ -712,18 +716,18 @@ def rows_reversed(state, *token, **settings):
 @mutant(
     STEP, killed_by="EA-10", misconception="compressed every 128 steps unless told otherwise: the interval taken for the buffer"
 )
-def interval_of_the_buffer(state, *token, **settings):
-    return decode_step(state, *token, **{"interval": 128} | settings)
+def interval_of_the_buffer(state, query, key, value, **settings):
+    return decode_step(state, query, key, value, **{"interval": 128} | settings)
 
 
 @mutant(STEP, killed_by="EA-10", misconception="epsilon 0 unless given")
-def decoding_without_epsilon(state, *token, **settings):
-    return decode_step(state, *token, **{"epsilon": 0.0} | settings)
+def decoding_without_epsilon(state, query, key, value, **settings):
+    return decode_step(state, query, key, value, **{"epsilon": 0.0} | settings)
 
 
 @mutant(STEP, killed_by="EA-10", misconception="a target of 0 taken for 1 in silence")
-def empty_target_accepted(state, *token, **settings):
-    return decode_step(state, *token, **settings | {"target": max(1, settings["target"])})
+def empty_target_accepted(state, query, key, value, **settings):
+    return decode_step(state, query, key, value, **settings | {"target": max(1, settings["target"])})
 
 
 @mutant(f"{STEM}.reconstruction_error", killed_by="EA-A", misconception="summed over the tokens instead of averaged")

@@ -270,7 +270,7 @@ def empty_set_divided(moments):
         return momentkv.Recovered(mean_key, mean_value, moments.value_key_sum - outer(moments.value_sum, mean_key))
 
 
-@mutant(RECOVER, killed_by="MK-24", misconception="entries of Stilde below 1e-6 set to zero, as appendix C.2 has it")
+@mutant(RECOVER, killed_by="MK-C2", misconception="entries of Stilde below 1e-6 set to zero, as appendix C.2 has it")
 def small_entries_cut(moments):
     found = recover(moments)
     return found._replace(covariance=np.where(np.abs(found.covariance) < 1e-6, 0, found.covariance))
@@ -502,6 +502,17 @@ def covariance_in_float16(query, keys, values, moments):
         unexplained = values - recover(moments).mean_value[..., None, :]
         unexplained = unexplained - keys @ np.swapaxes(half, -1, -2) / scale_of(moments, keys)
         return attention_shares(query, keys) * norms(unexplained)
+
+
+def without_small_entries(moments: Moments) -> Moments:
+    found = recover(moments)
+    cut = np.where(np.abs(found.covariance) < 1e-6, 0, found.covariance)
+    return moments._replace(value_key_sum=cut + outer(moments.value_sum, found.mean_key))
+
+
+@wrong(SCORE, "MK-10", "entries of Stilde below 1e-6 set to zero (appendix C.2): a threshold that knows nothing of the scale")
+def small_entries_cut_from_the_residual(query, keys, values, moments):
+    return momentkv.score(query, keys, values, without_small_entries(moments))
 
 
 @wrong(SCORE, "MK-10", "scores rounded to bfloat16")
@@ -892,6 +903,11 @@ def weights_in_bfloat16(query, keys, values, kept, moments):
     return mixed(query, keys, values, kept, moments, weights=weights)
 
 
+@wrong(ATTEND, "MK-C2", "entries of Stilde below 1e-6 set to zero, as appendix C.2 has it")
+def small_entries_cut_from_the_output(query, keys, values, kept, moments):
+    return momentkv.attend(query, keys, values, kept, without_small_entries(moments))
+
+
 @mutant(ATTEND, killed_by="MK-12", misconception="a mask of one head stretched over all in silence")
 def mask_stretched(query, keys, values, kept, moments):
     return momentkv.attend(query, keys, values, np.broadcast_to(kept, keys.shape[:3]).copy(), moments)
@@ -1098,7 +1114,9 @@ def empty_budget_raised(query, new_key, new_value, keys, values, moments, budget
 # The prompt
 
 
-def prompt_scores(queries, keys, values, chunk_size, *, group=grouped, hidden=None, reduce=lambda weights: weights.mean(axis=(2, 3))):
+def prompt_scores(
+    queries, keys, values, chunk_size, *, group=grouped, hidden=None, reduce=lambda weights: weights.mean(axis=(2, 3))
+):
     """The right score of a prompt, with one part of it replaced; `hidden` [W, T] is True where a query does not see a key."""
     length, window = keys.shape[2], queries.shape[2]
     if hidden is None:
