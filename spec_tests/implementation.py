@@ -153,7 +153,7 @@ class Implementation:
             return value.astype(self.dtype) if value.dtype.kind == "f" else value.copy()
         import torch
 
-        tensor = torch.from_numpy(np.ascontiguousarray(value))
+        tensor = torch.from_numpy(np.array(value, order="C"))  # a copy: torch refuses negative strides
         dtype = getattr(torch, self.dtype) if value.dtype.kind == "f" else tensor.dtype
         return tensor.to(device=self.device, dtype=dtype, copy=True)
 

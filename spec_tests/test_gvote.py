@@ -226,8 +226,9 @@ def test_arguments_that_do_not_fit_are_refused(impl, bad):
     ),
     sink_size=st.sampled_from([0, 4]),
     horizon=st.integers(1, 30),
+    theta=st.sampled_from([10000.0, 50.0]),
 )
-def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon):
+def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, theta):
     """Line by line: statistics of the hidden states, samples, W_Q, averaged RoPE from position T on, votes, union, cache."""
     generator = np.random.default_rng(case.seed)
     query, channels = 2 * case.queries[:, :, 0], 6
@@ -241,13 +242,14 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon):
         observed = hidden[:, min(sink_size, case.length - 1) :]
         states = observed.mean(axis=1, keepdims=True) + observed.std(axis=1, keepdims=True) * noise
         queries = np.stack([states @ each for each in weight], axis=1)
-        rotated = rope.rotate(queries[..., None, :], case.length + np.arange(horizon)).mean(axis=-2)
+        rotated = rope.rotate(queries[..., None, :], case.length + np.arange(horizon), theta).mean(axis=-2)
         return rotated @ np.swapaxes(np.repeat(keys, case.group, axis=1), -1, -2) / case.head_dim**0.5
 
     logits = allowance(by_hand, hidden, weight, noise, keys, dtype=impl.dtype)
     if not np.isfinite(logits.largest):
         reject()
-    got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, p=0.5, sink_size=sink_size, horizon=horizon)
+    settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
+    got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, **settings)
     kept = np.zeros(keys.shape[:3], dtype=bool)
     for item, head, rows in cache.heads(cache.CompressedCache(*got)):
         kept[item, head, got[2][rows]] = True

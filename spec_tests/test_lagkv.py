@@ -197,7 +197,7 @@ def test_one_channel_does_not_vary(impl, case, keys_too):
         case.next_values[..., one],
     )
     allowed = impl.allowance(SCORE, *inputs)
-    # 1/L may be exact as a quotient where exp(-log L), the softmax through its log-sum-exp, is off by the rounding of the logarithm.
+    # 1/L may be exact as a quotient where exp(-log L), the softmax through its log-sum-exp, has the rounding of the logarithm.
     size = impl.allowance("attention.log_sum_exp", np.zeros(case.keys.shape[2])).largest * float(allowed.expected.max())
     allowed = replace(allowed, largest=allowed.largest + size, mean=allowed.mean + size)
     got = impl.lagkv.score(*inputs)

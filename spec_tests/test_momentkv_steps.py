@@ -10,7 +10,7 @@ from reference import momentkv
 from reference.momentkv import Moments
 from spec_tests.cases import KINDS, cases, seeded_cases, seeds
 from spec_tests.law import law
-from spec_tests.test_momentkv import SCORE, moments_of, near, short_cases, situation, some, whole
+from spec_tests.test_momentkv import moments_of, near, scoring, short_cases, situation, some, whole
 from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
 
 ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
@@ -61,7 +61,7 @@ def test_a_step_evicts_the_lowest_score(impl, case, seed):
     new_key, new_value = case.next_keys[:, :, 0], case.next_values[:, :, 0]
     all_keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
-    allowed = impl.allowance(SCORE, query, all_keys, all_values, moments)
+    allowed = scoring(impl, query, all_keys, all_values, moments)
     _, left_keys, left_values, _ = impl.momentkv.decode_step(query, new_key, new_value, keys, values, moments, keys.shape[2])
     rounded = np.concatenate([impl.round(all_keys), impl.round(all_values)], axis=-1)
     left = np.concatenate([left_keys, left_values], axis=-1)

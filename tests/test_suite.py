@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,8 +66,9 @@ def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
     assert done.returncode == 1
     assert "KD-8 does not hold for keydiff.score of my_kernels (numpy, cpu, float64)" in done.stdout
     assert "smallest input" in done.stdout
-    assert "KD-8     fail" in done.stdout
-    assert "KD-O     not provided: no file selection.py" in done.stdout
+    assert "KD-8      fail" in done.stdout
+    assert "KD-O      not provided by my_kernels (numpy, cpu, float64): no file selection.py" in done.stdout
+    assert "your numbers equal those of: mean taken before normalising (KD-8)" in done.stdout
 
 
 def test_the_previous_partition_is_told_so(folder: Path) -> None:
@@ -85,6 +88,9 @@ def test_the_printed_repro_runs(folder: Path) -> None:
     assert done.stdout.startswith("expected ")
     expected, got = done.stdout.split("got     ")
     assert expected.split()[1:] != got.split()
+    shown = re.search(r"smallest input  keys = [\[ ]*(-?\d+\.\d{0,6})", output)
+    assert shown, output
+    assert shown[1] in program  # the repro has the input of the sentence
 
 
 def test_the_header_names_what_is_judged() -> None:
@@ -98,8 +104,29 @@ def test_several_implementations_have_a_verdict_each(folder: Path) -> None:
     (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1)\n")
     done = judge("spec_tests/test_knorm.py", "--impl", "reference", "--impl", str(folder))
     assert done.returncode == 1
-    assert done.stdout.count("KN-1     pass") == 1
-    assert done.stdout.count("KN-1     fail") == 1
+    row = next(line for line in done.stdout.splitlines() if line.startswith("KN-1  "))
+    assert row.split()[1] == "pass"
+    assert "fail (" in row
+
+
+def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
+    (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n")
+    done = judge("spec_tests/test_knorm.py", "--impl", str(folder), "--report", str(tmp_path / "out"))
+    assert done.returncode == 0
+    verdict = json.loads((tmp_path / "out" / "conformance.json").read_text())
+    assert verdict["schema"] == "evictionary/conformance/1"
+    assert verdict["implementations"][0]["requirements"]["KN-1"]["verdict"] == "pass"
+    assert json.loads((tmp_path / "out" / "badge.json").read_text())["message"] == "1 of 1 requirements"
+    assert "<testsuite" in (tmp_path / "out" / "junit.xml").read_text()
+
+
+def test_what_is_required_must_be_provided(folder: Path) -> None:
+    (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n")
+    arguments = ("spec_tests/test_knorm.py", "spec_tests/test_selection.py", "--impl", str(folder))
+    assert judge(*arguments).returncode == 0
+    done = judge(*arguments, "--require", "all")
+    assert done.returncode == 1
+    assert "SEL-1 is required of my_kernels (numpy, cpu, float64): no file selection.py" in done.stdout
 
 
 def test_an_exception_of_the_implementation_is_located(folder: Path) -> None:
@@ -133,6 +160,7 @@ def test_what_cannot_be_judged_is_an_error(folder: Path, content: dict[str, str]
         (["--impl", "no_such_package"], "no_such_package: neither a folder, a .py file nor an importable package"),
         (["--impl", "no/such/keydiff.py"], "no such file or folder"),
         (["--dtype", "float8"], "--dtype: got 'float8'"),
+        (["--require", "KD-99"], "--require: got 'KD-99'"),
         (["--impl", "reference", "--dtype", "bfloat16"], "NumPy, which has no bfloat16"),
     ],
 )

@@ -91,12 +91,12 @@ def methods(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    table = Table(title="Methods", title_justify="left")
-    for header in ("method", "description", "arXiv", "seams", "options"):
-        table.add_column(header, no_wrap=header != "description")
+    table = Table.grid(padding=(0, 2))
     for each in found:
-        options = "\n".join(f"{name}={value}" for name, value in each["options"].items())
-        table.add_row(each["name"], each["description"], each["paper"] or "", ", ".join(each["seams"]), options)
+        paper = f"arXiv {each['paper']}; " if each["paper"] else ""
+        options = "".join(f"; {name}={value}" for name, value in each["options"].items())
+        table.add_row(f"[bold]{each['name']}[/]", each["description"])
+        table.add_row("", f"[dim]{paper}{', '.join(each['seams'])}{options}[/]")
     Console().print(table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -176,8 +177,8 @@ def head_by_head(cache, kept):
         raise ValueError(f"kept: got {kept.dtype} of shape {kept.shape}, wanted equally many tokens of each head")
     rows = [np.flatnonzero(kept[index]) for index in np.ndindex(kept.shape[:-1])]
     order = np.array(rows).reshape(*kept.shape[:-1], -1)
-    states = (np.take_along_axis(entry, order[..., None], axis=-2) for entry in (cache.keys, cache.values))
-    return Cache(*states, np.take_along_axis(cache.positions, order, axis=-1), cache.seen)
+    keys, values = (np.take_along_axis(entry, order[..., None], axis=-2) for entry in (cache.keys, cache.values))
+    return Cache(keys, values, np.take_along_axis(cache.positions, order, axis=-1), cache.seen)
 
 
 @control("keydiff.attention_policy", array_library="torch", dtypes=("float64", *HALVES))
@@ -203,8 +204,8 @@ def worst_token_sorted_out(cache, keys, values, *, budget, scorer=None):
     joined = written_into_a_buffer(cache, keys, values)
     states = [entry.astype(keys.dtype) for entry in (joined.keys, joined.values)]
     places = np.sort(np.argsort(-summed_backwards(states[0]), axis=-1, kind="stable")[..., :budget], axis=-1)
-    rows = (np.take_along_axis(entry, places[..., None], axis=-2) for entry in states)
-    return Cache(*rows, np.take_along_axis(joined.positions, places, axis=-1), joined.seen)
+    held_keys, held_values = (np.take_along_axis(entry, places[..., None], axis=-2) for entry in states)
+    return Cache(held_keys, held_values, np.take_along_axis(joined.positions, places, axis=-1), joined.seen)
 
 
 @control(PROMPT, dtypes=("float64", "float32"))
@@ -221,8 +222,8 @@ def places_of_the_prompt(keys, values, *, budget, block_size, scorer=None):
         scores = tiled(np.take_along_axis(keys, places[..., None], axis=-2))
         best = np.sort(np.argsort(-scores, axis=-1, kind="stable")[..., :budget], axis=-1)
         places = np.take_along_axis(places, best, axis=-1)
-    states = (np.take_along_axis(entry, places[..., None], axis=-2) for entry in (keys, values))
-    return Cache(*states, places, length)
+    held_keys, held_values = (np.take_along_axis(entry, places[..., None], axis=-2) for entry in (keys, values))
+    return Cache(held_keys, held_values, places, length)
 
 
 @control(PROMPT, array_library="torch", dtypes=("float64", *HALVES))
@@ -230,7 +231,7 @@ def torch_prompt(keys, values, *, budget, block_size, scorer=None):
     """torch, scored in float32 or wider; a token is kept if fewer than `budget` come before it."""
     refuse_block(keys, values, budget=budget, block_size=block_size)
     held_keys, held_values = keys[..., :0, :], values[..., :0, :]
-    positions = torch.zeros((*keys.shape[:-2], 0), dtype=torch.long)
+    positions: Any = torch.zeros((*keys.shape[:-2], 0), dtype=torch.long)
     for start in range(0, keys.shape[-2], block_size):
         stop = min(start + block_size, keys.shape[-2])
         held_keys = torch.cat([held_keys, keys[..., start:stop, :]], dim=-2)

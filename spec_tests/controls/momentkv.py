@@ -35,6 +35,14 @@ def refuse(keys, values, moments=None, query=None, **masks) -> None:
         )
 
 
+def log_sum_exp(logits: np.ndarray, axis: int) -> np.ndarray:
+    """-inf where all logits are."""
+    top = logits.max(axis=axis, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0)
+    total = np.exp(logits - top).sum(axis=axis)
+    return np.where(total > 0, np.squeeze(top, axis) + np.log(np.where(total > 0, total, 1)), -np.inf)
+
+
 # The moments
 
 
@@ -132,7 +140,7 @@ def tiled(query, keys, values, moments):
     """The softmax over tiles of 16 tokens with a running maximum, a second pass for the scores."""
     refuse(keys, values, moments, query)
     group, root = query.shape[1] // keys.shape[1], math.sqrt(keys.shape[-1])
-    mean_key, mean_value, covariance = means_first(moments)
+    _, mean_value, covariance = means_first(moments)
     slope = covariance / (np.maximum(moments.count, 1).astype(keys.dtype) * root)[..., None, None]
     scores = np.zeros(keys.shape[:3], keys.dtype)
     for item, reader in np.ndindex(*query.shape[:2]):
@@ -154,7 +162,7 @@ def tiled(query, keys, values, moments):
 def affine_model(query, keys, values, moments):
     """Value, mean value and slope as one product [v, 1, k] W, tokens on the first axis, weights by a log-sum-exp."""
     refuse(keys, values, moments, query)
-    batch, heads, length, head_dim = keys.shape
+    batch, heads, _, head_dim = keys.shape
     _, mean_value, covariance = value_mean_outside(moments)
     count = np.maximum(moments.count, 1).astype(keys.dtype)[..., None, None]
     slope = covariance / (count * math.sqrt(head_dim))
@@ -163,7 +171,7 @@ def affine_model(query, keys, values, moments):
     model = np.concatenate([identity, -mean_value[..., None], -slope], axis=-1)
     left = np.einsum("tbhc,bhic->tbhi", by_token, model)
     logits = np.einsum("bhgd,bhtd->tbhg", query.reshape(batch, heads, -1, head_dim), keys) / math.sqrt(head_dim)
-    alpha = np.exp(logits - np.logaddexp.reduce(logits, axis=0)).mean(axis=-1)
+    alpha = np.exp(logits - log_sum_exp(logits, 0)).mean(axis=-1)
     return np.moveaxis(alpha * np.sqrt(np.einsum("tbhi,tbhi->tbh", left, left)), 0, -1)
 
 
@@ -263,12 +271,14 @@ def split_in_two(query, keys, values, kept, moments):
     for start in (0, 1):
         logits = grouped @ np.swapaxes(keys[:, :, start::2], -1, -2) / math.sqrt(keys.shape[-1])
         logits = np.where(kept[:, :, None, start::2], logits, -np.inf)
-        log_total = np.logaddexp.reduce(logits, axis=-1)
-        finite = np.where(np.isfinite(log_total), log_total, 0)
-        parts.append((np.exp(logits - finite[..., None]) @ values[:, :, start::2], log_total))
-    everything = np.logaddexp.reduce([log_total for _, log_total in parts], axis=0)
-    everything = np.where(np.isfinite(everything), everything, 0)
-    output = sum(np.exp(log_total - everything)[..., None] * part for part, log_total in parts)
+        top = logits.max(axis=-1, keepdims=True)
+        weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
+        total = weights.sum(axis=-1, keepdims=True)
+        parts.append((weights / np.where(total > 0, total, 1) @ values[:, :, start::2], log_sum_exp(logits, -1)))
+    top = np.maximum.reduce([log_total for _, log_total in parts])
+    weights = [np.exp(log_total - np.where(np.isfinite(top), top, 0))[..., None] for _, log_total in parts]
+    total = np.add.reduce(weights)
+    output = sum(weight * part for weight, (part, _) in zip(weights, parts, strict=True)) / np.where(total > 0, total, 1)
     return output.reshape(*query.shape[:2], -1)
 
 
@@ -286,14 +296,14 @@ def attend_in_torch(query, keys, values, kept, moments):
     return output.reshape(*query.shape[:2], -1)
 
 
-@control(ATTEND, array_library="torch", dtypes=SINGLE)
+@control(ATTEND, array_library="torch", dtypes=("float64",))
 def torch_attend(query, keys, values, kept, moments):
     """torch in the dtype of its inputs."""
     refuse(keys, values, moments, query, kept=kept)
     return attend_in_torch(query, keys, values, kept, moments)
 
 
-@control(ATTEND, array_library="torch", dtypes=HALVES)
+@control(ATTEND, array_library="torch", dtypes=HALVES[1:])
 def torch_attend_widened(query, keys, values, kept, moments):
     """torch, computing in float32 at least and rounding its output to the dtype of the query."""
     refuse(keys, values, moments, query, kept=kept)
@@ -391,7 +401,7 @@ def prompt_query_by_query(queries, keys, values, *, chunk_size=4):
     for item, reader, row in np.ndindex(batch, readers, window):
         head, seen = reader // (readers // heads), length - window + row + 1
         logits = keys[item, head, :seen] @ queries[item, reader, row] / math.sqrt(head_dim)
-        alpha[item, head, :seen] += np.exp(logits - np.logaddexp.reduce(logits))
+        alpha[item, head, :seen] += np.exp(logits - log_sum_exp(logits, 0))
     each = alpha / (readers // heads * window) * np.linalg.norm(values, axis=-1)
     padded = np.pad(each, [(0, 0), (0, 0), (0, -length % chunk_size)]).reshape(batch, heads, -1, chunk_size)
     sizes = np.minimum(chunk_size, length - chunk_size * np.arange(padded.shape[2]))

@@ -352,8 +352,8 @@ def places_for_positions(queries, keys, values, cache):
 @mutant(APPEND, killed_by="KD-3", misconception="new tokens put before the cache")
 def new_tokens_first(cache, keys, values):
     joined = keydiff.append(cache, keys, values)
-    shifted = (np.roll(states, keys.shape[-2], axis=-2) for states in (joined.keys, joined.values))
-    return Cache(*shifted, np.roll(joined.positions, keys.shape[-2], axis=-1), joined.seen)
+    joined_keys, joined_values = (np.roll(states, keys.shape[-2], axis=-2) for states in (joined.keys, joined.values))
+    return Cache(joined_keys, joined_values, np.roll(joined.positions, keys.shape[-2], axis=-1), joined.seen)
 
 
 @mutant(APPEND, killed_by="KD-3", misconception="positions counted from the length of the cache, not from the tokens seen")
@@ -474,8 +474,8 @@ def block_on_top_of_the_budget(cache, keys, values, *, budget, scorer=score):
 def score_order(cache, keys, values, *, budget, scorer=score):
     left = keydiff.process_block(cache, keys, values, budget=budget)
     order = np.argsort(-score(left.keys), axis=-1, kind="stable")
-    rows = (np.take_along_axis(states, order[..., None], axis=-2) for states in (left.keys, left.values))
-    return Cache(*rows, np.take_along_axis(left.positions, order, axis=-1), left.seen)
+    left_keys, left_values = (np.take_along_axis(states, order[..., None], axis=-2) for states in (left.keys, left.values))
+    return Cache(left_keys, left_values, np.take_along_axis(left.positions, order, axis=-1), left.seen)
 
 
 @mutant(PROMPT, killed_by="KD-6", misconception="the prompt compressed in one shot, the block size ignored")
@@ -498,6 +498,12 @@ def tail_dropped(keys, values, *, budget, block_size, scorer=score):
     keydiff.process_prompt(keys, values, budget=budget, block_size=block_size)
     whole = max(1, keys.shape[-2] // block_size) * block_size
     return keydiff.process_prompt(keys[..., :whole, :], values[..., :whole, :], budget=budget, block_size=block_size)
+
+
+@mutant(PROMPT, killed_by="KD-6", misconception="the first block never compressed: a prompt of one block stays whole")
+def first_block_left_whole(keys, values, *, budget, block_size, scorer=score):
+    cache = keydiff.process_prompt(keys, values, budget=budget, block_size=block_size)
+    return cache if block_size < keys.shape[-2] else keydiff.append(None, keys, values)
 
 
 @mutant(PROMPT, killed_by="KD-6", misconception="of equally distinct tokens the later one kept")

@@ -638,7 +638,7 @@ def weighted(queries, keys, *, scale=None, hidden=None, axis=-1):
     attention_weights(queries, keys)
     logits = queries @ np.swapaxes(keys, -1, -2) * (scale or keys.shape[-1] ** -0.5)
     if hidden is None:
-        hidden = ~np.tri(*logits.shape[-2:], logits.shape[-1] - logits.shape[-2], dtype=bool)
+        hidden = np.triu(np.ones(logits.shape[-2:], dtype=bool), k=1 + logits.shape[-1] - logits.shape[-2])
     return softmax(np.where(hidden, -np.inf, logits), axis=axis)
 
 
@@ -707,8 +707,8 @@ def stepped(stream, keys, values, settings, choose):
         stream.seen + keys.shape[2],
     )
     kept, static_length = choose(joined)
-    rows = (states[kept].reshape(*keys.shape[:2], -1, *states.shape[3:]) for states in joined[:3])
-    return Stream(*rows, static_length, joined.seen)
+    rows = [states[kept].reshape(*keys.shape[:2], -1, *states.shape[3:]) for states in joined[:3]]
+    return Stream(rows[0], rows[1], rows[2], static_length, joined.seen)
 
 
 def partitions_after(static_length, length, lag_size):

@@ -25,11 +25,8 @@ def first_query(queries, keys):
 
 @mutant(SCORE, killed_by="TO-1", misconception="the attention of all the queries averaged, not that of the last one")
 def all_queries(queries, keys):
-    return (
-        np.mean([scored(queries, keys, row=row) for row in range(queries.shape[2])], axis=0)
-        if np.ndim(queries) == 4
-        else (tova.score(queries, keys))
-    )
+    tova.score(queries, keys)
+    return np.mean([scored(queries, keys, row=row) for row in range(queries.shape[2])], axis=0)
 
 
 @mutant(SCORE, killed_by="TO-1", misconception="each KV head scored by its own group instead of one score for the layer")

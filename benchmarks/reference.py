@@ -1,0 +1,112 @@
+"""How long the mathematics takes at a size that a lesson uses: `python -m benchmarks.reference`.
+
+Every method over 4,096 tokens, 8 KV heads of 128 dimensions, one query head each, in float64 on one core. The goal is one
+second; H2O reads all queries, so it is quadratic by definition.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import argparse
+import importlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from reference import momentkv
+from spec_tests.implementation import STEMS
+
+TOKENS, HEADS, HEAD_DIM = 4096, 8, 128
+RESULT = Path(__file__).parent / "results" / "reference.json"
+
+
+def workloads() -> dict[str, Callable[[], Any]]:
+    """One call for each method, on the same tensors."""
+    generator = np.random.default_rng(0)
+    keys, values = generator.normal(size=(2, 1, HEADS, TOKENS, HEAD_DIM))
+    queries = generator.normal(size=(1, HEADS, TOKENS, HEAD_DIM))
+    factor = generator.normal(size=(1, HEADS, HEAD_DIM, HEAD_DIM)) / HEAD_DIM
+    moments = momentkv.update(momentkv.no_moments(keys, values), keys, values, np.arange(TOKENS) % 2 == np.zeros((1, HEADS, 1)))
+    arguments: dict[str, dict[str, Any]] = {
+        "expected_attention": {
+            "keys": keys,
+            "values": values,
+            "query_mean": queries.mean(axis=2),
+            "query_covariance": factor @ factor.swapaxes(-1, -2),
+        },
+        "gvote": {"query": queries[:, :, -1], "keys": keys, "sampled_queries": queries[:, :, :8]},
+        "h2o": {"queries": queries, "keys": keys, "budget": TOKENS // 2},
+        "keydiff": {"keys": keys},
+        "knorm": {"keys": keys},
+        "lagkv": {"keys": keys, "values": values, "keep_ratio": 0.5, "lag_size": 128},
+        "momentkv": {"query": queries[:, :, -1], "keys": keys, "values": values, "moments": moments},
+        "snapkv": {"queries": queries[:, :, -32:], "keys": keys},
+        "streaming_llm": {"keys": keys},
+        "tova": {"queries": queries[:, :, -1:], "keys": keys},
+    }
+    found = {}
+    for stem in STEMS:
+        module = importlib.import_module(f"reference.{stem}")
+        if hasattr(module, "METHOD"):
+            seam = getattr(module, "select", None) or module.score
+            found[f"{stem}.{seam.__name__}"] = lambda seam=seam, stem=stem: seam(**arguments[stem])
+    return found
+
+
+def seconds(call: Callable[[], Any], runs: int) -> list[float]:
+    """Processor seconds of each run, after one that is not counted."""
+    call()
+    found = []
+    for _ in range(runs):
+        start = time.process_time()
+        call()
+        found.append(time.process_time() - start)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="counted runs of each method (default 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    timed = {
+        name: seconds(call, arguments.runs)
+        for name, call in track(workloads().items(), description="methods", console=Console(stderr=True))
+    }
+    result = {
+        "tokens": TOKENS,
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "runs": arguments.runs,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        "seconds": {
+            name: {"median": statistics.median(runs), "least": min(runs), "most": max(runs)} for name, runs in timed.items()
+        },
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+        return
+    table = Table("method", "median s", "least", "most", title=f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds")
+    for name, runs in timed.items():
+        table.add_row(name, f"{statistics.median(runs):.3f}", f"{min(runs):.3f}", f"{max(runs):.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+r"""Expected Attention (arXiv 2510.00636): keep what future queries, modelled as Gaussian, are expected to draw most from."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.linalg import vector_norm
+
+from optimized.checks import require_same_kind, require_shape, require_states, working_dtype
+from optimized.rope import frequencies, turn
+from reference.checks import as_count
+
+
+def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
+
+    Args: queries [..., N, D], all of one head, any strides. Returns mean [..., D] and covariance [..., D, D] in float32 (float64
+    for float64). Raises ValueError for a wrongly shaped or integer `queries`, and on a CPU for NaN or infinite numbers.
+    Source: section 2.2; `compute_statistics` in listing 1.
+    """
+    require_states("queries", queries, "... N D")
+    queries = queries.to(working_dtype(queries))
+    mean = queries.mean(dim=-2)
+    centred = queries - mean[..., None, :]
+    # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would have no covariance.
+    return mean, centred.mT @ centred / queries.shape[-2]
+
+
+def average_rope(
+    query_mean: torch.Tensor, query_covariance: torch.Tensor, *, position: int, horizon: int = 512, theta: float = 10000.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged over the next positions.
+
+    Rbar turns and shrinks pairs of channels as RoPE does, with the mean cosine and sine of each, so it is never made: the rows of
+    Sigma are turned, then its columns.
+
+    Args: query_mean [B, H_q, D], query_covariance [B, H_q, D, D], before RoPE (any leading axes); position, that of the next token
+    (the tokens seen, evicted ones too); horizon, how many positions from there on; theta, the base of RoPE.
+    Returns both in the same shapes, in float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN
+    or infinite numbers. Source: section 2.2, equation 6.
+    """
+    require_states("query_mean", query_mean, "... D")
+    require_states("query_covariance", query_covariance, "... D D")
+    head_dim, dtype = query_mean.shape[-1], working_dtype(query_mean)
+    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
+    require_same_kind("query_covariance", query_covariance, "query_mean", query_mean)
+    if head_dim % 2:
+        raise ValueError(f"query_mean: got head_dim {head_dim}, wanted an even number")
+    position, horizon = as_count("position", position, low=0), as_count("horizon", horizon, low=1)
+    if not 0 < theta < math.inf:
+        raise ValueError(f"theta: got {theta}, wanted a positive number")
+    positions = torch.arange(position, position + horizon, dtype=torch.float64, device=query_mean.device)
+    angles = positions[:, None] * frequencies(head_dim, theta, device=query_mean.device)
+    cos, sin = angles.cos().mean(dim=0).to(dtype), angles.sin().mean(dim=0).to(dtype)
+    by_rows = turn(query_covariance.to(dtype), cos, sin)
+    return turn(query_mean.to(dtype), cos, sin), turn(by_rows.mT, cos, sin).mT.contiguous()
+
+
+def score(
+    keys: torch.Tensor, values: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor, *, epsilon: float = 0.02
+) -> torch.Tensor:
+    r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are `ada_kv` on these scores.
+
+    One query head of every group is taken at a time: `k^T Sigma k` of all tokens is the product of K with Sigma, times K, summed
+    over the channels, which needs memory for one more K, whatever the group.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; query_mean [B, H_q, D] and query_covariance [B, H_q, D, D],
+    averaged over RoPE by `average_rope`, of any floating dtype; epsilon >= 0 (0.02 in the paper, 0 for needle retrieval).
+    Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument that does
+    not fit, and on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 9.
+    """
+    require_states("keys", keys, "B H_kv T D")
+    require_states("values", values, "B H_kv T D_v")
+    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    require_same_kind("values", values, "keys", keys)
+    require_states("query_mean", query_mean, "B H_q D")
+    require_states("query_covariance", query_covariance, "B H_q D D")
+    batch, num_kv_heads, _, head_dim = keys.shape
+    num_query_heads = query_mean.shape[1]
+    if num_query_heads % num_kv_heads:
+        raise ValueError(f"query_mean: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} KV heads")
+    require_shape("query_mean", query_mean, (batch, num_query_heads, head_dim), "the batch and head_dim of keys")
+    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
+    for name, statistic in (("query_mean", query_mean), ("query_covariance", query_covariance)):
+        if statistic.device != keys.device:
+            raise ValueError(f"{name}: got device {statistic.device}, wanted {keys.device} (that of keys)")
+    if not 0 <= epsilon < math.inf:
+        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
+    group, dtype = num_query_heads // num_kv_heads, working_dtype(keys)
+    keys = keys.to(dtype)
+    means = query_mean.to(dtype).reshape(batch, num_kv_heads, group, head_dim)
+    covariances = query_covariance.to(dtype).reshape(batch, num_kv_heads, group, head_dim, head_dim)
+    weights = keys.new_zeros(keys.shape[:3])
+    for mean, covariance in zip(means.unbind(dim=2), covariances.unbind(dim=2), strict=True):
+        linear = (keys @ mean[..., None]).squeeze(-1) / math.sqrt(head_dim)
+        quadratic = (keys @ covariance).mul_(keys).sum(dim=-1) / (2 * head_dim)
+        # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
+        weights += (linear + quadratic).softmax(dim=-1) / group
+    # Decision: |v|, as in the paper's experiments; W_o would need every value projected. The square of no float32 leaves float64.
+    return (weights + epsilon) * vector_norm(values, dim=-1, dtype=torch.float64).to(dtype)

@@ -1,0 +1,65 @@
+r"""GVote (arXiv 2509.03136): sampled future queries vote on what stays, each with as many votes as the current query needs."""
+
+from __future__ import annotations
+
+import torch
+
+from optimized.checks import require_same_kind, require_shape, require_states, working_dtype
+from optimized.tova import grouped_logits
+from reference.checks import as_fraction, group_size
+
+
+def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
+    r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
+
+    Args: attention [..., T], weights of at least 0; p in [0, 1]. Returns a mask [..., T]. Raises ValueError for a p outside [0, 1],
+    and on a CPU for a negative weight and for NaN or infinite numbers. Source: section 3.2, step 1; Algorithm 1, line 2.
+    """
+    require_states("attention", attention, "... T")
+    if attention.device.type == "cpu" and (attention < 0).any():
+        raise ValueError(f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0")
+    beyond = float(1 - as_fraction("p", p))
+    falling, order = attention.sort(dim=-1, descending=True, stable=True)
+    # A token is needed as long as those before it hold less than p, that is, as it and those after it hold more than 1 - p.
+    # The tail is summed from its small end, so that at p = 1 no weight above 0 is lost to rounding.
+    tail = falling.flip(-1).cumsum(dim=-1, dtype=torch.float64).flip(-1)
+    # Decision: mass is relative to the sum of the row, which low precision need not leave at 1.
+    needed = tail > beyond * tail[..., :1]
+    needed[..., 0] = True
+    return torch.zeros_like(needed).scatter_(-1, order, needed)
+
+
+def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95) -> torch.Tensor:
+    r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head of the group.
+
+    One sample of every query head is ranked at a time: sorting the logits of all samples at once would take S times the memory.
+
+    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D], any strides; sampled_queries [B, H_q, S, D]; all
+    after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to min(T, S * sum of B_0) tokens, over the query heads
+    of a group. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
+    Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
+    """
+    require_states("query", query, "B H_q D")
+    require_states("keys", keys, "B H_kv T D")
+    require_states("sampled_queries", sampled_queries, "B H_q S D")
+    batch, num_kv_heads, length, head_dim = keys.shape
+    num_query_heads, samples = query.shape[1], sampled_queries.shape[2]
+    require_shape("query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys")
+    wanted = (batch, num_query_heads, samples, head_dim)
+    require_shape("sampled_queries", sampled_queries, wanted, "the batch, heads and channels of query")
+    require_same_kind("query", query, "keys", keys)
+    require_same_kind("sampled_queries", sampled_queries, "keys", keys)
+    group_size(num_query_heads, num_kv_heads)
+    keys = keys.to(working_dtype(keys))  # once, not for every sample
+    attention = grouped_logits(query[:, :, None], keys).softmax(dim=-1)  # [B, H_kv, G, 1, T]
+    budgets = nucleus(attention, p).sum(dim=-1, keepdim=True)
+    votes_by_rank = torch.arange(length, device=keys.device) < budgets
+    kept = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
+    for sampled in sampled_queries.split(1, dim=2):
+        # Decision: the logits, not their softmax. They rank alike, but the softmax of distant logits is 0 for all, and ties.
+        order = grouped_logits(sampled, keys).argsort(dim=-1, descending=True, stable=True)
+        votes = torch.zeros_like(votes_by_rank).scatter_(-1, order, votes_by_rank)
+        # Decision: the query heads of a group share one cache, so it keeps what any of them voted for. The tokens of K_0 itself are
+        # not added, and no sink is protected: the paper's union has the samples' sets and nothing else.
+        kept |= votes.any(dim=3).any(dim=2)
+    return kept

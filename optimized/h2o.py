@@ -1,0 +1,66 @@
+r"""H2O (arXiv 2306.14048), a baseline: keep the heavy hitters, which gathered most attention so far, and as many recent tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from optimized.checks import working_dtype
+from optimized.selection import top_k
+from optimized.tova import grouped_logits, require_queries
+from reference.checks import as_count
+
+# Entries of the attention matrix at a time, over all heads: 64 MiB in float32, whatever the length of the prompt.
+TILE = 2**24
+
+
+def causal_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
+
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T. Returns [B, H_kv, G, M, T], 0 for what a query cannot see.
+    """
+    logits = grouped_logits(queries, keys)
+    num_queries = queries.shape[2]
+    later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu(1)
+    logits[..., -num_queries:].masked_fill_(later, -math.inf)  # what comes before the queries is seen by all of them
+    return logits.softmax(dim=-1)
+
+
+def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries, mean over the group.
+
+    The attention matrix is made for some queries at a time, and of these only for the tokens that they see.
+
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T, D], any strides.
+    Returns scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64); it costs O(M T).
+    Raises ValueError naming what does not fit, and on a CPU for NaN or infinite numbers.
+    Source: section 4.1 of the paper, the accumulated attention score.
+    """
+    require_queries(queries, keys)
+    batch, num_query_heads, num_queries, _ = queries.shape
+    length = keys.shape[2]
+    keys = keys.to(working_dtype(keys))  # once, not for every tile
+    queries = queries.to(keys.dtype)
+    total = keys.new_zeros(keys.shape[:3])
+    block = max(1, TILE // (batch * num_query_heads * length))
+    for start in range(0, num_queries, block):
+        stop = min(start + block, num_queries)
+        seen = length - num_queries + stop  # no query of the block sees a later token
+        received = causal_attention(queries[:, :, start:stop], keys[:, :, :seen])
+        total[..., :seen] += received.mean(dim=2).sum(dim=2)
+    return total
+
+
+def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.Tensor:
+    r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores among the others.
+
+    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T) True in each row.
+    Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half as in its experiments.
+    """
+    budget = as_count("budget", budget, low=1)
+    scores = score(queries, keys)
+    length = scores.shape[-1]
+    # Decision: the odd token of a budget goes to the recent half, so that a budget of 1 keeps the last token.
+    recent = torch.arange(length, device=scores.device) >= length - (budget + 1) // 2
+    return top_k(scores, budget, protected=recent.expand(scores.shape))

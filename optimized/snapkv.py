@@ -1,0 +1,56 @@
+r"""SnapKV (arXiv 2404.14469), a baseline: keep what the last queries of the prompt attend to, smoothed over neighbours."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import avg_pool1d
+
+from optimized.checks import require_states, working_dtype
+from optimized.h2o import causal_attention
+from optimized.tova import require_queries
+from reference.checks import as_count
+
+
+def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
+    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
+
+    Args: weights [..., N]; kernel_size K. Returns [..., N] in float32 (float64 for float64). Raises ValueError for an even K.
+    """
+    require_states("weights", weights, "... N")
+    _require_odd(kernel_size)
+    rows = weights.to(working_dtype(weights)).reshape(-1, weights.shape[-1])
+    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores as if zeros lay beyond it.
+    pooled = avg_pool1d(rows, kernel_size, stride=1, padding=kernel_size // 2, count_include_pad=True)
+    return pooled.view(weights.shape)
+
+
+def score(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7) -> torch.Tensor:
+    r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group, pooled; infinity for the window.
+
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B, H_kv, T, D], any
+    strides; window_size >= 1; kernel_size, odd. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64); all
+    infinite where T <= window_size. A budget of at least window_size keeps the whole window under `selection.top_k`.
+    Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: section 4 of the paper.
+    """
+    window_size = as_count("window_size", window_size, low=1)
+    _require_odd(kernel_size)
+    require_queries(queries, keys)
+    num_queries, length = queries.shape[2], keys.shape[2]
+    window = min(window_size, length)
+    if num_queries < window:
+        raise ValueError(f"queries: got those of the last {num_queries} tokens, wanted at least the {window} of the window")
+    scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
+    if window < length:
+        attention = causal_attention(queries[:, :, -window:], keys)
+        # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
+        before = attention[..., : length - window].mean(dim=(2, 3))
+        scores[..., : length - window] = average_pool(before, kernel_size)
+    return scores
+
+
+def _require_odd(kernel_size: int) -> None:
+    """Raise ValueError unless `kernel_size` is a whole odd number of at least 1."""
+    if as_count("kernel_size", kernel_size, low=1) % 2 == 0:
+        raise ValueError(f"kernel_size: got {kernel_size}, wanted an odd number, or the pooled tokens would be shifted")
