@@ -5,13 +5,24 @@ BIN := .venv/bin
 # Threads that spin while they wait make everything several times slower on a machine that is busy.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint laws clean
+.PHONY: demo test compile-all measure lint laws clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
 
 test: lint .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --profile student \
+		spec_tests/test_keydiff.py --impl optimized.kernels
+
+# Every kernel in every configuration for four GPUs, without one: minutes.
+compile-all: .venv/installed
+	$(BIN)/python -m optimized.kernels.compiling --every
+
+# The laws measured: every planted mistake against every law, every correct variant over 200 seeds. An hour on two cores.
+measure: .venv/installed
+	$(BIN)/python -m spec_tests.matrix
+	$(BIN)/python -m spec_tests.matrix --controls 200
 
 # The laws alone, for one implementation: make laws IMPL=my_kernels
 IMPL ?= reference

@@ -137,6 +137,44 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def alarms(name: str, dtype: str, seed: int, max_examples: int) -> list[str]:
+    """The laws that a correct variant fails at one seed, each with what it said; none is what they are for."""
+    from spec_tests.controls import load_controls
+
+    control = load_controls()[name]
+    implementation = control.implementation(dtype)
+    found = []
+    for law in load_laws().values():
+        if control.of in law.functions and not law.missing(implementation)[0]:
+            word, message = outcome(law, implementation, max_examples=max_examples, seed=seed)
+            if word != "passed":
+                found.append(f"{name} at {dtype}, seed {seed}: {law.name} {word}: {message}")
+    return found
+
+
+def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
+    """Run every correct variant at every dtype over the seeds; print the alarms and return how many there were."""
+    from joblib import Parallel, delayed
+    from rich.progress import track
+
+    from spec_tests.controls import load_controls
+
+    runs = [
+        (name, dtype, seed)
+        for seed in range(seeds)
+        for name, control in sorted(load_controls().items())
+        for dtype in control.dtypes
+    ]
+    work = Parallel(n_jobs=jobs, return_as="generator")(delayed(alarms)(*run, max_examples) for run in runs)
+    found = [line for lines in track(work, total=len(runs), description="controls") for line in lines]
+    print(
+        "\n".join(
+            [*found, f"{len(found)} alarms in {len(runs)} runs of correct variants, {seeds} seeds, {max_examples} inputs a law"]
+        )
+    )
+    return bool(found)
+
+
 def main() -> None:
     from joblib import Parallel, delayed
     from rich.progress import track
@@ -145,8 +183,11 @@ def main() -> None:
         description="Run every planted mistake against every law; write docs/kill_matrix.json and .md."
     )
     parser.add_argument("--max-examples", type=int, default=30, help="inputs that each law draws (default 30)")
+    parser.add_argument("--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     arguments = parser.parse_args()
+    if arguments.controls:
+        raise SystemExit(run_controls(arguments.controls, arguments.max_examples, arguments.jobs))
     names = sorted(load_mutants())
     work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, arguments.max_examples) for name in names)
     rows = list(track(work, total=len(names), description="mutants"))

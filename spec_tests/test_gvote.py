@@ -3,6 +3,8 @@ test_gvote_paper.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import reject
@@ -33,6 +35,11 @@ def whole(case):
 def mass_slack(dtype, length):
     """What the comparison of a mass with p may be wrong by: p, the total and the sum are rounded, and sums accumulate."""
     return 4 * EPSILON[dtype] + length * EPSILON[ACCUMULATOR[dtype]]
+
+
+def angle_error(dtype, position):
+    """What an angle t w up to this position may be wrong by: frequency and product are rounded, in float32 or wider."""
+    return 2 * position * EPSILON[ACCUMULATOR[dtype]]
 
 
 def smallest_count(weights, mass):
@@ -166,14 +173,16 @@ def test_the_budget_is_that_of_the_current_query(impl):
 
 @law("GV-A3", of=SELECT)
 def test_each_query_head_has_its_own_budget(impl):
-    """At p = .5 peaked heads vote for 1 token of 4 and a flat one, head 1, for 2: KV head 0 keeps 3 tokens, KV head 1 keeps 1."""
+    """At p = .5 peaked heads vote for 1 token of 4, a flat one for 2: its KV head keeps 3 tokens, one of peaked heads keeps 1."""
     peaked, sample = one_hot(3)[:, :, 0], np.array([[[[0.0, 0, 1, 8]]]])
     query = np.concatenate([peaked, 0 * peaked, peaked, peaked], axis=1)
     sampled = np.concatenate([sample, np.array([[[[2.0, 1, 0, 0]]]]), sample, sample], axis=1)
-    got = impl.gvote.select(query, np.repeat(one_hot(0, 1, 2, 3), 2, axis=1), sampled, p=0.5)
-    expected = [[[True, True, False, True], [False, False, False, True]]]
-    if got.tolist() != expected:
-        raise Violation("the heads of a group do not vote each with its own budget", expected, got)
+    # The second batch item has the KV heads the other way round.
+    query, sampled = (np.concatenate([states, states[:, [2, 3, 0, 1]]]) for states in (query, sampled))
+    got = impl.gvote.select(query, np.tile(one_hot(0, 1, 2, 3), (2, 2, 1, 1)), sampled, p=0.5)
+    three, one = [True, True, False, True], [False, False, False, True]
+    if got.tolist() != [[three, one], [one, three]]:
+        raise Violation("the heads of a group do not vote each with its own budget", [[three, one], [one, three]], got)
 
 
 @law("GV-A11", of=SELECT)
@@ -193,6 +202,16 @@ def test_far_logits_still_rank(impl):
     got = impl.gvote.select(np.array([[[0.0, 0]]]), keys, np.array([[[[45.25, 0]]]]), p=0.5)
     if got.tolist() != [[[False, True, True]]]:
         raise Violation("the second best token of a sharp sample is lost", [0, 1, 1], got)
+
+
+@law("GV-A9", of=SELECT)
+def test_logits_a_few_roundings_apart_still_rank(impl):
+    """Keys 1, 1 + 8 eps, 1 + 16 eps and 1 + 24 eps, eps that of the dtype under test: the two largest logits get the votes."""
+    keys = np.zeros((1, 1, 4, 4))
+    keys[..., 0] = 1 + 8 * EPSILON[impl.dtype] * np.arange(4)
+    got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
+    if got.tolist() != [[[False, False, True, True]]]:
+        raise Violation("logits that differ count as equal", [0, 0, 1, 1], got)
 
 
 @law("GV-A11", of=SELECT, bad=st.sampled_from(["query", "keys", "sampled_queries", "queries", "p"]))
@@ -238,16 +257,22 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
     noise = generator.normal(size=(case.batch, 3, channels))
     query, keys, hidden, weight, noise = (impl.round(array) for array in (query, case.keys, hidden, weight, noise))
 
-    def by_hand(hidden, weight, noise, keys):
+    def sampled(hidden, weight, noise):
         observed = hidden[:, min(sink_size, case.length - 1) :]
         states = observed.mean(axis=1, keepdims=True) + observed.std(axis=1, keepdims=True) * noise
-        queries = np.stack([states @ each for each in weight], axis=1)
-        rotated = rope.rotate(queries[..., None, :], case.length + np.arange(horizon), theta).mean(axis=-2)
+        return np.stack([states @ each for each in weight], axis=1)
+
+    def by_hand(hidden, weight, noise, keys):
+        queries = sampled(hidden, weight, noise)[..., None, :]
+        rotated = rope.rotate(queries, case.length + np.arange(horizon), theta).mean(axis=-2)
         return rotated @ np.swapaxes(np.repeat(keys, case.group, axis=1), -1, -2) / case.head_dim**0.5
 
     logits = allowance(by_hand, hidden, weight, noise, keys, dtype=impl.dtype)
     if not np.isfinite(logits.largest):
         reject()
+    longest, longest_key = (float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys))
+    moved = angle_error(impl.dtype, case.length + horizon) * longest * longest_key / case.head_dim**0.5
+    logits = replace(logits, largest=logits.largest + moved)
     settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
     got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, **settings)
     kept = np.zeros(keys.shape[:3], dtype=bool)

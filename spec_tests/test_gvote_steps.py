@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from reference import gvote, rope
-from spec_tests.arithmetic import ACCUMULATOR, EPSILON
+from spec_tests.arithmetic import EPSILON
 from spec_tests.cases import cases, seeded_cases, seeds
 from spec_tests.law import law
-from spec_tests.test_gvote import WEIGHTS, drawn_queries, mass_slack, whole
+from spec_tests.test_gvote import WEIGHTS, angle_error, drawn_queries, mass_slack, whole
 from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
 
 NUCLEUS = "gvote.nucleus"
@@ -171,6 +172,16 @@ def test_mass_is_relative_to_the_row(impl):
         raise Violation("the nucleus of (.5, .4375, 0, 0) at .95 is not the first two", [1, 1, 0, 0], kept)
 
 
+@law("GV-A2", of=NUCLEUS)
+def test_many_small_weights_add_up(impl):
+    """Of 4096 equal weights the nucleus at .75 is the first 3072: a sum in half precision would stop growing at a half."""
+    kept = impl.gvote.nucleus(np.full((1, 4096), 2.0**-12), 0.75)
+    require_mask(kept, (1, 4096), "the nucleus")
+    count = int(kept.sum())
+    if abs(count - 3072) > 4096 * mass_slack(impl.dtype, 4096) or not kept[0, :count].all():
+        raise Violation(f"the nucleus is not the first 3072 of 4096 equal weights, but {count} tokens", 3072, count)
+
+
 @law("GV-A2", of=NUCLEUS, bad=st.sampled_from([("p", 1.01), ("p", -0.1), ("p", float("nan")), ("attention", 0.5)]))
 def test_a_bad_nucleus_is_refused(impl, bad):
     """A p outside [0, 1] and a negative weight raise ValueError."""
@@ -179,12 +190,12 @@ def test_a_bad_nucleus_is_refused(impl, bad):
         impl.gvote.nucleus(np.array([0.5, -0.25 if name == "attention" else 0.5]), p)
 
 
-@law("GV-A3", of="gvote.single_step_budget", weights=exact_weights(), p=SIXTEENTHS)
-def test_the_budget_counts_the_nucleus(impl, weights, p):
+@law("GV-A3", of="gvote.single_step_budget", seed=seeds(), length=st.integers(1, 9))
+def test_the_budget_counts_the_nucleus(impl, seed, length):
     """B_0 is the number of tokens of K_0, row by row, whatever the other rows have."""
-    mask = np.stack([gvote.nucleus(weights, p), gvote.nucleus(weights[::-1], 1 / 16)])
+    mask = np.random.default_rng(seed).random((2, 3, length)) < 0.5
     got = impl.gvote.single_step_budget(mask)
-    if np.asarray(got).tolist() != [int(sum(row)) for row in mask]:
+    if np.asarray(got).tolist() != [[row.tolist().count(True) for row in rows] for rows in mask]:
         raise Violation("B_0 is not the size of the nucleus", mask.sum(axis=-1), got)
 
 
@@ -261,8 +272,7 @@ def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta)
     shrinkage = np.sin(horizon * frequency / 2) / (horizon * np.sin(frequency / 2))
     middle = frequency * (position + (horizon - 1) / 2)
     got = impl.gvote.average_cos_sin(head_dim, position=position, horizon=horizon, theta=theta)
-    # An angle of t w is known to t w eps / 2, and a table in the dtype is rounded once more.
-    slack = 2 * (position + horizon) * EPSILON[ACCUMULATOR[impl.dtype]] + 2 * EPSILON[impl.dtype]
+    slack = angle_error(impl.dtype, position + horizon) + 2 * EPSILON[impl.dtype]  # a table in the dtype is rounded once more
     for name, mean, expected in zip(("cos", "sin"), got, (shrinkage * np.cos(middle), shrinkage * np.sin(middle)), strict=True):
         require_numbers(mean, expected.shape, name)
         if np.abs(mean - expected).max() > slack:
@@ -282,6 +292,9 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     queries = np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1)  # an even number of channels
     settings = {"position": position, "horizon": horizon, "theta": theta}
     allowed = impl.allowance("gvote.average_rotation", queries, **settings)
+    # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair by its radius.
+    moved = angle_error(impl.dtype, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
+    allowed = replace(allowed, largest=allowed.largest + moved.max(), mean=allowed.mean + moved.mean())
     got = impl.gvote.average_rotation(queries, **settings)
     allowed.check(got, "the averaged queries")
     queries = impl.round(queries)

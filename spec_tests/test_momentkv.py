@@ -65,6 +65,15 @@ def near(got, expected, allowed, what):
         raise Violation(f"{what} differs from the loops by {error:.3g}", expected, got)
 
 
+def either_way(impl, path, other, *arguments, **settings):
+    """The allowance of a function of the reference, or of `other`, which computes the same in other steps: the larger."""
+    first = impl.allowance(path, *arguments, **settings)
+    second = allowance(other, *impl.rounded(arguments), dtype=impl.dtype, **settings)
+    if not np.isfinite(second.largest):
+        reject()
+    return Allowance(first.expected, max(first.largest, second.largest), max(first.mean, second.mean))
+
+
 # The moments
 
 
@@ -247,11 +256,7 @@ def score_by_logarithms(query, keys, values, moments):
 
 def scoring(impl, *arguments):
     """The allowance of score, whichever way the weights are formed: a rounded log Z errs by its height."""
-    divided = impl.allowance(SCORE, *arguments)
-    by_logarithms = allowance(score_by_logarithms, *impl.rounded(arguments), dtype=impl.dtype)
-    if not np.isfinite(by_logarithms.largest):
-        reject()
-    return Allowance(divided.expected, max(divided.largest, by_logarithms.largest), max(divided.mean, by_logarithms.mean))
+    return either_way(impl, SCORE, score_by_logarithms, *arguments)
 
 
 def misfit(bad):

@@ -338,7 +338,8 @@ def flagged_step(query, new_key, new_value, keys, values, moments, budget):
         moments, kept = gathered(moments, keys, values, gone), kept & ~gone
     output = running_maximum(query, keys, values, kept, moments)
     order = np.argsort(~kept, axis=-1, kind="stable")[..., : min(budget, keys.shape[2]), None]
-    return Step(output, *(np.take_along_axis(states, order, axis=2) for states in (keys, values)), moments)
+    keys, values = (np.take_along_axis(states, order, axis=2) for states in (keys, values))
+    return Step(output, keys, values, moments)
 
 
 @control(STEP, dtypes=SINGLE)
@@ -365,8 +366,8 @@ def head_by_head(query, new_key, new_value, keys, values, moments, budget):
             field[own] = own_sum
         for states, rows in zip(left, (key, value), strict=True):
             states.append(rows[0, 0])
-    shaped = (np.stack(states).reshape(*keys.shape[:2], -1, states[0].shape[-1]) for states in left)
-    return Step(outputs, *shaped, after)
+    keys, values = (np.stack(states).reshape(*keys.shape[:2], -1, states[0].shape[-1]) for states in left)
+    return Step(outputs, keys, values, after)
 
 
 @control(STEP, array_library="torch", dtypes=SINGLE)
@@ -436,7 +437,8 @@ def prompt_in_torch(queries, keys, values, chunk_size):
 def torch_prompt(queries, keys, values, *, chunk_size=4):
     """torch, computing in float32 at least."""
     refuse_prompt(queries, keys, values, chunk_size)
-    return prompt_in_torch(*widened(queries, keys, values), chunk_size)
+    queries, keys, values = widened(queries, keys, values)
+    return prompt_in_torch(queries, keys, values, chunk_size)
 
 
 @control(SELECT_PROMPT, dtypes=SINGLE)
@@ -453,6 +455,7 @@ def chosen_by_partition(queries, keys, values, budget, *, sink_size=1, chunk_siz
 @control(SELECT_PROMPT, array_library="torch", dtypes=HALVES)
 def torch_chosen(queries, keys, values, budget, *, sink_size=1, chunk_size=4):
     """torch: infinite scores for what is protected, then a stable sort."""
-    scores = prompt_in_torch(*widened(queries, keys, values), chunk_size)
+    queries, keys, values = widened(queries, keys, values)
+    scores = prompt_in_torch(queries, keys, values, chunk_size)
     scores[..., :sink_size] = scores[..., keys.shape[2] - queries.shape[2] :] = torch.inf
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < budget

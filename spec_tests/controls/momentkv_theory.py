@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,17 +90,9 @@ def torch_expansion(query, keys, values):
     numerator, mean_part, linear_part, remainder = (
         torch.einsum("...t,...td->...d", weight, values) for weight in (delta.exp(), ones, delta, rest)
     )
-    return Expansion(
-        keys.shape[-2],
-        delta.abs().amax(dim=-1),
-        values.norm(dim=-1).amax(dim=-1),
-        delta.exp().sum(dim=-1),
-        rest.sum(dim=-1),
-        numerator,
-        mean_part,
-        linear_part,
-        remainder,
-    )
+    largest = delta.abs().amax(dim=-1), values.norm(dim=-1).amax(dim=-1)
+    fields: Any = (*largest, delta.exp().sum(dim=-1), rest.sum(dim=-1), numerator, mean_part, linear_part, remainder)
+    return Expansion(keys.shape[-2], *fields)
 
 
 @control(f"{STEM}.log_partition", array_library="torch", dtypes=HALVES)

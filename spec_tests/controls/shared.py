@@ -18,9 +18,10 @@ ALL = ("float64", "float32", "float16", "bfloat16")
 def exact_ratio(ratio) -> Decimal:
     try:
         exact = Decimal(str(ratio))
+        inside = 0 <= exact < 1  # raises for NaN
     except ArithmeticError:
-        raise ValueError(f"compression_ratio: got {ratio!r}") from None
-    if not 0 <= exact < 1:
+        inside = False
+    if not inside:
         raise ValueError(f"compression_ratio: got {ratio!r}")
     return exact
 

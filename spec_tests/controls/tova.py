@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 
 from spec_tests.controls import control
 from spec_tests.controls.attention import ALL, refuse, streamed, torch_weights, widened

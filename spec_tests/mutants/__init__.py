@@ -63,11 +63,16 @@ def load_mutants() -> dict[str, Mutant]:
 
 
 def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any) -> Implementation:
-    """The reference as an implementation to judge, with some functions (`stem.function`) replaced."""
+    """The reference as an implementation to judge, with some functions (`stem.function`) replaced.
+
+    The reference takes no tensors: a replacement that computes with torch is judged alone.
+    """
+    alone = fields.get("array_library") == "torch"
     modules = {}
-    for stem in STEMS:
+    for stem in sorted({path.split(".")[0] for path in functions}) if alone else STEMS:
         modules[stem] = types.ModuleType(stem)
-        vars(modules[stem]).update(vars(importlib.import_module(f"reference.{stem}")))
+        if not alone:
+            vars(modules[stem]).update(vars(importlib.import_module(f"reference.{stem}")))
     for path, function in functions.items():
         stem, attribute = path.split(".")
         setattr(modules[stem], attribute, function)

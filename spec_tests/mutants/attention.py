@@ -10,6 +10,12 @@ from spec_tests.mutants import mutant
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
 
 
+def masked(logits, beyond, hidden=-np.inf):
+    """The logits, `hidden` where a query would see more than the tokens up to its row + `beyond`."""
+    rows, tokens = (np.arange(count) for count in logits.shape[-2:])
+    return np.where(tokens <= rows[:, None] + beyond, logits, hidden)
+
+
 @mutant(BY_GROUP, killed_by="ATT-5", misconception="query head h beside KV head h % H_kv instead of h // G")
 def query_heads_interleaved(queries, keys):
     grouped, shared = by_group(queries, keys)
@@ -50,22 +56,17 @@ def later_tokens_seen(queries, keys):
 
 @mutant(CAUSAL, killed_by="ATT-6", misconception="fewer queries than tokens aligned to the first tokens instead of the last")
 def mask_from_the_upper_left(queries, keys):
-    logits = attention_logits(queries, keys)
-    return softmax(np.where(np.tri(*logits.shape[-2:], dtype=bool), logits, -np.inf))
+    return softmax(masked(attention_logits(queries, keys), 0))
 
 
 @mutant(CAUSAL, killed_by="ATT-6", misconception="a mask one token too far: each query sees the next token")
 def next_token_seen(queries, keys):
-    logits = attention_logits(queries, keys)
-    visible = np.tri(*logits.shape[-2:], k=keys.shape[-2] - queries.shape[-2] + 1, dtype=bool)
-    return softmax(np.where(visible, logits, -np.inf))
+    return softmax(masked(attention_logits(queries, keys), keys.shape[-2] - queries.shape[-2] + 1))
 
 
 @mutant(CAUSAL, killed_by="ATT-6", misconception="hidden logits set to -10 instead of -inf: a little weight goes to later tokens")
 def hidden_logits_finite(queries, keys):
-    logits = attention_logits(queries, keys)
-    visible = np.tri(*logits.shape[-2:], k=keys.shape[-2] - queries.shape[-2], dtype=bool)
-    return softmax(np.where(visible, logits, -10.0))
+    return softmax(masked(attention_logits(queries, keys), keys.shape[-2] - queries.shape[-2], hidden=-10.0))
 
 
 @mutant(CAUSAL, killed_by="ATT-6", misconception="weights masked after the softmax and not normalised again")

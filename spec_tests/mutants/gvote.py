@@ -151,10 +151,10 @@ def any_budgets_taken(scores, budgets):
 # The nucleus and its size.
 
 
-def found(attention, p, needed):
+def found(attention, p, needed, *, sign=-1):
     """The mask of what `needed(falling, mass before, mass up to and with, p)` says of the sorted weights."""
     nucleus(attention, p)
-    order = np.argsort(-attention, axis=-1, kind="stable")
+    order = np.argsort(sign * attention, axis=-1, kind="stable")
     falling = np.take_along_axis(attention, order, axis=-1)
     mass = np.cumsum(falling, axis=-1)
     kept = np.zeros(attention.shape, dtype=bool)
@@ -177,7 +177,7 @@ def more_than_p(attention, p):
     return found(attention, p, lambda falling, before, mass, wanted: first_of_all((before <= wanted) & (falling > 0)))
 
 
-@mutant(NUCLEUS, killed_by="GV-A2", misconception="one token more than needed (an index used as a count, plus one too many)")
+@mutant(NUCLEUS, killed_by="GV-A2", misconception="one token more than needed")
 def one_token_more(attention, p):
     def needed(falling, before, mass, wanted):
         enough = first_of_all(before < wanted)
@@ -216,10 +216,7 @@ def share_of_the_tokens(attention, p):
 
 @mutant(NUCLEUS, killed_by="GV-A2", misconception="the lightest tokens first")
 def lightest_first(attention, p):
-    nucleus(attention, p)
-    return found(
-        attention.max(axis=-1, keepdims=True) - attention, p, lambda falling, before, mass, wanted: first_of_all(before < wanted)
-    )
+    return found(attention, p, lambda rising, before, mass, wanted: first_of_all(before < wanted), sign=1)
 
 
 @mutant(NUCLEUS, killed_by="GV-A2", misconception="all but p: tokens until a mass of 1 - p is reached")
@@ -308,7 +305,8 @@ def observed(hidden_states, sink_size):
 
 @mutant(STATISTICS, killed_by="GV-A4", misconception="the sinks included")
 def sinks_included(hidden_states, *, sink_size=4):
-    return gvote.hidden_statistics(hidden_states, sink_size=0 * observed(hidden_states, sink_size).shape[-2])
+    observed(hidden_states, sink_size)
+    return gvote.hidden_statistics(hidden_states, sink_size=0)
 
 
 @mutant(STATISTICS, killed_by="GV-A4", misconception="4 sinks skipped, whatever is given")
@@ -639,14 +637,12 @@ def samples_of_the_first_batch_item(query, keys, sampled_queries, *, p=0.95):
     return gvote.select(query, keys, np.broadcast_to(sampled_queries[:1], sampled_queries.shape), p=p)
 
 
-@mutant(SELECT, killed_by="GV-A11", misconception="B_0 of batch item 0 for the whole batch")
+@mutant(SELECT, killed_by="GV-A3", misconception="B_0 of batch item 0 for the whole batch")
 def budget_of_the_first_batch_item(query, keys, sampled_queries, *, p=0.95):
     return elected(query, keys, sampled_queries, p, count=lambda budgets: budgets[:1])
 
 
-@mutant(
-    SELECT, killed_by="GV-A11", misconception="noise from a hidden generator added to the samples: the argument does not decide"
-)
+@mutant(SELECT, killed_by="GV-A11", misconception="samples drawn from a hidden generator: the argument does not decide")
 def hidden_generator(query, keys, sampled_queries, *, p=0.95):
     gvote.select(query, keys, sampled_queries, p=p)
     return gvote.select(query, keys, np.random.default_rng(0).normal(size=sampled_queries.shape), p=p)
@@ -666,7 +662,7 @@ def everything_kept_on_error(query, keys, sampled_queries, *, p=0.95):
         return np.ones(keys.shape[:3], dtype=bool)
 
 
-@mutant(SELECT, killed_by="GV-A11", misconception="logits rounded to bfloat16 before they are ranked")
+@mutant(SELECT, killed_by="GV-A9", misconception="logits rounded to bfloat16 before they are ranked")
 def ranked_in_bfloat16(query, keys, sampled_queries, *, p=0.95):
     return elected(query, keys, sampled_queries, p, rank=to_bfloat16)
 

@@ -69,7 +69,7 @@ def no_scale(queries, keys):
 def mask_from_the_upper_left(queries, keys):
     def attend(grouped, shared):
         logits = attention_logits(grouped, shared)
-        return softmax(np.where(np.tri(*logits.shape[-2:], dtype=bool), logits, -np.inf))
+        return softmax(np.where(np.arange(logits.shape[-1]) <= np.arange(logits.shape[-2])[:, None], logits, -np.inf))
 
     return scored(queries, keys, attend=attend)
 

@@ -171,7 +171,15 @@ def last_token_protected(keys):
     return scores
 
 
-@mutant(SCORE, killed_by="KD-8", misconception="NaN, infinite numbers and empty axes scored in silence")
+@mutant(SCORE, killed_by="KD-8", misconception="NaN and infinite numbers replaced in silence")
+def not_finite_replaced(keys):
+    if keys.ndim < 2 or 0 in keys.shape:
+        raise ValueError("keys")
+    directions = unit(np.nan_to_num(keys, posinf=1e3, neginf=-1e3))
+    return -(directions * unit(directions.sum(axis=-2, keepdims=True))).sum(axis=-1)
+
+
+@mutant(SCORE, killed_by="KD-8", misconception="empty axes and too few axes scored in silence")
 def nothing_refused(keys):
     with np.errstate(all="ignore"):
         directions = unit(keys)

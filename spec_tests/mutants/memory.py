@@ -69,3 +69,16 @@ def offsets_in_32_bits(keys):
         offset = int(np.array(item * keys.stride(0)).astype(np.int32)) if keys.stride(0) < 2**32 else 0
         rows.append(keys.as_strided(keys.shape[1:], keys.stride()[1:], keys.storage_offset() + abs(offset)))
     return -torch.linalg.vector_norm(torch.stack(rows), dim=-1)
+
+
+@mutant(
+    "knorm.score",
+    killed_by="MEM-4",
+    misconception="batch items counted from the storage: an expanded batch is scored once, the rest stays zero",
+    array_library="torch",
+)
+def batch_counted_from_storage(keys):
+    stored = keys.untyped_storage().nbytes() // keys.element_size() // keys[0].numel()
+    scores = torch.zeros(keys.shape[:-1])
+    scores[:stored] = -torch.linalg.vector_norm(keys[:stored], dim=-1)
+    return scores

@@ -190,12 +190,6 @@ def counting_from_one(keys, values):
     return empty._replace(count=empty.count + 1)
 
 
-@mutant("momentkv.no_moments", killed_by="MK-22", misconception="the matrix with the channels of the keys as rows")
-def rows_of_keys(keys, values):
-    empty = no_moments(keys, values)
-    return empty._replace(value_key_sum=np.swapaxes(empty.value_key_sum, -1, -2))
-
-
 @mutant(MERGE, killed_by="MK-25", misconception="the sums averaged with the counts as weights, as means are merged")
 def merged_like_means(first, second):
     total = np.maximum(first.count + second.count, 1)

@@ -247,6 +247,21 @@ def oldest_kept(keys, *, sink_size=4):
     return -_recency(keys, 0 * sink_size if sink_size >= 0 else sink_size)
 
 
+@mutant("streaming_llm.score", killed_by="SL-1", misconception="ties among the recent broken by the norms of the keys")
+def norms_break_ties(keys, *, sink_size=4):
+    return _recency(keys, sink_size) - 1e-3 * np.tanh(np.linalg.norm(keys, axis=-1))
+
+
+@mutant("streaming_llm.score", killed_by="SL-1", misconception="a negative sink_size taken for none")
+def negative_sinks_accepted(keys, *, sink_size=4):
+    return _recency(keys, max(0, sink_size))
+
+
+@mutant("ada_kv.select", killed_by="AD-1", misconception="settings out of range clipped in silence")
+def settings_clipped(scores, budget, *, floor_ratio=0.2):
+    return ada_kv.select(scores, max(0, budget), floor_ratio=min(1.0, max(0.0, floor_ratio)))
+
+
 @mutant("ada_kv.select", killed_by="AD-1", misconception="the same budget for every head: no allocation at all")
 def uniform_budgets(scores, budget, *, floor_ratio=0.2):
     ada_kv.select(scores, budget, floor_ratio=floor_ratio)
@@ -270,6 +285,11 @@ def shared_over_the_batch(scores, budget, *, floor_ratio=0.2):
     batch, heads, length = scores.shape
     joined = ada_kv.select(scores.reshape(1, batch * heads, length), budget, floor_ratio=floor_ratio)
     return joined.reshape(scores.shape)
+
+
+@mutant("pyramid_kv.budgets", killed_by="PY-1", misconception="settings out of range clipped in silence")
+def pyramid_settings_clipped(budget, num_layers, *, beta=20.0):
+    return pyramid_kv.budgets(max(1, budget), max(1, num_layers), beta=max(1.0, beta))
 
 
 @mutant("pyramid_kv.budgets", killed_by="PY-1", misconception="budgets that rise with depth")

@@ -22,7 +22,7 @@ def scored(
     reduce=lambda weights: weights.mean(axis=(2, 3)),
     pool=average_pool,
 ):
-    """SnapKV with an attention, a mean [B, H_kv, G, W, N] to [B, H_kv, N] or pooling of one's own; it refuses what SnapKV refuses."""
+    """SnapKV with an attention, a mean [B, H_kv, G, W, N] to [B, H_kv, N] or pooling of one's own; refuses as SnapKV does."""
     right = snapkv.score(queries, keys, window_size=window_size, kernel_size=kernel_size)
     grouped, shared = by_group(queries, keys)
     before = max(0, keys.shape[2] - window_size)
@@ -169,7 +169,7 @@ def window_not_protected(queries, keys, *, window_size=32, kernel_size=7):
 @mutant(
     SCORE,
     killed_by="SN-1",
-    misconception="the window given the largest score before it plus 0 (a maximum, no infinity): a tie can evict it",
+    misconception="the window given the largest score before it instead of infinity: a tie can evict it",
 )
 def window_at_the_maximum(queries, keys, *, window_size=32, kernel_size=7):
     scores = snapkv.score(queries, keys, window_size=window_size, kernel_size=kernel_size)
