@@ -346,6 +346,13 @@ def one_pass_in_float32(hidden_states, *, sink_size=4):
     return mean.astype(np.float64), np.maximum(0, squares - mean * mean).astype(np.float64)
 
 
+@mutant(STATISTICS, killed_by="GV-A4", misconception="one pass, E[x^2] - E[x]^2, which cancels where the mean is large")
+def one_pass(hidden_states, *, sink_size=4):
+    states = observed(hidden_states, sink_size)
+    mean = states.mean(axis=-2)
+    return mean, np.maximum(0, (states * states).mean(axis=-2) - mean * mean)
+
+
 @mutant(STATISTICS, killed_by="GV-A4", misconception="one mean and variance for all channels")
 def pooled_over_channels(hidden_states, *, sink_size=4):
     states = observed(hidden_states, sink_size)
