@@ -121,6 +121,18 @@ def test_the_recent_half_rounds_up(impl, budget):
         raise Violation("other tokens are kept", expected, np.flatnonzero(kept))
 
 
+@law("H2-1", of=SELECT)
+def test_each_head_chooses_for_itself(impl):
+    """Of four tokens the first draws the attention of head 0, the second that of head 1: each head keeps its own, and the last."""
+    keys = np.zeros((1, 2, 4, 2))
+    keys[0, 0, 0] = keys[0, 1, 1] = 5
+    kept = impl.h2o.select(np.ones((1, 2, 4, 2)), keys, budget=2)
+    require_mask(kept, (1, 2, 4), "the selection")
+    expected = np.array([[[True, False, False, True], [False, True, False, True]]])
+    if (kept != expected).any():
+        raise Violation("a head keeps what another one chose", expected, kept)
+
+
 @law("H2-1", of=SELECT, budget=st.sampled_from([0, -1, 1.5]))
 def test_a_bad_budget_is_refused(impl, budget):
     """A budget below 1 or one that is not whole raises ValueError."""

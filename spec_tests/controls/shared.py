@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from fractions import Fraction
 
@@ -33,8 +34,7 @@ def decimal_budget(length, compression_ratio):
 
 @control(BUDGET)
 def removed_rounded_up(length, compression_ratio):
-    removed = -int(-(length * exact_ratio(compression_ratio)) // 1)
-    return max(1, length - removed)
+    return max(1, length - math.ceil(length * exact_ratio(compression_ratio)))
 
 
 @control(BUDGET)
