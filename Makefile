@@ -19,7 +19,7 @@ test: lint .venv/installed
 compile-all: .venv/installed
 	$(BIN)/python -m optimized.kernels.compiling --every
 
-# The laws measured: every planted mistake against every law, every correct variant over 200 seeds. An hour on two cores.
+# The laws measured: every planted mistake against every law, every correct variant over 200 seeds. It takes long.
 measure: .venv/installed
 	$(BIN)/python -m spec_tests.matrix
 	$(BIN)/python -m spec_tests.matrix --controls 200
