@@ -191,3 +191,8 @@ def cases(
 def seeds() -> st.SearchStrategy[int]:
     """A seed for what a law draws itself, such as a permutation."""
     return st.integers(0, 2**16)
+
+
+def shares() -> st.SearchStrategy[float]:
+    """A share of the tokens, 0 to 1 in sixteenths, evenly drawn: of `st.fractions(0, 1)` four in five lie at an end."""
+    return st.integers(0, 16).map(lambda count: count / 16)

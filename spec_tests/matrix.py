@@ -113,6 +113,20 @@ def row(name: str, max_examples: int) -> dict[str, Any]:
     }
 
 
+def _controls() -> list[str]:
+    """What the last run of the correct variants found, as a paragraph; nothing where there was none."""
+    stored = DOCS / "controls.json"
+    if not stored.exists():
+        return []
+    content = json.loads(stored.read_text(encoding="utf-8"))
+    return [
+        "",
+        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds (each",
+        f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law):",
+        f"{len(content['alarms'])} alarms in {content['runs']} runs (`python -m spec_tests.matrix --controls {content['seeds']}`).",
+    ]
+
+
 def page(rows: list[dict[str, Any]], max_examples: int) -> str:
     """The matrix as Markdown: what was planted, whether its own requirement kills it, and how many of its laws do."""
     verdicts = Counter(entry["verdict"] for entry in rows)
@@ -124,6 +138,7 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
         f"{max_examples} inputs a law; the whole matrix is [kill_matrix.json](kill_matrix.json).",
         "",
         ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",
+        *_controls(),
         "",
         "| function | planted mistake | must die by | outcome | laws that kill it |",
         "|---|---|---|---|---|",
@@ -153,25 +168,34 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int) -> list[str]:
 
 
 def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
-    """Run every correct variant at every dtype over the seeds; print the alarms and return how many there were."""
+    """Run every correct variant over the seeds; print each alarm at once, write docs/controls.json, return how many there were.
+
+    Each seed takes one of the dtypes that the variant claims, in turn.
+    """
     from joblib import Parallel, delayed
+    from rich.console import Console
     from rich.progress import track
 
     from spec_tests.controls import load_controls
 
-    runs = [
-        (name, dtype, seed)
-        for seed in range(seeds)
-        for name, control in sorted(load_controls().items())
-        for dtype in control.dtypes
-    ]
-    work = Parallel(n_jobs=jobs, return_as="generator")(delayed(alarms)(*run, max_examples) for run in runs)
-    found = [line for lines in track(work, total=len(runs), description="controls") for line in lines]
-    print(
-        "\n".join(
-            [*found, f"{len(found)} alarms in {len(runs)} runs of correct variants, {seeds} seeds, {max_examples} inputs a law"]
-        )
-    )
+    controls = sorted(load_controls().items())
+    runs = [(name, control.dtypes[seed % len(control.dtypes)], seed) for seed in range(seeds) for name, control in controls]
+    work = Parallel(n_jobs=jobs, return_as="generator", batch_size=20)(delayed(alarms)(*run, max_examples) for run in runs)
+    console, found = Console(), []
+    for lines in track(work, total=len(runs), description="controls", console=console):
+        found += lines
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+    content = {
+        "schema": "evictionary/controls/1",
+        "controls": len(controls),
+        "seeds": seeds,
+        "max_examples": max_examples,
+        "runs": len(runs),
+        "alarms": found,
+    }
+    (DOCS / "controls.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console.print(f"{len(found)} alarms in {len(runs)} runs of {len(controls)} correct variants, {max_examples} inputs a law")
     return bool(found)
 
 
@@ -182,18 +206,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Run every planted mistake against every law; write docs/kill_matrix.json and .md."
     )
-    parser.add_argument("--max-examples", type=int, default=30, help="inputs that each law draws (default 30)")
+    parser.add_argument("--max-examples", type=int, help="inputs that each law draws (default 30, and 4 for --controls)")
     parser.add_argument("--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     arguments = parser.parse_args()
     if arguments.controls:
-        raise SystemExit(run_controls(arguments.controls, arguments.max_examples, arguments.jobs))
+        raise SystemExit(run_controls(arguments.controls, arguments.max_examples or 4, arguments.jobs))
+    max_examples = arguments.max_examples or 30
     names = sorted(load_mutants())
-    work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, arguments.max_examples) for name in names)
+    work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, max_examples) for name in names)
     rows = list(track(work, total=len(names), description="mutants"))
-    content = {"schema": "evictionary/kill-matrix/1", "max_examples": arguments.max_examples, "mutants": rows}
+    content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
     (DOCS / "kill_matrix.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (DOCS / "kill_matrix.md").write_text(page(rows, arguments.max_examples), encoding="utf-8")
+    (DOCS / "kill_matrix.md").write_text(page(rows, max_examples), encoding="utf-8")
     survivors = [entry["mutant"] for entry in rows if entry["verdict"] != "killed"]
     print("not killed: " + ", ".join(survivors) if survivors else f"all {len(rows)} killed by their own laws")
     raise SystemExit(bool(survivors))

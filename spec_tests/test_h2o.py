@@ -7,13 +7,11 @@ import pytest
 from hypothesis import strategies as st
 
 from reference import h2o
-from spec_tests.cases import cases, seeded_cases, seeds
+from spec_tests.cases import cases, seeded_cases, seeds, shares
 from spec_tests.law import law
 from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
 
 SCORE, SELECT = "h2o.score", "h2o.select"
-# Shares of the tokens, evenly drawn: of `st.fractions(0, 1)` four in five lie at an end.
-SHARES = st.integers(0, 16).map(lambda count: count / 16)
 
 
 def prompt_queries(case, seed):
@@ -100,7 +98,7 @@ def test_fewer_queries_are_those_of_the_last_tokens(impl, length, last):
         raise Violation("a query sees other tokens than those up to its own", expected, got)
 
 
-@law("H2-1", of=SELECT, case=cases(max_length=33), seed=seeds(), share=SHARES)
+@law("H2-1", of=SELECT, case=cases(max_length=33), seed=seeds(), share=shares())
 def test_half_of_the_budget_is_recent(impl, case, seed, share):
     """The last ceil(budget / 2) tokens stay, the rest of the budget goes to the highest scores among the others."""
     queries, length = prompt_queries(case, seed), case.keys.shape[2]

@@ -109,7 +109,7 @@ def leaves(value: Any) -> list[Any]:
 
 def same_bits(first: Any, second: Any) -> bool:
     return all(
-        one.shape == other.shape and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+        np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
         for one, other in zip(leaves(to_numpy(first)), leaves(to_numpy(second)), strict=True)
     )
 
@@ -211,6 +211,8 @@ def test_expanded_inputs_are_read_as_copies(impl, case):
 
 def agree_within_rounding(impl: Implementation, path: str, arguments: dict[str, Any], plain: Any, other: Any) -> None:
     """Raise Violation unless two results agree within twice what one of them may be wrong by."""
+    if same_bits(plain, other):  # most often so, and the allowance is dear
+        return
     several = isinstance(plain, tuple)
     pairs = zip(leaves(to_numpy(plain)), leaves(to_numpy(other)), strict=True)
     for place, (expected, got) in enumerate(pairs):

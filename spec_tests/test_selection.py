@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reference.lagkv import tokens_per_partition
 from reference.selection import budget
-from spec_tests.cases import KINDS, Case
+from spec_tests.cases import KINDS, Case, shares
 from spec_tests.law import law
 from spec_tests.tolerance import Violation, check_selection
 
@@ -65,7 +65,7 @@ def test_budget_refuses_a_ratio_outside_the_range(impl, ratio):
         length=st.sampled_from([1, 2, 16, 33, 65]),
         head_dim=st.just(1),
     ),
-    share=st.fractions(0, 1),
+    share=shares(),
 )
 def test_top_k_keeps_the_best(impl, case, share):
     """Exactly min(budget, T) tokens of each row are kept, and none evicted scores more than one kept."""
@@ -81,7 +81,7 @@ def test_a_budget_beyond_the_cache_keeps_all(impl, scores, extra):
     check_selection(impl.selection.top_k(row, len(scores) + extra), row, len(scores))
 
 
-@law("SEL-3", of="selection.top_k", scores=SCORES, share=st.fractions(0, 1))
+@law("SEL-3", of="selection.top_k", scores=SCORES, share=shares())
 def test_ties_go_to_the_lower_position(impl, scores, share):
     """The kept set is the one that a stable sort by falling score gives."""
     count = int(share * (len(scores) + 1))

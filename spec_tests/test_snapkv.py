@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.cases import cases, seeded_cases, seeds
+from spec_tests.cases import cases, seeded_cases, seeds, shares
 from spec_tests.law import law
-from spec_tests.test_h2o import SHARES, prompt_queries
+from spec_tests.test_h2o import prompt_queries
 from spec_tests.tolerance import Violation, allowance, check_selection, require_numbers
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
@@ -40,7 +40,7 @@ def test_score_is_the_pooled_attention_of_the_window(impl, case, seed, window_si
             raise Violation("the oracle differs from the plain loop", pooled, allowed.expected[..., token])
 
 
-@law("SN-1", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=SHARES)
+@law("SN-1", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
 def test_the_window_is_kept(impl, case, seed, window_size, share):
     """The last tokens score infinity, and with a budget of the window's size or more top-k keeps them all."""
     queries, length = prompt_queries(case, seed), case.keys.shape[2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.cases import cases
+from spec_tests.cases import cases, shares
 from spec_tests.law import law
 from spec_tests.tolerance import Violation, require_numbers
 
@@ -16,7 +16,7 @@ from spec_tests.tolerance import Violation, require_numbers
     of=("streaming_llm.score", "selection.top_k"),
     case=cases(),
     sink_size=st.integers(0, 6),
-    share=st.fractions(0, 1),
+    share=shares(),
 )
 def test_sinks_and_the_most_recent_are_kept(impl, case, sink_size, share):
     """Top-k of the scores keeps the first tokens, as far as the budget goes, and fills up from the end."""

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.cases import cases, seeded_cases, seeds
+from spec_tests.cases import cases, seeded_cases, seeds, shares
 from spec_tests.law import law
-from spec_tests.test_h2o import SHARES
 from spec_tests.tolerance import Violation, check_selection, require_numbers
 
 SCORE = "tova.score"
@@ -37,7 +36,7 @@ def test_score_is_the_mean_attention_of_the_last_query(impl, case):
             raise Violation("the oracle differs from the plain loop", total, allowed.expected[item])
 
 
-@law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=SHARES)
+@law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=shares())
 def test_the_layer_keeps_one_set(impl, case, share):
     """Every KV head has the same scores, which sum to 1, and so keeps the same tokens; none of them is protected."""
     queries = last_queries(case)
