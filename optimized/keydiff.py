@@ -7,7 +7,7 @@ import math
 import torch
 from torch.linalg import vector_norm
 
-from optimized.checks import require_finite, require_states, runs_on_gpu, working_dtype
+from optimized.checks import require_finite, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
 
 # Between these norms the square of no component overflows float32, and what underflows is too small to count.
 SAFE_NORMS = (1e-15, 1e18)
@@ -28,17 +28,104 @@ def score(keys: torch.Tensor) -> torch.Tensor:
         from optimized.kernels import keydiff as kernels
 
         return kernels.score(keys)
+    keys, weights = _weighted("keys", keys)
+    return _minus_cosine(keys, weights, _weighted_sum(keys, weights))
+
+
+def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
+    r"""KD-8: `T mu = sum_i k_i / |k_i|`, the anchor in the form that `update_anchor` keeps up to date.
+
+    Args: keys as `score`. Returns [B, H_kv, D], float32 (float64 for float64 keys). Raises ValueError as `score`.
+    """
+    require_states("keys", keys, "... T D", finite=False)
+    if runs_on_gpu(keys):
+        from optimized.kernels import keydiff as kernels
+
+        return kernels.anchor_sum(keys)
+    return _weighted_sum(*_weighted("keys", keys))
+
+
+def anchor(keys: torch.Tensor) -> torch.Tensor:
+    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys. Args, Returns and Raises as `anchor_sum`."""
+    return anchor_sum(keys) / keys.shape[-2]
+
+
+def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    r"""KD-8 with an anchor from elsewhere: `score_i = -cos(anchor, k_i)`, in a single pass over the keys on a GPU.
+
+    With `anchor_sum` of the same keys, or its mean, it is `score` up to rounding.
+
+    Args: keys as `score`; anchor [B, H_kv, D], of any length (only its direction counts; a zero anchor scores 0), float32
+    (float64 for float64 keys). Returns scores [B, H_kv, T] as `score`. Raises ValueError naming the argument that does not fit,
+    and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
+    """
+    require_states("keys", keys, "... T D", finite=False)
+    require_anchor("anchor", anchor, keys)
+    if runs_on_gpu(keys):
+        from optimized.kernels import keydiff as kernels
+
+        return kernels.score_with_anchor(keys, anchor)
+    return _minus_cosine(*_weighted("keys", keys), anchor)
+
+
+def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None) -> torch.Tensor:
+    r"""KD-6: the sum of the unit keys after a step, `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`.
+
+    A step of block prompt processing then costs `update_anchor` with the block, `score_with_anchor` of cache and block, and
+    `update_anchor` with what was evicted: the cache is read once. Rounding adds up over the steps; `anchor_sum` starts afresh.
+
+    Args: anchor [B, H_kv, D], a sum such as `anchor_sum` gives (not the mean), zeros for an empty cache; new_keys [B, H_kv, M, D]
+    and evicted_keys [B, H_kv, E, D], None for none. Returns [B, H_kv, D]; the argument is left as it was. Raises ValueError naming
+    the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: equation 6 with equation 8.
+    """
+    changes = [(name, keys) for name, keys in (("new_keys", new_keys), ("evicted_keys", evicted_keys)) if keys is not None]
+    for name, keys in changes:
+        require_states(name, keys, "... T D", finite=False)
+        require_anchor("anchor", anchor, keys)
+    if len(changes) == 2:
+        require_same_kind("evicted_keys", changes[1][1], "new_keys", changes[0][1])
+    if changes and runs_on_gpu(changes[0][1]):
+        from optimized.kernels import keydiff as kernels
+
+        return kernels.update_anchor(anchor, new_keys, evicted_keys)
+    updated = anchor.clone()
+    for name, keys in changes:
+        change = _weighted_sum(*_weighted(name, keys))
+        updated += change if name == "new_keys" else -change
+    return updated
+
+
+def require_anchor(name: str, anchor: torch.Tensor, keys: torch.Tensor) -> None:
+    """Raise ValueError unless `anchor` [..., D] has one vector for each head of `keys` [..., T, D], in the working dtype."""
+    require_states(name, anchor, "... D")
+    require_shape(name, anchor, (*keys.shape[:-2], keys.shape[-1]), "the heads and channels of the keys")
+    if anchor.dtype != working_dtype(keys):
+        raise ValueError(f"{name}: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
+    if anchor.device != keys.device:
+        raise ValueError(f"{name}: got device {anchor.device}, wanted {keys.device} (that of the keys)")
+
+
+def _weighted(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys in the working dtype, rescaled where float32 could not square them, and `1 / |k_i|` [..., T, 1]."""
     keys = keys.to(working_dtype(keys))
     norms = vector_norm(keys, dim=-1, keepdim=True)
     # A norm within the safe range vouches for every component, so only other caches are looked at again.
     if not ((norms > SAFE_NORMS[0]) & (norms < SAFE_NORMS[1])).all():
-        require_finite("keys", keys)
+        require_finite(name, keys)
         largest = vector_norm(keys, ord=math.inf, dim=-1, keepdim=True)
         keys = keys / torch.where(largest == 0, 1, largest)
         norms = vector_norm(keys, dim=-1, keepdim=True)
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
-    weights = torch.where(norms == 0, 0, 1 / norms)
-    anchor = keys.mT @ weights
-    anchor_norm = vector_norm(anchor, dim=-2, keepdim=True)
-    anchor = anchor / torch.where(anchor_norm == 0, 1, anchor_norm)
-    return -(keys @ anchor * weights).squeeze(-1)
+    return keys, torch.where(norms == 0, 0, 1 / norms)
+
+
+def _weighted_sum(keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return `sum_i w_i k_i`, [..., D]."""
+    return (keys.mT @ weights).squeeze(-1)
+
+
+def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Return `-w_i k_i . anchor / |anchor|`, [..., T]."""
+    norm = vector_norm(anchor, dim=-1, keepdim=True)
+    direction = anchor / torch.where(norm == 0, 1, norm)
+    return -(keys @ direction[..., None] * weights).squeeze(-1)
