@@ -47,8 +47,10 @@ class Case:
 
     @cached_property
     def _drawn(self) -> dict[str, np.ndarray]:
-        generator = np.random.default_rng([self.seed, KINDS.index(self.kind)])
         rows = (self.batch, self.num_kv_heads, self.length)
+        # Of a hundred drawn cases a dozen seeds or so differ (hypothesis repeats what it drew), but all their sizes do.
+        sizes = (*rows, self.group, self.head_dim, self.value_dim, self.num_queries)
+        generator = np.random.default_rng([self.seed, KINDS.index(self.kind), *sizes])
 
         def draw(*shape: int) -> np.ndarray:
             return generator.normal(size=shape)
@@ -153,6 +155,11 @@ def tiny_cases(draw: st.DrawFn, min_length: int = 1, max_length: int = 5, min_di
     )
 
 
+def seeds() -> st.SearchStrategy[int]:
+    """A seed for what a law draws itself, such as a permutation."""
+    return st.integers(0, 2**16)
+
+
 # Sizes at which kernels break: one, a tile less one, a tile, a tile and one.
 LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 64, 65)
 HEAD_DIMS = (2, 4, 8, 6, 16)
@@ -170,7 +177,7 @@ def seeded_cases(
     return st.builds(
         Case,
         kind=st.sampled_from(kinds),
-        seed=st.integers(0, 2**32 - 1),
+        seed=seeds(),
         batch=st.integers(1, 2),
         num_kv_heads=st.integers(1, 3),
         group=st.sampled_from(groups),
@@ -185,12 +192,9 @@ def cases(
     min_length: int = 1, max_length: int = 65, kinds: tuple[str, ...] = KINDS, min_dim: int = 1
 ) -> st.SearchStrategy[Tiny | Case]:
     """Draw from both families."""
-    return st.one_of(tiny_cases(min_length, max(5, min_length), min_dim=min_dim), seeded_cases(min_length, max_length, kinds))
-
-
-def seeds() -> st.SearchStrategy[int]:
-    """A seed for what a law draws itself, such as a permutation."""
-    return st.integers(0, 2**16)
+    return st.one_of(
+        tiny_cases(min_length, min(max_length, min_length + 4), min_dim=min_dim), seeded_cases(min_length, max_length, kinds)
+    )
 
 
 def shares() -> st.SearchStrategy[float]:

@@ -1,0 +1,161 @@
+"""The inputs that the laws draw: every kind is reached and has its trait, sizes are spread, large arrays are not degenerate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from spec_tests.cases import HEAD_DIMS, KINDS, LENGTHS, Case, Tiny, cases, seeded_cases, shares, tiny_cases
+from spec_tests.matrix import load_laws
+
+
+def draws(strategy: SearchStrategy[Any], count: int) -> list[Any]:
+    """What a law of so many inputs gets, the same in every run."""
+    found = []
+
+    @settings(
+        max_examples=count,
+        database=None,
+        derandomize=True,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(value=strategy)
+    def collect(value: Any) -> None:
+        found.append(value)
+
+    collect()
+    return found
+
+
+SEEDED = draws(seeded_cases(), 600)
+
+
+@pytest.mark.parametrize(
+    ("field", "wanted"),
+    [
+        ("kind", KINDS),
+        ("length", LENGTHS),
+        ("head_dim", HEAD_DIMS),
+        ("value_dim", HEAD_DIMS),
+        ("group", (1, 2, 3, 8)),
+        ("batch", (1, 2)),
+        ("num_kv_heads", (1, 2, 3)),
+        ("num_queries", (1, 2, 3)),
+    ],
+)
+def test_every_value_is_reached_about_as_often(field: str, wanted: tuple[Any, ...]) -> None:
+    counts = Counter(getattr(case, field) for case in SEEDED)
+    assert set(counts) == set(wanted)
+    even = len(SEEDED) / len(wanted)
+    assert all(even / 3 <= count <= 3 * even for count in counts.values()), counts
+
+
+def test_hardly_two_cases_hold_the_same_numbers() -> None:
+    assert len({case.keys.flat[-1] for case in SEEDED if case.kind == "normal"}) > 0.9 * sum(c.kind == "normal" for c in SEEDED)
+    assert len({case.keys.tobytes() for case in SEEDED}) > 0.9 * len(SEEDED)
+
+
+def test_both_families_are_drawn() -> None:
+    counts = Counter(type(case) for case in draws(cases(), 300))
+    assert min(counts[Tiny], counts[Case]) > 60, counts
+
+
+def test_tiny_cases_are_of_every_length_and_hardly_ever_zero() -> None:
+    found = draws(tiny_cases(), 300)
+    assert {case.keys.shape[2] for case in found} == {1, 2, 3, 4, 5}
+    assert {case.keys.shape[1] for case in found} == {1, 2}
+    assert sum(not case.keys.any() for case in found) < 60
+    assert len({case.keys.tobytes() for case in found}) > 100
+
+
+def test_shares_are_spread_over_the_whole_range() -> None:
+    counts = Counter(draws(shares(), 400))
+    assert set(counts) == {count / 16 for count in range(17)}
+    assert counts[0.0] + counts[1.0] < 120
+
+
+def large(kind: str) -> Case:
+    return Case(kind=kind, seed=1, batch=2, num_kv_heads=2, length=65, head_dim=16, value_dim=8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_arrays_are_finite_and_differ(kind: str) -> None:
+    case = large(kind)
+    for states in (case.keys, case.values, case.next_keys, case.next_values, case.queries):
+        assert np.isfinite(states).all()
+        assert np.unique(states).size > 5
+        assert (states.std(axis=(0, 1, 2)) > 0).sum() >= states.shape[-1] - 1  # one channel at most is constant
+    assert not np.array_equal(case.keys[0], case.keys[1])
+    assert not np.array_equal(case.keys[:, 0], case.keys[:, 1])
+    assert not np.array_equal(case.keys, case.next_keys)
+    again = large(kind)
+    np.testing.assert_array_equal(again.keys, case.keys)
+
+
+def test_normal_arrays_are_normal() -> None:
+    keys = Case(seed=2, length=4096, head_dim=16).keys
+    assert np.unique(keys).size == keys.size
+    assert abs(keys.mean()) < 0.02
+    assert abs(keys.std() - 1) < 0.02
+
+
+def ratio_of_channel_spreads(keys: np.ndarray) -> float:
+    spreads = np.sort(keys.std(axis=(0, 1, 2)))
+    return float(spreads[-1] / spreads[-2])
+
+
+TRAITS = {
+    "ties": lambda keys: (keys == np.round(keys)).all() and np.unique(keys).size < 20,
+    "duplicate_keys": lambda keys: len(np.unique(keys[0, 0], axis=0)) <= 3,
+    "zero_keys": lambda keys: (~keys.any(axis=-1)).any(axis=-1).all(),
+    # The raw mean is short beside the keys, the mean of the unit keys is not.
+    "cancelling_keys": lambda keys: (
+        np.linalg.norm(keys.mean(axis=2), axis=-1).max() < 0.1 * np.linalg.norm(keys, axis=-1).mean()
+        and np.linalg.norm((keys / np.linalg.norm(keys, axis=-1, keepdims=True)).mean(axis=2), axis=-1).min() > 0.2
+    ),
+    "constant_channel": lambda keys: (np.ptp(keys, axis=(0, 1, 2)) == 0).sum() == 1,
+    "outlier_channel": lambda keys: ratio_of_channel_spreads(keys) > 50,
+    "huge": lambda keys: np.abs(keys).mean() > 100,
+    "tiny": lambda keys: np.abs(keys).mean() < 0.01,
+    "mixed_norms": lambda keys: np.ptp(np.log10(np.linalg.norm(keys, axis=-1))) > 2,
+    "drift": lambda keys: (keys[:, :, -16:].mean(axis=(2, 3)) - keys[:, :, :16].mean(axis=(2, 3)) > 1).all(),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(TRAITS))
+def test_each_kind_has_its_trait_and_plain_noise_has_not(kind: str) -> None:
+    assert TRAITS[kind](large(kind).keys)
+    assert not TRAITS[kind](large("normal").keys)
+
+
+def test_every_kind_has_a_trait_here() -> None:
+    assert set(TRAITS) | {"normal"} == set(KINDS)
+
+
+def test_no_law_draws_one_value_most_of_the_time() -> None:
+    """Of what each law draws, no kind, length or number comes more than eight times in ten."""
+    lopsided, seen = [], set()
+    for law in load_laws().values():
+        for name, strategy in law.drawn.items():
+            if repr(strategy) in seen or repr(strategy) == "data()":
+                continue
+            seen.add(repr(strategy))
+            found = draws(strategy, 60)
+            if isinstance(found[0], Case | Tiny):
+                looks = {
+                    "kind": Counter(getattr(case, "kind", "tiny") for case in found),
+                    "length": Counter(case.keys.shape[2] for case in found),
+                }
+            else:
+                looks = {"value": Counter(map(repr, found))}
+            for look, counts in looks.items():
+                if len(counts) > 1 and max(counts.values()) > 0.8 * len(found):
+                    lopsided.append(f"{law.name} {name}: {look} {counts.most_common(1)}")
+    assert lopsided == []
