@@ -43,10 +43,13 @@ def score(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, k
         raise ValueError(f"queries: got those of the last {num_queries} tokens, wanted at least the {window} of the window")
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if window < length:
-        attention = causal_attention(queries[:, :, -window:], keys)
-        # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
-        before = attention[..., : length - window].mean(dim=(2, 3))
-        scores[..., : length - window] = average_pool(before, kernel_size)
+        group = queries.shape[1] // keys.shape[1]
+        # One KV head at a time: the attention of all queries of the window is G * window numbers for every token and head.
+        for head, last in enumerate(queries[:, :, -window:].split(group, dim=1)):
+            attention = causal_attention(last, keys[:, head : head + 1])
+            # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
+            before = attention[..., : length - window].mean(dim=(2, 3))
+            scores[:, head : head + 1, : length - window] = average_pool(before, kernel_size)
     return scores
 
 

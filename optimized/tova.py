@@ -9,6 +9,9 @@ import torch
 from optimized.checks import require_same_kind, require_states, working_dtype
 from reference.checks import group_size
 
+# Channels that are converted to float32 at a time: a copy that stays in the processor's cache is had for nothing.
+BLOCK = 2**20
+
 
 def require_queries(queries: torch.Tensor, keys: torch.Tensor) -> None:
     """Raise ValueError unless queries [B, H_q, M, D] are those of the last M tokens of keys [B, H_kv, T, D]."""
@@ -33,7 +36,14 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     num_kv_heads, dtype = keys.shape[1], working_dtype(keys)
     group = num_query_heads // num_kv_heads
     rows = queries.to(dtype).reshape(batch, num_kv_heads, group * num_queries, head_dim)
-    logits = (rows @ keys.to(dtype).mT).div_(math.sqrt(head_dim))  # in place: the logits are the largest tensor here
+    if keys.dtype == dtype or keys.is_cuda:
+        logits = rows @ keys.to(dtype).mT
+    else:
+        logits = rows.new_empty(*rows.shape[:3], keys.shape[2])
+        tokens = max(1, BLOCK // (batch * num_kv_heads * head_dim))
+        for part, block in zip(logits.split(tokens, dim=3), keys.split(tokens, dim=2), strict=True):
+            part.copy_(rows @ block.to(dtype).mT)
+    logits.div_(math.sqrt(head_dim))  # in place: the logits are the largest tensor here
     return logits.view(batch, num_kv_heads, group, num_queries, keys.shape[2])
 
 
