@@ -205,8 +205,7 @@ def test_hooks_go_with_close_with_the_block_and_with_the_cache(tmp_path: Path, m
 def test_a_closed_cache_says_why_it_cannot_compress(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = EvictingCache(model, write(tmp_path, QUERY_METHOD))
     cache.close()
-    read(model, prompt, cache)
-    with pytest.raises(RuntimeError, match="queries never seen"):
+    with pytest.raises(RuntimeError, match="after the cache was closed"):
         read(model, prompt, cache)
 
 
@@ -224,18 +223,6 @@ def test_the_random_baseline_is_seeded(model: LlamaForCausalLM, prompt: torch.Te
     assert torch.equal(one.layers[0].positions, same.layers[0].positions)
     assert not torch.equal(one.layers[0].positions, other.layers[0].positions)
     assert not torch.equal(one.layers[0].positions, one.layers[1].positions)
-
-
-def test_ragged_heads_are_refused(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    ragged = write(tmp_path, "def select(keys):\n    kept = keys[..., 0] < 9\n    kept[:, 0, 3] = False\n    return kept\n")
-    with pytest.raises(MethodError, match="keeps 39 tokens in one head and 40 in another"):
-        read(model, prompt, EvictingCache(model, ragged, 0.5))
-    by_layer = write(
-        tmp_path,
-        "def select(keys, layer_index):\n    kept = keys[..., 0] < 9\n    kept[..., :layer_index] = False\n    return kept\n",
-    )
-    with pytest.raises(MethodError, match="layer 1"):
-        read(model, prompt, EvictingCache(model, by_layer, 0.5))
 
 
 def test_nan_keys_are_named(prompt: torch.Tensor) -> None:
@@ -278,8 +265,8 @@ def test_prompts_that_cannot_be_read(model: LlamaForCausalLM, prompt: torch.Tens
     with pytest.raises(UsageError, match=r"got 280 tokens, wanted at most the model's context of 256"):
         read(model, prompt.repeat(1, 7), cache)
     mask = torch.ones_like(prompt)
-    mask[0, 0] = 0
-    with pytest.raises(UsageError, match="got padding"):
+    mask[0, -1] = 0
+    with pytest.raises(UsageError, match="got padding after tokens"):
         model(prompt, attention_mask=mask, past_key_values=cache)
     cache.close()
 
@@ -289,5 +276,5 @@ def test_models_that_cannot_be_compressed() -> None:
     with pytest.raises(UsageError, match="no rotary positions"):
         EvictingCache(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=30)))
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    with pytest.raises(UsageError, match="sliding_attention"):
+    with pytest.raises(UsageError, match="a sliding window in every layer"):
         EvictingCache(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)))

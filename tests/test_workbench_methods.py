@@ -133,8 +133,8 @@ def test_unknown_names_and_files(tmp_path: Path) -> None:
         user_method(tmp_path, "x = 1\ndef score(keys:\n")
     with pytest.raises(UsageError, match=r"cannot be imported: ZeroDivisionError at mine.py, line 2"):
         user_method(tmp_path, "\n1 / 0\n")
-    with pytest.raises(UsageError, match=r"names the argument moments in score.*some of keys, values, queries"):
-        user_method(tmp_path, "def score(keys, moments):\n    return keys\n")
+    with pytest.raises(UsageError, match=r"names the argument logits in score.*some of keys, values, queries"):
+        user_method(tmp_path, "def score(keys, logits):\n    return keys\n")
 
 
 @pytest.mark.parametrize(

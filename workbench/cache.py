@@ -1,141 +1,60 @@
-"""A transformers cache that removes what a method does not keep, physically, once the prompt has been read."""
+"""A transformers cache that physically removes what a method does not keep: after the prompt, in blocks, or while decoding."""
 
 from __future__ import annotations
 
 import copy
+import json
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from workbench.capture import watch_prompt
+from optimized import momentkv
+from optimized.cache import CompressedCache
+from workbench import future, mixing
+from workbench.capture import Attention, attention_modules, watch
+from workbench.catalogue import CAPTURED_FOR
 from workbench.errors import MethodError, UsageError
+from workbench.layers import RECENT, EvictingLayer
 from workbench.methods import Method, resolve, tokens_to_keep
-from workbench.models import require_supported
+from workbench.models import is_sliding, require_supported
 
-CAPTURED = frozenset({"queries", "hidden_states"})
+CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that a cache is not handed by the model and has to capture, if a method names them."""
-
-
-class EvictingLayer(DynamicLayer):
-    """The keys [B, H_kv, stored, D] and values of one layer, and the positions of the tokens that they belong to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-        self.evicted_at = 0
-        self._kept_positions: torch.Tensor | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, H_kv, M, D] at the positions seen .. seen + M - 1. Returns everything stored."""
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        self.seen += key_states.shape[-2]
-        return keys, values
-
-    def evict(self, kept: torch.Tensor) -> None:
-        """Keep the tokens where kept [B, H_kv, stored] is True, in position order and in new storage.
-
-        Every row has to keep the same number. The old tensors are let go of, not written to: the attention of the prompt,
-        which still holds them, reads them whole.
-        """
-        batch, heads, _ = kept.shape
-        # nonzero walks row by row, so each row's indices ascend: position order
-        index = kept.nonzero()[:, 2].view(batch, heads, -1)
-        assert self.keys is not None and self.values is not None
-        self._kept_positions = self.positions.gather(-1, index)
-        self.keys = _take(self.keys, index)
-        self.values = _take(self.values, index)
-        self.evicted_at = self.seen
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """The positions of the stored tokens in the text, [B, H_kv, stored], ascending in each head."""
-        if self.keys is None:
-            raise ValueError("positions: the cache is empty")
-        batch, heads, stored, _ = self.keys.shape
-        kept = 0 if self._kept_positions is None else self._kept_positions.shape[-1]
-        appended = torch.arange(self.seen - (stored - kept), self.seen, device=self.keys.device, dtype=torch.int32)
-        appended = appended.expand(batch, heads, -1)
-        return appended if self._kept_positions is None else torch.cat([self._kept_positions, appended], dim=-1)
-
-    def get_seq_length(self) -> int:
-        """The tokens SEEN, kept or not: the next token's true position."""
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(stored + new, offset): a column of the mask below the causal diagonal is a stored token, whatever its position."""
-        stored = 0 if self.keys is None else self.keys.shape[-2]
-        return stored + query_length, self.seen - stored
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take the last `-tokens_to_remove` tokens away again. Raises ValueError beyond the last eviction."""
-        count = -tokens_to_remove
-        if count < 0 or count > self.seen - self.evicted_at:
-            raise ValueError(
-                f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
-                "the tokens before that have been compressed and cannot be given back"
-            )
-        if count and self.keys is not None and self.values is not None:
-            # a copy, so that the memory of the removed tokens is really free
-            self.keys = self.keys[..., :-count, :].clone()
-            self.values = self.values[..., :-count, :].clone()
-            self.seen -= count
-
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        self.seen = self.evicted_at = 0
-        self._kept_positions = None
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the batch for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows of the batch."""
-        if self.keys is not None and self.values is not None:
-            indices = indices.to(self.keys.device)
-            self.keys, self.values = self.keys[indices], self.values[indices]
-            if self._kept_positions is not None:
-                self._kept_positions = self._kept_positions[indices]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        if self.keys is not None:
-            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
-
-
-def _take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows `index` [B, H, n] of states [B, H, T, D], as [B, H, n, D] in storage of its own."""
-    return states.gather(2, index[..., None].expand(-1, -1, -1, states.shape[-1]))
+SCHEMA = "evictionary/cache/1"
 
 
 class EvictingCache(Cache):
-    """A cache for `model.generate(..., past_key_values=cache)` that compresses the prompt once it has been read.
+    """A cache for `model.generate(..., past_key_values=cache)` that compresses what has been read.
 
     The prompt is the first thing the model reads with this cache, in one forward. Its tokens attend to one another in full;
-    then each layer keeps what `method` chooses. Later tokens are appended, at their true positions.
+    then each layer keeps what `method` chooses. Later tokens are appended, at their true positions. With `every`, a layer
+    compresses again whenever that many tokens have come: so a prompt read in blocks of `every` tokens never takes more than the
+    budget and a block, and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored
+    ragged, without padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
 
-    Args: model, a decoder with rotary positions; method, a name, a `path/to/file.py[:function]`, or None to keep everything;
-    compression_ratio, the fraction to remove, in [0, 1), or budget, the tokens to keep in each head, which takes its place;
-    options, the method's own; seed, for methods that draw; record, states ("queries", "hidden_states") to keep for
-    `from_prefilled`.
+    Args: model, a decoder with rotary positions; method, a name, a `path/to/file.py[:function]`, a composition such as
+    `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything; compression_ratio, the fraction to remove of all tokens seen,
+    in [0, 1), or budget, the tokens to keep in each head, which takes its place; options, the method's own; every, 0 for the prompt
+    alone, by default what the method itself defines (MomentKV: 1); seed, for methods that draw; record, states ("queries",
+    "hidden_states") to keep for `from_prefilled`.
     Raises UsageError for any of them that cannot be used.
     """
 
-    layers: list[EvictingLayer]  # type: ignore[assignment]
+    layers: list[Any]
+    peak_tokens: int  # the most that any head has stored at once
     recorded: dict[int, dict[str, torch.Tensor]]
-    _awaited: set[int]  # the layers that have not compressed the prompt yet
-    _pending: dict[int, torch.Tensor]  # the keys of layers that wait for the queries of the prompt
+    _padding: torch.Tensor | None
+    _finalizer: Any
+    _handed: dict[int, torch.Tensor]  # the keys that the attention of a layer was handed and has not asked about yet
     _captured: dict[int, dict[str, torch.Tensor]]
-    _count: int | None  # what each head of the first compressed layer keeps
 
     def __init__(
         self,
@@ -145,6 +64,7 @@ class EvictingCache(Cache):
         options: Mapping[str, Any] | None = None,
         budget: int | None = None,
         *,
+        every: int | None = None,
         seed: int = 0,
         record: Iterable[str] = (),
     ) -> None:
@@ -157,13 +77,25 @@ class EvictingCache(Cache):
         if options and self.method is None:
             raise UsageError("options: got some without a method, wanted none")
         self.options = self.method.typed_options(options) if self.method else {}
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
+            raise UsageError(f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone")
+        self.every = every if every is not None else (self.method.every if self.method else 0)
+        if self.every and self.method and self.method.is_recursive and budget is not None:
+            raise UsageError(
+                f"budget: got {budget} with every={self.every}, wanted a compression_ratio: {self.method.name} keeps a fraction of "
+                "each partition when it comes, so that what it keeps grows with the text"
+            )
         self.record = frozenset(record)
         if not self.record <= CAPTURED:
             raise UsageError(f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}")
-        num_layers = model.config.get_text_config().num_hidden_layers
-        super().__init__(layers=[EvictingLayer() for _ in range(num_layers)])
+        config = model.config.get_text_config()
+        layers: list[Any] = [
+            DynamicSlidingWindowLayer(config.sliding_window) if is_sliding(config, index) else EvictingLayer()
+            for index in range(config.num_hidden_layers)
+        ]
+        super().__init__(layers=layers)
         self._model = weakref.ref(model)
-        self._await_prompt()
+        self._wait()
 
     @classmethod
     def from_prefilled(cls, model: PreTrainedModel, prefilled: Cache, *arguments: Any, **named: Any) -> EvictingCache:
@@ -173,112 +105,220 @@ class EvictingCache(Cache):
         is an `EvictingCache(model, method=None, record=(...))`. Raises UsageError where something was removed from it.
         """
         cache = cls(model, *arguments, **named)
-        cache.close()
         recorded = getattr(prefilled, "recorded", {})
-        if len(prefilled.layers) != len(cache.layers):
-            raise UsageError(f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's {len(cache.layers)}")
-        for layer_index, layer in enumerate(cache.layers):
-            full: Any = prefilled.layers[layer_index]
-            stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
-            if not stored or stored != seen:
-                raise UsageError(f"prefilled: got {stored} of {seen} tokens in layer {layer_index}, wanted all tokens of a prompt")
-            layer.update(full.keys, full.values)
-            cache._captured[layer_index] = dict(recorded.get(layer_index, {}))
-            cache._compress(layer_index)
+        try:
+            if len(prefilled.layers) != len(cache.layers):
+                raise UsageError(
+                    f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's {len(cache.layers)}"
+                )
+            for index, layer in enumerate(cache.layers):
+                full: Any = prefilled.layers[index]
+                if not isinstance(layer, EvictingLayer):
+                    cache.layers[index] = copy.deepcopy(full)
+                    continue
+                stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
+                if not stored or stored != seen:
+                    raise UsageError(f"prefilled: got {stored} of {seen} tokens in layer {index}, wanted all tokens of a prompt")
+                layer.update(full.keys, full.values)
+                layer.padding = getattr(full, "padding", None)
+                cache._captured[index] = dict(recorded.get(index, {}))
+                cache._compress(index)
+        except Exception:
+            cache.close()
+            raise
+        cache._close_if_settled()
         return cache
+
+    # what the model calls
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to a layer and return what its attention reads; the prompt is returned whole and stored compressed."""
-        if layer_idx in self._pending:
+        """Append to a layer and return what its attention is handed: everything stored, or the tokens since ragged heads."""
+        layer = self.layers[layer_idx]
+        if layer_idx in self._handed:
             raise RuntimeError(
-                f"layer {layer_idx}: the prompt was read but its queries never seen, so it could not be compressed; "
-                "was the cache closed, or the attention implementation changed, in between?"
+                f"layer {layer_idx}: tokens were read but their queries never seen, so they could not be compressed; "
+                "was the attention implementation changed in between?"
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx in self._awaited:
-            if "queries" in self._names:
-                self._pending[layer_idx] = keys
-            else:
-                self._compress(layer_idx)
+        if isinstance(layer, EvictingLayer):
+            if layer.seen == key_states.shape[-2]:
+                layer.padding = None if self._padding is None else self._padding.to(keys.device)
+            self.peak_tokens = max(self.peak_tokens, layer.longest)
+            if self._finalizer.alive:
+                self._handed[layer_idx] = keys
+            elif not layer.is_plain or (layer.evicted_at == 0 and (self.method is not None or self.record)):
+                raise RuntimeError(f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their queries")
         return keys, values
 
-    def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
-        """Take the prompt's hidden states [B, T, hidden] of a layer; capture.py calls this."""
-        if layer_index in self._awaited:
-            self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
+    def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
+        """Take what the model was given before it reads `length` tokens of each row; capture.py calls this."""
+        seen = self.get_seq_length()
+        if seen == 0:
+            if padding is not None and int(padding.max()) >= length:
+                raise UsageError(f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block")
+            self._padding = padding
+            self._counts_padding = padding is not None and position_ids is None
+        elif padding is not None and (self._padding is None or not torch.equal(padding.cpu(), self._padding.cpu())):
+            raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
 
-    def see_queries(self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
-        """Take the prompt's queries [B, H_q, T, D] of a layer, if `keys` are this cache's own; capture.py calls this."""
-        if self._pending.get(layer_index) is keys:
-            del self._pending[layer_index]
-            self._captured.setdefault(layer_index, {})["queries"] = queries
-            self._compress(layer_index)
+    def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
+        """Take the hidden states [B, M, hidden] that a layer reads; capture.py calls this."""
+        self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
+
+    def handed(self, layer_index: int, keys: torch.Tensor) -> bool:
+        """Whether the attention of a layer was handed these keys by this cache."""
+        return self._handed.get(layer_index) is keys
+
+    def attend(
+        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Answer for the attention of a layer, and compress it when it is time; capture.py calls this.
+
+        Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask.
+        """
+        del self._handed[layer_index]
+        layer = self.layers[layer_index]
+        factor = future.logit_factor(module, queries.shape[-1])
+        scaled = queries if abs(factor - 1) < 1e-6 else queries * factor
+        is_prompt = layer.seen == queries.shape[2]
+        try:
+            self._observe(layer_index, scaled, is_prompt)
+            due = layer.evicted_at == 0 or (self.every > 0 and layer.seen - layer.evicted_at >= self.every)
+            # Algorithm 1 of MomentKV attends over what is left; every other method evicts what has been attended to.
+            if due and not is_prompt and queries.shape[2] == 1 and self.method is not None and "moments" in self.method.inputs:
+                self._compress(layer_index)
+                due = False
+            if is_prompt:
+                output = attention(mask)
+            elif layer.is_plain:
+                output = attention(_mask(layer, queries))
+            else:
+                output = mixing.attend(scaled, layer).transpose(1, 2).contiguous(), None
+            if due:
+                self._compress(layer_index)
+        except Exception:
+            self.close()  # what was read is lost, and the model is to be as it was
+            raise
+        self._captured.pop(layer_index, None)
+        self._close_if_settled()
+        return output
+
+    # compression
+
+    def _observe(self, layer_index: int, queries: torch.Tensor, is_prompt: bool) -> None:
+        """Keep the queries that the method reads: those of the prompt, later the recent ones."""
+        layer = self.layers[layer_index]
+        if "queries" not in self._names:
+            return
+        captured = self._captured.setdefault(layer_index, {})
+        captured["queries"] = queries
+        if self.every:
+            recent = queries if layer.recent is None else torch.cat([layer.recent, queries], dim=2)
+            layer.recent = recent[:, :, -RECENT:].clone()
+            if not is_prompt:
+                captured["queries"] = layer.recent
 
     def _compress(self, layer_index: int) -> None:
-        try:
-            self._keep(layer_index)
-        except Exception:
-            self.close()  # the prompt is lost, and the model is to be as it was
-            raise
-        self._awaited.discard(layer_index)
-        if not self._awaited:
-            self.close()
-
-    def _keep(self, layer_index: int) -> None:
         layer = self.layers[layer_index]
-        assert layer.keys is not None and layer.values is not None
-        captured = self._captured.pop(layer_index, {})
-        if self.record:
+        captured = self._captured.get(layer_index, {})
+        if self.record and layer.evicted_at == 0:
             self.recorded[layer_index] = {name: captured[name] for name in self.record}
-        if self.method is not None:
-            _require_finite(layer_index, layer.keys, layer.values)
-            kept = self.method.kept(
-                {"keys": layer.keys, "values": layer.values, **captured},
-                compression_ratio=self.compression_ratio,
-                budget=self.budget,
-                options=self.options,
-                layer_index=layer_index,
-                num_layers=len(self.layers),
-                seed=self.seed,
-            )
-            count = self._require_even(layer_index, kept)
-            if count < layer.seen:
-                layer.evict(kept)
+        if self.method is None:
+            layer.evicted_at = layer.seen
+            return
+        keys, values, positions, filled = layer.contents()
+        _require_finite(layer_index, keys, values)
+        is_full = bool(filled.all())
+        if self.method.is_recursive and self.every and layer.static is None:
+            layer.static = [self.options.get("sink_size", self.method.options["sink_size"])] * keys.shape[0]
+        states: dict[str, Any] = {"keys": keys, "values": values, **captured}
+        if layer.seen > keys.shape[2]:
+            states["positions"] = positions
+        if self.method.corrected:
+            states["moments"] = layer.moments if layer.moments is not None else momentkv.no_moments(keys, values)
+        kept = self.method.kept(
+            states,
+            compression_ratio=self.compression_ratio,
+            budget=self.budget,
+            options=self.options,
+            layer_index=layer_index,
+            num_layers=len(self.layers),
+            seed=self.seed,
+            filled=None if is_full else filled,
+            seen=layer.seen,
+            static=layer.static,
+            supply=self._supply(layer_index),
+        )
+        if layer.static is not None:
+            lengths = filled[:, 0].sum(dim=-1).tolist()
+            layer.static = [
+                self.method.static_after(length, static, self.compression_ratio, self.options)
+                for length, static in zip(lengths, layer.static, strict=True)
+            ]
+        evicted = filled & ~kept
+        if self.method.corrected:
+            layer.moments = momentkv.update(states["moments"], keys, values, evicted)
+        if evicted.any() or not is_full:
+            layer.evict(kept)
         layer.evicted_at = layer.seen
 
-    def _require_even(self, layer_index: int, kept: torch.Tensor) -> int:
-        """The tokens that every head of every layer keeps. Raises MethodError where they differ."""
-        counts = kept.sum(dim=-1)
-        expected = int(counts.flatten()[0]) if self._count is None else self._count
-        low, high = min(expected, int(counts.min())), max(expected, int(counts.max()))
-        self._count = expected
-        if low != high:
-            assert self.method is not None
-            raise MethodError(
-                f"{self.method.label} keeps {low} tokens in one head and {high} in another (layer {layer_index}), "
-                "wanted the same number in every head and layer: this cache does not store ragged heads yet"
-            )
-        return high
+    def _supply(self, layer_index: int) -> Callable[[str, Mapping[str, Any], int], Any]:
+        """What only the model knows, made of what was captured, or None where that is missing."""
 
-    def _await_prompt(self) -> None:
-        named = set(self.method.inputs) if self.method else set()
-        self._names = frozenset(CAPTURED & (named | self.record))
-        self._awaited = set(range(len(self.layers)))
-        self._pending = {}
-        self._captured = {}
-        self.recorded = {}
-        self._count = None
+        def supply(name: str, states: Mapping[str, Any], position: int) -> Any:
+            model, source = self._model(), CAPTURED_FOR.get(name)
+            if model is None or source is None or states.get(source) is None:
+                return None
+            if self._counts_padding:
+                raise UsageError(f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them")
+            if name == "sampled_queries":
+                module = attention_modules(model)[layer_index]
+                return future.sampled_queries(
+                    model, module, layer_index, states["hidden_states"], position, states["generator"]
+                ).to(states["keys"].dtype)
+            queries = states["queries"]
+            positions = torch.arange(position - queries.shape[2], position, device=queries.device)
+            statistics = future.future_statistics(model, layer_index, queries, positions, position)
+            return statistics[0 if name == "query_mean" else 1]
+
+        return supply
+
+    # the life of the cache
+
+    def _wait(self) -> None:
+        """Wait for a prompt: watch the model until the cache has no more need of it, is closed, or is dropped."""
+        self._handed, self._captured, self.recorded = {}, {}, {}
+        self._padding = None
+        self._counts_padding = False
+        self.peak_tokens = 0
+        named = {CAPTURED_FOR[name] for name in (self.method.reads if self.method else ()) if name in CAPTURED_FOR}
+        self._names = frozenset(named | self.record)
+        self._watch()
+
+    def _watch(self) -> None:
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this cache is gone")
-        # runs once: at the end of the prompt, at close(), or when the cache is dropped
-        self._finalizer = weakref.finalize(self, watch_prompt(self, model, names=self._names))
+        self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
+
+    def _close_if_settled(self) -> None:
+        """Let go of the model once its own attention can do the rest."""
+        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        if self.method is not None and self.every:
+            return
+        if any(layer.evicted_at == 0 for layer in layers) or not all(layer.is_plain for layer in layers):
+            return
+        # One mask serves all layers of a model, so it must fit them all; and it knows nothing of padding that is gone.
+        unpadded = self._padding is None or self.method is None
+        if unpadded and len({layer.longest for layer in layers}) == 1:
+            self.close()
 
     def close(self) -> None:
-        """Take every hook out of the model again. Happens by itself after the prompt, and when the cache is dropped."""
+        """Take every hook out of the model again. Happens by itself when it can, and when the cache is dropped."""
         self._finalizer()
+        self._handed.clear()
 
     def __enter__(self) -> EvictingCache:
         return self
@@ -290,21 +330,75 @@ class EvictingCache(Cache):
         """Forget everything and wait for a new prompt."""
         self.close()
         super().reset()
-        self._await_prompt()
+        self._wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         """A cache with tensors of its own, for another question; the method and the model are shared."""
-        if self._awaited:
+        if self.get_seq_length() == 0:
             raise ValueError("deepcopy: the cache has not read its prompt yet")
         twin = copy.copy(self)
         twin.layers = copy.deepcopy(self.layers, memo)
+        twin._handed, twin._captured = {}, {}
+        if self._finalizer.alive:
+            twin._watch()
         return twin
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a safetensors file, to be loaded again with the same model. Raises ValueError before the prompt."""
+        if self.get_seq_length() == 0:
+            raise ValueError("save: the cache has not read its prompt yet")
+        tensors: dict[str, torch.Tensor] = {}
+        layers = []
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, EvictingLayer):
+                raise UsageError(f"save: got layer {index} with a sliding window, wanted a model of full attention")
+            layers.append({"seen": layer.seen, "evicted_at": layer.evicted_at, "static": layer.static})
+            tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in layer.tensors().items()}
+        settings = {
+            "schema": SCHEMA,
+            "method": self.method.name if self.method else None,
+            "compression_ratio": self.compression_ratio,
+            "budget": self.budget,
+            "options": self.options,
+            "every": self.every,
+            "seed": self.seed,
+            "layers": layers,
+        }
+        save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
+        """Read a cache that `save` wrote, for the same model. Raises UsageError for another file or a model that does not fit."""
+        try:
+            with safe_open(path, framework="pt", device=str(model.device)) as file:
+                settings = json.loads((file.metadata() or {}).get("evictionary", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except Exception as error:
+            raise UsageError(f"path: got {path}, wanted a file that EvictingCache.save wrote: {error}") from error
+        if settings.get("schema") != SCHEMA:
+            raise UsageError(f"path: got {path} of schema {settings.get('schema')}, wanted {SCHEMA}")
+        arguments = {name: settings[name] for name in ("compression_ratio", "options", "budget", "every", "seed")}
+        cache = cls(model, settings["method"], **arguments)
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        if len(settings["layers"]) != len(cache.layers) or tensors["0.keys"].shape[1] != heads:
+            cache.close()
+            raise UsageError(f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in {path}")
+        for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
+            own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+            _fill(layer, own)
+            for name, value in numbers.items():
+                setattr(layer, name, value)
+        cache._close_if_settled()
+        return cache
+
+    # what it takes
 
     @property
     def nbytes(self) -> int:
         """The bytes that the keys and values really allocate: the sizes of their storages, each counted once."""
-        tensors = [state for layer in self.layers for state in (layer.keys, layer.values) if state is not None]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        states = [state for layer in self.layers for state in _states(layer)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states}
         return sum(storages.values())
 
     @property
@@ -312,17 +406,60 @@ class EvictingCache(Cache):
         """The bytes that the same tokens would take if nothing had been removed."""
         total = 0
         for layer in self.layers:
+            seen = layer.get_seq_length()
             for state in (layer.keys, layer.values):
                 if state is not None:
-                    batch, heads, _, width = state.shape
-                    total += batch * heads * layer.seen * width * state.element_size()
+                    batch, heads, stored, width = state.shape
+                    total += batch * heads * (seen if isinstance(layer, EvictingLayer) else stored) * width * state.element_size()
         return total
 
     @property
-    def tokens_kept(self) -> int:
-        """The tokens stored in each head."""
-        keys = self.layers[0].keys
-        return 0 if keys is None else keys.shape[-2]
+    def nbytes_beside(self) -> int:
+        """The bytes beside keys and values: positions, lengths, moments and recent queries."""
+        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        everything = sum(tensor.nbytes for layer in layers for tensor in layer.tensors().values())
+        return everything - sum(state.nbytes for layer in layers for state in _states(layer))
+
+    @property
+    def tokens_kept(self) -> float:
+        """The tokens stored in each head, on average over the batch, the heads and the layers without a sliding window."""
+        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer) and layer.keys is not None]
+        if not layers:
+            return 0
+        mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in layers]).mean())
+        return int(mean) if mean == int(mean) else mean
+
+
+def _states(layer: Any) -> list[torch.Tensor]:
+    """The tensors of keys and values of a layer, the flat ones of ragged heads among them."""
+    ragged = getattr(layer, "ragged", None)
+    states = [layer.keys, layer.values, *((ragged.keys, ragged.values) if ragged is not None else ())]
+    return [state for state in states if state is not None]
+
+
+def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
+    """The mask of the last M tokens over what a layer stores, to be added to the logits [B, 1, M, stored]; None for all to see."""
+    assert layer.keys is not None
+    num_queries, stored = queries.shape[2], layer.keys.shape[2]
+    if num_queries == 1 and layer.padding is None:
+        return None
+    visible = mixing.causal(num_queries, stored, queries.device)[None, None]
+    if layer.padding is not None:  # nothing has been evicted yet
+        visible = visible & (torch.arange(stored, device=queries.device) >= layer.padding[:, None, None, None])
+    return torch.zeros(visible.shape, dtype=queries.dtype, device=queries.device).masked_fill(
+        ~visible, torch.finfo(queries.dtype).min
+    )
+
+
+def _fill(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Put the tensors of `EvictingLayer.tensors` back."""
+    layer.lazy_initialization(tensors["keys"], tensors["values"])
+    for part, kind in (("ragged", CompressedCache), ("moments", momentkv.Moments)):
+        fields = {name.partition(".")[2]: tensors.pop(name) for name in list(tensors) if name.startswith(f"{part}.")}
+        if fields:
+            setattr(layer, part, kind(**fields))
+    for name, tensor in tensors.items():
+        setattr(layer, name, tensor)
 
 
 def _require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -21,9 +21,14 @@ RANDOM = "random"
 INPUTS = {
     "keys": "[B, H_kv, T, D], cached, after RoPE",
     "values": "[B, H_kv, T, D_v]",
-    "queries": "[B, H_q, T, D], of every prompt token, after RoPE",
+    "queries": "[B, H_q, M, D], after RoPE: of every prompt token, later of the last 128 tokens",
+    "query": "[B, H_q, D], the last of them",
+    "query_mean": "[B, H_q, D], of the queries so far, averaged over the next 512 positions (EA-6)",
+    "query_covariance": "[B, H_q, D, D], likewise",
+    "sampled_queries": "[B, H_q, 8, D], samples of future queries (GV-A8)",
+    "moments": "momentkv.Moments of the evicted tokens",
     "hidden_states": "[B, T, hidden], what the attention layer reads",
-    "positions": "[T], 0 to T - 1",
+    "positions": "[T], of the tokens in the text",
     "length": "T, the tokens in the cache",
     "layer_index": "0 to num_layers - 1",
     "num_layers": "layers of the model",
@@ -33,6 +38,28 @@ INPUTS = {
     "generator": "a seeded torch.Generator, one for each layer",
 }
 """Everything that a function can name in its signature, and what it then receives."""
+
+
+CAPTURED_FOR = {
+    "queries": "queries",
+    "query": "queries",
+    "query_mean": "queries",
+    "query_covariance": "queries",
+    "hidden_states": "hidden_states",
+    "sampled_queries": "hidden_states",
+}
+"""Of the inputs that only the running model has: which of its states each is made of."""
+
+
+def allocators() -> list[str]:
+    """The modules of the dictionary that share a budget out, among layers (`budgets`) or heads (`select(scores, budget)`)."""
+    found = []
+    for module in pkgutil.iter_modules(reference.__path__):
+        loaded = importlib.import_module(f"reference.{module.name}")
+        select = getattr(loaded, "select", None)
+        if hasattr(loaded, "budgets") or (select and next(iter(inspect.signature(select).parameters)) == "scores"):
+            found.append(module.name)
+    return found
 
 
 def names() -> list[str]:

@@ -35,7 +35,7 @@ class Row:
     bytes_before: list[int] = field(default_factory=list)
     bytes_after: list[int] = field(default_factory=list)
     tokens_before: list[int] = field(default_factory=list)
-    tokens_after: list[int] = field(default_factory=list)
+    tokens_after: list[float] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     right: list[bool] = field(default_factory=list)
     error: list[float] = field(default_factory=list)
@@ -162,7 +162,7 @@ def _measure(
     row.depths.append(prompt.depth)
     row.bytes_before.append(full.nbytes)
     row.bytes_after.append(cache.nbytes)
-    row.tokens_before.append(full.tokens_kept)
+    row.tokens_before.append(full.get_seq_length())
     row.tokens_after.append(cache.tokens_kept)
     row.answers.append(answer.text)
     row.right.append(prompt.is_right(answer.text))
@@ -173,7 +173,9 @@ def _measure(
 
 def _picture(row: Row, prompt: passkey.Passkey, cache: EvictingCache) -> Picture:
     length = prompt.context_ids.shape[1]
-    positions = torch.stack([layer.positions[0] for layer in cache.layers]).flatten(0, 1).cpu().numpy()  # [layers * H_kv, n]
-    kept = np.zeros((len(positions), length), dtype=bool)
-    np.put_along_axis(kept, positions.astype(np.int64), True, axis=1)
-    return Picture(row.label, row.compression_ratio, kept, len(positions) // len(cache.layers), prompt.needle)
+    kept = np.zeros((len(cache.layers), cache.layers[0].lengths.shape[1], length), dtype=bool)
+    for each, layer in zip(kept, cache.layers, strict=True):
+        _, _, positions, filled = layer.contents()
+        for head in range(len(each)):
+            each[head, positions[0, head][filled[0, head]].cpu()] = True
+    return Picture(row.label, row.compression_ratio, kept.reshape(-1, length), kept.shape[1], prompt.needle)

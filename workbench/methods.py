@@ -6,9 +6,10 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
@@ -17,15 +18,27 @@ from typing import Any
 import torch
 
 from optimized import selection
+from reference import lagkv
 from workbench import catalogue
 from workbench.binding import call, checked_kept, checked_scores, describe_exception, typed_option
 from workbench.catalogue import INPUTS, RANDOM
 from workbench.errors import UsageError
+from workbench.pieces import cut, pieces, put
+
+Supply = Callable[[str, Mapping[str, Any], int], Any]
+"""Given a name, the states of a piece and its next position: what a method wants of the future, such as `query_mean`."""
+
+OBSERVED = 32
+"""The last queries of the prompt that a `select_prompt` is given (MK-P)."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to decide what stays: a `select` function, or a `score` function whose highest scores stay."""
+    """One way to decide what stays: a `select` function, or a `score` function whose highest scores stay.
+
+    A composition such as `snapkv+pyramid_kv+ada_kv+moments` adds to it: `layer_budgets` shares a budget out among layers and
+    `head_budgets` among the heads of one, and `corrected` says that the moments of the evicted tokens correct the attention.
+    """
 
     name: str
     description: str
@@ -37,11 +50,31 @@ class Method:
     inputs: tuple[str, ...]
     options: dict[str, Any] = field(hash=False)
     as_torch: bool = True
+    prompt_function: Callable[..., Any] | None = None
+    layer_budgets: Callable[..., list[int]] | None = None
+    head_budgets: Callable[..., Any] | None = None
+    corrected: bool = False
 
     @property
     def label(self) -> str:
         """'score in keydiff.py', for messages."""
         return f"{self.function.__name__} in {Path(inspect.getsourcefile(self.function) or '?').name}"
+
+    @property
+    def every(self) -> int:
+        """After how many new tokens the method compresses again by its own definition; 0: never, only the prompt."""
+        return 1 if "moments" in self.inputs else 0
+
+    @property
+    def is_recursive(self) -> bool:
+        """Whether the method leaves alone what it has compressed once, as LagKV does (LK-R)."""
+        return "keep_ratio" in self.inputs and "sink_size" in self.options
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Everything it names, in decoding and for the prompt."""
+        prompt = catalogue.split_signature(self.prompt_function)[0] if self.prompt_function else []
+        return frozenset([*self.inputs, *prompt])
 
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the given options in the types of their defaults. Raises UsageError for an unknown one or a wrong type."""
@@ -55,7 +88,7 @@ class Method:
 
     def kept(
         self,
-        states: Mapping[str, torch.Tensor],
+        states: Mapping[str, Any],
         *,
         compression_ratio: float = 0.0,
         budget: int | None = None,
@@ -63,52 +96,147 @@ class Method:
         layer_index: int = 0,
         num_layers: int = 1,
         seed: int = 0,
+        filled: torch.Tensor | None = None,
+        seen: int | None = None,
+        static: Sequence[int] | None = None,
+        supply: Supply | None = None,
     ) -> torch.Tensor:
         """Return the kept mask [B, H_kv, T] of one layer.
 
-        `states` has keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries and hidden_states.
-        `budget`, if given, takes the place of compression_ratio. Raises UsageError for arguments out of range or states that
-        the method names and nobody recorded, MethodError for what goes wrong inside the method.
+        `states` has keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries, hidden_states and
+        moments. `budget`, if given, takes the place of compression_ratio, which counts the tokens `seen` (T by default).
+        `filled` [B, H_kv, T] is False where there is no token; a method is given rows and heads without such places. From the
+        second compression on, `static` says how many tokens of each row a recursive method leaves alone. `supply` makes what
+        only the model knows. Raises UsageError for arguments out of range or states that the method names and nobody
+        recorded, MethodError for what goes wrong inside the method.
         """
         keys = states["keys"]
+        shape, options = tuple(keys.shape[:3]), self.typed_options(options)
+        seen = shape[2] if seen is None else seen
+        result = torch.zeros(shape, dtype=torch.bool, device=keys.device)
+        scores = torch.full(shape, -math.inf, dtype=torch.float32, device=keys.device) if self.head_budgets else None
+        for piece in pieces(shape, filled, one_head="positions" in self.inputs and seen > shape[2]):
+            own = cut(states, piece, shape)
+            length = own["keys"].shape[2]
+            # Padding is no token, seen or kept.
+            own_seen = seen if filled is None or seen > shape[2] else length
+            amount = self._amount(own_seen, compression_ratio, budget, layer_index, num_layers)
+            found = self._run(
+                own,
+                min(amount, length),
+                ratio=compression_ratio if budget is None else 1 - min(amount, length) / length,
+                options=options,
+                layer_index=layer_index,
+                num_layers=num_layers,
+                seed=seed,
+                seen=own_seen,
+                static=None if static is None else static[piece.rows.start or 0],
+                supply=supply,
+            )
+            if found.dtype != torch.bool and scores is None:
+                found = selection.top_k(found, min(amount, length))
+            if found.dtype == torch.bool:
+                put(result, piece, found)
+            elif scores is not None:
+                put(scores, piece, found.to(scores.dtype))
+        if scores is None or self.is_select:
+            return result
+        assert self.head_budgets is not None
+        amount = self._amount(seen, compression_ratio, budget, layer_index, num_layers)
+        for row in range(shape[0]):
+            here = scores[row : row + 1].isfinite() if filled is None else filled[row : row + 1]
+            if filled is not None and seen <= shape[2]:
+                amount = self._amount(int(here[0, 0].sum()), compression_ratio, budget, layer_index, num_layers)
+            total = amount * shape[1]
+            enough = filled is None or int(here.sum()) > total
+            chosen = self.head_budgets(scores[row : row + 1], amount) if enough else here
+            result[row] = chosen[0] if filled is None else (chosen & here)[0]
+        return result
+
+    def _amount(self, seen: int, ratio: float, budget: int | None, layer_index: int, num_layers: int) -> int:
+        """The tokens to keep in each head of this layer, on average over its heads."""
+        amount = tokens_to_keep(seen, ratio, budget)
+        if self.layer_budgets is None or amount == seen:
+            return amount
+        return self.layer_budgets(amount, num_layers)[layer_index]
+
+    def _run(
+        self,
+        states: dict[str, Any],
+        amount: int,
+        *,
+        ratio: float,
+        options: dict[str, Any],
+        layer_index: int,
+        num_layers: int,
+        seed: int,
+        seen: int,
+        static: int | None,
+        supply: Supply | None,
+    ) -> torch.Tensor:
+        """Scores, or a boolean mask, [B, H_kv, T] of a piece."""
+        keys = states["keys"]
         shape, length = tuple(keys.shape[:3]), keys.shape[2]
-        options = self.typed_options(options)
-        amount = tokens_to_keep(length, compression_ratio, budget)
-        if amount == length and "keep_ratio" not in options:
+        if amount == length and "keep_ratio" not in options and not self.head_budgets:
             return torch.ones(shape, dtype=torch.bool, device=keys.device)
-        removed = compression_ratio if budget is None else 1 - amount / length
+        function, inputs, is_select = self.function, self.inputs, self.is_select
+        if self.prompt_function is not None and seen == length:
+            function, is_select = self.prompt_function, True
+            inputs = tuple(catalogue.split_signature(function)[0])
+            if "queries" in states:
+                states["queries"] = states["queries"][:, :, -min(OBSERVED, max(1, amount // 2)) :]
         available: dict[str, Any] = {
             **states,
-            "positions": torch.arange(length, device=keys.device),
             "length": length,
             "layer_index": layer_index,
             "num_layers": num_layers,
             "budget": amount,
-            "compression_ratio": removed,
+            "compression_ratio": ratio,
         }
-        if "keep_ratio" in self.inputs:
-            available["keep_ratio"] = self._keep_ratio(length, amount, removed, options)
-        if "generator" in self.inputs:
+        if "positions" not in available:
+            available["positions"] = torch.arange(length, device=keys.device)
+        if "queries" in states:
+            available["query"] = states["queries"][:, :, -1]
+        if "keep_ratio" in inputs:
+            available["keep_ratio"] = self._keep_ratio(length, amount, ratio, options, static)
+        if static is not None:
+            options = options | {"sink_size": static}
+        if "generator" in inputs or "sampled_queries" in inputs:
             available["generator"] = torch.Generator().manual_seed(seed * 1_000_003 + layer_index)
-        absent = [name for name in self.inputs if name not in available]
+        for name in inputs:
+            if name not in available and supply is not None:
+                available[name] = supply(name, available, seen)
+        absent = [name for name in inputs if available.get(name) is None]
         if absent:
+            record = sorted({catalogue.CAPTURED_FOR.get(name, name) for name in absent})
             raise UsageError(
                 f"method {self.name}: reads {', '.join(absent)}, which this prefilled cache did not record; "
-                f"prefill with record=({', '.join(map(repr, absent))},) or run the prompt through the EvictingCache"
+                f"prefill with record=({', '.join(map(repr, record))},) or run the prompt through the EvictingCache"
             )
-        arguments = {name: available[name] for name in self.inputs} | dict(options)
-        result = call(self.function, self.label, arguments, as_torch=self.as_torch)
-        if self.is_select:
+        arguments = {name: available[name] for name in inputs} | {
+            name: value for name, value in options.items() if name in inspect.signature(function).parameters
+        }
+        result = call(function, self.label, arguments, as_torch=self.as_torch and _knows_torch(function))
+        if is_select:
             return checked_kept(self.label, result, shape, keys.device)
-        scores = checked_scores(self.label, result, shape, keys.device)
-        return selection.top_k(scores, amount)
+        return checked_scores(self.label, result, shape, keys.device)
 
-    def _keep_ratio(self, length: int, amount: int, removed: float, options: Mapping[str, Any]) -> Any:
-        """The ratio that meets the budget: solved by the method's own `keep_ratio_for` where it has one."""
+    def _keep_ratio(self, length: int, amount: int, removed: float, options: Mapping[str, Any], static: int | None) -> Any:
+        """The ratio that meets the budget: solved by the method's own `keep_ratio_for` where it has one.
+
+        Partitions that come one after another are all compressed by the same ratio, so there nothing is solved for.
+        """
         solve = self._helper("keep_ratio_for")
-        if solve is None:
+        if solve is None or static is not None:
             return float(1 - Decimal(repr(float(removed))))
         return solve(length, amount, **_accepted(solve, {**self.options, **options}))
+
+    def static_after(self, length: int, static: int, ratio: float, options: Mapping[str, Any]) -> int:
+        """LK-R: how many tokens a recursive method leaves alone once it has compressed `length` tokens, `static` of them left."""
+        settings = {**self.options, **options}
+        partitions = max(0, (length - static) // settings["lag_size"] - 1)
+        keep_ratio = settings.get("keep_ratio", self._keep_ratio(length, length, ratio, options, static))
+        return static + partitions * lagkv.tokens_per_partition(keep_ratio, settings["lag_size"])
 
     def why_nothing_removed(self, length: int, options: Mapping[str, Any] | None = None) -> str | None:
         """Say why a cache of `length` tokens stays whole, in the method's own words, or None where it does not say."""
@@ -122,6 +250,11 @@ class Method:
         stem = self.module.__name__.rpartition(".")[2]
         in_package = self.module.__name__.startswith("optimized.")
         return getattr(importlib.import_module(f"reference.{stem}"), name, None) if in_package else None
+
+
+def _knows_torch(function: Callable[..., Any]) -> bool:
+    """Whether a function is none of the NumPy reference."""
+    return not function.__module__.startswith("reference.")
 
 
 def _accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,12 +276,42 @@ def tokens_to_keep(length: int, compression_ratio: float, budget: int | None = N
     return min(budget, length)
 
 
+MOMENTS = "moments"
+
+
 def resolve(method: str) -> Method:
     """Return the method of that name, or of that user file: `path/to/file.py` or `path/to/file.py:function`.
 
-    A name means the module of that stem in `optimized/`, or in `reference/` where there is none. Raises UsageError for an
-    unknown name, a file that cannot be imported, or a function that names an argument which nobody can supply.
+    A name means the module of that stem in `optimized/`, or in `reference/` where there is none. Names with `+` between them
+    compose: after the method come allocators (`ada_kv`, `pyramid_kv`) and `moments`, MomentKV's correction. Raises UsageError for
+    an unknown name, a file that cannot be imported, or a function that names an argument which nobody can supply.
     """
+    parts = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
+    base, additions = parts.groups() if parts else (method, "")
+    found = _resolve_one(base)
+    for addition in additions.split("+")[1:]:
+        found = _compose(found, addition)
+    return replace(found, name=method)
+
+
+def _compose(method: Method, addition: str) -> Method:
+    allocators = catalogue.allocators()
+    if addition == MOMENTS:
+        return replace(method, corrected=True)
+    if addition not in allocators:
+        wanted = ", ".join([*allocators, MOMENTS])
+        raise UsageError(f"method: got {addition!r} after the +, wanted one of {wanted}")
+    module = importlib.import_module(f"optimized.{addition}")
+    if hasattr(module, "budgets"):
+        return replace(method, layer_budgets=module.budgets)
+    if method.is_select:
+        raise UsageError(
+            f"method: {method.name} chooses its tokens itself, and {addition} shares a budget out by scores; wanted a scorer first"
+        )
+    return replace(method, head_budgets=module.select)
+
+
+def _resolve_one(method: str) -> Method:
     path, function_name = _split_path(method)
     if path is not None:
         return _from_module(_import_file(path), method, function_name)
@@ -212,4 +375,11 @@ def _from_module(module: ModuleType, name: str, function_name: str | None = None
         inputs=tuple(inputs),
         options=options,
         as_torch=package == "optimized" or imports_torch is not None,
+        prompt_function=_prompt_function(module, described),
+        corrected="moments" in inputs,
     )
+
+
+def _prompt_function(*modules: ModuleType) -> Callable[..., Any] | None:
+    """The `select_prompt` of a method that reads the prompt in another way than what comes after it."""
+    return next((module.select_prompt for module in modules if hasattr(module, "select_prompt")), None)

@@ -37,16 +37,32 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
 
 
 def require_supported(model: PreTrainedModel) -> None:
-    """Raise UsageError unless the model is a decoder with rotary positions and full attention in every layer."""
+    """Raise UsageError unless the model is a decoder with rotary positions and full attention in at least one layer."""
     name = type(model).__name__
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise UsageError(f"model: got {name}, an encoder-decoder; wanted a decoder-only language model")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    others = kinds - {"full_attention", "sliding_attention"}
+    if others:
+        raise UsageError(
+            f"model: got {name} with layers of {', '.join(sorted(others))}; wanted full or sliding attention in every layer"
+        )
     if getattr(config, "rope_parameters", None) is None:
         raise UsageError(f"model: got {name}, which has no rotary positions (RoPE); wanted a model that has them")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
-        kinds.add("sliding_attention")
-    if kinds != {"full_attention"}:
-        others = ", ".join(sorted(kinds - {"full_attention"}))
-        raise UsageError(f"model: got {name} with layers of {others}; wanted full attention in every layer")
+    if all(is_sliding(config, index) for index in range(config.num_hidden_layers)):
+        raise UsageError(
+            f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some"
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UsageError(
+            f"model: got {name} with capped attention logits, wanted plain softmax attention"
+        )
+
+
+def is_sliding(config: Any, layer_index: int) -> bool:
+    """Whether a layer of a text configuration attends to a sliding window alone; such a layer is not compressed."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return kinds[layer_index] == "sliding_attention"
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)

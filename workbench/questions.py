@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,8 @@ def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torc
 
     Raises UsageError where context, question and answer together exceed the model's context.
     """
+    if getattr(cache, "every", 0):  # it evicts while it decodes, and what is gone cannot be given back
+        cache = copy.deepcopy(cache)
     before = cache.get_seq_length()
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require_prompt(before + question_ids.shape[1] + max_new_tokens, longest)
@@ -76,7 +79,8 @@ def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torc
                 break
             output = model(torch.tensor([[following]], device=model.device), past_key_values=cache, use_cache=True)
     finally:
-        cache.crop(before - cache.get_seq_length())
+        if not getattr(cache, "every", 0):
+            cache.crop(before - cache.get_seq_length())
     return Answer(tokenizer.decode(token_ids, skip_special_tokens=True).strip(), token_ids, hidden_states)
 
 

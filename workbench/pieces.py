@@ -1,0 +1,68 @@
+"""Takes a padded or ragged cache apart into what a method can be given at once: heads whose tokens stand at the same places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+OF_QUERIES = ("queries", "query", "query_mean", "query_covariance", "sampled_queries")
+OF_TOKENS = ("queries", "hidden_states")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Heads of batch rows whose tokens stand at the same places."""
+
+    rows: slice
+    heads: slice
+    places: torch.Tensor | None  # None: all of them
+
+
+def pieces(shape: tuple[int, ...], filled: torch.Tensor | None, *, one_head: bool) -> list[Piece]:
+    """What a method can be given at once: everything, or rows, or single heads."""
+    if filled is None and not one_head:
+        return [Piece(slice(None), slice(None), None)]
+    found = []
+    for row in range(shape[0]):
+        of_row = torch.ones(shape[1:], dtype=torch.bool) if filled is None else filled[row]
+        alike = not one_head and bool((of_row == of_row[0]).all())
+        for head in [slice(None)] if alike else [slice(head, head + 1) for head in range(shape[1])]:
+            places = of_row[head.start or 0].nonzero()[:, 0]
+            found.append(Piece(slice(row, row + 1), head, places))
+    return found
+
+
+def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The states of a piece; states of every token are cut to its places."""
+    own: dict[str, Any] = {}
+    for name, value in states.items():
+        if value is None or piece.places is None:
+            own[name] = value
+        elif name == "moments":
+            own[name] = type(value)(*(entry[piece.rows, piece.heads] for entry in value))
+        elif name == "hidden_states":
+            own[name] = value[piece.rows]
+        else:
+            heads = piece.heads
+            if name in OF_QUERIES and heads != slice(None):
+                group = value.shape[1] // shape[1]
+                heads = slice(heads.start * group, heads.stop * group)
+            own[name] = value[piece.rows, heads]
+        if piece.places is not None and value is not None:
+            axis = 1 if name == "hidden_states" else 2
+            if name in ("keys", "values", "positions") or (name in OF_TOKENS and value.shape[axis] == shape[2]):
+                own[name] = own[name].index_select(axis, piece.places)
+            if name == "positions":
+                own[name] = own[name][0, 0]
+    return own
+
+
+def put(whole: torch.Tensor, piece: Piece, part: torch.Tensor) -> None:
+    """Write what was found for a piece [b, h, n] to its places of [B, H_kv, T]."""
+    if piece.places is None:
+        whole[piece.rows, piece.heads] = part
+    else:
+        whole[piece.rows, piece.heads, piece.places] = part
