@@ -1,0 +1,40 @@
+"""What the pictures of the claims share: size, bands over layers, small legends. White background, readable on any page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "savefig.facecolor": "white",
+}
+
+
+def save(draw: Callable[[Figure, dict[str, Any]], None], series: dict[str, Any], path: Path, *, rows: int = 1) -> None:
+    """Draw one paper's picture as a PNG, 12 by 3.6 inches for each row of panels."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(12, 3.6 * rows), dpi=100, layout="constrained")
+        draw(figure, series)
+        figure.savefig(path, metadata={"Software": None})
+
+
+def band(axes: Axes, lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
+    """A line with a band around it over 0, 1, ..: `lines` are the low, middle and high of each place."""
+    low, middle, high = lines
+    places = range(len(middle))
+    (line,) = axes.plot(places, middle, label=label, **style)
+    axes.fill_between(places, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+
+
+def legend(axes: Axes) -> None:
+    """A small legend without a frame."""
+    axes.legend(frameon=False, fontsize=8)

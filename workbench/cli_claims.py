@@ -1,0 +1,88 @@
+"""The command `evictionary claims`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from workbench.cli import AsJson, ModelName, _exit_codes, _names, _progress, _quiet_transformers, app
+from workbench.errors import UsageError
+
+if TYPE_CHECKING:
+    pass
+
+COLOURS = {"seen": "green", "not seen": "red", "other model needed": "yellow"}
+
+
+@app.command(
+    epilog="Examples: [bold]evictionary claims[/]   [bold]evictionary claims --papers keydiff,momentkv --output measured[/]"
+)
+def claims(
+    papers: Annotated[
+        list[str] | None,
+        typer.Option(help="expected_attention, keydiff, lagkv, momentkv, gvote, with commas between them; all by default."),
+    ] = None,
+    model: ModelName = "embedded",
+    output: Annotated[Path, typer.Option(help="The folder for results.json, the pictures and the pages.")] = Path("claims"),
+    seed: Annotated[int, typer.Option(help="Draws the texts, the numbers and what methods draw.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the papers' empirical claims on a model: the statement, the number, a picture, and seen or not seen.
+
+    All papers take about ten minutes on one core.
+    """
+    with _exit_codes():
+        names = _names(papers)
+        _require_folder(output)
+        from workbench import models
+        from workbench.claims import run as experiment
+
+        chosen = experiment.check_papers(names)
+        _quiet_transformers()
+        loaded, tokenizer = models.load(model)
+        given = f" --papers {','.join(chosen)}" if names else ""
+        command = f"evictionary claims{given} --model {model} --seed {seed}"
+        with _progress() as (plan, advance):
+            report = experiment.run(
+                loaded,
+                tokenizer,
+                model_name=model,
+                papers=chosen,
+                seed=seed,
+                command=command,
+                plan=plan,
+                advance=advance,
+            )
+            advance("drawing the pictures")
+            experiment.write(report, output)
+    result = report.as_json()
+    if as_json:
+        typer.echo(json.dumps(result | {"output": str(output)}, indent=1))
+    else:
+        Console().print(_table(result))
+        Console().print(f"Numbers, pictures and a page for each paper: [bold]{output}[/]")
+
+
+def _require_folder(output: Path) -> None:
+    existing = next(folder for folder in (output.resolve(), *output.resolve().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UsageError(f"--output: got {output}, wanted a folder that can be written, or made")
+
+
+def _table(result: dict[str, Any]) -> Table:
+    table = Table(title=f"The papers' claims on {result['model']}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for header in ("claim", "numbers", "verdict"):
+        table.add_column(header)
+    for paper in result["papers"]:
+        for claim in paper["claims"]:
+            numbers = ", ".join(f"{name} {number['value']:.3g}" for name, number in claim["numbers"].items())
+            table.add_row(claim["id"], numbers, f"[{COLOURS[claim['verdict']]}]{claim['verdict']}[/]")
+        table.add_section()
+    return table
