@@ -7,8 +7,8 @@ import math
 import torch
 from torch.linalg import vector_norm
 
-from optimized.checks import require_same_kind, require_shape, require_states, working_dtype
-from optimized.rope import frequencies, turn
+from optimized.checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from optimized.rope import frequencies, rotate, turn
 from reference.checks import as_count
 
 
@@ -20,11 +20,51 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     Source: section 2.2; `compute_statistics` in listing 1.
     """
     require_states("queries", queries, "... N D")
+    if runs_on_gpu(queries):
+        from optimized.kernels import expected_attention as kernels
+
+        return kernels.query_statistics(queries)
     queries = queries.to(working_dtype(queries))
     mean = queries.mean(dim=-2)
     centred = queries - mean[..., None, :]
     # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would have no covariance.
     return mean, centred.mT @ centred / queries.shape[-2]
+
+
+def unrotated_statistics(
+    queries: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""EA-5 of queries after RoPE, as attention uses them: they are turned back by their positions first.
+
+    Args: queries [..., N, D] after RoPE, D even; positions [N] or any shape that broadcasts to [..., N], integers; theta, the base
+    of RoPE. Returns what `query_statistics` does. Raises ValueError as it does, and for positions or theta that do not fit.
+    """
+    require_states("queries", queries, "... N D")
+    require_rotation(queries, positions, theta)
+    if runs_on_gpu(queries):
+        from optimized.kernels import expected_attention as kernels
+
+        return kernels.unrotated_statistics(queries, positions, theta)
+    return query_statistics(rotate(queries.to(working_dtype(queries)), -positions.to(torch.int64), theta))
+
+
+def require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> None:
+    """Raise ValueError unless queries [..., N, D] can be turned by integer `positions` and a positive `theta`."""
+    if queries.shape[-1] % 2:
+        raise ValueError(f"queries: got head_dim {queries.shape[-1]}, wanted an even number")
+    if not isinstance(positions, torch.Tensor) or positions.is_floating_point() or positions.is_complex():
+        got = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
+        raise ValueError(f"positions: got {got}, wanted a tensor of integers")
+    if positions.device != queries.device:
+        raise ValueError(f"positions: got device {positions.device}, wanted {queries.device} (that of queries)")
+    wanted = queries.shape[:-1]
+    fits = positions.ndim <= len(wanted) and all(
+        got in (1, size) for got, size in zip(reversed(positions.shape), reversed(wanted), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"positions: got shape {tuple(positions.shape)}, wanted what broadcasts to {tuple(wanted)}")
+    if not 0 < theta < math.inf:
+        raise ValueError(f"theta: got {theta}, wanted a positive number")
 
 
 def average_rope(
@@ -87,6 +127,10 @@ def score(
             raise ValueError(f"{name}: got device {statistic.device}, wanted {keys.device} (that of keys)")
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
+    if runs_on_gpu(keys) and runs_on_gpu(values):
+        from optimized.kernels import expected_attention as kernels
+
+        return kernels.score(keys, values, query_mean, query_covariance, epsilon=epsilon)
     group, dtype = num_query_heads // num_kv_heads, working_dtype(keys)
     keys = keys.to(dtype)
     means = query_mean.to(dtype).reshape(batch, num_kv_heads, group, head_dim)
