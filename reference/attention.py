@@ -50,8 +50,9 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
             continue
         readers = slice(kv_head * group, (kv_head + 1) * group)
         logits = attention_logits(queries[item, readers], cache.keys[rows])
-        output[item, readers] = softmax(logits) @ cache.values[rows]
         normaliser[item, readers] = log_sum_exp(logits)
+        # The softmax, written with what is returned anyway: an implementation may do so too, and is judged by this rounding.
+        output[item, readers] = np.exp(logits - normaliser[item, readers, :, None]) @ cache.values[rows]
     return output, normaliser
 
 
