@@ -66,11 +66,11 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
     introduction = "A secret number is hidden in the following text. Find it and remember it."
     text = " ".join([introduction, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
-    return Passkey(context_ids, question_ids, answer, depth, _locate(tokenizer, context_ids, needle))
+    return Passkey(context_ids, question_ids, answer, depth, locate(tokenizer, context_ids, needle))
 
 
-def _locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:
-    """The first and the one-past-last token position of the needle, counted in decoded characters."""
+def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:
+    """The first and the one-past-last token position of the needle in context ids [1, T], counted in decoded characters."""
     pieces = [tokenizer.decode([token]) for token in context_ids[0].tolist()]
     start = "".join(pieces).index(needle)
     ends, total = [], 0
