@@ -1,0 +1,443 @@
+"""The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b]`, under nine minutes on one H200.
+
+First the laws on the GPU, in bfloat16, float16 and float32, for `optimized` and for the kernels themselves: a method that breaks a
+law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the ceilings of this very
+GPU, then every row of `rows` and `model`, each side by side with its peers.
+
+How a row is measured. Inputs are random and there are several sets of them: of what is small, so many that together they are five
+times the L2 cache and at least twenty; of what is large, two. All calls, one for each set, are captured in one CUDA graph, and a
+measurement is one replay, between two events, divided by the number of calls; an arm that waits for the GPU cannot be captured and
+is timed by events around its calls, which the result says. The arms take turns, A B C C B A, three times at least. Before that
+every output is compared with the float64 mathematics, with NaN in the memory that it is about to be given.
+
+A ratio is claimed only if the intervals from the 20 % to the 80 % quantile do not overlap. `floor` is the larger of the least
+bytes over the best measured bandwidth and the least multiplications over the measured matrix product; the share of the floor that
+is reached is `floor / median`. Results are written after every row, so a run that is killed keeps what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.model import MODEL_ROWS
+from benchmarks.rows import KERNEL_ROWS, NoKernel, Place, Row, Work
+from benchmarks.timing import ROOT, Spread, after, interleaved, output_of, provenance, ratio, spread
+
+SCHEMA = "evictionary/benchmark-gpu/1"
+ROWS = [*KERNEL_ROWS, *MODEL_ROWS]
+SECONDS = 520.0  # of the whole run
+SHARE_OF_LAWS = 0.5  # of them, at most
+DTYPES = ("bfloat16", "float16", "float32")
+ROTATED_BYTES = 300 * 10**6  # five times the L2 cache of an H200
+LEAST_REPLAY = 2e-3  # seconds: shorter replays would measure the launch of the graph
+ROUNDS = (3, 10)
+GOOD = ("right", "not compared")
+PACKAGES = ("torch", "triton", "kvpress", "flashinfer-python", "flash-attn")
+
+
+# Laws ----------------------------------------------------------------------------------------------------------------------------
+
+
+def judge(stems: Iterable[str], *, device: str, seconds: float, dtypes: Iterable[str] = DTYPES) -> dict[str, str]:
+    """Put the laws of stems to `optimized` and to its kernels, in parallel: an empty string for a stem that keeps them all."""
+    end = time.monotonic() + seconds
+
+    def one(job: tuple[str, str]) -> tuple[str, str]:
+        stem, dtype = job
+        left = end - time.monotonic()
+        if left <= 0:
+            return stem, f"{dtype}: no time was left for its laws"
+        targets = ["--impl", "optimized", "--impl", "optimized.kernels"] if device != "cpu" else ["--impl", "optimized"]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "--profile", "student", "--device", device, "--dtype", dtype]
+        command = [sys.executable, "-m", "pytest", *law_files(stem), *targets, *options]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)
+        except subprocess.TimeoutExpired:
+            return stem, f"{dtype}: its laws did not finish in {seconds:.0f} s"
+        if done.returncode == 0:
+            return stem, ""
+        printed = (done.stdout + done.stderr).splitlines()
+        found = [line for line in printed if "does not hold" in line] or printed[-1:]
+        return stem, f"{dtype}: {' '.join(found)[:300]}"
+
+    with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 2) - 2))) as pool:
+        outcomes = list(pool.map(one, [(stem, dtype) for stem in stems for dtype in dtypes]))
+    verdicts: dict[str, str] = {}
+    for stem, why in outcomes:
+        verdicts[stem] = "; ".join(filter(None, (verdicts.get(stem, ""), why)))
+    return verdicts
+
+
+def law_files(stem: str) -> list[str]:
+    """The files with laws of the implementation of a stem; those about the papers alone judge nothing here."""
+    files = [ROOT / "spec_tests" / f"test_{stem}.py", *sorted((ROOT / "spec_tests").glob(f"test_{stem}_*.py"))]
+    return [str(path.relative_to(ROOT)) for path in files if path.exists() and "(impl" in path.read_text(encoding="utf-8")]
+
+
+# Time ----------------------------------------------------------------------------------------------------------------------------
+
+
+class ProcessorWatch:
+    """Times calls on a CPU: what the machinery is tested with where there is no GPU. Its figures are not for publication."""
+
+    def rotation(self, size: int, latency: bool) -> int:
+        return 1
+
+    def poison(self) -> None:
+        pass
+
+    def prepare(self, call: Callable[..., Any], inputs: list[tuple[Any, ...]], waits: bool) -> tuple[Callable[[], float], str]:
+        def measure() -> float:
+            start = time.perf_counter()
+            for one in inputs:
+                call(*one)
+            return (time.perf_counter() - start) / len(inputs)
+
+        return measure, "clock of the processor"
+
+    def cost(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, int | None]:
+        return {"launches": None, "memory_bytes": None}
+
+    def clean(self) -> None:
+        pass
+
+
+class GraphWatch:
+    """Times calls on a GPU: a captured graph of one call for each set of inputs, between two events."""
+
+    def rotation(self, size: int, latency: bool) -> int:
+        return max(20 if latency else 2, math.ceil(ROTATED_BYTES / max(size, 1)))
+
+    def poison(self) -> None:
+        """Leave NaN in memory that will be given out again, so that an output which is not written is seen."""
+        for size in (2**29, 2**24, 2**20):
+            torch.full((size,), math.nan, device="cuda")
+
+    def prepare(self, call: Callable[..., Any], inputs: list[tuple[Any, ...]], waits: bool) -> tuple[Callable[[], float], str]:
+        """Return a function that measures once, in seconds for a call, and how it does it."""
+
+        def run(repeats: int) -> None:
+            for _ in range(repeats):
+                for one in inputs:
+                    call(*one)
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for one in inputs[:2]:
+                call(*one)
+        torch.cuda.synchronize()
+        if not waits:
+            try:
+                first = self._captured(run, 1)
+                repeats = max(1, math.ceil(LEAST_REPLAY / max(self._timed(first), 1e-7)))
+                repeats = min(repeats, max(1, 4000 // len(inputs)))
+                replay = first if repeats == 1 else self._captured(run, repeats)
+                return lambda: self._timed(replay) / (repeats * len(inputs)), "graph"
+            except Exception as error:  # what cannot be captured can still be timed
+                torch.cuda.synchronize()
+                how = f"events, not captured: {type(error).__name__}"
+        else:
+            how = "events, waits for the GPU"
+        return lambda: self._timed(lambda: run(1)) / len(inputs), how
+
+    def _captured(self, run: Callable[[int], None], repeats: int) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(repeats)
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph.replay
+
+    def _timed(self, run: Callable[[], None]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(100_000)  # the GPU is still busy when the work arrives: the launch itself is not measured
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def cost(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, int | None]:
+        """Activities on the GPU (kernels, copies, fills), and the rise of allocated memory during a call, its result included."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = call(*inputs)
+        torch.cuda.synchronize()
+        memory = torch.cuda.max_memory_allocated() - before
+        del result
+        launches: int | None = None
+        try:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                call(*inputs)
+                torch.cuda.synchronize()
+            launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) or None
+        except Exception:  # no profiler: the number is unknown, the time is not
+            pass
+        return {"launches": launches, "memory_bytes": memory}
+
+    def clean(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def ceilings(watch: GraphWatch) -> dict[str, float]:
+    """Bytes a second of a copy and of a read, and operations a second of a matrix product: the medians."""
+    from benchmarks.ceilings import works
+
+    found = {}
+    for name, (call, size) in works().items():
+        measure, _ = watch.prepare(call, [()], waits=False)
+        found[name] = size / spread([measure() for _ in range(9)]).p50
+    watch.clean()
+    return found
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------------------
+
+
+def size_of(value: Any) -> int:
+    """The bytes of all tensors in a tuple, tuples within it included."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(size_of(entry) for entry in value) if isinstance(value, tuple) else 0
+
+
+def floor_of(work: Work, found: dict[str, float]) -> float:
+    """The least seconds: bytes at the better measured bandwidth, or multiplications at the measured rate, whichever is more."""
+    memory = max(found["copy_bytes_per_s"], found["read_bytes_per_s"])
+    return max(work.bytes / memory, work.flops / found["matmul_flops_per_s"])
+
+
+def run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds: float) -> dict[str, Any]:
+    """Check and time one row. Whatever goes wrong is in the result, under `status`: "measured" is the only good one."""
+    result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_s": row.goal_s, "goal_ratio": row.goal_ratio, "arms": {}}
+    try:
+        _run_row(row, place, watch, found, seconds, result)
+    except NoKernel as error:
+        result["status"] = f"no kernel yet: {error}"
+    except Exception as error:
+        result["status"] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+    watch.clean()
+    return result
+
+
+def _run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds: float, result: dict[str, Any]) -> None:
+    end = time.monotonic() + seconds
+    work = row.build(place)
+    floor = floor_of(work, found)
+    result |= {"bytes": work.bytes, "flops": work.flops, "floor_s": floor, "missing": work.missing, "latency": row.latency}
+    arms: dict[str, dict[str, Any]] = result["arms"]
+    for name, call in work.arms.items():
+        if name != "ours" and time.monotonic() > end:
+            work.missing[name] = "no time was left"
+            continue
+        arms[name] = check_arm(work, name, call, watch)
+        if name == "ours" and arms[name]["status"] not in GOOD:
+            result["status"] = f"not timed, ours is {arms[name]['status']}"
+            return
+    good = {name: work.arms[name] for name, arm in arms.items() if arm["status"] in GOOD}
+    first = work.make(0)
+    count = work.copies or watch.rotation(size_of(first), row.latency)
+    inputs = [first, *(work.make(seed) for seed in range(1, count))]
+    result["copies"] = count
+    measures = {}
+    for name, call in good.items():
+        measure, how = watch.prepare(call, inputs, name in work.waits)
+        units = work.units.get(name, 1)
+        measures[name] = lambda measure=measure, units=units: measure() / units
+        arms[name] |= watch.cost(call, inputs[0]) | {"how": how}
+        measure()
+    timed = interleaved(measures, ROUNDS[1], enough=after(ROUNDS[0], end))
+    for name, times in timed.items():
+        arms[name] |= {"seconds": times.as_json(), "status": "measured"}
+    ours = timed["ours"]
+    result["ratios"] = {name: ratio(ours, times).as_json() for name, times in timed.items() if name != "ours"}
+    result["share_of_floor"] = floor / work.units.get("ours", 1) / ours.p50
+    result["status"] = "measured"
+
+
+def check_arm(work: Work, name: str, call: Callable[..., Any], watch: Any) -> dict[str, Any]:
+    """Call an arm once, on memory full of NaN, and compare its output with the reference."""
+    try:
+        pristine = work.make(0)
+        inputs = work.make(0) if work.check else pristine  # an arm may change its inputs
+        watch.poison()
+        output = call(*inputs)
+        if name in work.read:
+            output = work.read[name](pristine, output)
+        if work.check is None or output is None:
+            return {"status": "not compared"}
+        distance = work.check(pristine, output)
+    except Exception as error:
+        return {"status": f"failed: {type(error).__name__}: {str(error)[:300]}"}
+    # A peer that rounds more is still a peer; its error stands beside its time.
+    wrong = not distance <= (work.limit if name == "ours" else 0.2)
+    shown = distance if math.isfinite(distance) else None
+    return {"status": f"wrong: error {distance:.2g}, wanted at most {work.limit:.2g}" if wrong else "right", "error": shown}
+
+
+# Command -------------------------------------------------------------------------------------------------------------------------
+
+
+def gpu() -> str:
+    """Name, driver, clocks, power and temperature, as nvidia-smi gives them; empty without it."""
+    fields = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    return output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+
+
+def chosen(wanted: str | None) -> list[Row]:
+    """The rows that `--rows` names, all by default. Raises ValueError for an unknown one."""
+    if wanted is None:
+        return ROWS
+    known = {row.id: row for row in ROWS}
+    unknown = [name for name in wanted.split(",") if name not in known]
+    if unknown:
+        raise ValueError(f"--rows: got {', '.join(unknown)}, wanted some of {', '.join(known)}")
+    return [known[name] for name in wanted.split(",")]
+
+
+def run(
+    rows: list[Row], place: Place, watch: Any, target: Path, *, laws: Callable[..., dict[str, str]], found: Any
+) -> dict[str, Any]:
+    """Laws, ceilings, rows; `target` is written after each. `found` gives the ceilings; `laws` is `judge`."""
+    start = time.monotonic()
+    console = Console(stderr=True)
+    result: dict[str, Any] = {"schema": SCHEMA, **provenance(*PACKAGES), "gpu": gpu(), "dtype": str(place.dtype), "rows": []}
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    stems = sorted({stem for row in rows for stem in row.stems})
+    console.print(f"laws of {', '.join(stems)} on {place.device}, {', '.join(DTYPES)} ...")
+    result["laws"] = verdicts = laws(stems, device=place.device, seconds=SECONDS * SHARE_OF_LAWS)
+    for stem, why in verdicts.items():
+        console.print(f"  {stem}: {why or 'every law holds'}")
+    result["ceilings"] = ceiling = found(watch)
+    console.print("ceilings: " + ", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
+    write()
+    for index, row in enumerate(rows):
+        left = SECONDS - (time.monotonic() - start)
+        broken = [stem for stem in row.stems if verdicts.get(stem)]
+        if broken or left < 5:
+            status = f"not timed, laws fail: {', '.join(broken)}" if broken else "no time was left"
+            one: dict[str, Any] = {"id": row.id, "title": row.title, "status": status, "arms": {}}
+        else:
+            one = run_row(row, place, watch, ceiling, left / (len(rows) - index))
+        result["rows"].append(one)
+        write()
+        console.print(summary(one))
+    result["gpu_after"] = gpu()
+    result["seconds"] = time.monotonic() - start
+    write()
+    return result
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line about a row."""
+    if row["status"] != "measured":
+        return f"{row['id']:>7}  {row['status']}"
+    ours = Spread(**row["arms"]["ours"]["seconds"])
+    return f"{row['id']:>7}  {microseconds(ours.p50)} us, {row['share_of_floor']:.0%} of the floor"
+
+
+def microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.4g}"
+
+
+def table(result: dict[str, Any]) -> Table:
+    """All rows: one line for each arm, the first one ours."""
+    times_of = ("p20 us", "median us", "p80 us", "floor us", "of floor", "goal us", "ratio")
+    shown = Table(
+        "row",
+        "arm",
+        *times_of,
+        "launches",
+        "MB",
+        "error",
+        "how",
+        title=f"{result['gpu'] or 'no GPU'}, {result['date']}, commit {result['commit']}",
+    )
+    for row in result["rows"]:
+        if row["status"] != "measured":
+            shown.add_row(row["id"], f"{row['title']}: {row['status']}", *[""] * 11)
+        for name, arm in row["arms"].items():
+            if "seconds" not in arm:
+                shown.add_row(row["id"], f"{name}: {arm['status']}", *[""] * 11)
+                continue
+            times, ours = arm["seconds"], name == "ours"
+            against = row["ratios"].get(name)
+            memory = arm["memory_bytes"]
+            shown.add_row(
+                row["id"],
+                f"{name}: {row['title']}" if ours else name,
+                *(microseconds(times[part]) for part in ("p20", "p50", "p80")),
+                microseconds(row["floor_s"]) if ours else "",
+                f"{row['share_of_floor']:.0%}" if ours else "",
+                microseconds(row["goal_s"]) if ours else "",
+                "" if against is None else f"{against['value']:.2f}{'' if against['claimed'] else ' (overlap)'}",
+                str(arm["launches"] or ""),
+                "" if memory is None else f"{memory / 1e6:.1f}",
+                "" if arm.get("error") is None else f"{arm['error']:.1e}",
+                arm["how"],
+            )
+        for name, why in row.get("missing", {}).items():
+            shown.add_row(row["id"], f"{name}: missing, {why}", *[""] * 11)
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run as the command line asks. Returns 0; 1 where laws or rows fail; 2 without a GPU or for bad options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="There is no --skip-laws: what breaks a law is not timed.",
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where gpu.json goes (needed, but for --list)")
+    parser.add_argument("--rows", metavar="ID,ID", help="only these rows, such as 1,2b")
+    parser.add_argument("--list", action="store_true", help="print the rows and their goals, and stop")
+    options = parser.parse_args(arguments)
+    try:
+        rows = chosen(options.rows)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.list:
+        for row in rows:
+            ratios = f", {row.goal_ratio:g} x {row.peer}" if row.goal_ratio else ""
+            print(f"{row.id:>7}  {row.title}; goal {microseconds(row.goal_s) + ' us' if row.goal_s else 'none in time'}{ratios}")
+        return 0
+    if not torch.cuda.is_available():
+        print(
+            "benchmarks.gpu: torch sees no GPU here; run it on a machine with one. --list shows what it would do.", file=sys.stderr
+        )
+        return 2
+    if options.out is None:
+        print("benchmarks.gpu: --out FOLDER is needed, where gpu.json goes", file=sys.stderr)
+        return 2
+    torch.set_grad_enabled(False)
+    result = run(rows, Place(), GraphWatch(), options.out / "gpu.json", laws=judge, found=ceilings)
+    Console(width=220).print(table(result))
+    bad = [row for row in result["rows"] if row["status"] != "measured" and not row["status"].startswith("no kernel yet")]
+    return int(any(result["laws"].values()) or bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

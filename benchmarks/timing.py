@@ -1,0 +1,147 @@
+"""What every benchmark shares: how arms are interleaved, what is said of their times, and when a ratio may be claimed."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The 20 %, 50 % and 80 % quantiles of repeated measurements, and how many there were."""
+
+    p20: float
+    p50: float
+    p80: float
+    count: int
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The quantiles of `values`, linear between neighbours. Raises ValueError for an empty or non-finite list."""
+    if not values or not all(math.isfinite(value) for value in values):
+        raise ValueError(f"values: got {list(values)}, wanted at least one finite number")
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0], 1)
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return Spread(fifths[0], statistics.median(values), fifths[3], len(values))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster the first of two arms is: median over median; claimed only where their intervals do not overlap."""
+
+    value: float
+    claimed: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x" if self.claimed else f"{self.value:.2f}x (not claimed: the intervals overlap)"
+
+
+def ratio(ours: Spread, peer: Spread) -> Ratio:
+    """`peer / ours` of the medians. It is claimed if the intervals p20 to p80 of the two have no number in common."""
+    return Ratio(peer.p50 / ours.p50, peer.p20 > ours.p80 or peer.p80 < ours.p20)
+
+
+def there_and_back(names: Iterable[str], rounds: int) -> list[str]:
+    """The order A B C C B A, `rounds` times: a drift of the clock in time falls on every arm alike."""
+    forward = list(names)
+    return (forward + forward[::-1]) * rounds
+
+
+def interleaved(
+    arms: Mapping[str, Callable[[], float]], rounds: int, *, enough: Callable[[], bool] = lambda: False
+) -> dict[str, Spread]:
+    """Measure every arm, one measurement for each visit, in the order A B C C B A.
+
+    Args: arms, each a function that measures itself once and returns seconds; rounds, at least 1; enough, asked after every whole
+    round: True ends the measuring early. Returns the spread of every arm.
+    """
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name in there_and_back(arms, 1):
+            found[name].append(arms[name]())
+        if enough():
+            break
+    return {name: spread(values) for name, values in found.items()}
+
+
+def after(rounds: int, end: float) -> Callable[[], bool]:
+    """What `interleaved` asks after every round: whether there were `rounds` of them and it is later than `end`."""
+    done = 0
+
+    def enough() -> bool:
+        nonlocal done
+        done += 1
+        return done >= rounds and time.monotonic() > end
+
+    return enough
+
+
+def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """The slope of log seconds over log size, by least squares: 1 for linear growth. Raises ValueError for fewer than two sizes."""
+    if len(set(sizes)) < 2 or len(sizes) != len(seconds):
+        raise ValueError(f"sizes: got {len(set(sizes))} different ones for {len(seconds)} times, wanted at least two, one each")
+    across, up = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
+    return statistics.linear_regression(across, up).slope
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The installed versions of packages, "not installed" where there is none."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def output_of(*command: str) -> str:
+    """What a command prints, stripped; an empty string where it does not exist or fails."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def processor() -> str:
+    """The name of the processor, as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def provenance(*packages: str) -> dict[str, Any]:
+    """Where, when and with what a result was measured: date, commit (with "+" where files differ from it), versions, machine."""
+    commit = output_of("git", "rev-parse", "--short=12", "HEAD")
+    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "optimized", "reference", "benchmarks/*.py")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": (commit + ("+" if changed else "")) if commit else "unknown",
+        "python": platform.python_version(),
+        "versions": versions(*packages),
+        "processor": processor(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }

@@ -1,0 +1,191 @@
+"""The benchmarks themselves, without a GPU and without kvpress: every row small on a CPU, the statistics, the files, the page."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cpu, gpu, report, timing
+from benchmarks.rows import NoKernel, Place, Row, Work, error, rows_apart
+
+TINY = Place(device="cpu", dtype=torch.float32, shrink=512, heads=2, group=2, head_dim=16)
+CEILINGS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4.4e12, "matmul_flops_per_s": 8e14}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("row", gpu.ROWS, ids=lambda row: row.id)
+def test_every_row_is_right_and_timed_where_it_is_small(row: Row) -> None:
+    result = gpu.run_row(row, TINY, gpu.ProcessorWatch(), CEILINGS, 20.0)
+    work = row.build(TINY)
+    assert {name: arm["status"] for name, arm in result["arms"].items()} == dict.fromkeys(work.arms, "measured")
+    assert all(arm.get("error", 0) < 1e-5 for arm in result["arms"].values())
+    assert result["bytes"] > 0 and result["floor_s"] > 0 and result["arms"]["ours"]["seconds"]["count"] >= 6
+    assert row.goal_ratio is None or any(name.startswith(row.peer) for name in [*work.arms, *work.missing])
+    json.dumps(result, allow_nan=False)
+
+
+def test_least_bytes_of_the_published_sizes() -> None:
+    """The byte models at full size, against the arithmetic of the design: one layer's K of 131,072 tokens is 268 MB."""
+    keys = 131_072 * 8 * 128 * 2
+    wanted = {"1": 2 * keys * 1.25, "2": 2 * keys, "2b": keys, "3": 2 * keys, "3b": 4 * keys, "5": 2 * keys, "6": 2 * keys}
+    wanted |= {"7": 2 * keys, "9": 2 * keys, "10": 2 * keys, "4": 8 * 131_072 * 5, "4-256": 256 * 131_072 * 5}
+    full = Place(device="meta")
+    for row in gpu.ROWS:
+        if row.id in wanted:
+            assert row.build(full).bytes == pytest.approx(wanted[row.id], rel=0.01), row.id
+
+
+def work(call: Any, limit: float = 1e-3) -> Work:
+    """A row whose right answer is twice its input."""
+    return Work(
+        make=lambda seed: (torch.ones(4),),
+        arms={"ours": call, "peer": lambda x: 2 * x},
+        check=lambda inputs, got: error(got, (2 * inputs[0]).double().numpy()),
+        bytes=32,
+        limit=limit,
+    )
+
+
+def test_a_row_without_time_measures_ours_and_says_what_was_left_out() -> None:
+    row = Row("0", "twice", (), lambda place: work(lambda x: x + x))
+    result = gpu.run_row(row, TINY, gpu.ProcessorWatch(), CEILINGS, 0.0)
+    assert result["status"] == "measured" and result["missing"] == {"peer": "no time was left"}
+
+
+@pytest.mark.parametrize(
+    ("call", "status"),
+    [
+        (lambda x: 2.1 * x, "not timed, ours is wrong: error 0.05"),
+        (lambda x: x * math.nan, "not timed, ours is wrong: error inf"),
+        (lambda x: x[:2], "not timed, ours is wrong: error inf"),
+        (lambda x: x.no_such_thing(), "not timed, ours is failed: AttributeError"),
+    ],
+)
+def test_a_wrong_kernel_is_not_timed(call: Any, status: str) -> None:
+    row = Row("0", "twice", ("none",), lambda place: work(call))
+    result = gpu.run_row(row, TINY, gpu.ProcessorWatch(), CEILINGS, 1.0)
+    assert result["status"].startswith(status)
+    assert not any("seconds" in arm for arm in result["arms"].values())
+
+
+def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(NoKernel):
+        TINY.ours("keydiff", "no_such_function")
+    rows = [
+        Row("0", "none", ("keydiff",), lambda place: work(place.ours("keydiff", "no_such_function"))),
+        Row("1", "broken", ("lagkv",), lambda place: work(lambda x: 2 * x)),
+        Row("2", "right", ("keydiff",), lambda place: work(lambda x: x + x)),
+    ]
+    verdicts = {"keydiff": "", "lagkv": "float16: LK-12 does not hold"}
+    target = tmp_path / "folder" / "gpu.json"
+    result = gpu.run(rows, TINY, gpu.ProcessorWatch(), target, laws=lambda stems, **_: verdicts, found=lambda watch: CEILINGS)
+    assert result == json.loads(target.read_text(encoding="utf-8"))
+    assert [row["status"].split(":")[0] for row in result["rows"]] == ["no kernel yet", "not timed, laws fail", "measured"]
+    assert result["schema"] == gpu.SCHEMA and result["commit"] and result["versions"]["torch"]
+    assert "no GPU" in gpu.table(result).title
+    page = report.gpu_section(result)
+    assert "no kernel yet" in page and "laws fail: lagkv" in page and "twice" not in page
+
+
+def test_results_are_written_after_every_row(tmp_path: Path) -> None:
+    target = tmp_path / "gpu.json"
+
+    def killed(place: Place) -> Work:
+        assert len(json.loads(target.read_text(encoding="utf-8"))["rows"]) == 1
+        raise KeyboardInterrupt
+
+    rows = [Row("0", "right", (), lambda place: work(lambda x: x + x)), Row("1", "killed", (), killed)]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run(rows, TINY, gpu.ProcessorWatch(), target, laws=lambda *_, **__: {}, found=lambda watch: CEILINGS)
+    assert json.loads(target.read_text(encoding="utf-8"))["rows"][0]["status"] == "measured"
+
+
+def test_the_laws_are_put_to_the_implementation() -> None:
+    """The real command, on a CPU, for the smallest method; a method without time is not judged, and so not right."""
+    assert gpu.judge(["knorm"], device="cpu", seconds=120, dtypes=["float32"]) == {"knorm": ""}
+    assert "no time" in gpu.judge(["knorm"], device="cpu", seconds=0, dtypes=["float32"])["knorm"]
+    assert "spec_tests/test_momentkv_steps.py" in gpu.law_files("momentkv")
+    assert "spec_tests/test_gvote_paper.py" not in gpu.law_files("gvote")
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--out", "nowhere"]) == 2
+    assert "no GPU" in capsys.readouterr().err
+    assert gpu.main(["--rows", "1,99"]) == 2
+    assert "--rows: got 99" in capsys.readouterr().err
+    assert gpu.main(["--list", "--rows", "1,2b"]) == 0
+    assert capsys.readouterr().out.count("\n") == 2
+    with pytest.raises(SystemExit):
+        gpu.main(["--skip-laws"])
+
+
+def test_rows_apart_sees_rows_that_are_not_there() -> None:
+    rows = torch.randn(10, 4, dtype=torch.float64)
+    assert rows_apart(rows.flip(0), rows.numpy()) == 0
+    changed = rows.clone()
+    changed[3] = 0
+    assert rows_apart(changed, rows.numpy()) > 0
+    assert rows_apart(rows[:9], rows.numpy()) == math.inf
+
+
+def test_quantiles() -> None:
+    assert timing.spread([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == timing.Spread(2.0, 3.5, 5.0, 6)
+    assert timing.spread([2.0]) == timing.Spread(2.0, 2.0, 2.0, 1)
+    for bad in ([], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="values: got"):
+            timing.spread(bad)
+
+
+def test_a_ratio_is_claimed_only_where_the_intervals_are_apart() -> None:
+    fast, slow = timing.Spread(0.9, 1.0, 1.1, 6), timing.Spread(1.8, 2.0, 2.2, 6)
+    assert timing.ratio(fast, slow) == timing.Ratio(2.0, True)
+    assert timing.ratio(slow, fast) == timing.Ratio(0.5, True)
+    assert timing.ratio(fast, timing.Spread(1.1, 2.0, 3.0, 6)) == timing.Ratio(2.0, False)
+    assert "not claimed" in str(timing.ratio(fast, timing.Spread(0.5, 1.0, 3.0, 6)))
+
+
+def test_arms_take_turns_there_and_back() -> None:
+    order: list[str] = []
+    arms = {name: (lambda name=name: order.append(name) or 1.0) for name in "ABC"}  # type: ignore[func-returns-value]
+    times = timing.interleaved(arms, 5, enough=lambda: len(order) >= 12)
+    assert "".join(order) == "ABCCBA" * 2 and times["B"].count == 4
+
+
+def test_exponent_of_growth() -> None:
+    assert timing.exponent([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
+    assert timing.exponent([1, 10], [1, 100]) == pytest.approx(2)
+    with pytest.raises(ValueError, match="sizes: got"):
+        timing.exponent([1], [1])
+
+
+def test_the_clock_of_the_cpu_benchmark() -> None:
+    pair = cpu.Pair(lambda: torch.ones(8), lambda: torch.ones(2**18), lambda a, b: 0.0)
+    found = cpu.measure(pair, rounds=3, budget=0.0)
+    assert found["ours_s"]["count"] == 4 and found["kvpress_s"]["p50"] > 0
+    assert cpu.rise_of_memory(lambda: torch.ones(2**24)) in range(2**25, 2**28) or not Path("/proc/self/clear_refs").exists()
+
+
+def test_the_constraints_leave_out_what_kvpress_needs_otherwise() -> None:
+    kept = cpu.constraints("torch==2.13.0\ntransformers==5.23.0\n# a comment\nnumpy==2.4.6\nhuggingface_hub==2.4.0\n")
+    assert kept.splitlines() == ["torch==2.13.0", "numpy==2.4.6"]
+
+
+def test_the_page_is_what_the_stored_results_say() -> None:
+    assert report.PAGE.read_text(encoding="utf-8") == report.page()
+
+
+def test_the_page_without_a_gpu_result_gives_the_command(tmp_path: Path) -> None:
+    text = report.page(tmp_path)
+    assert "No GPU result is stored yet" in text and "python -m benchmarks.gpu --out benchmarks/results" in text
+    assert "No CPU result is stored yet" in text and "python -m benchmarks.cpu" in text
