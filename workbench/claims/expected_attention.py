@@ -13,7 +13,7 @@ from optimized import expected_attention as fast
 from optimized import h2o, keydiff, knorm, lagkv, snapkv, streaming_llm, tova
 from optimized.selection import budget, top_k
 from reference import expected_attention as paper
-from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of
+from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of, share_of
 from workbench.claims.pictures import band, legend
 from workbench.claims.recording import Lab, Layer, Recording, as_array, compressed, later_attention, read_on
 
@@ -157,8 +157,8 @@ def reconstruction(lab: Lab, recording: Recording, ratio: float) -> dict[str, np
     draw = torch.Generator().manual_seed(lab.seed)
     by_layer = [masks(recording, layer, budget(split, ratio), draw) for layer in recording.layers]
     stored = [(layer.keys[:, :, :split], layer.values[:, :, :split]) for layer in recording.layers]
-    following = recording.input_ids[:, split : split + recording.later // 2]
-    original = as_array(recording.residual[:, split : split + following.shape[1]])
+    original = as_array(recording.residual)
+    following = recording.input_ids[:, split : split + original.shape[1]]
     errors = {}
     for name in by_layer[0]:
         cache = compressed(stored, [kept[name] for kept in by_layer])
@@ -175,18 +175,23 @@ def _findings(
     shapes: dict[str, list[tuple[np.ndarray, np.ndarray]]],
     densities: dict[str, np.ndarray],
 ) -> Findings:
+    texts = len(lab.recordings)
     numbers = {
         "pearson": median_of(correlations["pearson"], "Pearson correlation of expected and observed attention, over query heads"),
         "pearson_without_sinks": median_of(correlations["without_sinks"], f"the same without the first {SINKS} tokens"),
         "rank_correlation": median_of(correlations["rank"], "the same with ranks in the place of weights (Spearman)"),
-        "share_of_strong_heads": mean_of(
-            [each >= 0.7 for each in correlations["pearson"]], "share of query heads whose Pearson correlation is at least 0.7"
+        "share_of_strong_heads": share_of(
+            np.stack(correlations["pearson"]) >= 0.7,
+            texts,
+            "share of query heads with a Pearson correlation of 0.7 or more, over texts",
         ),
     }
     for name, label in (("queries", "queries before RoPE"), ("hidden", "hidden states")):
         skewness, kurtosis = (np.concatenate(part) for part in zip(*shapes[name], strict=True))
         near = (np.abs(skewness) <= 0.5) & (np.abs(kurtosis) <= 1)
-        numbers[f"near_gaussian_{name}"] = mean_of(near, f"share of the channels of {label} that are near Gaussian")
+        numbers[f"near_gaussian_{name}"] = share_of(
+            near, texts, f"share of the channels of {label} that are near Gaussian, over texts"
+        )
         numbers[f"skewness_{name}"] = median_of(skewness, f"skewness of the channels of {label} (0 for a Gaussian)")
         numbers[f"kurtosis_{name}"] = median_of(kurtosis, f"excess kurtosis of the channels of {label} (0 for a Gaussian)")
     for label, by_method in errors.items():

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from optimized import gvote as fast
 from reference import gvote as paper
 from reference.expected_attention import correlation, skewness_and_kurtosis
-from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of
+from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of, share_of
 from workbench.claims.pictures import band, legend
 from workbench.claims.recording import Lab, Layer, Recording, as_array, later_attention
 
@@ -174,7 +174,7 @@ def _findings(lab: Lab, found: dict[str, np.ndarray]) -> Findings:
     of_samples = found["S 16"].mean(axis=(1, 2)) / found["S 8"].mean(axis=(1, 2)) - 1
     of_p = found["p 0.95"].mean(axis=(1, 2)) / found["p 0.9"].mean(axis=(1, 2)) - 1
     numbers = {
-        "near_gaussian_channels": mean_of(found["near"], "share of the channels that are near Gaussian"),
+        "near_gaussian_channels": share_of(found["near"], len(kinds), "share of the channels that are near Gaussian, over texts"),
         "overlap": mean_of(found["overlap"], "attention of the real query on the synthetic query's 95 % tokens"),
         "pearson": median_of(found["pearson"], "Pearson correlation of synthetic and real attention, over query heads"),
         "tokens_of_synthetic_query": mean_of(found["synthetic_tokens"], "share of tokens in the synthetic query's 95 %"),

@@ -14,7 +14,7 @@ from optimized import streaming_llm, tova
 from optimized.selection import budget, top_k
 from reference import keydiff as paper
 from reference.expected_attention import correlation
-from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of
+from workbench.claims.claim import Claim, Condition, Findings, median_of, share_of
 from workbench.claims.expected_attention import SINKS, ranks
 from workbench.claims.pictures import band, legend
 from workbench.claims.recording import Lab, Layer, Recording, as_array, later_attention
@@ -122,19 +122,22 @@ def _volumes(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
 
 
 def _findings(lab: Lab, found: dict[str, np.ndarray], examples: list[dict[str, Any]]) -> Findings:
-    pearson = found["pearson"]
+    pearson, texts = found["pearson"], len(lab.recordings)
     numbers = {
         "pearson": median_of(pearson, "Pearson correlation of similarity and attention, over KV heads"),
-        "share_of_negative_heads": mean_of(pearson < 0, "share of KV heads with a negative correlation"),
+        "share_of_negative_heads": share_of(pearson < 0, texts, "share of KV heads with a negative correlation, over texts"),
         "pearson_without_sinks": median_of(found["without_sinks"], f"the correlation without the first {SINKS} tokens"),
         "rank_correlation": median_of(found["rank"], "the correlation of ranks (Spearman)"),
         "key_cosine": median_of(found["key_cosine"], "median cosine of the keys of a head with their mean, over KV heads"),
         "query_cosine": median_of(found["query_cosine"], "median cosine of the queries of a head with their mean, over heads"),
-        "share_of_opposed_heads": mean_of(found["cosine_of_means"] < 0, "share of query heads with cos(mean key, mean query) < 0"),
+        "share_of_opposed_heads": share_of(
+            found["cosine_of_means"] < 0, texts, "share of query heads with cos(mean key, mean query) < 0, over texts"
+        ),
         "cosine_of_means": median_of(found["cosine_of_means"], "cos(mean key, mean query), over query heads"),
-        "wins_over_both": mean_of(
+        "wins_over_both": share_of(
             (found["keydiff"] > found["tova"]) & (found["keydiff"] > found["streaming_llm"]),
-            "share of KV heads in which KeyDiff's volume is the largest of the three",
+            texts,
+            "share of KV heads in which KeyDiff's volume is the largest of the three, over texts",
         ),
     }
     for other in OTHERS:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from optimized import h2o
 from reference import momentkv as paper
 from reference import momentkv_theory as theory
-from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of
+from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of, share_of
 from workbench.claims.pictures import band, legend
 from workbench.claims.recording import Lab, Layer, Recording, as_array
 
@@ -182,7 +182,7 @@ def _over_queries(recording: Recording, layer: Layer, kept: np.ndarray) -> dict[
 
 
 def _findings(lab: Lab, found: dict[str, dict[str, np.ndarray]]) -> Findings:
-    main = lab.scale.main_budget
+    main, texts = lab.scale.main_budget, len(lab.recordings)
     theirs, ours = found[f"h2o {main}"], found["momentkv"]
     at_share = found[f"h2o {min(lab.scale.budgets)}"]
     mass_of_layer = theirs["mass"].mean(axis=(0, 2))
@@ -213,8 +213,10 @@ def _findings(lab: Lab, found: dict[str, dict[str, np.ndarray]]) -> Findings:
         "further_gain_of_first_order": mean_of(
             (zeroth - first).mean(axis=(1, 2)) / none.mean(axis=(1, 2)), "share that first order takes beyond that, over texts"
         ),
-        "share_hurt": mean_of(first > none, "share of steps in which the first-order correction hurts"),
-        "share_hurt_zeroth_order": mean_of(zeroth > none, "share of steps in which the zeroth-order correction hurts"),
+        "share_hurt": share_of(first > none, texts, "share of steps in which the first-order correction hurts, over texts"),
+        "share_hurt_zeroth_order": share_of(
+            zeroth > none, texts, "share of steps in which the zeroth-order correction hurts, over texts"
+        ),
         "worst_layer_hurt": mean_of([hurt.max()], "the largest share of a layer"),
     }
     return Findings(numbers, _series(lab, found, hurt))

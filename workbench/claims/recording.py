@@ -34,26 +34,34 @@ class Scale:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer over the T tokens of a text; queries after RoPE and `plain_queries` before it, keys after it.
+    """One layer over the T tokens of a text; queries and keys are those after RoPE.
 
-    queries and plain_queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads
-    them (after the norm), query_weight [H_q, C, D], query_bias [H_q, D] or None.
+    queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads them (after the
+    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, cos and sin [1, 1, T, D], the model's own RoPE.
     """
 
     queries: torch.Tensor
-    plain_queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     hidden_states: torch.Tensor
     query_weight: torch.Tensor
     query_bias: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @property
+    def plain_queries(self) -> torch.Tensor:
+        """The queries before RoPE, [1, H_q, T, D]: the model's rotation, backwards."""
+        first, second = self.queries.chunk(2, dim=-1)
+        return self.queries * self.cos - torch.cat([-second, first], dim=-1) * self.sin
 
 
 @dataclass(frozen=True)
 class Recording:
     """One text of T tokens, of which the first `split` are the prompt and the others come later.
 
-    residual [layers - 1, T, C] is the residual stream between the layers; theta the base of RoPE.
+    residual [layers - 1, M / 2, C] is the residual stream between the layers, of the first half of the M later tokens; theta
+    the base of RoPE.
     """
 
     kind: str
@@ -103,16 +111,11 @@ def record(model: PreTrainedModel, tokenizer: Any, kind: str, *, seed: int, scal
         states = cache.recorded[index]
         assert stored.keys is not None and stored.values is not None
         weight, bias = _query_projection(block.self_attn, states["queries"].shape[1])
-        plain = states["queries"] * cos - _half_turned(states["queries"]) * sin  # the model's rotation, backwards
-        layers.append(Layer(states["queries"], plain, stored.keys, stored.values, states["hidden_states"], weight, bias))
+        layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, cos, sin))
     # The last one has been through the final norm, so it is no longer the residual stream.
-    residual = torch.stack([states[0] for states in output.hidden_states[1:-1]])
+    half = slice(scale.prompt_tokens, scale.prompt_tokens + scale.later_tokens // 2)
+    residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
     return Recording(kind, input_ids, scale.prompt_tokens, theta, layers, residual)
-
-
-def _half_turned(states: torch.Tensor) -> torch.Tensor:
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
 
 
 def _query_projection(attention: Any, num_query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
