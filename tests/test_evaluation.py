@@ -1,0 +1,281 @@
+"""The evaluation: resumable without loss, the same whoever computes it, honest about failures, and its reports."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pytest
+from typer.testing import CliRunner, Result
+
+from workbench import cli_eval, eval_report, evaluation, tasks
+from workbench.cli import app
+from workbench.errors import UsageError
+from workbench.evaluation import Line, Plan
+
+NAMES = ["passkey7", "copy"]
+
+
+def plan_for(model: Path, **changes: Any) -> Plan:
+    """Twelve measurements: two prompts, each with the full cache, a budget and a ratio of KeyDiff, and random eviction."""
+    settings: dict[str, Any] = {
+        "methods": [("keydiff", {})],
+        "tasks": NAMES,
+        "lengths": [600],
+        "seeds": [1],
+        "ratios": [0.5],
+        "budgets": [40],
+    }
+    return Plan(model=str(model), **{**settings, **changes})
+
+
+def without_seconds(lines: list[Line]) -> list[Line]:
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
+    """A folder with the results of the plan, in one go, and its lines."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, evaluation.run(plan_for(model_folder), folder)
+
+
+def test_every_measurement_has_a_line(finished: tuple[Path, list[Line]]) -> None:
+    folder, lines = finished
+    assert [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()] == lines
+    expected = [("full", 0.0, None), ("keydiff", 0.5, None), ("keydiff", None, 40), ("random", 0.5, None), ("random", None, 40)]
+    for name in NAMES:
+        mine = [line for line in lines if line["task"] == name]
+        assert [(line["method"], line["ratio"], line["budget"]) for line in mine] == expected
+        kept = [line["tokens_kept"] for line in mine]
+        tokens = mine[0]["tokens"]
+        assert kept == [tokens, tokens // 2, 40, tokens // 2, 40]
+        for line in mine:
+            assert line["bytes_after"] * tokens == line["bytes_before"] * line["tokens_kept"]
+            assert line["error"] is None
+            assert 0 <= line["partial"] <= 1
+            assert line["versions"] == evaluation.versions()
+
+
+def test_a_finished_run_measures_nothing_again(
+    finished: tuple[Path, list[Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lines = finished
+    before = (folder / "results.jsonl").read_bytes()
+    monkeypatch.setattr(evaluation, "measure", lambda *arguments: pytest.fail("measured again"))
+    assert evaluation.run(plan_for(model_folder), folder) == lines
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_evaluation import evaluation, plan_for
+
+append, written = evaluation.append, []
+
+def append_and_die(path, line):
+    if len(written) == 6:
+        with path.open("ab") as file:
+            file.write(b'{"model": "cut o')
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(path, line)
+    written.append(line)
+
+evaluation.append = append_and_die
+evaluation.run(plan_for(Path(sys.argv[1])), Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(model_folder), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    written = (tmp_path / "results.jsonl").read_bytes()
+    assert written.count(b"\n") == 6
+    assert not written.endswith(b"\n")
+    told: list[evaluation.Progress] = []
+    lines = evaluation.run(plan_for(model_folder), tmp_path, advance=told.append)
+    assert [(each.done, each.total) for each in told] == [(index, 4) for index in range(1, 5)]
+    assert told[-1].seconds_left == 0
+    assert without_seconds(lines) == without_seconds(finished[1])
+    first = [json.loads(text) for text in written.splitlines()[:6]]
+    assert all(line in lines for line in first)  # with the seconds of the first run
+
+
+def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    lines = evaluation.run(plan_for(model_folder), tmp_path, jobs=2)
+    assert without_seconds(lines) == without_seconds(finished[1])
+
+
+def test_a_dask_cluster_of_two_workers_finds_the_same(
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+) -> None:
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        lines = evaluation.run(plan_for(model_folder), tmp_path, dask=cluster.scheduler_address)
+        measured_there = client.run(lambda: sys.modules["workbench.evaluation"]._loaded.cache_info().currsize)
+    assert list(measured_there.values()) == [1, 1]
+    assert without_seconds(lines) == without_seconds(finished[1])
+
+
+def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(keys):\n    raise RuntimeError('not [yet]')\n")
+    output = tmp_path / "out"
+    arguments = ["--model", model_folder, "--methods", f"{mine},keydiff", "--ratios", "0.5", "--tasks", "passkey7"]
+    common = [*arguments, "--lengths", 600, "--samples", 1, "--output", output]
+    done = invoke(*common, "--json")
+    assert done.exit_code == 1, done.output
+    found = json.loads(done.stdout)
+    assert [(row["method"], row["failed"], row["prompts"]) for row in found["rows"]] == [
+        ("full", 0, 1),
+        (str(mine), 1, 0),
+        ("keydiff", 0, 1),
+        ("random", 0, 1),
+    ]
+    message = "score in mine.py raised RuntimeError at mine.py, line 2: not [yet]"
+    assert found["failures"] == [{"label": str(mine), "error": message, "count": 1}]
+    assert f"failed {mine}, 1 times: {message}" in done.stderr
+    assert "failed" in (output / "table.md").read_text()
+    scores = []
+    for sign in (1, -1):  # an edited file is measured anew
+        mine.write_text(f"def score(keys):\n    return {sign} * keys.sum(-1)\n")
+        again = invoke(*common, "--format", "markdown")
+        assert again.exit_code == 0, again.output
+        assert again.stdout.startswith("## 600 tokens")
+        lines = evaluation.read(output / "results.jsonl").values()
+        scores += [line for line in lines if line["method"] == str(mine)]
+    assert len(lines) == 4
+    assert scores[0]["source"] != scores[1]["source"]
+
+
+def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
+    told: list[evaluation.Progress] = []
+    lagkv = plan_for(model_folder, methods=[("lagkv", {"lag_size": "16"})], tasks=["copy"], budgets=[])
+    lines = evaluation.run(lagkv, tmp_path, advance=told.append)
+    assert [each.text for each in told] == ["copy, 600 tokens, seed 1: lagkv (lag_size=16)"]
+    assert len(lines) == 11
+
+
+def test_the_results_file_is_guarded(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    with filelock.FileLock(tmp_path / ".lock"), pytest.raises(UsageError, match="written by another run"):
+        evaluation.run(plan_for(model_folder), tmp_path)
+    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
+    with pytest.raises(UsageError, match="holds the results of"):
+        evaluation.run(plan_for(Path("another")), tmp_path)
+    (tmp_path / "results.jsonl").write_text('{"model": 1}\n')
+    with pytest.raises(UsageError, match=r"line 1 of .* is no measurement"):
+        evaluation.run(plan_for(model_folder), tmp_path)
+
+
+def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
+    # two lengths, and one measurement that failed
+    longer = [line | {"length": 900} for line in finished[1]]
+    failed = {name: value for name, value in longer[1].items() if name not in ("exact", "partial", "bytes_after", "answer")}
+    lines = [*finished[1], longer[0], failed | {"error": "<no>"}, *longer[2:]]
+    found = eval_report.write(lines, tmp_path)
+    names = {"heatmap.png", "heatmap.svg", "report.html", "scores.png", "scores.svg", "summary.json", "table.md"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert json.loads((tmp_path / "summary.json").read_text()) == found
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    html.parser.HTMLParser().feed(page)
+    assert not re.findall(r"https?://", page)
+    sources = re.findall(r'(?:src|href)="([^"]{0,30})', page)
+    assert len(sources) == 3
+    assert all(source.startswith("data:") for source in sources)
+    assert "&lt;no&gt;" in page
+    table = (tmp_path / "table.md").read_text().splitlines()
+    assert [line for line in table if line.startswith("##")] == ["## 600 tokens", "## 900 tokens"]
+    assert any(line.startswith("| keydiff | 40 tokens kept |") for line in table)
+    # the same results draw the same file
+    assert eval_report.drawn(eval_report.scores_figure(found["rows"]), "svg") == (tmp_path / "scores.svg").read_bytes()
+
+
+def test_means_are_over_the_prompts() -> None:
+    line = {
+        "model": "m",
+        "task": "copy",
+        "length": 9,
+        "method": "keydiff",
+        "options": {},
+        "ratio": 0.5,
+        "budget": None,
+        "error": None,
+    }
+    line |= {"tokens_kept": 4, "bytes_before": 80, "bytes_after": 40, "seconds": 1.0}
+    rows = eval_report.summarise(
+        [line | {"seed": 0, "exact": 1.0, "partial": 1.0}, line | {"seed": 1, "exact": 0.0, "partial": 0.5}]
+    )
+    assert [(row["exact"], row["partial"], row["removed"], row["prompts"]) for row in rows] == [(0.5, 0.75, 0.5, 2)]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)])
+
+
+def test_the_command_prints_tables(finished: tuple[Path, list[Line]], model_folder: Path) -> None:
+    known = ["--methods", "keydiff", "--ratios", "0.5", "--budgets", "40", "--lengths", 600, "--samples", 1, "--seed", 1]
+    common = ["--model", model_folder, *known, "--tasks", ",".join(NAMES), "--output", finished[0]]
+    done = invoke(*common)
+    assert done.exit_code == 0, done.output
+    assert "600 tokens" in done.stdout
+    assert "keydiff" in done.stdout
+    found = json.loads(invoke(*common, "--format", "json").stdout)
+    assert len(found["rows"]) == 10
+
+
+def test_methods_with_options_are_read() -> None:
+    read = cli_eval.parse_methods(["keydiff,lagkv:lag_size=128, sink_size=4", "dir/my.py:score:sign=-1", "keydiff+ada_kv,"])
+    assert read == [
+        ("keydiff", {}),
+        ("lagkv", {"lag_size": "128", "sink_size": "4"}),
+        ("dir/my.py:score", {"sign": "-1"}),
+        ("keydiff+ada_kv", {}),
+    ]
+
+
+def test_the_help_names_every_task() -> None:
+    assert cli_eval.TASKS.split(",") == list(tasks.TASKS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "keydif"], "method: got 'keydif' (did you mean keydiff?)"),
+        (["--methods", "sink=4"], "--methods: got 'sink=4' first"),
+        (["--methods", "keydiff:sink=4"], "keydiff has no such option"),
+        (["--methods", "absent.py"], "wanted a Python file that exists"),
+        (["--tasks", "passkey"], "tasks: got 'passkey' (did you mean passkey7?)"),
+        (["--tasks", ","], "tasks: got none"),
+        (["--ratios", "1"], "compression_ratio: got 1.0"),
+        (["--budgets", "0"], "budget: got 0"),
+        (["--budgets", "1.5"], "--budgets: got 1.5, wanted a whole number"),
+        (["--lengths", "0"], "lengths: got 0"),
+        (["--lengths", "20"], "tokens: got 20, wanted at least"),
+        (["--lengths", "4000"], "wanted at most the model's context of 2048"),
+        (["--samples", "0"], "--samples: got 0"),
+        (["--jobs", "0"], "jobs: got 0"),
+        (["--model", "./no/such/model"], "model: got './no/such/model'"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_one_line(model_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    base = {"--model": str(model_folder), "--methods": "keydiff", "--tasks": "passkey7", "--lengths": "600"}
+    given = [part for pair in ({**base, "--output": str(tmp_path), arguments[0]: arguments[1]}).items() for part in pair]
+    done = invoke(*given)
+    assert done.exit_code == 2, done.output
+    assert message in " ".join(done.stderr.split())
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
