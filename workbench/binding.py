@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from workbench.errors import MethodError, UsageError
@@ -71,6 +72,8 @@ def _as_numpy(value: Any) -> Any:
 
 
 def _as_tensor(label: str, result: Any, wanted: str, device: torch.device) -> torch.Tensor:
+    if isinstance(result, np.ndarray) and not result.flags.writeable:
+        result = result.copy()  # torch has no tensors that cannot be written to
     try:
         return torch.as_tensor(result, device=device)
     except (TypeError, ValueError, RuntimeError):

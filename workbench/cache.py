@@ -85,6 +85,11 @@ class EvictingCache(Cache):
                 f"budget: got {budget} with every={self.every}, wanted a compression_ratio: {self.method.name} keeps a fraction of "
                 "each partition when it comes, so that what it keeps grows with the text"
             )
+        if self.every and self.method and self.method.is_select and "queries" in self.method.inputs:
+            raise UsageError(
+                f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, which are gone when it is to "
+                "compress again"
+            )
         self.record = frozenset(record)
         if not self.record <= CAPTURED:
             raise UsageError(f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}")

@@ -1,0 +1,425 @@
+"""All the phases of a cache: blocks, decoding, ragged heads, padded batches, moments; against the reference, or masks by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import DynamicCache, LlamaForCausalLM
+
+import reference.ada_kv
+import reference.expected_attention
+import reference.gvote
+import reference.keydiff
+import reference.lagkv
+import reference.momentkv
+import reference.rope
+import reference.selection
+from optimized.momentkv import Moments
+from workbench import future, mixing
+from workbench.cache import EvictingCache
+from workbench.capture import attention_modules
+from workbench.errors import UsageError
+from workbench.layers import EvictingLayer
+from workbench.methods import resolve
+
+IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def read(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any, **named: Any) -> torch.Tensor:
+    return model(ids, past_key_values=cache, use_cache=True, **named).logits
+
+
+def read_in(model: LlamaForCausalLM, cache: Any, sizes: Sequence[int], ids: torch.Tensor = IDS) -> torch.Tensor:
+    return torch.cat([read(model, part, cache) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1)
+
+
+def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of the first layer, which no eviction changes."""
+    full = DynamicCache()
+    read(model, IDS, full)
+    return full.layers[0].keys.double().numpy(), full.layers[0].values.double().numpy()
+
+
+def stored(layer: EvictingLayer) -> list[list[int]]:
+    """The positions that each head of the first row stores."""
+    _, _, positions, filled = layer.contents()
+    return [positions[0, head][filled[0, head]].tolist() for head in range(positions.shape[1])]
+
+
+# blocks
+
+
+@pytest.mark.parametrize("block", [1, 7, 16])
+def test_keydiff_in_blocks_is_the_papers_and_never_holds_more_than_budget_and_block(model: LlamaForCausalLM, block: int) -> None:
+    cache = EvictingCache(model, "keydiff", budget=12, every=block)
+    sizes = [block] * (60 // block) + ([60 % block] if 60 % block else [])
+    read_in(model, cache, sizes)
+    while cache.layers[0].longest > 12:  # the last block may have been too short to be due
+        cache.every = 1
+        cache._compress(0)
+    keys, values = first_layer(model)
+    wanted = reference.keydiff.process_prompt(keys, values, budget=12, block_size=block)
+    assert stored(cache.layers[0]) == wanted.positions[0].tolist()
+    assert cache.peak_tokens <= 12 + block
+    cache.close()
+
+
+@pytest.mark.parametrize("sizes", [(60,), (20, 20, 20), (9, 1, 30, 1, 19), (1,) * 60])
+def test_lagkv_in_chunks_keeps_what_it_keeps_in_one(model: LlamaForCausalLM, sizes: tuple[int, ...]) -> None:
+    settings = {"sink_size": 3, "lag_size": 8}
+    cache = EvictingCache(model, "lagkv", 0.5, options=settings, every=1)
+    read_in(model, cache, sizes)
+    wanted = reference.lagkv.select(*first_layer(model), keep_ratio=0.5, **settings)
+    assert stored(cache.layers[0]) == [row.nonzero()[0].tolist() for row in wanted[0]]
+    cache.close()
+
+
+def test_generate_reads_a_prompt_in_blocks(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "keydiff", budget=10, every=16)
+    model.generate(
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        past_key_values=cache,
+        prefill_chunk_size=16,
+        max_new_tokens=30,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert cache.get_seq_length() >= 60
+    assert cache.peak_tokens <= 10 + 16
+    cache.close()
+
+
+def test_a_ratio_counts_the_tokens_seen_and_a_budget_stays(model: LlamaForCausalLM) -> None:
+    growing, fixed = EvictingCache(model, "knorm", 0.5, every=1), EvictingCache(model, "knorm", budget=9, every=1)
+    for cache in (growing, fixed):
+        read_in(model, cache, [20, 20, *[1] * 20])
+    assert (growing.tokens_kept, fixed.tokens_kept) == (30, 9)
+    growing.close()
+    fixed.close()
+
+
+# decoding
+
+
+def masked_logits(model: LlamaForCausalLM, visible: torch.Tensor) -> torch.Tensor:
+    """The logits where token m attends to what visible [T, T] says."""
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+    return read(model, IDS[:, : len(visible)], None, attention_mask=mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_was_evicted_while_decoding_is_not_attended_to(attention: str) -> None:
+    model = tiny_llama(attn_implementation=attention)
+    cache = EvictingCache(model, "streaming_llm", budget=10, options={"sink_size": 2}, every=4)
+    got = read_in(model, cache, [20, 1, 1, 1, 1, 1, 1, 6])
+    visible = torch.ones(32, 32).tril().bool()
+    for query in range(20, 32):
+        # Compressed after 20, 24, and 32 tokens (the last six come at once): two sinks and the eight before that stay.
+        last = 20 if query < 24 else 24
+        visible[query, 2 : last - 8] = False
+    torch.testing.assert_close(got, masked_logits(model, visible), rtol=1e-4, atol=1e-4)
+    cache.close()
+
+
+@pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "knorm", "keydiff", "h2o", "gvote", "momentkv"])
+def test_every_method_runs_after_the_prompt_and_generates(model: LlamaForCausalLM, method: str) -> None:
+    cache = EvictingCache(model, method, 0.5, options={"window_size": 4} if method == "snapkv" else None)
+    model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0
+    )
+    assert 0 < cache.tokens_kept <= 60 + 5
+    assert cache.nbytes < cache.nbytes_full
+    cache.close()
+
+
+@pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "momentkv", "keydiff", "random", "streaming_llm"])
+def test_methods_keep_a_fixed_budget_while_decoding(model: LlamaForCausalLM, method: str) -> None:
+    options = {"window_size": 4} if method == "snapkv" else None
+    cache = EvictingCache(model, method, budget=10, options=options, every=1)
+    read_in(model, cache, [20, 10, *[1] * 20])
+    assert [layer.longest for layer in cache.layers] == [10, 10]
+    assert all(len(set(row)) == 10 and row == sorted(row) for row in stored(cache.layers[1]))
+    cache.close()
+
+
+def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM) -> None:
+    """The first layer against the reference, from the same queries: what is kept, and the moments."""
+    whole = EvictingCache(model, None, record=("queries",))
+    read(model, IDS, whole)
+    queries = whole.recorded[0]["queries"].double().numpy()
+    keys, values = first_layer(model)
+    cache = EvictingCache(model, "momentkv", budget=12)
+    read_in(model, cache, [30, *[1] * 15])
+    kept = reference.momentkv.select_prompt(queries[:, :, 24:30], keys[:, :, :30], values[:, :, :30], 12)
+    empty = reference.momentkv.no_moments(keys, values)
+    moments = reference.momentkv.update(empty, keys[:, :, :30], values[:, :, :30], ~kept)
+    held = [states[:, :, :30][kept].reshape(1, 2, 12, 8) for states in (keys, values)]
+    for place in range(30, 45):
+        step = reference.momentkv.decode_step(
+            queries[:, :, place], keys[:, :, place], values[:, :, place], *held, moments=moments, budget=12
+        )
+        held, moments = [step.keys, step.values], step.moments
+    layer = cache.layers[0]
+    np.testing.assert_allclose(layer.keys.numpy(), held[0], atol=1e-5)
+    np.testing.assert_allclose(layer.values.numpy(), held[1], atol=1e-5)
+    for got, want in zip(layer.moments, moments, strict=True):
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
+    output = mixing.attend(torch.from_numpy(queries[:, :, 45:46]).float(), layer)[:, :, 0]
+    wanted = reference.momentkv.attend(queries[:, :, 45], *held, np.ones((1, 2, 12), dtype=bool), moments)
+    np.testing.assert_allclose(output.numpy(), wanted, rtol=1e-4, atol=1e-4)
+    cache.close()
+
+
+# what methods want of the future
+
+
+def test_future_statistics_are_those_of_the_reference(model: LlamaForCausalLM) -> None:
+    whole = EvictingCache(model, None, record=("queries",))
+    read(model, IDS, whole)
+    queries = whole.recorded[1]["queries"]
+    got = future.future_statistics(model, 1, queries, torch.arange(60), 60)
+    before = reference.rope.rotate(queries.double().numpy(), -np.arange(60))
+    mean, covariance = reference.expected_attention.query_statistics(before)
+    wanted = reference.expected_attention.average_rope(mean, covariance, position=60)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one.numpy(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> None:
+    hidden = torch.randn(1, 60, 32, generator=torch.Generator().manual_seed(0))
+    module: Any = attention_modules(model)[1]
+    with torch.no_grad():
+        got = future.sampled_queries(model, module, 1, hidden, 60, torch.Generator().manual_seed(5))
+    noise = torch.randn(1, future.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
+    mean, variance = reference.gvote.hidden_statistics(hidden.double().numpy())
+    weight = module.q_proj.weight.detach().double().numpy().reshape(4, 8, 32).swapaxes(-1, -2)
+    sampled = reference.gvote.project(reference.gvote.sample_hidden_states(mean, variance, noise)[:, None], weight)
+    np.testing.assert_allclose(got.numpy(), reference.gvote.average_rotation(sampled, position=60), rtol=1e-4, atol=1e-4)
+
+
+# ragged heads
+
+
+def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "knorm+ada_kv", 0.5)
+    read(model, IDS, cache)
+    layer = cache.layers[0]
+    assert layer.ragged is not None
+    keys, _ = first_layer(model)
+    wanted = reference.ada_kv.select(-np.linalg.norm(keys, axis=-1), 30)
+    assert stored(layer) == [row.nonzero()[0].tolist() for row in wanted[0]]
+    assert cache.nbytes == 2 * 2 * 60 * 8 * 4  # K and V of 2 layers, 2 heads of 30 tokens on average, 8 float32 channels
+    assert cache.tokens_kept == 30
+    cache.close()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("sizes", [(40, 5), (40, 1, 1, 3)])
+def test_ragged_heads_attend_to_what_they_kept(tmp_path: Path, attention: str, sizes: tuple[int, ...]) -> None:
+    """Against the same tokens masked out by hand, head by head."""
+    model = tiny_llama(attn_implementation=attention)
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\ndef select(keys, layer_index):\n    place = np.arange(keys.shape[2])\n"
+        "    kept = np.stack([place % (2 + layer_index) == 0, place > 25 + layer_index])\n"
+        "    return np.broadcast_to(kept, keys.shape[:3])\n"
+    )
+    cache = EvictingCache(model, str(path), 0.5)
+    got = read_in(model, cache, sizes)
+    place = torch.arange(45)
+
+    def mask(layer_index: int) -> torch.Tensor:
+        visible = torch.ones(2, 45, 45).tril().bool()
+        kept = torch.stack([place % (2 + layer_index) == 0, place > 25 + layer_index]) | (place >= 40)
+        visible[:, 40:] &= kept[:, None]
+        return torch.where(visible, 0.0, torch.finfo(torch.float32).min).repeat_interleave(2, dim=0)[None]
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, arguments, named, index=index: (arguments, named | {"attention_mask": mask(index)}), with_kwargs=True
+        )
+        for index, layer in enumerate(model.model.layers)
+    ]
+    cache.close()
+    wanted = read(model, IDS[:, :45], None)
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_ragged_cache_is_compressed_again_head_by_head(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "knorm+ada_kv", budget=10, every=5)
+    read_in(model, cache, [20, *[1] * 25])
+    for layer in cache.layers:
+        assert int(layer.lengths.sum()) == 20
+        assert all(row == sorted(set(row)) for row in stored(layer))
+    assert cache.peak_tokens <= 10 * 2 + 5
+    cache.close()
+
+
+@pytest.mark.parametrize("method", ["knorm+pyramid_kv", "tova+pyramid_kv+ada_kv", "keydiff+moments", "snapkv+ada_kv+moments"])
+def test_compositions(model: LlamaForCausalLM, method: str) -> None:
+    options = {"window_size": 4} if "snapkv" in method else None
+    cache = EvictingCache(model, method, budget=20, options=options)
+    logits = read_in(model, cache, [40, 1, 4])
+    assert logits.isfinite().all()
+    per_layer = [int(layer.lengths.sum()) - 2 * 5 for layer in cache.layers]
+    assert sum(per_layer) == 80
+    assert (per_layer[0] > per_layer[1]) == ("pyramid" in method)
+    for layer in cache.layers:
+        assert (layer.moments is not None) == ("moments" in method)
+        if layer.moments is not None:
+            assert (layer.moments.count + layer.lengths == 45).all()
+    cache.close()
+
+
+def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) -> None:
+    """The first layer of `keydiff+moments` against the reference's correction."""
+    cache = EvictingCache(model, "keydiff+moments", 0.5)
+    read(model, IDS, cache)
+    layer = cache.layers[0]
+    keys, values = first_layer(model)
+    kept = reference.selection.top_k(reference.keydiff.score(keys), 30)
+    moments = reference.momentkv.update(reference.momentkv.no_moments(keys, values), keys, values, ~kept)
+    queries = np.random.default_rng(0).normal(size=(1, 4, 3, 8))
+    got = mixing.attend(torch.from_numpy(queries).float(), copy.deepcopy(layer))
+    for query in range(3):
+        # attend takes the last stored tokens for the queries' own: the third query sees all of them
+        seen = np.ones((1, 2, 60), dtype=bool) & kept
+        for head in range(2):
+            seen[0, head, np.flatnonzero(kept[0, head])[28 + query :]] = False
+        wanted = reference.momentkv.attend(queries[:, :, query], keys, values, seen, moments)
+        np.testing.assert_allclose(got[:, :, query].numpy(), wanted, rtol=1e-4, atol=1e-4)
+    cache.close()
+
+
+def test_moments_of_nothing_change_nothing() -> None:
+    layer = EvictingLayer()
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
+    layer.update(keys, values)
+    queries = torch.randn(1, 4, 2, 8, generator=generator)
+    plain = mixing.attend(queries, layer)
+    layer.moments = Moments(torch.zeros(1, 2, dtype=torch.int64), *(torch.zeros(1, 2, *shape) for shape in ((8,), (8,), (8, 8))))
+    torch.testing.assert_close(mixing.attend(queries, layer), plain)
+
+
+def test_an_allocator_after_a_method_that_chooses_itself_is_refused() -> None:
+    with pytest.raises(UsageError, match="gvote chooses its tokens itself"):
+        resolve("gvote+ada_kv")
+    with pytest.raises(UsageError, match=r"got 'adakv' after the \+, wanted one of ada_kv, pyramid_kv, moments"):
+        resolve("keydiff+adakv")
+
+
+# batches, copies, files
+
+
+@pytest.mark.parametrize("method", ["keydiff", "tova", "expected_attention", "knorm+ada_kv", "keydiff+moments", "lagkv"])
+def test_rows_padded_on_the_left_are_compressed_and_answered_as_alone(model: LlamaForCausalLM, method: str) -> None:
+    options = {"sink_size": 2, "lag_size": 4} if method == "lagkv" else None
+    lengths = [40, 23, 31]
+    batch, mask = torch.zeros(3, 40, dtype=torch.long), torch.zeros(3, 40, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        batch[row, 40 - length :], mask[row, 40 - length :] = IDS[0, row : row + length], 1
+    settings: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cache = EvictingCache(model, method, 0.5, options=options)
+    together = model.generate(batch, attention_mask=mask, past_key_values=cache, **settings)[:, 40:].tolist()
+    cache.close()
+    for row, length in enumerate(lengths):
+        ids = IDS[:, row : row + length]
+        one = EvictingCache(model, method, 0.5, options=options)
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=one, **settings)
+        assert together[row] == alone[0, length:].tolist()
+        assert int(cache.layers[0].lengths[row].sum()) == int(one.layers[0].lengths.sum())
+        one.close()
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments"])
+def test_beam_search_and_sampling(model: LlamaForCausalLM, method: str) -> None:
+    for settings in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
+        cache = EvictingCache(model, method, 0.5)
+        output = model.generate(
+            IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=6, pad_token_id=0, **settings
+        )
+        assert output.shape[0] == settings.get("num_return_sequences", 1)
+        cache.close()
+
+
+def test_ragged_rows_keep_their_tokens_when_the_batch_is_reordered(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "knorm+ada_kv", 0.5)
+    read(model, torch.cat([IDS, IDS.flip(1)]), cache)
+    before = [layer.contents() for layer in cache.layers]
+    cache.reorder_cache(torch.tensor([1, 0, 1]))
+    for layer, (keys, _, positions, filled) in zip(cache.layers, before, strict=True):
+        got_keys, _, got_positions, got_filled = layer.contents()
+        for row, old in enumerate([1, 0, 1]):
+            assert torch.equal(got_positions[row][got_filled[row]], positions[old][filled[old]])
+            assert torch.equal(got_keys[row][got_filled[row]], keys[old][filled[old]])
+    cache.close()
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "lagkv"])
+def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM, method: str) -> None:
+    options = {"sink_size": 2, "lag_size": 8} if method == "lagkv" else None
+    cache = EvictingCache(model, method, 0.5, options=options, every=4 if method == "lagkv" else None)
+    read(model, IDS[:, :50], cache)
+    cache.save(tmp_path / "cache.safetensors")
+    twin, loaded = copy.deepcopy(cache), EvictingCache.load(tmp_path / "cache.safetensors", model)
+    answers = [_after(model, each) for each in (cache, twin, loaded)]
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+    for each in (cache, twin, loaded):
+        each.close()
+
+
+def _after(model: LlamaForCausalLM, cache: Any) -> torch.Tensor:
+    """What comes after fifty tokens."""
+    return torch.cat([read(model, part, cache) for part in IDS[:, 50:56].split([1, 1, 4], dim=1)], dim=1)
+
+
+def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    (tmp_path / "text").write_text("no cache")
+    with pytest.raises(UsageError, match=r"wanted a file that EvictingCache\.save wrote"):
+        EvictingCache.load(tmp_path / "text", model)
+    cache = EvictingCache(model, "keydiff")
+    with pytest.raises(ValueError, match="has not read its prompt"):
+        cache.save(tmp_path / "early")
+    read(model, IDS, cache)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(UsageError, match="wanted the model of the cache"):
+        EvictingCache.load(tmp_path / "cache", tiny_llama(num_hidden_layers=3))
+
+
+def test_a_ragged_cache_can_be_cropped_back_to_the_compression(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "knorm+ada_kv", 0.5)
+    read(model, IDS[:, :40], cache)
+    first = read_in(model, cache, [5], IDS[:, 40:])
+    cache.crop(-5)
+    assert torch.equal(read_in(model, cache, [5], IDS[:, 40:]), first)
+    cache.crop(-5)
+    with pytest.raises(ValueError, match="crop: got -1"):
+        cache.crop(-1)
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"every": -1}, "every: got -1"),
+        ({"every": 2.0}, "every: got 2.0"),
+        ({"method": "h2o", "every": 5}, "every: got 5, wanted 0: h2o reads the queries of all tokens"),
+        ({"method": "lagkv", "every": 1, "budget": 100}, "budget: got 100 with every=1, wanted a compression_ratio"),
+    ],
+)
+def test_phases_that_cannot_be(model: LlamaForCausalLM, named: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EvictingCache(model, **named)
