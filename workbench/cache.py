@@ -87,8 +87,8 @@ class EvictingCache(Cache):
             )
         if self.every and self.method and self.method.is_select and "queries" in self.method.inputs:
             raise UsageError(
-                f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, which are gone when it is to "
-                "compress again"
+                f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, which are gone "
+                "when it is to compress again"
             )
         self.record = frozenset(record)
         if not self.record <= CAPTURED:

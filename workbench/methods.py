@@ -206,7 +206,7 @@ class Method:
         for name in inputs:
             if name not in available and supply is not None:
                 available[name] = supply(name, available, seen)
-        if "queries" in available:  # more than the cache has tokens serve statistics alone
+        if available.get("queries") is not None:  # more than the cache has tokens serve statistics alone
             available["queries"] = available["queries"][:, :, -length:]
         absent = [name for name in inputs if available.get(name) is None]
         if absent:

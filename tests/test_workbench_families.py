@@ -1,0 +1,158 @@
+"""Model families by their transformers classes, tiny and random: each is compressed, in every phase, or refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import reference.gvote
+import reference.keydiff
+import reference.selection
+from workbench import future
+from workbench.cache import EvictingCache
+from workbench.capture import attention_modules
+from workbench.errors import UsageError
+from workbench.layers import EvictingLayer
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.4,
+}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
+SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama, scaled RoPE": LlamaConfig(**SMALL, rope_parameters={**SCALED, "original_max_position_embeddings": 64}),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
+    "qwen3": Qwen3Config(**SMALL),
+    "gemma3": Gemma3TextConfig(**SMALL, **LAYERS, query_pre_attn_scalar=16),
+    "phi3": Phi3Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
+}
+IDS = torch.randint(3, 299, (1, 48), generator=torch.Generator().manual_seed(0))
+
+
+def build(family: str, **named: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(FAMILIES[family], **named).eval()
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    return model(ids, past_key_values=cache, use_cache=True).logits
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keeping_everything_changes_nothing(family: str, attention: str) -> None:
+    """Also where the cache answers for the attention itself: with the moments of nothing."""
+    model = build(family, attn_implementation=attention)
+    whole = read(model, IDS, None)
+    for method in ("keydiff", "knorm+ada_kv", "keydiff+moments"):
+        cache = EvictingCache(model, method, 0.0)
+        got = torch.cat([read(model, part, cache) for part in IDS.split([40, 1, 1, 6], dim=1)], dim=1)
+        torch.testing.assert_close(got, whole, rtol=1e-3, atol=1e-3)
+        cache.close()
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention", "gvote", "momentkv", "tova", "snapkv+ada_kv+moments"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_compressed_and_generates(family: str, method: str, dtype: torch.dtype) -> None:
+    model = build(family).to(dtype)
+    options = {"window_size": 4} if "snapkv" in method else None
+    cache = EvictingCache(model, method, 0.5, options=options)
+    output = model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    assert output.shape[1] > 48
+    if method != "gvote":  # random weights attend to everything alike, and GVote sets its budget by what is attended to
+        assert cache.nbytes < cache.nbytes_full
+    for layer in cache.layers:
+        if isinstance(layer, EvictingLayer):
+            assert int(layer.lengths.max()) <= 48 + 6
+        else:
+            assert layer.keys.shape[2] == 15  # a sliding window of 16, left alone
+    cache.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_kept_is_what_the_method_keeps(family: str) -> None:
+    model = build(family)
+    whole = EvictingCache(model, None)
+    read(model, IDS, whole)
+    cache = EvictingCache.from_prefilled(model, whole, "keydiff", 0.5)
+    for layer, full in zip(cache.layers, whole.layers, strict=True):
+        if isinstance(layer, EvictingLayer):
+            wanted = reference.selection.top_k(reference.keydiff.score(full.keys.double().numpy()), 24)
+            assert layer.positions[0].tolist() == [row.nonzero()[0].tolist() for row in wanted[0]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family: str) -> None:
+    """What the cache records, un-rotated, is what the projection (and QK-norm) of the hidden states gives."""
+    model = build(family)
+    whole = EvictingCache(model, None, record=("queries", "hidden_states"))
+    read(model, IDS, whole)
+    index = 2
+    module: Any = attention_modules(model)[index]
+    recorded = whole.recorded[index]
+    got = future.unrotated(recorded["queries"], *future.rotation(model, index, torch.arange(48)))
+    with torch.no_grad():
+        projected = future.project(model, module, recorded["hidden_states"])
+    factor = future.logit_factor(module, got.shape[-1])
+    torch.testing.assert_close(got, projected * factor, rtol=1e-3, atol=1e-4)
+    assert (abs(factor - 1) > 0.1) == (family == "gemma3")
+    assert np.isfinite(factor)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MistralConfig(**SMALL, sliding_window=8), "a sliding window in every layer"),
+        (Gemma2Config(**{**SMALL, "num_hidden_layers": 2}), "capped attention logits"),
+        (
+            Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 2}, layer_types=["linear_attention", "full_attention"]),
+            "layers of linear_attention; wanted full or sliding attention in every layer",
+        ),
+    ],
+    ids=["sliding", "capped", "linear"],
+)
+def test_what_cannot_be_compressed_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EvictingCache(AutoModelForCausalLM.from_config(config))
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=30)
+    with pytest.raises(UsageError, match="an encoder-decoder"):
+        EvictingCache(T5ForConditionalGeneration(config))
