@@ -7,11 +7,12 @@ of `constraints.txt`, kvpress and what it needs) in the user's cache folder, onc
 What is compared is a whole score, from tensors that both have to what top-k needs. A press of kvpress takes hidden states and an
 attention module; the module here projects with the identity, so that the hidden states are the queries, and nothing is paid for a
 projection. Expected Attention includes the statistics of the queries and their averaging over RoPE on both sides. LagKV is
-`select` against ranks: both choose within partitions. In float32 the two results are compared before anything is timed; in
-bfloat16 kvpress computes in bfloat16 and `optimized` in float32, so there they may differ.
+`select` against ranks: both choose within partitions. In float32 the two results must agree; in bfloat16 kvpress computes in
+bfloat16 and `optimized` in float32, so there they may differ.
 
-The arms alternate (ours, kvpress, kvpress, ours), one warm call each is not counted. Time is wall-clock time with the given number
-of threads; memory is the rise of the resident set above what lay there before the call, result included.
+The arms alternate (ours, kvpress, kvpress, ours); one call of each comes first and is not timed. Time is processor time, which a
+busy machine disturbs less, or wall-clock time with more threads than one; memory is the rise of the resident set above what lay
+there before the call, result included.
 """
 
 from __future__ import annotations
@@ -126,24 +127,24 @@ def pairs(
     }
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Wall-clock seconds of one call."""
-    start = time.perf_counter()
+def seconds(call: Callable[[], Any], clock: Callable[[], float]) -> float:
+    """Seconds of one call by the given clock."""
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def rise_of_memory(call: Callable[[], Any]) -> int:
-    """Bytes by which the resident set rose during a call, at most; Linux only, elsewhere 0."""
+def rise_of_memory(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes by which the resident set rose during a call, at most (Linux only, elsewhere 0), and the result of the call."""
     try:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back, so that the call cannot use it unseen
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest mark is the present one again
+        before = _status("VmRSS")
     except OSError:
-        return 0
-    before = _status("VmRSS")
-    call()
-    return max(0, _status("VmHWM") - before)
+        return 0, call()
+    result = call()
+    return max(0, _status("VmHWM") - before), result
 
 
 def _status(name: str) -> int:
@@ -151,19 +152,21 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(pair: Pair, *, rounds: int, budget: float) -> dict[str, Any]:
-    """Time and memory of both sides of a pair: two rounds at least, and more until `budget` seconds are over."""
+def measure(pair: Pair, *, rounds: int, budget: float, clock: Callable[[], float] = time.process_time) -> dict[str, Any]:
+    """Memory, distance and time of both sides of a pair: two rounds at least, and more until `budget` seconds are over."""
     end = time.monotonic() + budget
-    pair.ours(), pair.kvpress()
-    memory = {"ours": rise_of_memory(pair.ours), "kvpress": rise_of_memory(pair.kvpress)}
-    arms = {"ours": lambda: seconds(pair.ours), "kvpress": lambda: seconds(pair.kvpress)}
+    bytes_of, results = {}, {}
+    for side, call in zip(SIDES, (pair.ours, pair.kvpress), strict=True):
+        bytes_of[side], results[side] = rise_of_memory(call)  # also the call that warms up, and is not timed
+    distance = pair.distance(*results.values())
+    results.clear()
+    arms = {"ours": lambda: seconds(pair.ours, clock), "kvpress": lambda: seconds(pair.kvpress, clock)}
     timed = interleaved(arms, rounds, enough=after(2, end))
     return {
-        "ours_s": timed["ours"].as_json(),
-        "kvpress_s": timed["kvpress"].as_json(),
+        **{f"{side}_s": times.as_json() for side, times in timed.items()},
+        **{f"{side}_bytes": size for side, size in bytes_of.items()},
         "ratio": ratio(timed["ours"], timed["kvpress"]).as_json(),
-        "ours_bytes": memory["ours"],
-        "kvpress_bytes": memory["kvpress"],
+        "distance": distance,
     }
 
 
@@ -207,18 +210,21 @@ def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: 
     """Measure every method at every size; runs in the environment of kvpress."""
     import torch
 
+    clock = time.process_time if threads == 1 else time.perf_counter
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
+    for pair in pairs(1024, dtypes[0]).values():
+        pair.ours(), pair.kvpress()  # libraries are loaded on the first call, and would count as its memory
     methods: dict[str, dict[str, dict[str, Any]]] = {}
     for dtype in dtypes:
         for count in tokens:
             found = methods.setdefault(dtype, {}).setdefault(str(count), {})
             for name, pair in pairs(count, dtype).items():
-                distance = pair.distance(pair.ours(), pair.kvpress())
+                found[name] = measure(pair, rounds=ROUNDS, budget=seconds_each, clock=clock)
+                distance = found[name]["distance"]
                 # In bfloat16 kvpress rounds, and may choose otherwise: there the distance is stored and not judged.
                 if dtype == "float32" and not distance < 1e-3:
                     raise RuntimeError(f"{name}, {count} tokens: ours and kvpress are {distance:.2g} apart, wanted less than 1e-3")
-                found[name] = measure(pair, rounds=ROUNDS, budget=seconds_each) | {"distance": distance}
                 print(line(dtype, count, name, found[name]), file=sys.stderr, flush=True)
     exponents = {
         dtype: {
@@ -232,6 +238,7 @@ def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: 
         "schema": "evictionary/benchmark-cpu/1",
         **provenance("torch", "kvpress", "transformers", "numpy"),
         "threads": threads,
+        "clock": clock.__name__,
         "heads": [QUERY_HEADS, KV_HEADS],
         "head_dim": HEAD_DIM,
         "tokens": tokens,
@@ -263,9 +270,10 @@ def main(arguments: list[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         command = [str(environment()), "-m", "benchmarks.cpu", *given, "--inside"]
         return subprocess.run(command, cwd=Path.cwd(), env=os.environ | variables, check=False).returncode
-    result = benchmark(
-        [int(count) for count in options.tokens.split(",")], options.dtypes.split(","), options.threads, options.seconds
-    )
+    tokens = [int(count) for count in options.tokens.split(",")]
+    if min(tokens) < SINKS + 2 * LAG:
+        parser.error(f"--tokens: got {min(tokens)}, wanted at least {SINKS + 2 * LAG}: LagKV has nothing to choose from below")
+    result = benchmark(tokens, options.dtypes.split(","), options.threads, options.seconds)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "cpu.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for dtype, by in result["exponents"].items():

@@ -1,266 +1,175 @@
-"""A decoder of the shape of Llama-3.1-8B with random weights, and the rows of the GPU benchmark that need one.
+"""What eviction costs and saves in a real model: `python -m benchmarks.model`, on the embedded SmolLM2-135M or another.
 
-Random weights are fine for the time of anything whose shapes are fixed. The decoder is plain torch: what is compared is what stands
-in the place of its attention. The kernels inside have rows of their own, where they are checked; here nothing is checked again.
+Three questions, each answered by ratios within one run: how long does compressing a prompt take beside reading it, how long does
+a token take with three quarters of the cache removed (the same number of tokens in every head, and ragged heads), and how much
+does the cache take at its peak when a prompt is read in blocks.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+import transformers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.rows import XL, Place, Row, Work, random_moments
-from optimized.cache import CompressedCache
+from workbench import catalogue, models, passkey
+from workbench.cache import CAPTURED, EvictingCache
 
-LAYERS, VOCABULARY = 32, 128_256
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Decoder:
-    """Layers of RMSNorm, attention with RoPE, and a gated feed-forward, then the head over the vocabulary."""
-
-    def __init__(self, place: Place, layers: int) -> None:
-        self.place, self.layers = place, layers
-        width = place.heads * place.group * place.head_dim
-        inner, narrow = 7 * width // 2, place.heads * place.head_dim
-        shapes = {"qkv": (width + 2 * narrow, width), "out": (width, width), "up": (2 * inner, width), "down": (width, inner)}
-        self.weights = [
-            {name: place.states(*shape, seed=layer).mul_(0.02) for name, shape in shapes.items()} for layer in range(layers)
-        ]
-        self.head = place.states(place.tokens(VOCABULARY), width, seed=99).mul_(0.02)
-        self.width, self.split = width, [width, narrow, narrow]
-        angle = torch.linspace(0, 1, place.head_dim // 2, device=place.device).repeat(2)
-        self.cos, self.sin = angle.cos().to(place.dtype), angle.sin().to(place.dtype)
-        on_gpu = place.device.startswith("cuda")
-        # Norms, rotation and gate fused as an inference engine would; the products stay cuBLAS.
-        self.before, self.after = (torch.compile(f) if on_gpu else f for f in (self._before, self._after))
-
-    def bytes(self) -> int:
-        """The bytes of the weights, which a decoding step reads once."""
-        tensors = [self.head, *(weight for layer in self.weights for weight in layer.values())]
-        return sum(x.numel() * x.element_size() for x in tensors)
-
-    def _before(self, hidden: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values [..., heads, D] of hidden states [..., width]."""
-        states = linear(rms_norm(hidden, (self.width,)), qkv).split(self.split, dim=-1)
-        query, key, value = (x.unflatten(-1, (-1, self.place.head_dim)) for x in states)
-
-        def turned(x: torch.Tensor) -> torch.Tensor:
-            first, second = x.chunk(2, dim=-1)
-            return x * self.cos + torch.cat([-second, first], dim=-1) * self.sin
-
-        return turned(query), turned(key), value
-
-    def _after(self, hidden: torch.Tensor, attended: torch.Tensor, out: Any, up: Any, down: Any) -> torch.Tensor:
-        """The rest of a layer, from the output of its attention [..., heads, D]."""
-        hidden = hidden + linear(attended.flatten(-2), out)
-        gate, inner = linear(rms_norm(hidden, (self.width,)), up).chunk(2, dim=-1)
-        return hidden + linear(silu(gate) * inner, down)
-
-    def step(self, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """One decoding step of hidden states [B, width]; `attend(layer, query, key, value)` gives [B, H_q, D]."""
-        for layer, weights in enumerate(self.weights):
-            query, key, value = self.before(hidden, weights["qkv"])
-            attended = attend(layer, query, key, value)
-            hidden = self.after(hidden, attended, weights["out"], weights["up"], weights["down"])
-        return linear(rms_norm(hidden, (self.width,)), self.head)
-
-    def prefill(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The layers over a prompt [B, T, width], causal."""
-        for weights in self.weights:
-            query, key, value = (x.transpose(1, 2) for x in self.before(hidden, weights["qkv"]))
-            attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
-            hidden = self.after(hidden, attended, weights["out"], weights["up"], weights["down"])
-        return hidden
+RESULT = Path(__file__).parent / "results" / "model.json"
+OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 128}}
+ROUNDS, DECODED = 5, 8
+BUDGET, BLOCK = 1024, 512
 
 
-@functools.lru_cache(maxsize=1)
-def decoder(place: Place) -> Decoder:
-    """All layers; the weights are made once for the rows that follow each other."""
-    return Decoder(place, max(1, LAYERS // place.shrink))
+def seconds(call: Callable[[], Any]) -> float:
+    """The time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
-def full_cache(place: Place, batch: int, tokens: int, model: Decoder, attend: Callable[..., Any] | None) -> Attend:
-    """Attention over a full cache of every layer, the new token in its last slot: ours, or SDPA where `attend` is None."""
-    layers = [place.cache(batch, tokens, layer) for layer in range(model.layers)]
-    return over(place, layers, attend)
+@torch.no_grad()
+def read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
+    """Read tokens [1, T] into a cache, without logits that nobody reads."""
+    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-def over(place: Place, layers: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
-    """As `full_cache`, over keys and values [B, H_kv, T, D] that are there."""
-    batch, heads, tokens, _ = layers[0][0].shape
-    lengths = torch.full((batch, heads), tokens, device=place.device)
+def compression(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
+    """Seconds to compress a prompt to half with each method, and as a share of the seconds to read it."""
+    full = EvictingCache(model, None, record=CAPTURED)
+    prefill = [seconds(lambda: read(model, ids, full))]
+    prefill.append(seconds(lambda: read(model, ids, DynamicCache())))
+    rows = []
+    names = [*catalogue.names(), "knorm+ada_kv", "keydiff+moments"]
+    for name in track(names, description="compressing"):
 
-    def run(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        keys, values = layers[layer]
-        keys[:, :, -1], values[:, :, -1] = key, value
-        if attend is None:
-            return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
-        return attend(query[:, :, None], CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), lengths, lengths))[0][:, :, 0]
+        def compress(name: str = name) -> None:
+            EvictingCache.from_prefilled(model, full, name, 0.5, options=OPTIONS.get(name)).close()
 
-    return run
-
-
-def with_moments(place: Place, batch: int, tokens: int, model: Decoder, step: Callable[..., Any]) -> Attend:
-    """MomentKV in every layer, with a full cache of `tokens` slots."""
-    layers = []
-    for layer in range(model.layers):
-        positions = torch.arange(tokens, device=place.device).repeat(batch, place.heads, 1)
-        layers.append((*place.cache(batch, tokens, layer), positions, random_moments(place, batch, layer)))
-    position = torch.full((batch, place.heads), tokens, device=place.device)
-    return lambda layer, query, key, value: step(query, key, value, *layers[layer], position)
+        times = [seconds(compress) for _ in range(1 if name == "h2o" else 2)]
+        rows.append({"method": name, "seconds": min(times), "share_of_prefill": min(times) / min(prefill)})
+    return [{"method": "reading the prompt", "seconds": min(prefill), "share_of_prefill": 1.0}, *rows]
 
 
-def overhead_row(batch: int) -> Callable[[Place], Work]:
-    """A decoding step of the whole model, MomentKV against the same cache without moments."""
+def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
+    """Seconds for each token after a prompt with three quarters removed, against the full cache, taking turns."""
+    full = DynamicCache()
+    read(model, ids, full)
+    whole = EvictingCache(model, None)
+    read(model, ids, whole)
+    caches = {
+        "full cache": full,
+        "keydiff (uniform)": EvictingCache.from_prefilled(model, whole, "keydiff", 0.75),
+        "keydiff+ada_kv (ragged)": EvictingCache.from_prefilled(model, whole, "keydiff+ada_kv", 0.75),
+        "keydiff+moments": EvictingCache.from_prefilled(model, whole, "keydiff+moments", 0.75),
+    }
+    del whole
+    token = ids[:, -1:]
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    for _ in track(range(ROUNDS), description="decoding"):
+        for name, cache in caches.items():
+            read(model, token, cache)  # once before the clock runs, since other caches have just been at work
+            times[name].append(seconds(lambda cache=cache: [read(model, token, cache) for _ in range(DECODED)]) / DECODED)
+    rows = []
+    for name, cache in caches.items():
+        ratios = [own / base for own, base in zip(times[name], times["full cache"], strict=True)]
+        row = {
+            "cache": name,
+            "seconds_per_token": statistics.median(times[name]),
+            "ratio_to_full": statistics.median(ratios),
+            "ratio_lowest": min(ratios),
+            "ratio_highest": max(ratios),
+        }
+        if isinstance(cache, EvictingCache):
+            tokens = sum(int(layer.lengths.sum()) for layer in cache.layers)
+            state = cache.layers[0]
+            per_token = state.keys.element_size() * (state.keys.shape[-1] + state.values.shape[-1])
+            row |= {"bytes": cache.nbytes, "bytes_over_tokens_kept": cache.nbytes / (tokens * per_token)}
+            row["bytes_beside"] = cache.nbytes_beside
+            cache.close()
+        else:
+            row["bytes"] = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        rows.append(row)
+    return rows
 
-    def build(place: Place) -> Work:
-        step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
-        sequences, tokens, model = place.batch(batch), place.tokens(1024), decoder(place)
-        moments = with_moments(place, sequences, tokens, model, step)
-        plain = full_cache(place, sequences, tokens, model, attend)
-        state = 4 * place.head_dim * (place.head_dim + 2)
-        cache = 2 * tokens * place.head_dim * place.dtype.itemsize
-        return Work(
-            make=lambda seed: (place.states(sequences, model.width, seed=seed),),
-            arms={"ours": lambda h: model.step(h, moments), "fixed L": lambda h: model.step(h, plain)},
-            check=None,
-            bytes=model.bytes() + model.layers * sequences * place.heads * (cache + 2 * state),
-            copies=1,
+
+def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
+    """The most that the cache takes while a prompt is read in blocks, as a share of the full cache of that prompt."""
+    rows = []
+    for name in ("keydiff", "knorm+ada_kv", "tova"):
+        cache = EvictingCache(model, name, budget=BUDGET, every=BLOCK)
+        peak = 0
+        start = time.perf_counter()
+        for block in track(ids.split(BLOCK, dim=1), description=f"{name} in blocks"):
+            read(model, block, cache)
+            # Between two blocks; within one, a single layer at a time holds the block beside its budget.
+            largest = max(layer.longest for layer in cache.layers)
+            peak = max(peak, cache.nbytes + cache.nbytes * (cache.peak_tokens - largest) // max(1, largest * len(cache.layers)))
+        rows.append(
+            {
+                "method": name,
+                "seconds": time.perf_counter() - start,
+                "peak_tokens_of_a_head": cache.peak_tokens,
+                "peak_bytes": peak,
+                "full_bytes": cache.nbytes_full,
+                "share_of_full": peak / cache.nbytes_full,
+            }
         )
-
-    return build
-
-
-def decode_model_row(place: Place) -> Work:
-    """B = 1: a cache of 1,024 tokens with moments, against all 131,072 tokens."""
-    step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
-    tokens, model = place.tokens(1024), decoder(place)
-    moments = with_moments(place, 1, tokens, model, step)
-    layers = [place.cache(1, place.tokens(XL), layer) for layer in range(model.layers)]
-    ours, sdpa = over(place, layers, attend), over(place, layers, None)
-    return Work(
-        make=lambda seed: (place.states(1, model.width, seed=seed),),
-        arms={
-            "ours": lambda h: model.step(h, moments),
-            "full cache, SDPA": lambda h: model.step(h, sdpa),
-            "full cache, our decode": lambda h: model.step(h, ours),
-        },
-        check=None,
-        bytes=model.bytes() + model.layers * place.heads * tokens * 2 * place.head_dim * place.dtype.itemsize,
-        copies=1,
-    )
+        cache.close()
+    return rows
 
 
-def throughput_row(place: Place) -> Work:
-    """The same bytes of cache as 24 sequences of 32,768 tokens, or as 96 compressed to a fourth; time for one token."""
-    attend, model = place.ours("attention", "attend"), decoder(place)
-    few, tokens = place.batch(24), place.tokens(32_768)
-    layers = [place.cache(few, tokens, layer) for layer in range(model.layers)]
-    shape = (4 * few, place.heads, tokens // 4, place.head_dim)
-    compressed = over(place, [(keys.view(shape), values.view(shape)) for keys, values in layers], attend)
-    ours, sdpa = over(place, layers, attend), over(place, layers, None)
-    one = few * model.layers * place.heads * tokens * 2 * place.head_dim * place.dtype.itemsize
-
-    def make(seed: int) -> tuple[Any, ...]:
-        hidden = place.states(4 * few, model.width, seed=seed)
-        return hidden, hidden[:few].contiguous()
-
-    return Work(
-        make=make,
-        arms={
-            "ours": lambda many, fewer: model.step(many, compressed),
-            "full cache, SDPA": lambda many, fewer: model.step(fewer, sdpa),
-            "full cache, our decode": lambda many, fewer: model.step(fewer, ours),
-        },
-        check=None,
-        bytes=model.bytes() + one,
-        units={"ours": 4 * few, "full cache, SDPA": few, "full cache, our decode": few},
-        copies=1,
-    )
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print rows as a table, with the columns of the first."""
+    table = Table(title=title, title_justify="left")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="left" if name in ("method", "cache") else "right")
+    for row in rows:
+        table.add_row(*(f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name, "")) for name in columns))
+    Console().print(table)
 
 
-def share_row(length: int) -> Callable[[Place], Work]:
-    """One-shot compression to a half, by three methods, beside the prefill of the layer that it belongs to."""
-
-    def build(place: Place) -> Work:
-        tokens = place.tokens(length)
-        lagkv, keydiff, top_k = place.ours("lagkv", "compress"), place.ours("keydiff", "score"), place.ours("selection", "top_k")
-        gather, layer = place.ours("cache", "compress"), Decoder(place, 1)
-        lag = max(8, 128 // place.shrink)
-
-        def make(seed: int) -> tuple[Any, ...]:
-            return place.states(1, tokens, layer.width, seed=seed), *place.cache(1, tokens, seed)
-
-        return Work(
-            make=make,
-            arms={
-                "ours": lambda h, k, v: lagkv(k, v, keep_ratio=0.5, sink_size=4, lag_size=lag),
-                "KeyDiff": lambda h, k, v: gather(k, v, top_k(keydiff(k), tokens // 2)),
-                "prefill of one layer": lambda h, k, v: layer.prefill(h),
-            },
-            check=None,
-            bytes=3 * tokens * place.heads * place.head_dim * place.dtype.itemsize,
-            waits=frozenset({"KeyDiff", "prefill of one layer"}),  # the graph would keep gigabytes of temporaries
-            copies=1,
-        )
-
-    return build
-
-
-def block_row(place: Place) -> Work:
-    """KeyDiff in blocks of 128 tokens, budget 8,192: evicted slots are written again, against score, select and compact."""
-    names = ("score_with_anchor", "update_anchor", "anchor_sum", "score")
-    with_anchor, update, anchor_sum, score = (place.ours("keydiff", name) for name in names)
-    top_k, gather = place.ours("selection", "top_k"), place.ours("cache", "compress")
-    budget, block, layer = place.tokens(8192), max(8, 128 // place.shrink), Decoder(place, 1)
-    total = budget + block
-
-    def make(seed: int) -> tuple[Any, ...]:
-        keys, values = place.cache(1, total, seed)
-        return place.states(1, block, layer.width, seed=seed), keys, values, anchor_sum(keys)
-
-    def replace(hidden: Any, keys: torch.Tensor, values: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        # The cache holds budget + block tokens; the lowest go, and the next block takes their slots.
-        slots = with_anchor(keys, anchor).topk(block, dim=-1, largest=False, sorted=False).indices
-        slots = slots[..., None].expand(-1, -1, -1, place.head_dim)
-        new_keys, new_values = keys[:, :, :block].clone(), values[:, :, :block].clone()
-        anchor = update(anchor, new_keys, keys.gather(2, slots))
-        keys.scatter_(2, slots, new_keys)
-        values.scatter_(2, slots, new_values)
-        return anchor
-
-    def step(hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, anchor: Any) -> torch.Tensor:
-        weights = layer.weights[0]
-        query, _, _ = (x.transpose(1, 2) for x in layer.before(hidden, weights["qkv"]))
-        attended = scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)
-        return layer.after(hidden, attended, weights["out"], weights["up"], weights["down"])
-
-    return Work(
-        make=make,
-        arms={
-            "ours": replace,
-            "score, select, compact": lambda h, k, v, anchor: gather(k, v, top_k(score(k), budget)),
-            "block step of one layer": step,
-        },
-        check=None,
-        bytes=total * place.heads * place.head_dim * place.dtype.itemsize,
-        waits=frozenset({"score, select, compact"}),
-    )
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure compression, decoding and block processing in a real model.")
+    parser.add_argument("--model", default=models.EMBEDDED, help="a hub name, a folder, or embedded (the default)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt (default 4096; the blocks read twice that)")
+    parser.add_argument("--only", choices=["compression", "decoding", "blocks"], action="append", help="may be repeated")
+    parser.add_argument("--out", type=Path, default=RESULT, help="where the JSON goes")
+    arguments = parser.parse_args()
+    model, tokenizer = models.load(arguments.model)
+    ids = passkey.make(tokenizer, depth=0.5, tokens=2 * arguments.tokens + 200).context_ids.to(model.device)
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "compression": lambda: compression(model, ids[:, : arguments.tokens]),
+        "decoding": lambda: decoding(model, ids[:, : arguments.tokens]),
+        "blocks": lambda: blocks(model, ids[:, : min(2 * arguments.tokens, model.config.max_position_embeddings)]),
+    }
+    found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    found |= {
+        "model": arguments.model,
+        "tokens": arguments.tokens,
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    for name in arguments.only or parts:
+        found[name] = parts[name]()
+        show(name, found[name])
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")  # a killed run keeps what it had
 
 
-BOTH = ("momentkv", "attention")
-
-MODEL_ROWS = [
-    Row("14", "compression beside prefill, one layer, n = 131072", ("lagkv", "keydiff"), share_row(XL), None, 100, "prefill"),
-    Row("14-4k", "compression beside prefill, one layer, n = 4096", ("lagkv", "keydiff"), share_row(4096), None, 100, "prefill"),
-    Row("14b", "KeyDiff: eviction in blocks of 128, budget 8192", ("keydiff",), block_row, None, 12.5, "block step", True),
-    Row("8c", "MomentKV: step of the model, B = 1, L = 1024", BOTH, overhead_row(1), None, 0.95, "fixed L"),
-    Row("8c-32", "MomentKV: step of the model, B = 32, L = 1024", BOTH, overhead_row(32), None, 0.95, "fixed L"),
-    Row("12", "the model, B = 1: L = 1024 against all 131072", BOTH, decode_model_row, 4.2e-3, 2, "full cache, SDPA"),
-    Row("13", "the model, one token, same bytes, compressed 4 x", ("attention",), throughput_row, None, 2.5, "full cache, SDPA"),
-]
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.timing import RESULTS, ROOT
 
+CLOCKS = {"process_time": "processor time", "perf_counter": "wall-clock time"}
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 HEAD = """# Benchmarks
@@ -83,7 +84,7 @@ def cpu_section(result: dict[str, Any]) -> str:
     """A table for each dtype: how many times faster and smaller than kvpress, and how the time grows."""
     tokens = result["tokens"]
     lines = [
-        f"{result['processor']}, {result['threads']} thread; {_machine(result)}.",
+        f"{result['processor']}, {result['threads']} thread, {CLOCKS[result['clock']]}; {_machine(result)}.",
         "",
         f"A layer of Llama-3.1-8B: {result['heads'][1]} KV heads, {result['heads'][0]} query heads, {result['head_dim']} channels. "
         "Each entry is how many times faster than kvpress, then, in brackets, how many times less memory the call took (the rise "

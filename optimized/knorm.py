@@ -32,7 +32,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     else:
         tokens = max(1, BLOCK * keys.shape[-2] // keys.numel())
         norms = torch.cat([vector_norm(block.to(dtype), dim=-1) for block in keys.split(tokens, dim=-2)], dim=-1)
-    least, most = norms.aminmax()  # NaN where a norm is
+    least, most = (bound.item() for bound in norms.aminmax())  # NaN where a norm is
     # A norm within the safe range vouches for every component, so only other caches are looked at again.
     if not (least > SAFE_NORMS[0] and most < SAFE_NORMS[1]):
         require_finite("keys", keys)
