@@ -78,6 +78,27 @@ def test_a_wrong_kernel_is_not_timed(call: Any, status: str) -> None:
     assert not any("seconds" in arm for arm in result["arms"].values())
 
 
+def test_a_peer_that_fails_leaves_the_others() -> None:
+    """One that cannot be called, one that is wrong, one that fails only when it is timed."""
+    calls: list[int] = []
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise MemoryError("too large")
+        return 2 * x
+
+    def build(place: Place) -> Work:
+        row = work(lambda x: x + x)
+        row.arms |= {"none": lambda: None, "wrong": lambda x: 3 * x, "late": late}
+        return row
+
+    result = gpu.run_row(Row("0", "twice", (), build), TINY, gpu.ProcessorWatch(), CEILINGS, 5.0)
+    found = {name: arm["status"].split(":")[0] for name, arm in result["arms"].items()}
+    assert found == {"ours": "measured", "peer": "measured", "none": "failed", "wrong": "wrong", "late": "failed"}
+    assert set(result["ratios"]) == {"peer"} and result["shapes"] == [[4]]
+
+
 def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(NoKernel):
         TINY.ours("keydiff", "no_such_function")

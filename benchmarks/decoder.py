@@ -1,0 +1,266 @@
+"""A decoder of the shape of Llama-3.1-8B with random weights, and the rows of the GPU benchmark that need one.
+
+Random weights are fine for the time of anything whose shapes are fixed. The decoder is plain torch: what is compared is what stands
+in the place of its attention. The kernels inside have rows of their own, where they are checked; here nothing is checked again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from benchmarks.rows import XL, Place, Row, Work, random_moments
+from optimized.cache import CompressedCache
+
+LAYERS, VOCABULARY = 32, 128_256
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Decoder:
+    """Layers of RMSNorm, attention with RoPE, and a gated feed-forward, then the head over the vocabulary."""
+
+    def __init__(self, place: Place, layers: int) -> None:
+        self.place, self.layers = place, layers
+        width = place.heads * place.group * place.head_dim
+        inner, narrow = 7 * width // 2, place.heads * place.head_dim
+        shapes = {"qkv": (width + 2 * narrow, width), "out": (width, width), "up": (2 * inner, width), "down": (width, inner)}
+        self.weights = [
+            {name: place.states(*shape, seed=layer).mul_(0.02) for name, shape in shapes.items()} for layer in range(layers)
+        ]
+        self.head = place.states(place.tokens(VOCABULARY), width, seed=99).mul_(0.02)
+        self.width, self.split = width, [width, narrow, narrow]
+        angle = torch.linspace(0, 1, place.head_dim // 2, device=place.device).repeat(2)
+        self.cos, self.sin = angle.cos().to(place.dtype), angle.sin().to(place.dtype)
+        on_gpu = place.device.startswith("cuda")
+        # Norms, rotation and gate fused as an inference engine would; the products stay cuBLAS.
+        self.before, self.after = (torch.compile(f) if on_gpu else f for f in (self._before, self._after))
+
+    def bytes(self) -> int:
+        """The bytes of the weights, which a decoding step reads once."""
+        tensors = [self.head, *(weight for layer in self.weights for weight in layer.values())]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def _before(self, hidden: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values [..., heads, D] of hidden states [..., width]."""
+        states = linear(rms_norm(hidden, (self.width,)), qkv).split(self.split, dim=-1)
+        query, key, value = (x.unflatten(-1, (-1, self.place.head_dim)) for x in states)
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return x * self.cos + torch.cat([-second, first], dim=-1) * self.sin
+
+        return turned(query), turned(key), value
+
+    def _after(self, hidden: torch.Tensor, attended: torch.Tensor, out: Any, up: Any, down: Any) -> torch.Tensor:
+        """The rest of a layer, from the output of its attention [..., heads, D]."""
+        hidden = hidden + linear(attended.flatten(-2), out)
+        gate, inner = linear(rms_norm(hidden, (self.width,)), up).chunk(2, dim=-1)
+        return hidden + linear(silu(gate) * inner, down)
+
+    def step(self, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """One decoding step of hidden states [B, width]; `attend(layer, query, key, value)` gives [B, H_q, D]."""
+        for layer, weights in enumerate(self.weights):
+            query, key, value = self.before(hidden, weights["qkv"])
+            attended = attend(layer, query, key, value)
+            hidden = self.after(hidden, attended, weights["out"], weights["up"], weights["down"])
+        return linear(rms_norm(hidden, (self.width,)), self.head)
+
+    def prefill(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The layers over a prompt [B, T, width], causal."""
+        for weights in self.weights:
+            query, key, value = (x.transpose(1, 2) for x in self.before(hidden, weights["qkv"]))
+            attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+            hidden = self.after(hidden, attended, weights["out"], weights["up"], weights["down"])
+        return hidden
+
+
+@functools.lru_cache(maxsize=1)
+def decoder(place: Place) -> Decoder:
+    """All layers; the weights are made once for the rows that follow each other."""
+    return Decoder(place, max(1, LAYERS // place.shrink))
+
+
+def full_cache(place: Place, batch: int, tokens: int, model: Decoder, attend: Callable[..., Any] | None) -> Attend:
+    """Attention over a full cache of every layer, the new token in its last slot: ours, or SDPA where `attend` is None."""
+    layers = [place.cache(batch, tokens, layer) for layer in range(model.layers)]
+    return over(place, layers, attend)
+
+
+def over(place: Place, layers: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
+    """As `full_cache`, over keys and values [B, H_kv, T, D] that are there."""
+    batch, heads, tokens, _ = layers[0][0].shape
+    lengths = torch.full((batch, heads), tokens, device=place.device)
+
+    def run(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = layers[layer]
+        keys[:, :, -1], values[:, :, -1] = key, value
+        if attend is None:
+            return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
+        return attend(query[:, :, None], CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), lengths, lengths))[0][:, :, 0]
+
+    return run
+
+
+def with_moments(place: Place, batch: int, tokens: int, model: Decoder, step: Callable[..., Any]) -> Attend:
+    """MomentKV in every layer, with a full cache of `tokens` slots."""
+    layers = []
+    for layer in range(model.layers):
+        positions = torch.arange(tokens, device=place.device).repeat(batch, place.heads, 1)
+        layers.append((*place.cache(batch, tokens, layer), positions, random_moments(place, batch, layer)))
+    position = torch.full((batch, place.heads), tokens, device=place.device)
+    return lambda layer, query, key, value: step(query, key, value, *layers[layer], position)
+
+
+def overhead_row(batch: int) -> Callable[[Place], Work]:
+    """A decoding step of the whole model, MomentKV against the same cache without moments."""
+
+    def build(place: Place) -> Work:
+        step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
+        sequences, tokens, model = place.batch(batch), place.tokens(1024), decoder(place)
+        moments = with_moments(place, sequences, tokens, model, step)
+        plain = full_cache(place, sequences, tokens, model, attend)
+        state = 4 * place.head_dim * (place.head_dim + 2)
+        cache = 2 * tokens * place.head_dim * place.dtype.itemsize
+        return Work(
+            make=lambda seed: (place.states(sequences, model.width, seed=seed),),
+            arms={"ours": lambda h: model.step(h, moments), "fixed L": lambda h: model.step(h, plain)},
+            check=None,
+            bytes=model.bytes() + model.layers * sequences * place.heads * (cache + 2 * state),
+            copies=1,
+        )
+
+    return build
+
+
+def decode_model_row(place: Place) -> Work:
+    """B = 1: a cache of 1,024 tokens with moments, against all 131,072 tokens."""
+    step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
+    tokens, model = place.tokens(1024), decoder(place)
+    moments = with_moments(place, 1, tokens, model, step)
+    layers = [place.cache(1, place.tokens(XL), layer) for layer in range(model.layers)]
+    ours, sdpa = over(place, layers, attend), over(place, layers, None)
+    return Work(
+        make=lambda seed: (place.states(1, model.width, seed=seed),),
+        arms={
+            "ours": lambda h: model.step(h, moments),
+            "full cache, SDPA": lambda h: model.step(h, sdpa),
+            "full cache, our decode": lambda h: model.step(h, ours),
+        },
+        check=None,
+        bytes=model.bytes() + model.layers * place.heads * tokens * 2 * place.head_dim * place.dtype.itemsize,
+        copies=1,
+    )
+
+
+def throughput_row(place: Place) -> Work:
+    """The same bytes of cache as 24 sequences of 32,768 tokens, or as 96 compressed to a fourth; time for one token."""
+    attend, model = place.ours("attention", "attend"), decoder(place)
+    few, tokens = place.batch(24), place.tokens(32_768)
+    layers = [place.cache(few, tokens, layer) for layer in range(model.layers)]
+    shape = (4 * few, place.heads, tokens // 4, place.head_dim)
+    compressed = over(place, [(keys.view(shape), values.view(shape)) for keys, values in layers], attend)
+    ours, sdpa = over(place, layers, attend), over(place, layers, None)
+    one = few * model.layers * place.heads * tokens * 2 * place.head_dim * place.dtype.itemsize
+
+    def make(seed: int) -> tuple[Any, ...]:
+        hidden = place.states(4 * few, model.width, seed=seed)
+        return hidden, hidden[:few].contiguous()
+
+    return Work(
+        make=make,
+        arms={
+            "ours": lambda many, fewer: model.step(many, compressed),
+            "full cache, SDPA": lambda many, fewer: model.step(fewer, sdpa),
+            "full cache, our decode": lambda many, fewer: model.step(fewer, ours),
+        },
+        check=None,
+        bytes=model.bytes() + one,
+        units={"ours": 4 * few, "full cache, SDPA": few, "full cache, our decode": few},
+        copies=1,
+    )
+
+
+def share_row(length: int) -> Callable[[Place], Work]:
+    """One-shot compression to a half, by three methods, beside the prefill of the layer that it belongs to."""
+
+    def build(place: Place) -> Work:
+        tokens = place.tokens(length)
+        lagkv, keydiff, top_k = place.ours("lagkv", "compress"), place.ours("keydiff", "score"), place.ours("selection", "top_k")
+        gather, layer = place.ours("cache", "compress"), Decoder(place, 1)
+        lag = max(8, 128 // place.shrink)
+
+        def make(seed: int) -> tuple[Any, ...]:
+            return place.states(1, tokens, layer.width, seed=seed), *place.cache(1, tokens, seed)
+
+        return Work(
+            make=make,
+            arms={
+                "ours": lambda h, k, v: lagkv(k, v, keep_ratio=0.5, sink_size=4, lag_size=lag),
+                "KeyDiff": lambda h, k, v: gather(k, v, top_k(keydiff(k), tokens // 2)),
+                "prefill of one layer": lambda h, k, v: layer.prefill(h),
+            },
+            check=None,
+            bytes=3 * tokens * place.heads * place.head_dim * place.dtype.itemsize,
+            waits=frozenset({"KeyDiff", "prefill of one layer"}),  # the graph would keep gigabytes of temporaries
+            copies=1,
+        )
+
+    return build
+
+
+def block_row(place: Place) -> Work:
+    """KeyDiff in blocks of 128 tokens, budget 8,192: evicted slots are written again, against score, select and compact."""
+    names = ("score_with_anchor", "update_anchor", "anchor_sum", "score")
+    with_anchor, update, anchor_sum, score = (place.ours("keydiff", name) for name in names)
+    top_k, gather = place.ours("selection", "top_k"), place.ours("cache", "compress")
+    budget, block, layer = place.tokens(8192), max(8, 128 // place.shrink), Decoder(place, 1)
+    total = budget + block
+
+    def make(seed: int) -> tuple[Any, ...]:
+        keys, values = place.cache(1, total, seed)
+        return place.states(1, block, layer.width, seed=seed), keys, values, anchor_sum(keys)
+
+    def replace(hidden: Any, keys: torch.Tensor, values: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        # The cache holds budget + block tokens; the lowest go, and the next block takes their slots.
+        slots = with_anchor(keys, anchor).topk(block, dim=-1, largest=False, sorted=False).indices
+        slots = slots[..., None].expand(-1, -1, -1, place.head_dim)
+        new_keys, new_values = keys[:, :, :block].clone(), values[:, :, :block].clone()
+        anchor = update(anchor, new_keys, keys.gather(2, slots))
+        keys.scatter_(2, slots, new_keys)
+        values.scatter_(2, slots, new_values)
+        return anchor
+
+    def step(hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, anchor: Any) -> torch.Tensor:
+        weights = layer.weights[0]
+        query, _, _ = (x.transpose(1, 2) for x in layer.before(hidden, weights["qkv"]))
+        attended = scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)
+        return layer.after(hidden, attended, weights["out"], weights["up"], weights["down"])
+
+    return Work(
+        make=make,
+        arms={
+            "ours": replace,
+            "score, select, compact": lambda h, k, v, anchor: gather(k, v, top_k(score(k), budget)),
+            "block step of one layer": step,
+        },
+        check=None,
+        bytes=total * place.heads * place.head_dim * place.dtype.itemsize,
+        waits=frozenset({"score, select, compact"}),
+    )
+
+
+BOTH = ("momentkv", "attention")
+
+MODEL_ROWS = [
+    Row("14", "compression beside prefill, one layer, n = 131072", ("lagkv", "keydiff"), share_row(XL), None, 100, "prefill"),
+    Row("14-4k", "compression beside prefill, one layer, n = 4096", ("lagkv", "keydiff"), share_row(4096), None, 100, "prefill"),
+    Row("14b", "KeyDiff: eviction in blocks of 128, budget 8192", ("keydiff",), block_row, None, 12.5, "block step", True),
+    Row("8c", "MomentKV: step of the model, B = 1, L = 1024", BOTH, overhead_row(1), None, 0.95, "fixed L"),
+    Row("8c-32", "MomentKV: step of the model, B = 32, L = 1024", BOTH, overhead_row(32), None, 0.95, "fixed L"),
+    Row("12", "the model, B = 1: L = 1024 against all 131072", BOTH, decode_model_row, 4.2e-3, 2, "full cache, SDPA"),
+    Row("13", "the model, one token, same bytes, compressed 4 x", ("attention",), throughput_row, None, 2.5, "full cache, SDPA"),
+]
