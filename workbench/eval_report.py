@@ -79,9 +79,9 @@ def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
     _put(folder / "summary.json", (json.dumps(found, indent=1) + "\n").encode())
     _put(folder / "table.md", markdown(rows).encode())
     images = {}
-    for name, figure in (("scores", scores_figure(rows)), ("heatmap", heatmap_figure(rows))):
+    for name, figure in (("scores", scores_figure), ("heatmap", heatmap_figure)):
         for kind in ("png", "svg"):
-            data = drawn(figure, kind)
+            data = drawn(figure(rows), kind)  # a new figure each time: a legend outside the axes shrinks them at every drawing
             _put(folder / f"{name}.{kind}", data)
         images[name] = "data:image/svg+xml;base64," + base64.b64encode(data).decode("ascii")
     environment = Environment(loader=PackageLoader("workbench"), autoescape=select_autoescape())
@@ -177,7 +177,7 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
         figsize=(4.1 * columns, 0.6 + 2.9 * deep * len(lengths) + 0.22 * len(labels) / columns), dpi=110, layout="constrained"
     )
     grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
-    colours = matplotlib.colormaps["tab10"]
+    colours = [f"C{index}" for index in range(10) if index != 7]  # C7 is grey, which random eviction has
     for at, length in enumerate(lengths):
         for index in range(deep * columns):
             axes = grid[at * deep + index // columns][index % columns]
@@ -194,7 +194,7 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
                     [100 * row["removed"] for row in mine],
                     [row["partial"] for row in mine],
                     label=name,
-                    color="grey" if is_random else colours(which % 10),
+                    color="grey" if is_random else colours[which % len(colours)],
                     linestyle=":" if is_random else "-",
                     marker=MARKERS[which % len(MARKERS)],
                     markersize=5,
@@ -229,7 +229,7 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
         [_short(row["label"]) if row["asked"] == "-" else f"{_short(row['label'])}, {row['asked']}" for row in table]
         for _, _, table in tables
     ]
-    width = 1.5 + sum(0.75 * len(names) + 0.07 * max(map(len, texts)) for (_, names, _), texts in zip(tables, labels, strict=True))
+    width = 2 + sum(0.75 * len(names) + 0.08 * max(map(len, texts)) for (_, names, _), texts in zip(tables, labels, strict=True))
     height = 1.9 + 0.27 * max(len(table) for _, _, table in tables)
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     colours = matplotlib.colormaps["viridis"].with_extremes(bad="#d0d0d0")
