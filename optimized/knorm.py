@@ -12,7 +12,7 @@ from optimized.checks import require_finite, require_states, working_dtype
 # Between these norms the square of no component overflows float32, and what underflows is too small to count.
 SAFE_NORMS = (1e-15, 1e18)
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache is had for nothing.
-BLOCK = 2**20
+BLOCK = 2**19
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,9 @@ def score(keys: torch.Tensor) -> torch.Tensor:
         norms = vector_norm(keys, dim=-1)
     else:
         tokens = max(1, BLOCK * keys.shape[-2] // keys.numel())
-        norms = torch.cat([vector_norm(block.to(dtype), dim=-1) for block in keys.split(tokens, dim=-2)], dim=-1)
+        norms = keys.new_empty(keys.shape[:-1], dtype=dtype)
+        for part, block in zip(norms.split(tokens, dim=-1), keys.split(tokens, dim=-2), strict=True):
+            vector_norm(block.to(dtype), dim=-1, out=part)
     least, most = (bound.item() for bound in norms.aminmax())  # NaN where a norm is
     # A norm within the safe range vouches for every component, so only other caches are looked at again.
     if not (least > SAFE_NORMS[0] and most < SAFE_NORMS[1]):
