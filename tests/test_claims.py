@@ -43,7 +43,7 @@ def lab(tokenizer: PreTrainedTokenizerFast) -> Lab:
 
 @pytest.fixture(scope="module")
 def recording(lab: Lab) -> Recording:
-    return record(lab.model, lab.tokenizer, "varied", seed=0, scale=SCALE)
+    return record(lab, "varied")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_removed_token_is_no_longer_read(lab: Lab, recording: Recording) -> No
 def test_the_rope_base_has_to_be_plain(lab: Lab) -> None:
     scaled = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(UsageError, match="linear"):
-        record(scaled, lab.tokenizer, "varied", seed=0, scale=SCALE)
+        record(Lab(scaled, lab.tokenizer, SCALE), "varied")
 
 
 def test_expected_attention_compares_methods_of_one_size(lab: Lab, recording: Recording) -> None:
@@ -251,6 +251,7 @@ def test_what_is_written(report: run.Report, tmp_path: Path) -> None:
     assert result["schema_version"] == run.SCHEMA_VERSION
     assert [paper["paper"] for paper in result["papers"]] == list(run.PAPERS)
     page = (folder / "claims.html").read_text()
+    assert (folder / "index.md").read_text().count("](keydiff.md)") == len(keydiff.CLAIMS)
     assert not re.findall(r"https?://", page)
     for paper in result["papers"]:
         picture = folder / paper["picture"]

@@ -35,9 +35,9 @@ def median_of(values: Any, meaning: str) -> Number:
     return _summary(np.median, values, meaning)
 
 
-def share_of(flags: Any, texts: int, meaning: str) -> Number:
-    """The share of `flags` that are true, with its spread over the texts; the flags of a text stand together."""
-    return mean_of(np.asarray(flags).reshape(texts, -1).mean(axis=-1), meaning)
+def share_of(flags: np.ndarray, meaning: str) -> Number:
+    """The share of `flags` [texts, ...] that are true, with its spread over the texts."""
+    return mean_of(flags.reshape(len(flags), -1).mean(axis=-1), meaning)
 
 
 def _summary(middle: Callable[..., Any], values: Any, meaning: str) -> Number:

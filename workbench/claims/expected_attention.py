@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,18 @@ from optimized.selection import budget, top_k
 from reference import expected_attention as paper
 from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of, share_of
 from workbench.claims.pictures import band, legend
-from workbench.claims.recording import Lab, Layer, Recording, as_array, compressed, later_attention, read_on
+from workbench.claims.recording import (
+    Lab,
+    Layer,
+    Observed,
+    Recording,
+    as_array,
+    by_layer,
+    compressed,
+    later_attention,
+    read_on,
+    spread_by_layer,
+)
 
 ARXIV = "2510.00636"
 TITLE = "Expected Attention"
@@ -94,36 +105,25 @@ def masks(recording: Recording, layer: Layer, amount: int, draw: torch.Generator
     return kept
 
 
-def steps(lab: Lab) -> int:
-    """How often `measure` will say what it does next."""
-    return len(lab.recordings)
+def observe(lab: Lab, recording: Recording) -> Observed:
+    """Measure one text; reading on is what takes long, so it is done for the first text of each kind."""
+    found: dict[str, list[np.ndarray]] = {}
+    densities = {"queries": np.zeros(len(BINS) - 1), "hidden": np.zeros(len(BINS) - 1)}
+    for layer in recording.layers:
+        measured = _correlations(recording, layer)
+        for name, each in (("queries", layer.plain_queries[0]), ("hidden", layer.hidden_states[0])):
+            states = as_array(each)[..., SINKS:, :]
+            measured[f"skewness_{name}"], measured[f"kurtosis_{name}"] = paper.skewness_and_kurtosis(states)
+            densities[name] += np.histogram(standardised(states), BINS)[0]
+        for name, values in measured.items():
+            found.setdefault(name, []).append(values)
+    errors = {ratio: reconstruction(lab, recording, ratio) for ratio in RATIOS} if recording.number == 0 else {}
+    return Observed(
+        recording.kind, {name: np.stack(each) for name, each in found.items()} | {"density": densities, "errors": errors}
+    )
 
 
-def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
-    """Measure every claim of the paper on the lab's recordings."""
-    errors: dict[str, dict[str, list[np.ndarray]]] = {f"{ratio:.0%}": {} for ratio in RATIOS}
-    correlations: dict[str, list[np.ndarray]] = {"pearson": [], "without_sinks": [], "rank": []}
-    shapes: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"queries": [], "hidden": []}
-    densities = {name: np.zeros(len(BINS) - 1) for name in shapes}
-    seen_kinds: set[str] = set()
-    for index, recording in enumerate(lab.recordings):
-        advance(f"Expected Attention: text {index + 1} of {len(lab.recordings)} ({recording.kind})")
-        for layer in recording.layers:
-            _add_correlations(correlations, recording, layer)
-            states = {"queries": layer.plain_queries[0], "hidden": layer.hidden_states[0]}
-            for name, each in states.items():
-                observed = as_array(each)[..., SINKS:, :]
-                shapes[name].append(tuple(part.ravel() for part in paper.skewness_and_kurtosis(observed)))  # type: ignore[arg-type]
-                densities[name] += np.histogram(standardised(observed), BINS)[0]
-        if recording.kind not in seen_kinds:  # reading on is what takes long: one text of each kind
-            seen_kinds.add(recording.kind)
-            for ratio in RATIOS:
-                for name, error in reconstruction(lab, recording, ratio).items():
-                    errors[f"{ratio:.0%}"].setdefault(name, []).append(error)
-    return _findings(lab, errors, correlations, shapes, densities)
-
-
-def _add_correlations(found: dict[str, list[np.ndarray]], recording: Recording, layer: Layer) -> None:
+def _correlations(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
     split = recording.split
     observed = later_attention(recording, layer)[..., :split].mean(axis=-2)  # [H_kv, G, split]
     mean, covariance = statistics(layer, (split + recording.later) // 4, recording, recording.later)
@@ -134,9 +134,11 @@ def _add_correlations(found: dict[str, list[np.ndarray]], recording: Recording, 
         as_array(mean)[0].reshape(num_kv_heads, group, -1),
         as_array(covariance)[0].reshape(num_kv_heads, group, *covariance.shape[2:]),
     )
-    found["pearson"].append(paper.correlation(observed, expected).ravel())
-    found["without_sinks"].append(paper.correlation(observed[..., SINKS:], expected[..., SINKS:]).ravel())
-    found["rank"].append(paper.correlation(ranks(observed), ranks(expected)).ravel())
+    return {
+        "pearson": paper.correlation(observed, expected),
+        "without_sinks": paper.correlation(observed[..., SINKS:], expected[..., SINKS:]),
+        "rank": paper.correlation(ranks(observed), ranks(expected)),
+    }
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
@@ -168,51 +170,41 @@ def reconstruction(lab: Lab, recording: Recording, ratio: float) -> dict[str, np
     return errors
 
 
-def _findings(
-    lab: Lab,
-    errors: dict[str, dict[str, list[np.ndarray]]],
-    correlations: dict[str, list[np.ndarray]],
-    shapes: dict[str, list[tuple[np.ndarray, np.ndarray]]],
-    densities: dict[str, np.ndarray],
-) -> Findings:
-    texts = len(lab.recordings)
+def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
+    """The numbers of all texts together."""
+    pearson = by_layer(texts, "pearson")
     numbers = {
-        "pearson": median_of(correlations["pearson"], "Pearson correlation of expected and observed attention, over query heads"),
-        "pearson_without_sinks": median_of(correlations["without_sinks"], f"the same without the first {SINKS} tokens"),
-        "rank_correlation": median_of(correlations["rank"], "the same with ranks in the place of weights (Spearman)"),
+        "pearson": median_of(pearson, "Pearson correlation of expected and observed attention, over query heads"),
+        "pearson_without_sinks": median_of(by_layer(texts, "without_sinks"), f"the same without the first {SINKS} tokens"),
+        "rank_correlation": median_of(by_layer(texts, "rank"), "the same with ranks in the place of weights (Spearman)"),
         "share_of_strong_heads": share_of(
-            np.stack(correlations["pearson"]) >= 0.7,
-            texts,
-            "share of query heads with a Pearson correlation of 0.7 or more, over texts",
+            pearson >= 0.7, "share of query heads with a Pearson correlation of 0.7 or more, over texts"
         ),
     }
     for name, label in (("queries", "queries before RoPE"), ("hidden", "hidden states")):
-        skewness, kurtosis = (np.concatenate(part) for part in zip(*shapes[name], strict=True))
+        skewness, kurtosis = by_layer(texts, f"skewness_{name}"), by_layer(texts, f"kurtosis_{name}")
         near = (np.abs(skewness) <= 0.5) & (np.abs(kurtosis) <= 1)
-        numbers[f"near_gaussian_{name}"] = share_of(
-            near, texts, f"share of the channels of {label} that are near Gaussian, over texts"
-        )
+        numbers[f"near_gaussian_{name}"] = share_of(near, f"share of the channels of {label} that are near Gaussian, over texts")
         numbers[f"skewness_{name}"] = median_of(skewness, f"skewness of the channels of {label} (0 for a Gaussian)")
         numbers[f"kurtosis_{name}"] = median_of(kurtosis, f"excess kurtosis of the channels of {label} (0 for a Gaussian)")
-    for label, by_method in errors.items():
-        of = {name: np.array([error.mean() for error in each]) for name, each in by_method.items()}
+    read_on = [text.values["errors"] for text in texts if text.values["errors"]]
+    error: dict[str, dict[str, list[float]]] = {}
+    for ratio in RATIOS:
+        of = {name: np.array([each[ratio][name].mean() for each in read_on]) for name in read_on[0][ratio]}
         best = min((name for name in of if name not in (OURS, "random")), key=lambda name: of[name].mean())
-        short = label.rstrip("%")
-        numbers[f"error_vs_best_other_{short}"] = mean_of(
-            of[OURS] / of[best], f"its error divided by that of the best other method ({best}), {label} removed, over texts"
+        label = f"{ratio:.0%} removed, over texts"
+        numbers[f"error_vs_best_other_{ratio:.0%}".rstrip("%")] = mean_of(
+            of[OURS] / of[best], f"its error divided by that of the best other method ({best}), {label}"
         )
-        numbers[f"error_vs_random_{short}"] = mean_of(
-            of[OURS] / of["random"], f"its error divided by that of random eviction, {label} removed, over texts"
+        numbers[f"error_vs_random_{ratio:.0%}".rstrip("%")] = mean_of(
+            of[OURS] / of["random"], f"its error divided by that of random eviction, {label}"
         )
-    layers = len(lab.recordings[0].layers)
-    by_layer = np.stack(correlations["pearson"]).reshape(len(lab.recordings), layers, -1)
+        error[f"{ratio:.0%}"] = {name: each.tolist() for name, each in of.items()}
+    counts = {name: sum(text.values["density"][name] for text in texts) for name in ("queries", "hidden")}
     series = {
-        "error": {
-            label: {name: [float(error.mean()) for error in each] for name, each in by_method.items()}
-            for label, by_method in errors.items()
-        },
-        "pearson_by_layer": np.percentile(by_layer, [10, 50, 90], axis=(0, 2)).tolist(),
-        "density": {name: (count / count.sum() / np.diff(BINS)).tolist() for name, count in densities.items()},
+        "error": error,
+        "pearson_by_layer": spread_by_layer(texts, "pearson"),
+        "density": {name: (count / count.sum() / np.diff(BINS)).tolist() for name, count in counts.items()},
     }
     return Findings(numbers, series)
 

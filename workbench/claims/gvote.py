@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from reference import gvote as paper
 from reference.expected_attention import correlation, skewness_and_kurtosis
 from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of, share_of
 from workbench.claims.pictures import band, legend
-from workbench.claims.recording import Lab, Layer, Recording, as_array, later_attention
+from workbench.claims.recording import Lab, Layer, Observed, Recording, as_array, by_layer, later_attention, spread_by_layer
 
 ARXIV = "2509.03136"
 TITLE = "GVote"
@@ -98,28 +98,19 @@ def synthetic_queries(layer: Layer, length: int, horizon: int, theta: float, noi
     return paper.average_rotation(sampled, position=length, horizon=horizon, theta=theta)
 
 
-def steps(lab: Lab) -> int:
-    """How often `measure` will say what it does next."""
-    return len(lab.recordings)
-
-
-def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
-    """Measure every claim of the paper on the lab's recordings."""
+def observe(lab: Lab, recording: Recording) -> Observed:
+    """Measure one text."""
     found: dict[str, list[np.ndarray]] = {}
-    draw = np.random.default_rng(lab.seed)
-    for index, recording in enumerate(lab.recordings):
-        advance(f"GVote: text {index + 1} of {len(lab.recordings)} ({recording.kind})")
-        channels = recording.layers[0].hidden_states.shape[-1]
-        # one draw for all layers of a text, as the heads of a layer share one
-        noise = draw.standard_normal((max(SWEEP_SAMPLES), channels))
-        for layer in recording.layers:
-            skewness, kurtosis = skewness_and_kurtosis(as_array(layer.hidden_states)[0, SINKS:])
-            measured = {"near": (np.abs(skewness) <= 0.5) & (np.abs(kurtosis) <= 1)}
-            measured |= _one_query(recording, layer, noise[:1]) | _sizes(recording, layer, noise, draw)
-            for name, values in measured.items():
-                found.setdefault(name, []).append(values)
-    shape = (len(lab.recordings), len(lab.recordings[0].layers), -1)
-    return _findings(lab, {name: np.stack(each).reshape(shape) for name, each in found.items()})
+    draw = np.random.default_rng([lab.seed, recording.number])
+    # one draw for all layers of a text, as the heads of a layer share one
+    noise = draw.standard_normal((max(SWEEP_SAMPLES), recording.layers[0].hidden_states.shape[-1]))
+    for layer in recording.layers:
+        skewness, kurtosis = skewness_and_kurtosis(as_array(layer.hidden_states)[0, SINKS:])
+        measured = {"near": (np.abs(skewness) <= 0.5) & (np.abs(kurtosis) <= 1)}
+        measured |= _one_query(recording, layer, noise[:1]) | _sizes(recording, layer, noise, draw)
+        for name, values in measured.items():
+            found.setdefault(name, []).append(values)
+    return Observed(recording.kind, {name: np.stack(each) for name, each in found.items()})
 
 
 def _one_query(recording: Recording, layer: Layer, noise: np.ndarray) -> dict[str, np.ndarray]:
@@ -162,19 +153,18 @@ def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, draw: np.rando
     }
 
 
-def _findings(lab: Lab, found: dict[str, np.ndarray]) -> Findings:
-    share = found[f"S {SAMPLES}"]
-    kinds = [recording.kind for recording in lab.recordings]
-    by_kind = {kind: np.concatenate([share[i] for i, each in enumerate(kinds) if each == kind]) for kind in dict.fromkeys(kinds)}
-    optimal = {
-        kind: np.concatenate([found["optimal"][i] for i, each in enumerate(kinds) if each == kind]).mean() for kind in by_kind
-    }
+def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
+    """The numbers of all texts together."""
+    found = {name: by_layer(texts, name) for name in texts[0].values}
+    share, kinds = found[f"S {SAMPLES}"], np.array([text.kind for text in texts])
+    by_kind = {kind: share[kinds == kind] for kind in dict.fromkeys(kinds.tolist())}
+    optimal = {kind: found["optimal"][kinds == kind].mean() for kind in by_kind}
     of_text = np.percentile(share.reshape(len(kinds), -1), [10, 90], axis=-1)
     task_means = [float(each.mean()) for each in by_kind.values()]
     of_samples = found["S 16"].mean(axis=(1, 2)) / found["S 8"].mean(axis=(1, 2)) - 1
     of_p = found["p 0.95"].mean(axis=(1, 2)) / found["p 0.9"].mean(axis=(1, 2)) - 1
     numbers = {
-        "near_gaussian_channels": share_of(found["near"], len(kinds), "share of the channels that are near Gaussian, over texts"),
+        "near_gaussian_channels": share_of(found["near"], "share of the channels that are near Gaussian, over texts"),
         "overlap": mean_of(found["overlap"], "attention of the real query on the synthetic query's 95 % tokens"),
         "pearson": median_of(found["pearson"], "Pearson correlation of synthetic and real attention, over query heads"),
         "tokens_of_synthetic_query": mean_of(found["synthetic_tokens"], "share of tokens in the synthetic query's 95 %"),
@@ -192,12 +182,9 @@ def _findings(lab: Lab, found: dict[str, np.ndarray]) -> Findings:
         "growth_by_p_over_growth_by_samples": mean_of([of_p.mean() / of_samples.mean()], "the second growth over the first"),
     }
 
-    def by_layer(name: str) -> list[list[float]]:
-        return np.percentile(found[name], [10, 50, 90], axis=(0, 2)).tolist()
-
     series = {
-        "overlap": by_layer("overlap"),
-        "pearson": by_layer("pearson"),
+        "overlap": spread_by_layer(texts, "overlap"),
+        "pearson": spread_by_layer(texts, "pearson"),
         "share_by_kind": {kind: values.ravel().round(4).tolist() for kind, values in by_kind.items()},
         "optimal_by_kind": {kind: float(value) for kind, value in optimal.items()},
         "share_by_head": share.mean(axis=0).round(4).tolist(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from reference.expected_attention import correlation
 from workbench.claims.claim import Claim, Condition, Findings, median_of, share_of
 from workbench.claims.expected_attention import SINKS, ranks
 from workbench.claims.pictures import band, legend
-from workbench.claims.recording import Lab, Layer, Recording, as_array, later_attention
+from workbench.claims.recording import Lab, Layer, Observed, Recording, as_array, by_layer, later_attention, spread_by_layer
 
 ARXIV = "2504.15364"
 TITLE = "KeyDiff"
@@ -70,35 +70,26 @@ def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
     return np.linalg.slogdet(np.swapaxes(chosen, -1, -2) @ chosen)[1]
 
 
-def steps(lab: Lab) -> int:
-    """How often `measure` will say what it does next."""
-    return len(lab.recordings)
-
-
-def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
-    """Measure every claim of the paper on the lab's recordings."""
+def observe(lab: Lab, recording: Recording) -> Observed:
+    """Measure one text."""
     found: dict[str, list[np.ndarray]] = {}
-    examples: list[dict[str, Any]] = []
-    for index, recording in enumerate(lab.recordings):
-        advance(f"KeyDiff: text {index + 1} of {len(lab.recordings)} ({recording.kind})")
-        for layer in recording.layers:
-            for name, values in {**_alignment(recording, layer, examples), **_volumes(recording, layer)}.items():
-                found.setdefault(name, []).append(values)
-    return _findings(lab, {name: np.stack(each) for name, each in found.items()}, examples)
+    for layer in recording.layers:
+        for name, values in {**_alignment(recording, layer), **_volumes(recording, layer)}.items():
+            found.setdefault(name, []).append(values)
+    return Observed(recording.kind, {name: np.stack(each) for name, each in found.items()})
 
 
-def _alignment(recording: Recording, layer: Layer, examples: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _alignment(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
     split = recording.split
     keys, queries = as_array(layer.keys)[0, :, :split], as_array(layer.queries)[0]
     attention = later_attention(recording, layer)[..., :split].mean(axis=(1, 2))  # [H_kv, split]
     similarity = -paper.pairwise_score(keys) / split
-    pearson = correlation(similarity, attention)
-    head = int(np.argsort(pearson)[len(pearson) // 2])
-    examples.append({"pearson": float(pearson[head]), "similarity": similarity[head], "attention": attention[head]})
     mean_key, mean_query = keys.mean(axis=-2), queries.mean(axis=-2)
     group = len(queries) // len(keys)
     return {
-        "pearson": pearson,
+        "similarity": similarity,
+        "attention": attention,
+        "pearson": correlation(similarity, attention),
         "without_sinks": correlation(similarity[:, SINKS:], attention[:, SINKS:]),
         "rank": correlation(ranks(similarity), ranks(attention)),
         "key_cosine": np.median(paper.cosine(keys, mean_key), axis=-1),
@@ -121,22 +112,23 @@ def _volumes(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
     return volumes
 
 
-def _findings(lab: Lab, found: dict[str, np.ndarray], examples: list[dict[str, Any]]) -> Findings:
-    pearson, texts = found["pearson"], len(lab.recordings)
+def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
+    """The numbers of all texts together."""
+    found = {name: by_layer(texts, name) for name in texts[0].values}
+    pearson = found["pearson"]
     numbers = {
         "pearson": median_of(pearson, "Pearson correlation of similarity and attention, over KV heads"),
-        "share_of_negative_heads": share_of(pearson < 0, texts, "share of KV heads with a negative correlation, over texts"),
+        "share_of_negative_heads": share_of(pearson < 0, "share of KV heads with a negative correlation, over texts"),
         "pearson_without_sinks": median_of(found["without_sinks"], f"the correlation without the first {SINKS} tokens"),
         "rank_correlation": median_of(found["rank"], "the correlation of ranks (Spearman)"),
         "key_cosine": median_of(found["key_cosine"], "median cosine of the keys of a head with their mean, over KV heads"),
         "query_cosine": median_of(found["query_cosine"], "median cosine of the queries of a head with their mean, over heads"),
         "share_of_opposed_heads": share_of(
-            found["cosine_of_means"] < 0, texts, "share of query heads with cos(mean key, mean query) < 0, over texts"
+            found["cosine_of_means"] < 0, "share of query heads with cos(mean key, mean query) < 0, over texts"
         ),
         "cosine_of_means": median_of(found["cosine_of_means"], "cos(mean key, mean query), over query heads"),
         "wins_over_both": share_of(
             (found["keydiff"] > found["tova"]) & (found["keydiff"] > found["streaming_llm"]),
-            texts,
             "share of KV heads in which KeyDiff's volume is the largest of the three, over texts",
         ),
     }
@@ -147,18 +139,13 @@ def _findings(lab: Lab, found: dict[str, np.ndarray], examples: list[dict[str, A
         numbers[f"gain_over_{other}_unit_keys"] = median_of(
             found["keydiff unit"] - found[f"{other} unit"], f"the same with keys of length 1, against {other}"
         )
-    layers = len(lab.recordings[0].layers)
-
-    def by_layer(name: str) -> list[list[float]]:
-        values = found[name].reshape(len(lab.recordings), layers, -1)
-        return np.percentile(values, [10, 50, 90], axis=(0, 2)).tolist()
-
-    middle = sorted(examples, key=lambda each: each["pearson"])[len(examples) // 2]
+    text, layer, head = (int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2]))
+    heads = {name: texts[text].values[name][layer, head] for name in ("similarity", "attention")}
     series = {
-        "example": {name: np.asarray(each).round(6).tolist() for name, each in middle.items()},
-        "pearson_by_layer": by_layer("pearson"),
-        "rank_by_layer": by_layer("rank"),
-        "means_by_layer": by_layer("cosine_of_means"),
+        "example": {"pearson": float(pearson[text, layer, head])} | {name: each.round(6).tolist() for name, each in heads.items()},
+        "pearson_by_layer": spread_by_layer(texts, "pearson"),
+        "rank_by_layer": spread_by_layer(texts, "rank"),
+        "means_by_layer": spread_by_layer(texts, "cosine_of_means"),
         "volume": {name: found[name].ravel().round(1).tolist() for name in ("keydiff", *OTHERS)},
     }
     return Findings(numbers, series)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from reference import momentkv as paper
 from reference import momentkv_theory as theory
 from workbench.claims.claim import Claim, Condition, Findings, mean_of, median_of, share_of
 from workbench.claims.pictures import band, legend
-from workbench.claims.recording import Lab, Layer, Recording, as_array
+from workbench.claims.recording import Lab, Layer, Observed, Recording, as_array, by_layer
 
 ARXIV = "2606.01563"
 TITLE = "MomentKV"
@@ -138,24 +138,14 @@ def cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return (one * other).sum(axis=-1) / np.where(size == 0, 1, size)
 
 
-def steps(lab: Lab) -> int:
-    """How often `measure` will say what it does next."""
-    return len(lab.recordings)
-
-
-def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
-    """Measure every claim of the paper on the lab's recordings."""
-    main = lab.scale.main_budget
-    found: dict[str, dict[str, list[np.ndarray]]] = {}
-    for index, recording in enumerate(lab.recordings):
-        advance(f"MomentKV: text {index + 1} of {len(lab.recordings)} ({recording.kind})")
-        for layer in recording.layers:
-            for name, kept in _selections(recording, layer, lab.scale.budgets, main).items():
-                for key, values in _over_queries(recording, layer, kept).items():
-                    found.setdefault(name, {}).setdefault(key, []).append(values)
-    shape = (len(lab.recordings), len(lab.recordings[0].layers), -1)
-    arrays = {name: {key: np.stack(each).reshape(shape) for key, each in values.items()} for name, values in found.items()}
-    return _findings(lab, arrays)
+def observe(lab: Lab, recording: Recording) -> Observed:
+    """Measure one text."""
+    found: dict[str, list[np.ndarray]] = {}
+    for layer in recording.layers:
+        for selection, kept in _selections(recording, layer, lab.scale.budgets, lab.scale.main_budget).items():
+            for name, values in _over_queries(recording, layer, kept).items():
+                found.setdefault(f"{selection}: {name}", []).append(values)
+    return Observed(recording.kind, {name: np.stack(each) for name, each in found.items()})
 
 
 def _selections(recording: Recording, layer: Layer, budgets: tuple[int, ...], main: int) -> dict[str, np.ndarray]:
@@ -181,8 +171,13 @@ def _over_queries(recording: Recording, layer: Layer, kept: np.ndarray) -> dict[
     return {name: np.stack([values[name] for values in each]) for name in each[0]}
 
 
-def _findings(lab: Lab, found: dict[str, dict[str, np.ndarray]]) -> Findings:
-    main, texts = lab.scale.main_budget, len(lab.recordings)
+def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
+    """The numbers of all texts together."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for key in texts[0].values:
+        selection, _, name = key.partition(": ")
+        found.setdefault(selection, {})[name] = by_layer(texts, key)
+    main = lab.scale.main_budget
     theirs, ours = found[f"h2o {main}"], found["momentkv"]
     at_share = found[f"h2o {min(lab.scale.budgets)}"]
     mass_of_layer = theirs["mass"].mean(axis=(0, 2))
@@ -213,10 +208,8 @@ def _findings(lab: Lab, found: dict[str, dict[str, np.ndarray]]) -> Findings:
         "further_gain_of_first_order": mean_of(
             (zeroth - first).mean(axis=(1, 2)) / none.mean(axis=(1, 2)), "share that first order takes beyond that, over texts"
         ),
-        "share_hurt": share_of(first > none, texts, "share of steps in which the first-order correction hurts, over texts"),
-        "share_hurt_zeroth_order": share_of(
-            zeroth > none, texts, "share of steps in which the zeroth-order correction hurts, over texts"
-        ),
+        "share_hurt": share_of(first > none, "share of steps in which the first-order correction hurts, over texts"),
+        "share_hurt_zeroth_order": share_of(zeroth > none, "share of steps in which the zeroth-order correction hurts, over texts"),
         "worst_layer_hurt": mean_of([hurt.max()], "the largest share of a layer"),
     }
     return Findings(numbers, _series(lab, found, hurt))

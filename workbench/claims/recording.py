@@ -58,13 +58,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Recording:
-    """One text of T tokens, of which the first `split` are the prompt and the others come later.
+    """One text of T tokens, the `number`-th of its kind; the first `split` tokens are the prompt, the others come later.
 
     residual [layers - 1, M / 2, C] is the residual stream between the layers, of the first half of the M later tokens; theta
     the base of RoPE.
     """
 
     kind: str
+    number: int
     input_ids: torch.Tensor
     split: int
     theta: float
@@ -79,13 +80,31 @@ class Recording:
 
 @dataclass
 class Lab:
-    """The model, how much to measure, and the recordings, which are made once and shared by the papers."""
+    """The model and how much to measure on it."""
 
     model: PreTrainedModel
     tokenizer: Any
     scale: Scale = field(default_factory=Scale)
     seed: int = 0
-    recordings: list[Recording] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a paper's module measured on one text: arrays of any shape, the first axis being the layer where there is one."""
+
+    kind: str
+    values: dict[str, Any]
+
+
+def by_layer(texts: Sequence[Observed], name: str) -> np.ndarray:
+    """One quantity of all texts, [texts, layers, ...flattened]."""
+    stacked = np.stack([text.values[name] for text in texts])
+    return stacked.reshape(*stacked.shape[:2], -1)
+
+
+def spread_by_layer(texts: Sequence[Observed], name: str) -> list[list[float]]:
+    """The 10th percentile, the median and the 90th percentile of each layer, over texts and heads."""
+    return np.percentile(by_layer(texts, name), [10, 50, 90], axis=(0, 2)).tolist()
 
 
 def rope_theta(model: PreTrainedModel) -> float:
@@ -97,10 +116,12 @@ def rope_theta(model: PreTrainedModel) -> float:
 
 
 @torch.no_grad()
-def record(model: PreTrainedModel, tokenizer: Any, kind: str, *, seed: int, scale: Scale) -> Recording:
+def record(lab: Lab, kind: str, number: int = 0) -> Recording:
     """Read one text in one forward and keep the states of every layer. Raises UsageError for a model that cannot be recorded."""
+    model, scale = lab.model, lab.scale
     theta = rope_theta(model)
-    input_ids = texts.make(tokenizer, kind, seed=seed, tokens=scale.prompt_tokens + scale.later_tokens).to(model.device)
+    length = scale.prompt_tokens + scale.later_tokens
+    input_ids = texts.make(lab.tokenizer, kind, seed=lab.seed + number, tokens=length).to(model.device)
     cache = EvictingCache(model, method=None, record=("queries", "hidden_states"))
     output = model(input_ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     base: Any = model.base_model
@@ -115,7 +136,7 @@ def record(model: PreTrainedModel, tokenizer: Any, kind: str, *, seed: int, scal
     # The last one has been through the final norm, so it is no longer the residual stream.
     half = slice(scale.prompt_tokens, scale.prompt_tokens + scale.later_tokens // 2)
     residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
-    return Recording(kind, input_ids, scale.prompt_tokens, theta, layers, residual)
+    return Recording(kind, number, input_ids, scale.prompt_tokens, theta, layers, residual)
 
 
 def _query_projection(attention: Any, num_query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from workbench import __version__
 from workbench.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
 from workbench.claims.claim import Findings
-from workbench.claims.recording import Lab, Scale, record
+from workbench.claims.recording import Lab, Observed, Scale, record
 from workbench.errors import UsageError
 
 SCHEMA_VERSION = 1
@@ -127,24 +127,32 @@ def run(
     start = time.perf_counter()
     chosen = check_papers(papers)
     lab = Lab(model, tokenizer, scale or Scale(), seed)
-    needs_texts = [name for name in chosen if name != "lagkv"]
-    wanted = [(kind, number) for number in range(lab.scale.seeds) for kind in texts.KINDS] if needs_texts else []
-    plan(len(wanted) * (1 + len(needs_texts)) + (lagkv.steps(lab) if "lagkv" in chosen else 0))
-    for kind, number in wanted:
-        advance(f"reading text {len(lab.recordings) + 1} of {len(wanted)} ({kind})")
-        lab.recordings.append(record(model, tokenizer, kind, seed=seed + number, scale=lab.scale))
-    findings = {name: PAPERS[name].measure(lab, advance) for name in chosen}
+    observing = [name for name in chosen if name != "lagkv"]
+    wanted = [(kind, number) for number in range(lab.scale.seeds) for kind in texts.KINDS] if observing else []
+    plan(len(wanted) * (1 + len(observing)) + (lagkv.steps(lab) if "lagkv" in chosen else 0))
+    observed: dict[str, list[Observed]] = {name: [] for name in observing}
+    for index, (kind, number) in enumerate(wanted):
+        place = f"text {index + 1} of {len(wanted)} ({kind})"
+        advance(f"{place}: reading")
+        recording = record(lab, kind, number)  # some 200 MB: one at a time
+        for name in observing:
+            advance(f"{place}: {PAPERS[name].TITLE}")
+            observed[name].append(PAPERS[name].observe(lab, recording))
+    findings = {
+        name: PAPERS[name].conclude(lab, observed[name]) if name in observed else lagkv.measure(lab, advance) for name in chosen
+    }
     return Report(model_name, command, seed, lab.scale, findings, time.perf_counter() - start)
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write results.json, a picture and a page for each paper, and claims.html with all of them. Returns the paths."""
+    """Write results.json, a picture and a page for each paper, index.md, and claims.html with everything. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     result = report.as_json()
     environment = Environment(loader=PackageLoader("workbench"), autoescape=select_autoescape(["html"]), trim_blocks=True)
     environment.filters["short"] = short
     pages = {"results.json": json.dumps(result, indent=1) + "\n"}
     pages["claims.html"] = environment.get_template("claims.html").render(result=result)
+    pages["index.md"] = environment.get_template("claims_index.md").render(result=result)
     for paper in result["papers"]:
         name = paper["paper"]
         pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=ROWS.get(name, 1))
