@@ -223,10 +223,21 @@ def run(
     prompt_file: Annotated[Path, typer.Option(help="A UTF-8 text file: the context to compress.")],
     question: Annotated[list[str], typer.Option(help="A question about it; may be given several times.")],
     model: ModelName = "embedded",
-    method: Annotated[str, typer.Option(help="A method's name, or path/to/file.py, or path/to/file.py:function.")] = "keydiff",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="A method's name, path/to/file.py[:function], or a composition: snapkv+pyramid_kv+ada_kv, keydiff+moments."
+        ),
+    ] = "keydiff",
     compression_ratio: Annotated[float, typer.Option(help="The fraction of the cache to remove, in [0, 1).")] = 0.5,
     budget: Annotated[int | None, typer.Option(help="Tokens to keep in each head, in place of the ratio.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            help="Compress again after so many new tokens, reading the text in blocks of them; by default the prompt alone."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="For methods that draw.")] = 0,
     as_json: AsJson = False,
@@ -252,8 +263,8 @@ def run(
             plan(1 + len(question))
             context_ids = asked[0][0]
             advance(f"reading {context_ids.shape[1]} tokens")
-            cache = EvictingCache(loaded, chosen, compression_ratio, options, budget, seed=seed)
-            prefill(loaded, context_ids, cache)
+            cache = EvictingCache(loaded, chosen, compression_ratio, options, budget, every=every, seed=seed)
+            prefill(loaded, context_ids, cache, every)
             before, after = cache.nbytes_full, cache.nbytes
             answers = []
             for index, (_, question_ids) in enumerate(asked):
@@ -269,10 +280,12 @@ def run(
                     "options": options,
                     "compression_ratio": compression_ratio if budget is None else None,
                     "budget": budget,
+                    "every": cache.every,
                     "tokens": cache.get_seq_length(),
                     "tokens_kept": cache.tokens_kept,
                     "bytes_before": before,
                     "bytes_after": after,
+                    "peak_tokens": cache.peak_tokens,
                     "note": note,
                     "answers": [{"question": each, "answer": answer.text} for each, answer in zip(question, answers, strict=True)],
                 },
@@ -289,9 +302,8 @@ def _print_run(
     console = Console(highlight=False)
     assert cache.method is not None
     kept, seen = cache.tokens_kept, cache.get_seq_length()
-    console.print(
-        f"{cache.method.name}: {kept} of {seen} tokens kept in each head, {_mebibytes(before)} MiB became {_mebibytes(after)} MiB"
-    )
+    sizes = f"{_mebibytes(before)} MiB became {_mebibytes(after)} MiB"
+    console.print(f"{cache.method.name}: {kept:.5g} of {seen} tokens kept in each head, {sizes}")
     if note:
         console.print(note, style="yellow", markup=False)
     for asked, answer in zip(questions, answers, strict=True):

@@ -47,11 +47,12 @@ def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = ""
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache) -> None:
-    """Read the context [1, T] into the cache, without computing logits that nobody reads."""
+def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, block_size: int | None = None) -> None:
+    """Read the context [1, T] into the cache, in one forward or in blocks, without computing logits that nobody reads."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require_prompt(context_ids.shape[1], longest)
-    model(context_ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    for block in context_ids.to(model.device).split(block_size or context_ids.shape[1], dim=1):
+        model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 @torch.no_grad()
