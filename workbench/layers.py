@@ -200,7 +200,5 @@ def _rows_of_batch(cache: CompressedCache, indices: torch.Tensor) -> CompressedC
     """The ragged cache whose batch items are those of `indices`."""
     ends = cache.lengths.sum(dim=1).cumsum(0).tolist()
     spans = [slice(ends[item - 1] if item else 0, ends[item]) for item in indices.tolist()]
-    keys, values, positions = (
-        torch.cat([field[span] for span in spans]) for field in (cache.keys, cache.values, cache.positions)
-    )
+    keys, values, positions = (torch.cat([field[span] for span in spans]) for field in (cache.keys, cache.values, cache.positions))
     return CompressedCache(keys, values, positions, cache.lengths[indices])

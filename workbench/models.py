@@ -55,9 +55,7 @@ def require_supported(model: PreTrainedModel) -> None:
             f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some"
         )
     if getattr(config, "attn_logit_softcapping", None):
-        raise UsageError(
-            f"model: got {name} with capped attention logits, wanted plain softmax attention"
-        )
+        raise UsageError(f"model: got {name} with capped attention logits, wanted plain softmax attention")
 
 
 def is_sliding(config: Any, layer_index: int) -> bool:
