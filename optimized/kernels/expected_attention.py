@@ -110,8 +110,9 @@ def _statistics(
     count, half, odd, device = batch * num_heads, (head_dim + 1) // 2, head_dim % 2, queries.device
     block_h = padded(half)
     each = block_h > 64
-    # 16 bytes for each of 256 threads, from either half of the channels.
-    block_t = max(16, 256 * 16 // queries.element_size() // block_h)
+    # 16 bytes for each thread, from either half of the channels. Without tensor cores a product takes more registers.
+    threads = 512 if queries.dtype == torch.float32 and not each else 256
+    block_t = max(16, threads * 16 // queries.element_size() // block_h)
     wanted = PROGRAMS_WANTED // (2 if each else 1)
     split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, wanted // count)))
     split = triton.cdiv(split, block_t) * block_t
@@ -126,10 +127,21 @@ def _statistics(
         heads, places, fractions, shifts, sums, products, *heads.stride(), *((0, 0, 0) if places is None else places.stride()),
         num_heads, length, head_dim, split, splits,
         BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=_dot_dtype(queries), ROTATED=places is not None, ODD=odd,
-        num_warps=_warps(256), num_stages=2,
+        num_warps=_warps(threads), num_stages=2,
     )  # fmt: skip
     finish_statistics[(count, 3, triton.cdiv(half, 16))](
-        shifts, sums, products, mean, covariance, length, head_dim, splits, BLOCK_R=16, BLOCK_H=block_h, ODD=odd, num_warps=4
+        shifts,
+        sums,
+        products,
+        mean,
+        covariance,
+        length,
+        head_dim,
+        splits,
+        BLOCK_R=16,
+        BLOCK_H=block_h,
+        ODD=odd,
+        num_warps=_warps(128),
     )
     return mean.reshape(*queries.shape[:-2], head_dim), covariance.reshape(*queries.shape[:-2], head_dim, head_dim)
 
@@ -188,7 +200,7 @@ def score(
     scores = torch.empty((batch, num_kv_heads, length), dtype=torch.float32, device=device)
     split_covariances[(readers,)](
         covariances, parts, factors, *covariances.stride(), parts.stride(0), num_query_heads, head_dim,
-        BLOCK_R=16, BLOCK_D=tile["BLOCK_D"], TERMS=terms, num_warps=8,
+        BLOCK_R=16, BLOCK_D=tile["BLOCK_D"], TERMS=terms, num_warps=_warps(256),
     )  # fmt: skip
     expected_logits[(heads * tiles,)](
         keys, values, means, parts, factors, logits, highest, mass, scores,
@@ -198,7 +210,7 @@ def score(
     )  # fmt: skip
     weigh_values[(heads * runs,)](
         logits, highest, mass, scores, group, length, tiles, runs, float(epsilon),
-        GROUP=block_group, TILE=tile["BLOCK_T"], BLOCK_T=TOKENS_OF_A_RUN, num_warps=4,
+        GROUP=block_group, TILE=tile["BLOCK_T"], BLOCK_T=TOKENS_OF_A_RUN, num_warps=_warps(128),
     )  # fmt: skip
     return scores
 
