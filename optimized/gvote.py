@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from optimized.checks import require_same_kind, require_shape, require_states, working_dtype
+from optimized.checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
 from optimized.tova import grouped_logits
 from reference.checks import as_fraction, group_size
 
@@ -19,6 +19,10 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     if attention.device.type == "cpu" and (attention < 0).any():
         raise ValueError(f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0")
     beyond = float(1 - as_fraction("p", p))
+    if attention.is_cuda and attention.dtype != torch.float64:
+        from optimized.kernels import gvote as kernels
+
+        return kernels.nucleus(attention, p)
     falling, order = attention.sort(dim=-1, descending=True, stable=True)
     # A token is needed as long as those before it hold less than p, that is, as it and those after it hold more than 1 - p.
     # The tail is summed from its small end, so that at p = 1 no weight above 0 is lost to rounding.
@@ -39,17 +43,12 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
     of a group. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
-    require_states("query", query, "B H_q D")
-    require_states("keys", keys, "B H_kv T D")
-    require_states("sampled_queries", sampled_queries, "B H_q S D")
-    batch, num_kv_heads, length, head_dim = keys.shape
-    num_query_heads, samples = query.shape[1], sampled_queries.shape[2]
-    require_shape("query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys")
-    wanted = (batch, num_query_heads, samples, head_dim)
-    require_shape("sampled_queries", sampled_queries, wanted, "the batch, heads and channels of query")
-    require_same_kind("query", query, "keys", keys)
-    require_same_kind("sampled_queries", sampled_queries, "keys", keys)
-    group_size(num_query_heads, num_kv_heads)
+    require_votes(query, keys, sampled_queries)
+    if runs_on_gpu(keys):
+        from optimized.kernels import gvote as kernels
+
+        return kernels.select(query, keys, sampled_queries, p=p)
+    length = keys.shape[2]
     keys = keys.to(working_dtype(keys))  # once, not for every sample
     attention = grouped_logits(query[:, :, None], keys).softmax(dim=-1)  # [B, H_kv, G, 1, T]
     budgets = nucleus(attention, p).sum(dim=-1, keepdim=True)
@@ -63,3 +62,18 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
         # not added, and no sink is protected: the paper's union has the samples' sets and nothing else.
         kept |= votes.any(dim=3).any(dim=2)
     return kept
+
+
+def require_votes(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor) -> None:
+    """Raise ValueError unless query [B, H_q, D] and sampled_queries [B, H_q, S, D] are queries of keys [B, H_kv, T, D]."""
+    require_states("query", query, "B H_q D")
+    require_states("keys", keys, "B H_kv T D")
+    require_states("sampled_queries", sampled_queries, "B H_q S D")
+    batch, num_kv_heads, _, head_dim = keys.shape
+    num_query_heads, samples = query.shape[1], sampled_queries.shape[2]
+    require_shape("query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys")
+    wanted = (batch, num_query_heads, samples, head_dim)
+    require_shape("sampled_queries", sampled_queries, wanted, "the batch, heads and channels of query")
+    require_same_kind("query", query, "keys", keys)
+    require_same_kind("sampled_queries", sampled_queries, "keys", keys)
+    group_size(num_query_heads, num_kv_heads)
