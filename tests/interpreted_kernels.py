@@ -1,4 +1,4 @@
-"""The checks of `test_optimized_kernels.py`: run with TRITON_INTERPRET=1 and the name of one."""
+"""The checks of `test_optimized_kernels.py`: run with TRITON_INTERPRET=1 and the names of some, or none for all."""
 
 from __future__ import annotations
 
@@ -181,5 +181,7 @@ def check_repeatable() -> None:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    globals()[f"check_{sys.argv[1]}"]()
+    checks = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
+    for name in sys.argv[1:] or checks:
+        torch.manual_seed(0)
+        checks[name]()
