@@ -130,14 +130,13 @@ def asked(row: Mapping[str, Any]) -> str:
     return f"{100 * row['ratio']:g}% removed" if row["budget"] is None else f"{row['budget']} tokens kept"
 
 
-def cell_text(row: Row | None, with_exact: bool = True) -> str:
+def cell_text(row: Row | None) -> str:
     """'0.75 (50%)': the partial score and how many answers were exact; 'failed' or a dash where there is none."""
     if row is None:
         return "-"
     if row["partial"] is None:
         return "failed"
-    exact = f" ({row['exact']:.0%})" if with_exact else ""
-    return f"{row['partial']:.2f}{exact}" + (f", {row['failed']} failed" if row["failed"] else "")
+    return f"{row['partial']:.2f} ({row['exact']:.0%})" + (f", {row['failed']} failed" if row["failed"] else "")
 
 
 def percent(value: float | None) -> str:

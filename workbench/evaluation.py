@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -298,8 +299,13 @@ def _measured(model_name: str, work: Sequence[tuple[Unit, list[Setting]]], jobs:
     with _workers(jobs, dask):
         parallel = joblib.Parallel(return_as="generator_unordered", batch_size=1)
         calls = (joblib.delayed(_whole_unit)(model_name, unit, settings) for unit, settings in work)
-        for lines in parallel(calls):
-            yield from lines
+        try:
+            for lines in parallel(calls):
+                yield from lines
+        except BrokenProcessPool as error:
+            raise OSError(
+                "a worker process died, perhaps for lack of memory: the same command goes on, with fewer --jobs"
+            ) from error
 
 
 @contextlib.contextmanager
