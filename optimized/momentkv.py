@@ -3,14 +3,18 @@ r"""MomentKV (arXiv 2606.01563): sum up what is evicted in four moments, and giv
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.linalg import vector_norm
 
-from optimized.checks import require_kept, require_same_kind, require_shape, require_states, working_dtype
+from optimized.checks import require_kept, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
 from optimized.tova import grouped_logits
-from reference.checks import group_size
+from reference.checks import as_count, group_size
+
+# So many query heads of one KV head fit a tile of the kernels.
+LARGEST_GROUP = 16
 
 
 class Moments(NamedTuple):
@@ -27,6 +31,15 @@ class Moments(NamedTuple):
     value_key_sum: torch.Tensor
 
 
+class Step(NamedTuple):
+    """After a decoding step: output [B, H_q, D_v], the retained keys [B, H_kv, L, D] and values in position order, the Moments."""
+
+    output: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    moments: Moments
+
+
 class Recovered(NamedTuple):
     """What the moments say of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a sum)."""
 
@@ -37,7 +50,7 @@ class Recovered(NamedTuple):
 
 def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
     r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v]."""
-    _require_tokens(keys, values)
+    require_tokens(keys, values)
     lead, head_dim, value_dim, dtype = keys.shape[:-2], keys.shape[-1], values.shape[-1], working_dtype(keys)
     return Moments(
         keys.new_zeros(lead, dtype=torch.int64),
@@ -54,9 +67,13 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     evicted now. Returns the Moments after, in float32 or the dtype of the moments where that is wider. Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite numbers and for a negative count. Source: equation 25.
     """
-    _require_tokens(keys, values)
+    require_tokens(keys, values)
     require_kept("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
-    moments = _wide(moments, keys, values)
+    moments = wide(moments, keys, values)
+    if _fits_kernels(keys, values, moments):
+        from optimized.kernels import momentkv as kernels
+
+        return kernels.update(moments, keys, values, evicted)
     dtype = moments.key_sum.dtype
     gone_keys = torch.where(evicted[..., None], keys.to(dtype), 0)
     gone_values = torch.where(evicted[..., None], values.to(dtype), 0)
@@ -98,8 +115,13 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     the mean of the probabilities that the query heads of a group give. Raises ValueError naming the argument that does not fit, and
     on a CPU for NaN or infinite numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
-    _require_decoding(query, keys, values)
-    count, (_, mean_value, covariance) = _recovered(moments, keys, values)
+    require_decoding(query, keys, values)
+    moments = wide(moments, keys, values)
+    if _fits_kernels(keys, values, moments, query):
+        from optimized.kernels import momentkv as kernels
+
+        return kernels.score(query, keys, values, moments)
+    count, (_, mean_value, covariance) = _recovered(moments, keys)
     dtype = working_dtype(keys)
     keys = keys.to(dtype)
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the softmax.
@@ -121,9 +143,14 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
-    _require_decoding(query, keys, values)
+    require_decoding(query, keys, values)
     require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
-    count, (mean_key, mean_value, covariance) = _recovered(moments, keys, values)
+    moments = wide(moments, keys, values)
+    if _fits_kernels(keys, values, moments, query):
+        from optimized.kernels import momentkv as kernels
+
+        return kernels.attend(query, keys, values, kept, moments)
+    count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
     batch, num_kv_heads, _, head_dim = keys.shape
     dtype = working_dtype(keys)
     queries = query.to(dtype).reshape(batch, num_kv_heads, -1, head_dim)
@@ -141,7 +168,109 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     return (mixed / torch.where(total == 0, 1, total)).reshape(batch, query.shape[1], -1).to(query.dtype)
 
 
-def _require_tokens(keys: torch.Tensor, values: torch.Tensor, lead: str = "... T") -> None:
+def step(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    moments: Moments,
+    position: int | torch.Tensor,
+) -> torch.Tensor:
+    r"""MK-A1 in place, for a cache that is full: the new token takes the slot of the lowest score, or is evicted itself.
+
+    Nothing is moved, so the slots end up in any order; `positions` says which token each holds, and decides between equal scores:
+    the latest is evicted.
+
+    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; keys [B, H_kv, L, D], values [B, H_kv, L, D_v] and
+    positions [B, H_kv, L] int64, any strides, all slots in use; moments, float32 or wider; position of the new token, a number or
+    an int64 tensor that broadcasts to [B, H_kv]. Changes keys, values, positions and moments, on a GPU in two launches.
+    Returns [B, H_q, D_v] in the dtype of query, attention after the eviction. Raises ValueError naming the argument that does not
+    fit, and on a CPU for NaN or infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
+    """
+    require_decoding(query, keys, values)
+    before = wide(moments, keys, values)
+    require_slots(new_key, new_value, keys, values, positions, moments)
+    if _fits_kernels(keys, values, before, query):
+        from optimized.kernels import momentkv as kernels
+
+        return kernels.step(query, new_key, new_value, keys, values, positions, moments, position)
+    all_keys = torch.cat([keys, new_key[:, :, None]], dim=2)
+    all_values = torch.cat([values, new_value[:, :, None]], dim=2)
+    all_positions = torch.cat([positions, as_positions(position, positions)[:, :, None]], dim=2)
+    scores = score(query, all_keys, all_values, before).nan_to_num(nan=-1)  # NaN, on a GPU, goes first
+    lowest = scores == scores.amin(dim=-1, keepdim=True)
+    evicted = all_positions.masked_fill(~lowest, -1).argmax(dim=-1, keepdim=True)
+    slots = torch.arange(all_keys.shape[2], device=keys.device)
+    after = update(before, all_keys, all_values, slots == evicted)
+    output = attend(query, all_keys, all_values, slots != evicted, after)
+    replaced = slots[:-1] == evicted  # nothing, where the new token is the evicted one
+    keys.copy_(torch.where(replaced[..., None], new_key[:, :, None], keys))
+    values.copy_(torch.where(replaced[..., None], new_value[:, :, None], values))
+    positions.copy_(torch.where(replaced, all_positions[:, :, -1:], positions))
+    for field, changed in zip(moments, after, strict=True):
+        field.copy_(changed)
+    return output
+
+
+def decode_step(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    moments: Moments,
+    budget: int,
+) -> Step:
+    r"""MK-A1: Algorithm 1, mended: add the new token, evict the lowest scores one by one, then attend with the moments as they are.
+
+    The functional form of `step`: it copies the cache, and returns it in position order. A decoder that keeps to its budget is
+    faster with `step`.
+
+    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys [B, H_kv, T, D] and values, any
+    strides, and the moments, before; budget (L), at least 1. The new token may be evicted at once. Returns a Step that shares no
+    storage with its arguments. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    return step_by_step(step, attend, query, new_key, new_value, keys, values, moments, budget)
+
+
+def step_by_step(
+    step: Callable[..., torch.Tensor],
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    moments: Moments,
+    budget: int,
+) -> Step:
+    """`decode_step` with the `step` and `attend` given: those of this file or those of the kernels."""
+    require_decoding(query, keys, values)
+    budget = as_count("budget", budget, low=1)
+    _require_new(new_key, new_value, keys, values)
+    moments = Moments(*(field.clone(memory_format=torch.contiguous_format) for field in wide(moments, keys, values)))
+    batch, num_kv_heads, length, _ = keys.shape
+    if length < budget:
+        keys = torch.cat([keys, new_key[:, :, None]], dim=2)
+        values = torch.cat([values, new_value[:, :, None]], dim=2)
+        kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+        return Step(attend(query, keys, values, kept, moments), keys, values, moments)
+    keys, values = (states.clone(memory_format=torch.contiguous_format) for states in (keys, values))
+    positions = torch.arange(length, device=keys.device).repeat(batch, num_kv_heads, 1)
+    output = step(query, new_key, new_value, keys, values, positions, moments, length)
+    for last in range(length - 1, budget - 1, -1):
+        # Still over the budget: the token in the last slot comes anew, to a cache without that slot.
+        new_key, new_value, position = keys[:, :, last], values[:, :, last], positions[:, :, last]
+        keys, values, positions = keys[:, :, :last], values[:, :, :last], positions[:, :, :last]
+        output = step(query, new_key, new_value, keys, values, positions, moments, position)
+    order = positions.argsort(dim=-1)[..., None]
+    keys, values = (states.gather(2, order.expand(-1, -1, -1, states.shape[3])) for states in (keys, values))
+    return Step(output, keys, values, moments)
+
+
+def require_tokens(keys: torch.Tensor, values: torch.Tensor, lead: str = "... T") -> None:
     """Raise ValueError unless keys and values are the states of the same tokens."""
     require_states("keys", keys, f"{lead} D")
     require_states("values", values, f"{lead} D_v")
@@ -149,16 +278,62 @@ def _require_tokens(keys: torch.Tensor, values: torch.Tensor, lead: str = "... T
     require_same_kind("values", values, "keys", keys)
 
 
-def _require_decoding(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+def require_decoding(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Raise ValueError unless query is one decode query of each head that reads the cache."""
-    _require_tokens(keys, values, "B H_kv T")
+    require_tokens(keys, values, "B H_kv T")
     require_states("query", query, "B H_q D")
     require_shape("query", query, (keys.shape[0], query.shape[1], keys.shape[3]), "the batch and channels of keys")
     require_same_kind("query", query, "keys", keys)
     group_size(query.shape[1], keys.shape[1])
 
 
-def _wide(moments: Moments, keys: torch.Tensor, values: torch.Tensor) -> Moments:
+def _require_new(new_key: torch.Tensor, new_value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise ValueError unless new_key and new_value are one token more for every head of the cache."""
+    require_states("new_key", new_key, "B H_kv D")
+    require_states("new_value", new_value, "B H_kv D_v")
+    require_shape("new_key", new_key, (*keys.shape[:2], keys.shape[3]), "the batch, heads and channels of keys")
+    require_shape("new_value", new_value, (*values.shape[:2], values.shape[3]), "the batch, heads and channels of values")
+    require_same_kind("new_key", new_key, "keys", keys)
+    require_same_kind("new_value", new_value, "keys", keys)
+
+
+def require_slots(
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    moments: Moments,
+) -> None:
+    """Raise ValueError unless a step may write the new token into the cache, and the evicted one into the moments."""
+    _require_new(new_key, new_value, keys, values)
+    if not isinstance(positions, torch.Tensor) or positions.dtype != torch.int64:
+        got = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
+        raise ValueError(f"positions: got {got}, wanted int64")
+    require_shape("positions", positions, tuple(keys.shape[:3]), "the batch, heads and slots of keys")
+    if positions.device != keys.device:
+        raise ValueError(f"positions: got device {positions.device}, wanted {keys.device} (that of keys)")
+    dtypes = (torch.int64, *(working_dtype(keys),) * 3)
+    for name, field, wanted in zip(Moments._fields, moments, dtypes, strict=True):
+        if torch.promote_types(field.dtype, wanted) != field.dtype:
+            raise ValueError(f"moments.{name}: got dtype {field.dtype}, wanted {wanted}, which a step adds to in place")
+
+
+def as_positions(position: int | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the position of the new token as int64 [B, H_kv] beside `positions`, or raise ValueError."""
+    if not isinstance(position, torch.Tensor):
+        number = as_count("position", position, low=0)
+        return torch.full(positions.shape[:2], number, dtype=torch.int64, device=positions.device)
+    if position.dtype != torch.int64 or position.device != positions.device:
+        raise ValueError(f"position: got {position.dtype} on {position.device}, wanted torch.int64 on {positions.device}")
+    try:
+        return position.expand(positions.shape[:2])
+    except RuntimeError:
+        wanted = tuple(positions.shape[:2])
+        raise ValueError(f"position: got shape {tuple(position.shape)}, wanted {wanted} (the batch and heads of keys)") from None
+
+
+def wide(moments: Moments, keys: torch.Tensor, values: torch.Tensor) -> Moments:
     """Return the moments in float32 or wider, at least as wide as the arithmetic of keys, or raise ValueError."""
     lead, head_dim, value_dim = keys.shape[:-2], keys.shape[-1], values.shape[-1]
     shapes = (lead, (*lead, head_dim), (*lead, value_dim), (*lead, value_dim, head_dim))
@@ -180,7 +355,13 @@ def _wide(moments: Moments, keys: torch.Tensor, values: torch.Tensor) -> Moments
     return Moments(count, *(field.to(dtype) for field in sums))
 
 
-def _recovered(moments: Moments, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Recovered]:
-    """Check the moments, and return the count, and the means and the covariance in the arithmetic of keys."""
-    moments, dtype = _wide(moments, keys, values), working_dtype(keys)
+def _recovered(moments: Moments, keys: torch.Tensor) -> tuple[torch.Tensor, Recovered]:
+    """Return the count, and the means and the covariance in the arithmetic of keys."""
+    dtype = working_dtype(keys)
     return moments.count, Recovered(*(field.to(dtype) for field in recover(moments)))
+
+
+def _fits_kernels(keys: torch.Tensor, values: torch.Tensor, moments: Moments, query: torch.Tensor | None = None) -> bool:
+    """Return whether the Triton kernels take these states and moments."""
+    group_fits = query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1]
+    return runs_on_gpu(keys) and runs_on_gpu(values) and moments.key_sum.dtype == torch.float32 and group_fits

@@ -1,0 +1,878 @@
+r"""MomentKV (arXiv 2606.01563): a decoding step in two launches (MK-A1), and the moments of a prompt in its one compaction (MK-25).
+
+A step equals, in torch, for one KV head with L slots, its G query heads [G, D] and float32 moments n, s_k, s_v, S:
+
+    keys, values = torch.cat([keys, new_key[None]]).float(), torch.cat([values, new_value[None]]).float()
+    covariance = S - torch.outer(s_v, s_k / n)
+    residual = values - s_v / n - keys @ covariance.T / (n * math.sqrt(D))
+    logits = query.float() @ keys.T / math.sqrt(D)
+    evicted = (logits.softmax(dim=-1).mean(dim=0) * residual.norm(dim=-1)).argmin()
+    n, s_k, s_v, S = n + 1, s_k + keys[evicted], s_v + values[evicted], S + torch.outer(values[evicted], keys[evicted])
+    left = torch.arange(L + 1) != evicted
+    estimate = s_v / n + query @ (S - torch.outer(s_v, s_k / n)).T / (n * math.sqrt(D))
+    weights = torch.cat([logits[:, left], (n.log() + query @ s_k / n / math.sqrt(D))[:, None]], dim=-1).softmax(dim=-1)
+    output = weights[:, :-1] @ values[left] + weights[:, -1:] * estimate
+
+and then writes the new token into the slot of the evicted one. A cache of a fixed budget is never compacted: its slots are in any
+order, and `positions` says which token each holds.
+
+Reads and writes. K and V once, and the moments once read and once written. Beside them a step leaves 4 * (G + 1) bytes for a token
+between the launches, the logits of the group and the length of the residual: the score is the mean over the group of
+probabilities, so it can only be had when the sum of every query head is known, but then from 20 bytes a token instead of 512.
+32 sequences of 1,024 tokens, 8 heads of 128 bfloat16 channels, G = 4: 134 MB of K and V, 17 MB of S read and 17 MB written; at
+4.3 TB/s the floor is 39 microseconds. At small budgets the moments are most of it: L = 128 has 17 MB of K and V beside the same S.
+
+First launch, `walk_cache`: one program takes one split of one head. A tile of keys is loaded once and multiplied twice: with the
+queries for the logits, and with the covariance for the residuals, whose lengths are all that is kept of them. The same tile of
+values ends the residual and enters the online softmax. The new token is a tile of its own behind the last one, so that its score
+comes from the same instructions as that of every other token: equal tokens have equal scores to the last bit, and the rule for
+ties means something. Second launch, `replace_lowest`: one program for each head merges the splits, looks for the lowest score,
+adds that token to the moments, and mixes the output from what is left. It alone writes into the cache, when all has been read.
+
+Taking out the evicted token. The first launch attended over L + 1 tokens, the output has L. Subtracting what the evicted token put
+in is exact enough as long as it held little of the weight, as evicted tokens do; but a token whose value the moments predict
+scores 0 however much attention it draws. Where it holds more than an eighth of some query head, sum and output of the head are
+built anew from the logits and values of the others, which are in L2.
+
+The tiling. A residual needs the whole covariance, [D_v, D] as one factor of a product that stays on the multiprocessor for the
+whole walk. It is taken in chunks of value channels where it would be too large; the programs of a chunk are neighbours, and what
+they read twice, K, comes from L2. A head is split only as far as the heads alone do not fill a GPU, since each split reads S. The
+products take float16 or bfloat16 factors and add in float32: the covariance is rounded once, to the precision of the keys it meets
+(float16: multiplied first by a power of two that puts its largest entry below 2^15). The residual is computed n times as large,
+n v - s_v - covariance k / sqrt(D), so that one division a token replaces one for each channel.
+
+Moments of a prompt, `sum_evicted`. S = V_E^T K_E is one product with the tokens in the middle, and the rows that go into it are
+those that compaction does not copy. Each tile is therefore read once, the kept rows into the compressed cache and the evicted ones
+into the product. 131,072 tokens of 8 heads of 128 bfloat16 channels, few of them kept: 537 MB, a floor of 125 microseconds. Splits
+have their own sums in float32, which `add_splits` adds to the moments from before, in the order of the splits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.driver import driver
+
+from optimized.cache import CompressedCache
+from optimized.checks import require_kept
+from optimized.kernels.cache import copy_tile
+from optimized.kernels.compiling import Configuration
+from optimized.kernels.launching import padded, require_launchable
+from optimized.momentkv import (
+    LARGEST_GROUP,
+    Moments,
+    Step,
+    as_positions,
+    no_moments,
+    require_decoding,
+    require_slots,
+    require_tokens,
+    step_by_step,
+    wide,
+)
+
+__all__ = ["CONFIGURATIONS", "LARGEST_GROUP", "Moments", "attend", "compress_prompt", "decode_step", "score", "step", "update"]
+
+PROGRAMS_WANTED = 256
+MOST_SPLITS = 16
+LEAST_TOKENS_OF_A_SPLIT = 256
+
+
+def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
+    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, as `optimized.momentkv.score`.
+
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides, D and D_v
+    at most 256, at most 16 query heads for a KV head; moments. Returns [B, H_kv, T] float32. Raises ValueError naming the argument.
+    """
+    moments = _require(query, keys, values, moments)
+    walked = _walk(query, keys, values, moments, scores=True, attends=False)
+    batch, num_kv_heads, length, _ = keys.shape
+    scores = torch.empty((batch, num_kv_heads, length), dtype=torch.float32, device=keys.device)
+    block = min(1024, padded(length))
+    finish_scores[(batch * num_kv_heads, triton.cdiv(length, block))](
+        moments.count, walked.logits, walked.squares, walked.highest, walked.mass, scores,
+        walked.group, length, walked.splits, walked.chunks,
+        MOST_SPLITS=MOST_SPLITS, GROUP=_power(walked.group), BLOCK_L=block, num_warps=4,
+    )  # fmt: skip
+    return scores
+
+
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments) -> torch.Tensor:
+    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, as `optimized.momentkv.attend`.
+
+    Args: as `score`, and kept [B, H_kv, T], boolean; the others are not read. Returns [B, H_q, D_v] in the dtype of query; a head
+    that keeps nothing and has no moments gives 0. Raises ValueError naming the argument.
+    """
+    moments = _require(query, keys, values, moments)
+    require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
+    walked = _walk(query, keys, values, moments, kept=kept, scores=False, attends=True)
+    batch, num_kv_heads, _, head_dim = keys.shape
+    output = _empty_output(query, values)
+    block_v = _block_v(keys, values)
+    mix_outputs[(batch * num_kv_heads, triton.cdiv(values.shape[3], block_v))](
+        query, *moments, walked.highest, walked.mass, walked.partial, output, *query.stride(),
+        num_kv_heads, walked.group, walked.splits, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
+        MOST_SPLITS=MOST_SPLITS, GROUP=_power(walked.group), BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
+    )  # fmt: skip
+    return output.to(query.dtype)
+
+
+def step(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    moments: Moments,
+    position: int | torch.Tensor,
+) -> torch.Tensor:
+    r"""MK-A1 in place, in two launches that wait for nothing and may be captured, as `optimized.momentkv.step`.
+
+    Args: as there; query, new_key, new_value, keys and values float32, float16 or bfloat16, any strides; the moments float32 and
+    contiguous. A `position` that is a number costs a launch more, which a captured graph would also repeat unchanged.
+    Returns [B, H_q, D_v] in the dtype of query. Raises ValueError naming the argument, before anything is written.
+    """
+    _require(query, keys, values, moments)
+    require_slots(new_key, new_value, keys, values, positions, moments)
+    for name, field in zip(Moments._fields, moments, strict=True):
+        wanted = torch.int64 if name == "count" else torch.float32
+        if not field.is_contiguous() or field.dtype != wanted:
+            raise ValueError(f"moments.{name}: got {field.dtype} of strides {field.stride()}, wanted a contiguous {wanted}")
+    position = as_positions(position, positions)
+    batch, num_kv_heads, length, head_dim = keys.shape
+    walked = _walk(query, keys, values, moments, new=(new_key, new_value), scores=True, attends=True)
+    output = _empty_output(query, values)
+    block_v, block_t, group = _block_v(keys, values), 16 if keys.dtype == torch.float32 else 32, _power(walked.group)
+    replace_lowest[(batch * num_kv_heads,)](
+        query, new_key, new_value, keys, values, positions, position, *moments,
+        walked.logits, walked.squares, walked.highest, walked.mass, walked.partial, output,
+        *query.stride(), *new_key.stride(), *new_value.stride(), *keys.stride(), *values.stride(),
+        *positions.stride(), *position.stride(),
+        num_kv_heads, walked.group, length, walked.splits, walked.chunks, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
+        MOST_SPLITS=MOST_SPLITS, GROUP=group, BLOCK_L=min(512, padded(length + 1)), BLOCK_T=block_t,
+        BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=8,
+    )  # fmt: skip
+    return output.to(query.dtype)
+
+
+def decode_step(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    moments: Moments,
+    budget: int,
+) -> Step:
+    r"""MK-A1: add the new token, evict the lowest scores one by one, attend, as `optimized.momentkv.decode_step`."""
+    return step_by_step(step, attend, query, new_key, new_value, keys, values, moments, budget)
+
+
+def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
+    r"""MK-25: the moments with those of the evicted tokens added, as `optimized.momentkv.update`.
+
+    Args: moments; keys [B, H_kv, T, D] (any leading axes); values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides;
+    evicted [B, H_kv, T], boolean. Returns the Moments after, float32. Raises ValueError naming the argument.
+    """
+    require_tokens(keys, values)
+    require_launchable("keys", keys)
+    require_launchable("values", values)
+    require_kept("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
+    moments = _float32(wide(moments, keys, values))
+    _, after = _sum_evicted(keys, values, evicted, moments, None)
+    return after
+
+
+def compress_prompt(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> tuple[CompressedCache, Moments]:
+    r"""CACHE-1 and MK-25 in one pass over K and V: `cache.compress(keys, values, kept)` and the moments of the other tokens.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides; kept [B, H_kv, T], boolean.
+    Returns the cache in the dtype of its inputs, and the Moments, float32. Raises ValueError naming the argument.
+    Waits for the GPU once, to learn how many tokens are kept.
+    """
+    require_tokens(keys, values, "B H_kv T")
+    require_launchable("keys", keys)
+    require_launchable("values", values)
+    require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
+    rows = kept.reshape(-1).cumsum(0)
+    return _compress(keys, values, kept, rows, int(rows[-1]))
+
+
+def _compress(
+    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor, total: int
+) -> tuple[CompressedCache, Moments]:
+    """Copy the `total` kept tokens, each to the row that `rows` [B * H_kv * T], counted from 1, gives it; sum up the others."""
+    cache = CompressedCache(
+        torch.empty((total, keys.shape[3]), dtype=keys.dtype, device=keys.device),
+        torch.empty((total, values.shape[3]), dtype=values.dtype, device=keys.device),
+        torch.empty(total, dtype=torch.int64, device=keys.device),
+        kept.sum(dim=-1),
+    )
+    return _sum_evicted(keys, values, kept, no_moments(keys, values), (cache, rows))
+
+
+def _sum_evicted(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, before: Moments, copy: tuple[CompressedCache, torch.Tensor] | None
+) -> tuple[Any, Moments]:
+    """Add the evicted tokens to the moments: those of `mask`, or, where `copy` is where to copy its tokens, those it leaves out."""
+    lead, (length, head_dim), value_dim = keys.shape[:-2], keys.shape[-2:], values.shape[-1]
+    keys, values = (states.reshape(-1, 1, *states.shape[-2:]) if states.ndim != 4 else states for states in (keys, values))
+    num_heads = keys.shape[1]
+    heads = keys.shape[0] * num_heads
+    tile = _sum_tile(keys, values)
+    block_t = tile["BLOCK_T"]
+    splits = max(1, min(triton.cdiv(PROGRAMS_WANTED, heads), triton.cdiv(length, LEAST_TOKENS_OF_A_SPLIT)))
+    split = triton.cdiv(triton.cdiv(length, splits), block_t) * block_t
+    splits = triton.cdiv(length, split)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=keys.device)
+
+    sums = floats(heads, splits, head_dim), floats(heads, splits, value_dim), floats(heads, splits, value_dim, head_dim)
+    counts = torch.empty((heads, splits), dtype=torch.int64, device=keys.device)
+    # Where nothing is copied the mask stands in for the pointers.
+    (out_keys, out_values, positions, _), rows = copy or ((mask,) * 4, mask)
+    chunks = triton.cdiv(value_dim, tile["BLOCK_DV"])
+    sum_evicted[(heads * splits * chunks,)](
+        keys, values, mask.contiguous(), rows, out_keys, out_values, positions, counts, *sums, *keys.stride(), *values.stride(),
+        num_heads, length, split, splits, chunks, head_dim, value_dim, COPY=copy is not None, **tile,
+    )  # fmt: skip
+    after = Moments(
+        torch.empty(lead, dtype=torch.int64, device=keys.device),
+        floats(*lead, head_dim),
+        floats(*lead, value_dim),
+        floats(*lead, value_dim, head_dim),
+    )
+    block = min(2048, padded(head_dim * value_dim))
+    add_splits[(heads, triton.cdiv(head_dim * value_dim, block))](
+        *before, counts, *sums, *after, splits, head_dim, value_dim,
+        MOST_SPLITS=PROGRAMS_WANTED, BLOCK_D=padded(head_dim), BLOCK_DV=padded(value_dim), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return copy and copy[0], after
+
+
+class _Walked(NamedTuple):
+    """What `walk_cache` leaves to the second launch."""
+
+    logits: torch.Tensor  # [heads, G, tokens]
+    squares: torch.Tensor  # [heads, chunks, tokens]: |n r_j|^2, summed over the value channels of a chunk
+    highest: torch.Tensor  # [heads, splits, G]: the largest logit
+    mass: torch.Tensor  # [heads, splits, G]: sum of exp(logit - highest)
+    partial: torch.Tensor  # [heads, splits, G, D_v]: sum of exp(logit - highest) v
+    group: int
+    splits: int
+    chunks: int
+
+
+def _walk(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    moments: Moments,
+    *,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kept: torch.Tensor | None = None,
+    scores: bool,
+    attends: bool,
+) -> _Walked:
+    """The first launch: over the cache and, with `new`, one token more; over the `kept` tokens alone where they are given."""
+    batch, num_kv_heads, length, head_dim = keys.shape
+    heads, group, value_dim = batch * num_kv_heads, query.shape[1] // num_kv_heads, values.shape[3]
+    tile = _walk_tile(keys, values)
+    width = length + (new is not None)
+    tiles = triton.cdiv(length, tile["BLOCK_T"]) + (new is not None)
+    tiles_of_split = triton.cdiv(tiles, min(MOST_SPLITS, triton.cdiv(PROGRAMS_WANTED, heads)))
+    splits, chunks = triton.cdiv(tiles, tiles_of_split), triton.cdiv(value_dim, tile["BLOCK_DV"])
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=keys.device)
+
+    # What a launch does not need, it gets no memory for; the pointer of another tensor stands in.
+    marginals = floats(heads, splits, group), floats(heads, splits, group)
+    logits = floats(heads, group, width) if scores else marginals[0]
+    squares = floats(heads, chunks, width) if scores else marginals[0]
+    partial = floats(heads, splits, group, value_dim) if attends else marginals[0]
+    new_key, new_value = new or (keys[:, :, 0], values[:, :, 0])
+    walk_cache[(heads * splits * chunks,)](
+        query, new_key, new_value, keys, values, marginals[0] if kept is None else kept.contiguous(), *moments,
+        logits, squares, *marginals, partial,
+        *query.stride(), *new_key.stride(), *new_value.stride(), *keys.stride(), *values.stride(),
+        num_kv_heads, group, length, width, tiles, tiles_of_split, splits, chunks, head_dim, value_dim, 1 / math.sqrt(head_dim),
+        NEW=new is not None, KEPT=kept is not None, SCORE=scores, ATTEND=attends, **tile,
+    )  # fmt: skip
+    return _Walked(logits, squares, *marginals, partial, group, splits, chunks)
+
+
+def _require(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> Moments:
+    """Check what every decoding function takes, and return the moments as the kernels read them."""
+    require_decoding(query, keys, values)
+    require_launchable("keys", keys)
+    require_launchable("values", values)
+    if query.shape[1] > LARGEST_GROUP * keys.shape[1]:
+        wanted = f"at most {LARGEST_GROUP * keys.shape[1]} for {keys.shape[1]} KV heads"
+        raise ValueError(f"query: got {query.shape[1]} query heads, wanted a contiguous {wanted}")
+    return _float32(wide(moments, keys, values))
+
+
+def _float32(moments: Moments) -> Moments:
+    """The moments contiguous, and the sums float32."""
+    return Moments(moments.count.contiguous(), *(field.to(torch.float32).contiguous() for field in moments[1:]))
+
+
+def _is_interpreted(states: torch.Tensor) -> bool:
+    """Return whether the kernels run in the interpreter, on the CPU."""
+    return states.device.type == "cpu"
+
+
+def _empty_output(query: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Room for the output. The interpreter cuts float32 off to bfloat16 instead of rounding: there torch rounds afterwards."""
+    dtype = torch.float32 if _is_interpreted(query) else query.dtype
+    return torch.empty((*query.shape[:2], values.shape[3]), dtype=dtype, device=query.device)
+
+
+def _power(group: int) -> int:
+    """The power of two that holds the query heads of a group."""
+    return triton.next_power_of_2(group)
+
+
+def _dot_dtype(states: torch.Tensor) -> Any:
+    """What the factors of a product are: the dtype of the cache, but the interpreter cannot multiply bfloat16."""
+    bfloat16 = tl.float32 if _is_interpreted(states) else tl.bfloat16
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[states.dtype]
+
+
+def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
+    """Return the constants of `walk_cache`: the covariance of a chunk, [BLOCK_DV, BLOCK_D], stays beside the tiles."""
+    block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
+    if keys.dtype == torch.float32:
+        # Without tensor cores a row of 256 is spread over many threads; with AMD's, which do take float32, over few.
+        num_warps = 8 if block_d <= 128 else 4 if _is_amd(keys) else 16
+        tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": num_warps, "num_stages": 1}
+    else:
+        tile = {"BLOCK_T": 32, "BLOCK_DV": min(block_dv, 16384 // block_d, 128), "num_warps": 4, "num_stages": 2}
+    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": _dot_dtype(keys)}
+
+
+def _sum_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
+    """Return the constants of `sum_evicted`: the sum of products, [BLOCK_DV, BLOCK_D], stays in registers."""
+    block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
+    if keys.dtype == torch.float32:
+        tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": 8, "num_stages": 1}
+    else:
+        block_t = 64 if max(block_d, block_dv) <= 64 else 32
+        tile = {"BLOCK_T": block_t, "BLOCK_DV": min(block_dv, 16384 // block_d, 128), "num_warps": 8, "num_stages": 2}
+    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": _dot_dtype(keys)}
+
+
+def _is_amd(states: torch.Tensor) -> bool:
+    """Return whether the GPU to compile for is AMD's."""
+    return not _is_interpreted(states) and driver.active.get_current_target().backend == "hip"
+
+
+def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """The value channels that the second launch takes at a time: so much of S is in the registers of a program."""
+    return min(padded(values.shape[3]), 16 if keys.dtype == torch.float32 else 32)
+
+
+@triton.jit
+def load_query(base, rows, count, channels, head_dim, stride_h, stride_d):
+    """Query heads `rows` of a group as float32 [rows, BLOCK_D]; 0 from `count` on."""
+    offsets = rows.to(tl.int64)[:, None] * stride_h + channels.to(tl.int64)[None, :] * stride_d
+    return tl.load(base + offsets, mask=(rows < count)[:, None] & (channels < head_dim)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_row(base, channels, head_dim, stride_d):
+    """One vector as float32 [BLOCK]. Of a tile of 32 rows one is read: by few threads, several channels each, and not by all."""
+    rows = tl.arange(0, 32)[:, None]
+    inside = (rows == 0) & (channels < head_dim)[None, :]
+    states = tl.load(base + rows * 16 + channels.to(tl.int64)[None, :] * stride_d, mask=inside, other=0.0)
+    return tl.sum(states.to(tl.float32), axis=0)
+
+
+@triton.jit
+def copy_row(source, target, channels, head_dim, source_stride_d, target_stride_d, copied):
+    """target = source, bit by bit, if `copied`; by few threads, as in `load_row`."""
+    rows = tl.arange(0, 32)[:, None]
+    inside = (rows == 0) & (channels < tl.where(copied, head_dim, 0))[None, :]
+    channels = rows * 16 + channels.to(tl.int64)[None, :]  # row 0 alone is read and written
+    states = tl.load(source + channels * source_stride_d, mask=inside, other=0.0)
+    tl.store(target + channels * target_stride_d, states, mask=inside)
+
+
+@triton.jit
+def load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim):
+    """MK-24: `Stilde = S - s_v kbar^T` of some value channels: S and Stilde, [BLOCK_V, BLOCK_D] each."""
+    inside = (value_channels < value_dim)[:, None] & (channels < head_dim)[None, :]
+    sums = tl.load(value_key_sum + value_channels[:, None] * head_dim + channels[None, :], mask=inside, other=0.0)
+    return sums, sums - value_sum[:, None] * mean_key[None, :]
+
+
+@triton.jit(do_not_specialize=["length", "width", "tiles", "tiles_of_split", "splits"])
+def walk_cache(
+    query_ptr, new_key_ptr, new_value_ptr, keys_ptr, values_ptr, kept_ptr,
+    count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr, logits_ptr, squares_ptr, highest_ptr, mass_ptr, partial_ptr,
+    query_stride_b, query_stride_h, query_stride_d,
+    new_key_stride_b, new_key_stride_h, new_key_stride_d, new_value_stride_b, new_value_stride_h, new_value_stride_d,
+    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
+    num_kv_heads, group, length, width, tiles, tiles_of_split, splits, chunks, head_dim, value_dim, scale,
+    NEW: tl.constexpr, KEPT: tl.constexpr, SCORE: tl.constexpr, ATTEND: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Logits, residuals and partial attention of one split of one head. Grid: heads * splits * chunks, the chunks together."""
+    program, chunk = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks
+    head, part = program // splits, (program % splits).to(tl.int32)
+    item, kv_head = head // num_kv_heads, head % num_kv_heads
+    rows = tl.arange(0, 16)
+    channels = tl.arange(0, BLOCK_D)
+    value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    query_base = query_ptr + item * query_stride_b + kv_head * group * query_stride_h
+    query = load_query(query_base, rows, group, channels, head_dim, query_stride_h, query_stride_d).to(DOT_DTYPE)
+    key_base = keys_ptr + item * key_stride_b + kv_head * key_stride_h
+    value_base = values_ptr + item * value_stride_b + kv_head * value_stride_h
+    new_key_base = new_key_ptr + item * new_key_stride_b + kv_head * new_key_stride_h
+    new_value_base = new_value_ptr + item * new_value_stride_b + kv_head * new_value_stride_h
+    if SCORE:
+        count = tl.maximum(tl.load(count_ptr + head), 1).to(tl.float32)
+        key_sum = tl.load(key_sum_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
+        value_sum = tl.load(value_sum_ptr + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0)
+        _, covariance = load_covariance(
+            value_key_sum_ptr + head * value_dim * head_dim, value_sum, tl.div_rn(key_sum, count),
+            channels, value_channels, head_dim, value_dim,
+        )  # fmt: skip
+        unscale = scale
+        if DOT_DTYPE == tl.float16:  # noqa: SIM300
+            # The power of two that brings the largest entry to [2^14, 2^15): 2**exponent has the biased exponent 127 + exponent.
+            largest = tl.max(tl.max(tl.abs(covariance), axis=1), axis=0)
+            exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
+            up = tl.minimum(tl.maximum(268 - exponent, 1), 253)
+            covariance *= (up << 23).to(tl.float32, bitcast=True)
+            unscale = scale * ((254 - up) << 23).to(tl.float32, bitcast=True)
+        factor = tl.trans(covariance.to(DOT_DTYPE))  # [BLOCK_D, BLOCK_DV]
+    written = tl.where(chunk == 0, group, 0)  # what all chunks of value channels find alike, the first one writes
+    highest = tl.full([16], float("-inf"), dtype=tl.float32)
+    mass = tl.zeros([16], dtype=tl.float32)
+    output = tl.zeros([16, BLOCK_DV], dtype=tl.float32)
+    for tile in range(part * tiles_of_split, tl.minimum((part + 1) * tiles_of_split, tiles)):
+        row = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+        token = row
+        inside = row < length
+        keys_here, key_step, values_here, value_step = key_base, key_stride_d, value_base, value_stride_d
+        if NEW:
+            # The tile behind the last one is the new token alone: row 0 of memory of its own, token `length`.
+            is_new = tile * BLOCK_T >= length
+            row = tl.where(is_new, tl.arange(0, BLOCK_T), row)
+            token = tl.where(is_new, length + row, row)
+            inside = row < tl.where(is_new, 1, length)
+            keys_here, key_step = tl.where(is_new, new_key_base, key_base), tl.where(is_new, new_key_stride_d, key_stride_d)
+            values_here = tl.where(is_new, new_value_base, value_base)
+            value_step = tl.where(is_new, new_value_stride_d, value_stride_d)
+        if KEPT:
+            inside = inside & (tl.load(kept_ptr + head * length + row, mask=inside, other=0) != 0)
+        # keys [BLOCK_T, BLOCK_D], values [BLOCK_T, BLOCK_DV]
+        keys = tl.load(
+            keys_here + row.to(tl.int64)[:, None] * key_stride_t + channels.to(tl.int64)[None, :] * key_step,
+            mask=inside[:, None] & (channels < head_dim)[None, :], other=0.0,
+        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+        values = tl.load(
+            values_here + row.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_step,
+            mask=inside[:, None] & (value_channels < value_dim)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if SCORE:
+            target = logits_ptr + (head * group + rows)[:, None] * width + token[None, :]
+            tl.store(target, logits, mask=(rows < written)[:, None] & inside[None, :])
+            predicted = tl.dot(keys, factor, input_precision="ieee") * unscale
+            residual = values * count - value_sum[None, :] - predicted  # n times the residual of MK-10
+            squares = tl.sum(residual * residual, axis=1)
+            tl.store(squares_ptr + (head * chunks + chunk) * width + token, squares, mask=inside)
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, axis=1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of which nothing is kept
+        weights = tl.exp(logits - base[:, None])
+        shrink = tl.exp(highest - base)
+        mass = mass * shrink + tl.sum(weights, axis=1)
+        if ATTEND:
+            output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), values.to(DOT_DTYPE), input_precision="ieee")
+        highest = higher
+    target = program * group + rows
+    tl.store(highest_ptr + target, highest, mask=rows < written)
+    tl.store(mass_ptr + target, mass, mask=rows < written)
+    if ATTEND:
+        tl.store(
+            partial_ptr + target[:, None] * value_dim + value_channels[None, :], output,
+            mask=(rows < group)[:, None] & (value_channels < value_dim)[None, :],
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return, for each query head, the largest logit (0 without tokens) and the mass; and what to multiply each split with."""
+    parts = tl.arange(0, MOST_SPLITS)[:, None]
+    rows = tl.arange(0, GROUP)[None, :]
+    inside = (parts < splits) & (rows < group)
+    source = (head * splits + parts) * group + rows
+    highest = tl.load(highest_ptr + source, mask=inside, other=float("-inf"))
+    mass = tl.load(mass_ptr + source, mask=inside, other=0.0)
+    top = tl.max(highest, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    shares = tl.exp(highest - top[None, :])
+    return top, tl.sum(mass * shares, axis=0), shares
+
+
+@triton.jit
+def merge_outputs(
+    partial_ptr, head, shares, value_channels, splits, group, value_dim, MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Return the sum of weights times values of each query head, [GROUP, BLOCK_V], relative to its largest logit."""
+    parts = tl.arange(0, MOST_SPLITS)[:, None, None]
+    rows = tl.arange(0, GROUP)[None, :, None]
+    channel = value_channels[None, None, :]
+    partial = tl.load(
+        partial_ptr + ((head * splits + parts) * group + rows) * value_dim + channel,
+        mask=(parts < splits) & (rows < group) & (channel < value_dim), other=0.0,
+    )  # fmt: skip
+    return tl.sum(partial * shares[:, :, None], axis=0)
+
+
+@triton.jit
+def score_tokens(logits_ptr, squares_ptr, head, tokens, width, group, chunks, top, mass, count, GROUP: tl.constexpr):
+    """MK-10: `mean_g exp(s_gj - log Z_g) |r_j|` of `tokens`, [BLOCK_L]."""
+    rows = tl.arange(0, GROUP)
+    inside = tokens < width
+    logits = tl.load(
+        logits_ptr + (head * group + rows)[:, None] * width + tokens[None, :],
+        mask=(rows < group)[:, None] & inside[None, :], other=float("-inf"),
+    )  # fmt: skip
+    alpha = tl.div_rn(tl.exp(logits - top[:, None]), tl.where(rows < group, mass, 1.0)[:, None])
+    alpha = tl.div_rn(tl.sum(alpha, axis=0), (group + tl.zeros_like(count)).to(tl.float32))
+    squares = tl.zeros_like(alpha)
+    for chunk in range(chunks):
+        squares += tl.load(squares_ptr + (head * chunks + chunk) * width + tokens, mask=inside, other=0.0)
+    return alpha * tl.div_rn(tl.sqrt_rn(squares), count)
+
+
+@triton.jit(do_not_specialize=["width", "splits"])
+def finish_scores(
+    count_ptr, logits_ptr, squares_ptr, highest_ptr, mass_ptr, scores_ptr, group, width, splits, chunks,
+    MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """scores[head, tokens] of one block. Grid: heads, blocks."""
+    head = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
+    top, mass, _ = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
+    count = tl.maximum(tl.load(count_ptr + head), 1).to(tl.float32)
+    scores = score_tokens(logits_ptr, squares_ptr, head, tokens, width, group, chunks, top, mass, count, GROUP)
+    tl.store(scores_ptr + head * width + tokens, scores, mask=tokens < width)
+
+
+@triton.jit
+def mix(
+    query_base, output_base, retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
+    stride_h, stride_d, group, head_dim, value_dim, scale, GROUP: tl.constexpr,
+):  # fmt: skip
+    """MK-9, MK-11, MK-12, MK-37: mix what is retained with the estimate of what is evicted, for some value channels.
+
+    retained [GROUP, BLOCK_V] and mass [GROUP] are sums of exp(logit - top); count >= 0 as float32, mean_key [BLOCK_D],
+    value_sum [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the evicted tokens.
+    """
+    rows = tl.arange(0, GROUP)
+    divisor = tl.maximum(count, 1.0)
+    queries = load_query(query_base, tl.arange(0, 16), group, channels, head_dim, stride_h, stride_d)
+    for member in range(group):
+        query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], queries, 0.0), axis=0)  # [BLOCK_D]
+        log_evicted = tl.where(count > 0, tl.log(divisor) + tl.sum(query * mean_key, axis=0) * scale, float("-inf"))
+        slope = tl.sum(covariance * query[None, :], axis=1) * scale
+        estimate = tl.div_rn(value_sum, divisor) + tl.div_rn(slope, divisor)
+        own_mass = tl.sum(tl.where(rows == member, mass, 0.0), axis=0)
+        own_top = tl.where(own_mass > 0, tl.sum(tl.where(rows == member, top, 0.0), axis=0), float("-inf"))
+        own = tl.sum(tl.where((rows == member)[:, None], retained, 0.0), axis=0)
+        # A head without tokens has mass 0, and one without moments the logarithm -inf.
+        highest = tl.maximum(own_top, log_evicted)
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+        weight, evicted_weight = tl.exp(own_top - highest), tl.exp(log_evicted - highest)
+        total = own_mass * weight + evicted_weight
+        mixed = tl.div_rn(own * weight + evicted_weight * estimate, tl.where(total == 0, 1.0, total))
+        tl.store(output_base + member * value_dim + value_channels, mixed, mask=value_channels < value_dim)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def mix_outputs(
+    query_ptr, count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr, highest_ptr, mass_ptr, partial_ptr, output_ptr,
+    query_stride_b, query_stride_h, query_stride_d, num_kv_heads, group, splits, head_dim, value_dim, scale,
+    MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The output of one group of query heads, some value channels of it. Grid: heads, blocks of value channels."""
+    head = tl.program_id(0).to(tl.int64)
+    item, kv_head = head // num_kv_heads, head % num_kv_heads
+    channels = tl.arange(0, BLOCK_D)
+    value_channels = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    top, mass, shares = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
+    retained = merge_outputs(partial_ptr, head, shares, value_channels, splits, group, value_dim, MOST_SPLITS, GROUP)
+    count = tl.load(count_ptr + head).to(tl.float32)
+    key_sum = tl.load(key_sum_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
+    value_sum = tl.load(value_sum_ptr + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0)
+    mean_key = tl.div_rn(key_sum, tl.maximum(count, 1.0))
+    _, covariance = load_covariance(
+        value_key_sum_ptr + head * value_dim * head_dim, value_sum, mean_key, channels, value_channels, head_dim, value_dim
+    )
+    mix(
+        query_ptr + item * query_stride_b + kv_head * group * query_stride_h, output_ptr + head * group * value_dim,
+        retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
+        query_stride_h, query_stride_d, group, head_dim, value_dim, scale, GROUP,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["length", "splits"])
+def replace_lowest(
+    query_ptr, new_key_ptr, new_value_ptr, keys_ptr, values_ptr, positions_ptr, position_ptr,
+    count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr,
+    logits_ptr, squares_ptr, highest_ptr, mass_ptr, partial_ptr, output_ptr,
+    query_stride_b, query_stride_h, query_stride_d,
+    new_key_stride_b, new_key_stride_h, new_key_stride_d, new_value_stride_b, new_value_stride_h, new_value_stride_d,
+    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
+    positions_stride_b, positions_stride_h, positions_stride_t, position_stride_b, position_stride_h,
+    num_kv_heads, group, length, splits, chunks, head_dim, value_dim, scale,
+    MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Evict the lowest score of a head, put the new token into its slot, and write the output. Grid: heads."""
+    head = tl.program_id(0).to(tl.int64)
+    item, kv_head = head // num_kv_heads, head % num_kv_heads
+    rows = tl.arange(0, GROUP)
+    channels = tl.arange(0, BLOCK_D)
+    width = length + 1
+    keys = keys_ptr + item * key_stride_b + kv_head * key_stride_h
+    values = values_ptr + item * value_stride_b + kv_head * value_stride_h
+    new_key = new_key_ptr + item * new_key_stride_b + kv_head * new_key_stride_h
+    new_value = new_value_ptr + item * new_value_stride_b + kv_head * new_value_stride_h
+    positions = positions_ptr + item * positions_stride_b + kv_head * positions_stride_h
+    position = tl.load(position_ptr + item * position_stride_b + kv_head * position_stride_h)
+    top, mass, shares = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
+    before = tl.load(count_ptr + head)
+
+    # The lowest score, of equal ones the latest position. Slot `length` is the new token.
+    EARLIEST: tl.constexpr = -(2**62)
+    lowest = tl.full([BLOCK_L], float("inf"), dtype=tl.float32)
+    latest = tl.full([BLOCK_L], EARLIEST, dtype=tl.int64)
+    lowest_slot = tl.full([BLOCK_L], 0, dtype=tl.int32) + length
+    for first in range(0, width, BLOCK_L):
+        slots = first + tl.arange(0, BLOCK_L)
+        scores = score_tokens(
+            logits_ptr, squares_ptr, head, slots, width, group, chunks, top, mass, tl.maximum(before, 1).to(tl.float32), GROUP
+        )
+        scores = tl.where(scores == scores, scores, -1.0)  # NaN goes first, as in `selection.top_k`
+        place = tl.load(positions + slots.to(tl.int64) * positions_stride_t, mask=slots < length, other=0)
+        place = tl.where(slots < length, place, position)
+        lower = (slots < width) & ((scores < lowest) | ((scores == lowest) & (place > latest)))
+        lowest, latest = tl.where(lower, scores, lowest), tl.where(lower, place, latest)
+        lowest_slot = tl.where(lower, slots, lowest_slot)
+    tied = lowest == tl.min(lowest, axis=0)
+    latest_tied = tl.max(tl.where(tied, latest, EARLIEST), axis=0)
+    slot = tl.min(tl.where(tied & (latest == latest_tied), lowest_slot, length), axis=0)
+    is_new = slot == length
+
+    # Its key, and the first three moments with it.
+    key_step = tl.where(is_new, new_key_stride_d, key_stride_d)
+    evicted_key_base = tl.where(is_new, new_key, keys + slot.to(tl.int64) * key_stride_t)
+    evicted_key = load_row(evicted_key_base, channels, head_dim, key_step)
+    count = (before + 1).to(tl.float32)
+    key_sum = tl.load(key_sum_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0) + evicted_key
+    mean_key = tl.div_rn(key_sum, count)
+
+    # What it held of the attention. More than an eighth is not subtracted: the sums are built anew without it.
+    logit_rows = logits_ptr + (head * group + rows) * width
+    evicted_logit = tl.load(logit_rows + slot, mask=rows < group, other=float("-inf"))
+    held = tl.exp(evicted_logit - top)
+    anew = tl.max(held - 0.125 * mass, axis=0) > 0
+    left_top, left_mass = top, mass - held
+    if anew:
+        left_top = tl.full([GROUP], float("-inf"), dtype=tl.float32)
+        left_mass = tl.zeros([GROUP], dtype=tl.float32)
+        for first in range(0, width, BLOCK_L):
+            slots = first + tl.arange(0, BLOCK_L)
+            stays = (rows < group)[:, None] & ((slots < width) & (slots != slot))[None, :]
+            logits = tl.load(logit_rows[:, None] + slots[None, :], mask=stays, other=float("-inf"))
+            higher = tl.maximum(left_top, tl.max(logits, axis=1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            left_mass = left_mass * tl.exp(left_top - base) + tl.sum(tl.exp(logits - base[:, None]), axis=1)
+            left_top = higher
+        left_top = tl.where(left_top == float("-inf"), 0.0, left_top)
+
+    value_step = tl.where(is_new, new_value_stride_d, value_stride_d)
+    evicted_value_base = tl.where(is_new, new_value, values + slot.to(tl.int64) * value_stride_t)
+    for start in range(0, value_dim, BLOCK_V):
+        value_channels = start + tl.arange(0, BLOCK_V)
+        inside = value_channels < value_dim
+        evicted_value = load_row(evicted_value_base, value_channels, value_dim, value_step)
+        value_sum = tl.load(value_sum_ptr + head * value_dim + value_channels, mask=inside, other=0.0) + evicted_value
+        value_key_sum = value_key_sum_ptr + head * value_dim * head_dim
+        sums, _ = load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim)
+        sums += evicted_value[:, None] * evicted_key[None, :]
+        covariance = sums - value_sum[:, None] * mean_key[None, :]
+        retained = merge_outputs(partial_ptr, head, shares, value_channels, splits, group, value_dim, MOST_SPLITS, GROUP)
+        retained -= held[:, None] * evicted_value[None, :]
+        if anew:
+            retained = tl.zeros([GROUP, BLOCK_V], dtype=tl.float32)
+            coming = load_row(new_value, value_channels, value_dim, new_value_stride_d)
+            for first in range(0, width, BLOCK_T):
+                slots = first + tl.arange(0, BLOCK_T)
+                stays = (slots < width) & (slots != slot)
+                offsets = slots.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d
+                states = tl.load(values + offsets, mask=(stays & (slots < length))[:, None] & inside[None, :], other=0.0)
+                states = tl.where((slots == length)[:, None], coming[None, :], states.to(tl.float32))  # [BLOCK_T, BLOCK_V]
+                for member in range(group):
+                    own_top = tl.sum(tl.where(rows == member, left_top, 0.0), axis=0)
+                    logits = tl.load(logits_ptr + (head * group + member) * width + slots, mask=stays, other=float("-inf"))
+                    added = tl.sum(tl.exp(logits - own_top)[:, None] * states, axis=0)
+                    retained += tl.where((rows == member)[:, None], added[None, :], 0.0)
+        mix(
+            query_ptr + item * query_stride_b + kv_head * group * query_stride_h, output_ptr + head * group * value_dim,
+            retained, left_top, left_mass, count, mean_key, value_sum, covariance, channels, value_channels,
+            query_stride_h, query_stride_d, group, head_dim, value_dim, scale, GROUP,
+        )  # fmt: skip
+        # Threads of one program read the same numbers at their own pace: none may write before all have read.
+        tl.debug_barrier()
+        tl.store(value_sum_ptr + head * value_dim + value_channels, value_sum, mask=inside)
+        tl.store(
+            value_key_sum + value_channels[:, None] * head_dim + channels[None, :], sums,
+            mask=inside[:, None] & (channels < head_dim)[None, :],
+        )  # fmt: skip
+
+    tl.debug_barrier()
+    tl.store(count_ptr + head, before + 1)
+    tl.store(key_sum_ptr + head * head_dim + channels, key_sum, mask=channels < head_dim)
+    replaced = slot < length
+    slot = slot.to(tl.int64)
+    copy_row(new_key, keys + slot * key_stride_t, channels, head_dim, new_key_stride_d, key_stride_d, replaced)
+    value_slot = values + slot * value_stride_t
+    for start in range(0, value_dim, BLOCK_V):
+        value_channels = start + tl.arange(0, BLOCK_V)
+        copy_row(new_value, value_slot, value_channels, value_dim, new_value_stride_d, value_stride_d, replaced)
+    if replaced:
+        tl.store(positions + slot * positions_stride_t, position)
+
+
+@triton.jit(do_not_specialize=["length", "split", "splits"])
+def sum_evicted(
+    keys_ptr, values_ptr, mask_ptr, rows_ptr, out_keys_ptr, out_values_ptr, positions_ptr,
+    counts_ptr, key_sums_ptr, value_sums_ptr, value_key_sums_ptr,
+    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
+    num_heads, length, split, splits, chunks, head_dim, value_dim,
+    COPY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The moments of the evicted tokens of one split of one head; with COPY, its kept rows. Grid: heads * splits * chunks."""
+    program, chunk = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks
+    head, part = program // splits, (program % splits).to(tl.int32)
+    item, kv_head = head // num_heads, head % num_heads
+    channels = tl.arange(0, BLOCK_D)
+    value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    keys_base = keys_ptr + item * key_stride_b + kv_head * key_stride_h
+    values_base = values_ptr + item * value_stride_b + kv_head * value_stride_h
+    # A product with a row of ones is the sum over the tokens; tensor cores want 16 rows, so zeros follow.
+    ones = tl.where(tl.arange(0, 16)[:, None] == 0, 1.0, tl.zeros([16, BLOCK_T], dtype=tl.float32)).to(DOT_DTYPE)
+    products = tl.zeros([BLOCK_DV, BLOCK_D], dtype=tl.float32)
+    key_sums = tl.zeros([16, BLOCK_D], dtype=tl.float32)
+    value_sums = tl.zeros([16, BLOCK_DV], dtype=tl.float32)
+    counts = tl.zeros([BLOCK_T], dtype=tl.int32)
+    end = tl.minimum((part + 1) * split, length)
+    for first in range(part * split, end, BLOCK_T):
+        tokens = first + tl.arange(0, BLOCK_T)
+        inside = tokens < end
+        evicted = inside & (tl.load(mask_ptr + head * length + tokens, mask=inside, other=0) != 0)
+        if COPY:
+            kept = evicted
+            evicted = inside & (kept == 0)
+            rows = tl.load(rows_ptr + head * length + tokens, mask=kept, other=1) - 1
+            copied = kept & (tokens < tl.where(chunk == 0, end, 0))  # the first chunk of value channels copies the keys
+            tl.store(positions_ptr + rows, tokens, mask=copied)
+            copy_tile(keys_base, out_keys_ptr, tokens, rows, copied, key_stride_t, key_stride_d, head_dim, BLOCK_D)
+            copied = kept[:, None] & (value_channels < value_dim)[None, :]
+            offsets = tokens.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d
+            states = tl.load(values_base + offsets, mask=copied, other=0.0)
+            tl.store(out_values_ptr + rows[:, None] * value_dim + value_channels[None, :], states, mask=copied)
+        # keys [BLOCK_T, BLOCK_D], values [BLOCK_T, BLOCK_DV]: rows that are kept are not read here.
+        keys = tl.load(
+            keys_base + tokens.to(tl.int64)[:, None] * key_stride_t + channels.to(tl.int64)[None, :] * key_stride_d,
+            mask=evicted[:, None] & (channels < head_dim)[None, :], other=0.0,
+        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+        values = tl.load(
+            values_base + tokens.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d,
+            mask=evicted[:, None] & (value_channels < value_dim)[None, :], other=0.0,
+        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+        products += tl.dot(tl.trans(values), keys, input_precision="ieee")
+        key_sums += tl.dot(ones, keys, input_precision="ieee")
+        value_sums += tl.dot(ones, values, input_precision="ieee")
+        counts += evicted.to(tl.int32)
+    written = channels < tl.where(chunk == 0, head_dim, 0)
+    tl.store(key_sums_ptr + program * head_dim + channels, tl.sum(key_sums, axis=0), mask=written)
+    tl.store(value_sums_ptr + program * value_dim + value_channels, tl.sum(value_sums, axis=0), mask=value_channels < value_dim)
+    tl.store(
+        value_key_sums_ptr + (program * value_dim + value_channels[:, None]) * head_dim + channels[None, :], products,
+        mask=(value_channels < value_dim)[:, None] & (channels < head_dim)[None, :],
+    )  # fmt: skip
+    if chunk == 0:
+        tl.store(counts_ptr + program, tl.sum(counts, axis=0))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def add_splits(
+    before_count_ptr, before_keys_ptr, before_values_ptr, before_products_ptr,
+    counts_ptr, key_sums_ptr, value_sums_ptr, value_key_sums_ptr,
+    count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr, splits, head_dim, value_dim,
+    MOST_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of the splits of a head to its moments, in their order. Grid: heads, blocks of S."""
+    head = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    add_rows(before_products_ptr, value_key_sums_ptr, value_key_sum_ptr, head, splits, head_dim * value_dim, index)
+    if tl.program_id(1) == 0:
+        add_rows(before_keys_ptr, key_sums_ptr, key_sum_ptr, head, splits, head_dim, tl.arange(0, BLOCK_D))
+        add_rows(before_values_ptr, value_sums_ptr, value_sum_ptr, head, splits, value_dim, tl.arange(0, BLOCK_DV))
+        parts = tl.arange(0, MOST_SPLITS)
+        counts = tl.load(counts_ptr + head * splits + parts, mask=parts < splits, other=0)
+        tl.store(count_ptr + head, tl.load(before_count_ptr + head) + tl.sum(counts, axis=0))
+
+
+@triton.jit
+def add_rows(before_ptr, sums_ptr, after_ptr, head, splits, size, index):
+    """after[head, index] = the sum over the splits of sums[head, split, index], and before[head, index]."""
+    inside = index < size
+    total = tl.zeros_like(index).to(tl.float32)
+    for part in range(splits):
+        total += tl.load(sums_ptr + (head * splits + part) * size + index, mask=inside, other=0.0)
+    total += tl.load(before_ptr + head * size + index, mask=inside, other=0.0)
+    tl.store(after_ptr + head * size + index, total, mask=inside)
+
+
+def _compiled(dtype: torch.dtype, head_dim: int, group: int) -> Configuration:
+    def launch() -> None:
+        cache = torch.empty((32, 8, 1024, head_dim), dtype=dtype, device="meta")
+        query = torch.empty((32, 8 * group, head_dim), dtype=dtype, device="meta")
+        positions = torch.empty((32, 8, 1024), dtype=torch.int64, device="meta")
+        kept = torch.empty((32, 8, 1024), dtype=torch.bool, device="meta")
+        moments = no_moments(cache, cache)
+        step(query, cache[:, :, 0], cache[:, :, 1], cache, cache, positions, moments, 1024)
+        score(query, cache, cache, moments)
+        attend(query, cache, cache, kept, moments)
+        update(moments, cache, cache, kept)
+        _compress(cache, cache, kept, kept.reshape(-1).cumsum(0), 32 * 8 * 128)
+
+    return Configuration(
+        f"{dtype} head_dim {head_dim} group {group}".removeprefix("torch."),
+        launch,
+        tensor_cores=frozenset() if dtype == torch.float32 else frozenset({"walk_cache", "sum_evicted"}),
+        scalar=frozenset({"finish_scores"}),
+    )
+
+
+CONFIGURATIONS = [
+    _compiled(dtype, head_dim, group)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for head_dim, group in ((128, 4), (64, 1), (80, 8), (96, 3), (256, 8))
+]
