@@ -210,6 +210,7 @@ def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: 
     """Measure every method at every size; runs in the environment of kvpress."""
     import torch
 
+    made = provenance("torch", "kvpress", "transformers", "numpy")  # before the files can change
     clock = time.process_time if threads == 1 else time.perf_counter
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
@@ -236,7 +237,7 @@ def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: 
     }
     return {
         "schema": "evictionary/benchmark-cpu/1",
-        **provenance("torch", "kvpress", "transformers", "numpy"),
+        **made,
         "threads": threads,
         "clock": clock.__name__,
         "heads": [QUERY_HEADS, KV_HEADS],

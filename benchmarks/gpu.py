@@ -1,4 +1,4 @@
-"""The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b]`, under nine minutes on one H200.
+"""The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b]`; it limits itself to nine minutes.
 
 First the laws on the GPU, in bfloat16, float16 and float32, for `optimized` and for the kernels themselves: a method that breaks a
 law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the ceilings of this very

@@ -19,8 +19,8 @@ aimed at. A ratio is claimed where the intervals from the 20 % to the 80 % quant
 where they do.
 """
 
-NO_GPU = """No GPU result is stored yet. On a machine with an NVIDIA GPU and this project installed, this makes one in under nine
-minutes, laws included:
+NO_GPU = """No GPU result is stored yet. On a machine with an NVIDIA GPU and this project installed, this makes one; it limits
+itself to nine minutes, laws included:
 
 ```
 python -m benchmarks.gpu --out benchmarks/results
