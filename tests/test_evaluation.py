@@ -169,6 +169,14 @@ def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_
     assert len(lines) == 11
 
 
+def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Path) -> None:
+    names = ["gvote", "expected_attention", "snapkv+ada_kv", "keydiff+moments", "momentkv"]  # ragged, captured states, decoding
+    plan = plan_for(model_folder, methods=[(name, {}) for name in names], tasks=["copy"], budgets=[])
+    lines = evaluation.run(plan, tmp_path)
+    assert [line["error"] for line in lines] == [None] * 7
+    assert all(0 < line["bytes_after"] < line["bytes_before"] for line in lines if line["method"] != "full")
+
+
 def test_the_results_file_is_guarded(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
     with filelock.FileLock(tmp_path / ".lock"), pytest.raises(UsageError, match="written by another run"):
         evaluation.run(plan_for(model_folder), tmp_path)
@@ -263,6 +271,7 @@ def test_the_help_names_every_task() -> None:
         (["--ratios", "1"], "compression_ratio: got 1.0"),
         (["--budgets", "0"], "budget: got 0"),
         (["--budgets", "1.5"], "--budgets: got 1.5, wanted a whole number"),
+        (["--budgets", "inf"], "--budgets: got inf, wanted a whole number"),
         (["--lengths", "0"], "lengths: got 0"),
         (["--lengths", "20"], "tokens: got 20, wanted at least"),
         (["--lengths", "4000"], "wanted at most the model's context of 2048"),

@@ -138,7 +138,7 @@ def _all_methods() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _whole(argument: str, number: float) -> int:
-    if number != int(number):
+    if not number.is_integer():
         raise UsageError(f"{argument}: got {number}, wanted a whole number of tokens")
     return int(number)
 

@@ -29,9 +29,9 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 
 from workbench import __version__, embedded, methods, models, tasks
-from workbench.cache import CAPTURED, EvictingCache
+from workbench.cache import EvictingCache
 from workbench.capture import require_prompt
-from workbench.catalogue import RANDOM
+from workbench.catalogue import CAPTURED_FOR, RANDOM
 from workbench.errors import MethodError, UsageError
 from workbench.questions import ask, prefill
 
@@ -226,7 +226,7 @@ def measure(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterato
     model, tokenizer = _loaded(model_name)
     prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
     chosen = {setting.method: methods.resolve(setting.method) for setting in settings if setting.method != FULL}
-    record = CAPTURED & {name for method in chosen.values() for name in method.inputs}
+    record = {CAPTURED_FOR[name] for method in chosen.values() for name in method.reads if name in CAPTURED_FOR}
     full = EvictingCache(model, method=None, record=record)
     prefill(model, prompt.context_ids, full)
     for setting in settings:
@@ -257,7 +257,8 @@ def _answered(
         ratio = 0.0 if setting.ratio is None else setting.ratio
         cache = EvictingCache.from_prefilled(model, full, method, ratio, setting.options, setting.budget, seed=seed)
     found = {"tokens_kept": cache.tokens_kept, "bytes_before": full.nbytes, "bytes_after": cache.nbytes}
-    answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
+    with cache:
+        answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
     return {**found, **prompt.score(answer.text)._asdict(), "answer": answer.text, "error": None}
 
 
