@@ -29,7 +29,7 @@ SCALE = Scale(
     passkey_digits=8,
     passkey_depths=(0.2, 0.6),
     lag_sizes=(32, 64),
-    keep_ratios=(0.125, 0.5),
+    keep_ratios=(0.25, 0.5),
     budgets=(12, 48),
     main_budget=48,
 )

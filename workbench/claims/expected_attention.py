@@ -31,6 +31,7 @@ from workbench.claims.recording import (
 ARXIV = "2510.00636"
 TITLE = "Expected Attention"
 OURS = "expected_attention"
+VARIANTS = {"epsilon": "expected_attention, epsilon 0", "sinks": "expected_attention, 4 sinks kept"}
 RATIOS = (0.5, 0.75)
 SINKS = 4
 BINS = np.linspace(-6, 6, 61)
@@ -46,7 +47,7 @@ CLAIMS = (
         "Attention is best. Each head keeps the same number of tokens; the paper divides them unevenly among "
         "the heads.",
         seen_if=(Condition("error_vs_best_other_50", "<", 1), Condition("error_vs_best_other_75", "<", 1)),
-        beside=("error_vs_random_50", "error_vs_random_75"),
+        beside=("error_vs_random_50", "error_vs_random_75", "epsilon_vs_best_other_50", "sinks_vs_best_other_50"),
     ),
     Claim(
         id="EA-A (correlation)",
@@ -84,7 +85,7 @@ def statistics(layer: Layer, count: int, recording: Recording, horizon: int) -> 
     return fast.average_rope(mean, covariance, position=recording.split, horizon=horizon, theta=recording.theta)
 
 
-def masks(recording: Recording, layer: Layer, amount: int, draw: torch.Generator) -> dict[str, torch.Tensor]:
+def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """The mask [1, H_kv, split] of every method that is compared, all keeping about `amount` tokens in each head."""
     split = recording.split
     queries, keys, values = layer.queries[:, :, :split], layer.keys[:, :, :split], layer.values[:, :, :split]
@@ -95,9 +96,13 @@ def masks(recording: Recording, layer: Layer, amount: int, draw: torch.Generator
         "keydiff": lambda: keydiff.score(keys),
         "knorm": lambda: knorm.score(keys),
         "streaming_llm": lambda: streaming_llm.score(keys),
-        "random": lambda: torch.rand(keys.shape[:3], generator=draw).to(keys.device),
+        "random": lambda: torch.rand(keys.shape[:3], generator=generator).to(keys.device),
     }
     kept = {name: top_k(score(), amount) for name, score in scores.items()}
+    theirs = fast.score(keys, values, *statistics(layer, split, recording, recording.later), epsilon=0)
+    kept[VARIANTS["epsilon"]] = top_k(theirs, amount)
+    sinks = torch.arange(split, device=keys.device).expand(keys.shape[:3]) < SINKS
+    kept[VARIANTS["sinks"]] = top_k(scores[OURS](), amount, sinks)
     kept["h2o"] = h2o.select(queries, keys, budget=amount)
     lag = max(1, split // 6)  # the paper's 1024 would leave this prompt whole
     ratio: Any = lagkv.keep_ratio_for(split, amount, lag_size=lag)
@@ -156,14 +161,14 @@ def standardised(states: np.ndarray) -> np.ndarray:
 def reconstruction(lab: Lab, recording: Recording, ratio: float) -> dict[str, np.ndarray]:
     """For each method the mean of |h - h_compr| over the tokens read on, one number for each layer."""
     split = recording.split
-    draw = torch.Generator().manual_seed(lab.seed)
-    by_layer = [masks(recording, layer, budget(split, ratio), draw) for layer in recording.layers]
+    generator = torch.Generator().manual_seed(lab.seed)
+    kept = [masks(recording, layer, budget(split, ratio), generator) for layer in recording.layers]
     stored = [(layer.keys[:, :, :split], layer.values[:, :, :split]) for layer in recording.layers]
     original = as_array(recording.residual)
     following = recording.input_ids[:, split : split + original.shape[1]]
     errors = {}
-    for name in by_layer[0]:
-        cache = compressed(stored, [kept[name] for kept in by_layer])
+    for name in kept[0]:
+        cache = compressed(stored, [of_layer[name] for of_layer in kept])
         output = read_on(lab.model, following, cache, split, output_hidden_states=True, logits_to_keep=1)
         got = as_array(torch.stack([states[0] for states in output.hidden_states[1:-1]]))
         errors[name] = paper.reconstruction_error(original, got)
@@ -187,11 +192,11 @@ def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
         numbers[f"near_gaussian_{name}"] = share_of(near, f"share of the channels of {label} that are near Gaussian, over texts")
         numbers[f"skewness_{name}"] = median_of(skewness, f"skewness of the channels of {label} (0 for a Gaussian)")
         numbers[f"kurtosis_{name}"] = median_of(kurtosis, f"excess kurtosis of the channels of {label} (0 for a Gaussian)")
-    read_on = [text.values["errors"] for text in texts if text.values["errors"]]
+    read = [text.values["errors"] for text in texts if text.values["errors"]]
     error: dict[str, dict[str, list[float]]] = {}
     for ratio in RATIOS:
-        of = {name: np.array([each[ratio][name].mean() for each in read_on]) for name in read_on[0][ratio]}
-        best = min((name for name in of if name not in (OURS, "random")), key=lambda name: of[name].mean())
+        of = {name: np.array([each[ratio][name].mean() for each in read]) for name in read[0][ratio]}
+        best = min((name for name in of if name not in (OURS, *VARIANTS.values(), "random")), key=lambda name: of[name].mean())
         label = f"{ratio:.0%} removed, over texts"
         numbers[f"error_vs_best_other_{ratio:.0%}".rstrip("%")] = mean_of(
             of[OURS] / of[best], f"its error divided by that of the best other method ({best}), {label}"
@@ -199,6 +204,10 @@ def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
         numbers[f"error_vs_random_{ratio:.0%}".rstrip("%")] = mean_of(
             of[OURS] / of["random"], f"its error divided by that of random eviction, {label}"
         )
+        for variant, name in VARIANTS.items():
+            numbers[f"{variant}_vs_best_other_{ratio:.0%}".rstrip("%")] = mean_of(
+                of[name] / of[best], f"the first number for {name}, {label}"
+            )
         error[f"{ratio:.0%}"] = {name: each.tolist() for name, each in of.items()}
     counts = {name: sum(text.values["density"][name] for text in texts) for name in ("queries", "hidden")}
     series = {

@@ -101,13 +101,13 @@ def synthetic_queries(layer: Layer, length: int, horizon: int, theta: float, noi
 def observe(lab: Lab, recording: Recording) -> Observed:
     """Measure one text."""
     found: dict[str, list[np.ndarray]] = {}
-    draw = np.random.default_rng([lab.seed, recording.number])
+    generator = np.random.default_rng([lab.seed, recording.number])
     # one draw for all layers of a text, as the heads of a layer share one
-    noise = draw.standard_normal((max(SWEEP_SAMPLES), recording.layers[0].hidden_states.shape[-1]))
+    noise = generator.standard_normal((max(SWEEP_SAMPLES), recording.layers[0].hidden_states.shape[-1]))
     for layer in recording.layers:
         skewness, kurtosis = skewness_and_kurtosis(as_array(layer.hidden_states)[0, SINKS:])
         measured = {"near": (np.abs(skewness) <= 0.5) & (np.abs(kurtosis) <= 1)}
-        measured |= _one_query(recording, layer, noise[:1]) | _sizes(recording, layer, noise, draw)
+        measured |= _one_query(recording, layer, noise[:1]) | _sizes(recording, layer, noise, generator)
         for name, values in measured.items():
             found.setdefault(name, []).append(values)
     return Observed(recording.kind, {name: np.stack(each) for name, each in found.items()})
@@ -129,7 +129,7 @@ def _one_query(recording: Recording, layer: Layer, noise: np.ndarray) -> dict[st
     return {name: np.stack(each) for name, each in found.items()}
 
 
-def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, draw: np.random.Generator) -> dict[str, np.ndarray]:
+def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
     split = recording.split
     sampled = synthetic_queries(layer, split, recording.later, recording.theta, noise)
     states = torch.as_tensor(sampled, dtype=layer.keys.dtype, device=layer.keys.device)[None]
@@ -143,7 +143,7 @@ def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, draw: np.rando
     kept = kept_with(SAMPLES, P)
     attention = later_attention(recording, layer)[:, :, ::EVERY, :split]
     attention = attention / attention.sum(axis=-1, keepdims=True)
-    as_many = draw.permuted(kept, axis=-1)
+    as_many = generator.permuted(kept, axis=-1)
     optimal = paper.optimal_keep_set(attention.reshape(len(kept), -1, split), P)
     return sizes | {
         "captured": paper.attention_overlap(attention, np.broadcast_to(kept[:, None, None], attention.shape)).mean(axis=-1),
@@ -181,7 +181,6 @@ def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
         "growth_by_p": mean_of(of_p, "growth of the kept share from p = 0.9 to 0.95, over texts"),
         "growth_by_p_over_growth_by_samples": mean_of([of_p.mean() / of_samples.mean()], "the second growth over the first"),
     }
-
     series = {
         "overlap": spread_by_layer(texts, "overlap"),
         "pearson": spread_by_layer(texts, "pearson"),

@@ -29,7 +29,7 @@ METHODS = ("lagkv", "local", "norm")
 LABELS = {"lagkv": "LagKV", "local": "LocalKV", "norm": "L2 norm"}
 
 TASK = (
-    "A number of 64 digits, one token each, stands once in 1552 tokens of filler, at four depths; the cache is "
+    "A number of 64 digits, one token each, stands once in 1552 tokens of filler, at eight depths; the cache is "
     "compressed before the question; S = 16, L = 128 and 256, r = 1/8, 1/4 and 1/2. Partial match: the longest run of "
     "the number's digits in the answer, divided by 64 (0.06 by chance)"
 )
@@ -44,7 +44,7 @@ CLAIMS = (
         measured=f"{TASK}. Mean at rL >= 64 less the mean at rL < 64, at least 0.1; and the larger L has to be better at equal r.",
         seen_if=(Condition("gain_above_64", ">=", 0.1), Condition("gain_of_larger_lag", ">", 0)),
         possible_if=ABLE,
-        beside=("partial_above_64", "partial_below_64", "full_exact"),
+        beside=("gain_of_smaller_lag_at_equal_rL", "partial_above_64", "partial_below_64", "full_exact"),
     ),
     Claim(
         id="LK-14 (best)",
@@ -166,7 +166,7 @@ def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.
 def answer_all(lab: Lab, prompts: Prompts, kept: Sequence[list[torch.Tensor]]) -> list[list[str]]:
     """The greedy answers to every prompt, for each way to keep tokens; all in one batch, so a layer keeps equally many in each."""
     count = len(kept)
-    layers = [(keys.repeat(count, 1, 1, 1), values.repeat(count, 1, 1, 1)) for keys, values in prompts.layers]
+    layers = ((keys.repeat(count, 1, 1, 1), values.repeat(count, 1, 1, 1)) for keys, values in prompts.layers)
     cache = compressed(layers, [torch.cat(masks) for masks in zip(*kept, strict=True)])
     ids, position = prompts.question_ids.repeat(count, 1), prompts.length
     # The causal mask is made for the first layer's length, so layers of other lengths have to read one token at a time.
@@ -200,6 +200,9 @@ def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict
     kept_each = np.array([paper.tokens_per_partition(ratio, lag) for lag, ratio in places])
     above = kept_each >= digits
     by_lag = score["lagkv"].reshape(len(lags), len(ratios), -1)
+    equal = [
+        (one, other) for one in range(len(places)) for other in range(one + 1, len(places)) if kept_each[one] == kept_each[other]
+    ]
     over_local, over_norm = (score["lagkv"] - score[other] for other in ("local", "norm"))
     at = {name: [ratio == pick(ratios) for _, ratio in places] for name, pick in (("smallest", min), ("largest", max))}
     numbers = {
@@ -212,6 +215,10 @@ def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict
         ),
         "gain_of_larger_lag": mean_of(
             by_lag[-1] - by_lag[0], f"LagKV's partial match at L = {lags[-1]} less that at L = {lags[0]}, at equal r"
+        ),
+        "gain_of_smaller_lag_at_equal_rL": mean_of(
+            [score["lagkv"][one] - score["lagkv"][other] for one, other in equal],
+            "LagKV's partial match of the smaller L (and larger r) less that of the larger L where rL is equal; 0 if only rL mattered",
         ),
         "over_local": mean_of(over_local, "LagKV's partial match less LocalKV's, over setups and prompts"),
         "over_norm": mean_of(over_norm, "LagKV's partial match less that of the L2 norm, over setups and prompts"),

@@ -20,11 +20,13 @@ STYLE: Any = {
 
 
 def save(draw: Callable[[Figure, dict[str, Any]], None], series: dict[str, Any], path: Path, *, rows: int = 1) -> None:
-    """Draw one paper's picture as a PNG, 12 by 3.6 inches for each row of panels."""
+    """Draw one paper's picture as a small PNG, 12 by 3.6 inches for each row of panels."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(12, 3.6 * rows), dpi=100, layout="constrained")
+        figure = Figure(figsize=(12, 3.6 * rows), dpi=80, layout="constrained")
+        engine: Any = figure.get_layout_engine()
+        engine.set(h_pad=0.1)
         draw(figure, series)
-        figure.savefig(path, metadata={"Software": None})
+        figure.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
 
 
 def band(axes: Axes, lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ class Scale:
     seeds: int = 2
     passkey_tokens: int = 1552
     passkey_digits: int = 64
-    passkey_depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7)
+    passkey_depths: tuple[float, ...] = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
     lag_sizes: tuple[int, ...] = (128, 256)
     keep_ratios: tuple[float, ...] = (0.125, 0.25, 0.5)
     budgets: tuple[int, ...] = (24, 64, 128, 256)
@@ -159,7 +159,7 @@ def later_attention(recording: Recording, layer: Layer) -> np.ndarray:
     return causal_attention(queries, keys)[0]
 
 
-def compressed(layers: Sequence[tuple[torch.Tensor, torch.Tensor]], kept: Sequence[torch.Tensor]) -> DynamicCache:
+def compressed(layers: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Sequence[torch.Tensor]) -> DynamicCache:
     """A cache of the kept tokens of each layer, in position order: keys and values [B, H_kv, T, D], kept [B, H_kv, T].
 
     All rows of a layer keep the same number of tokens.
