@@ -26,7 +26,7 @@ SCALE = Scale(
     later_tokens=32,
     seeds=1,
     passkey_tokens=272,
-    passkey_digits=8,
+    passkey_digits=16,
     passkey_depths=(0.2, 0.6),
     lag_sizes=(32, 64),
     keep_ratios=(0.25, 0.5),
@@ -205,7 +205,7 @@ def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
     assert lagkv.answer_all(lab, prompts, [whole, whole]) == [one, one]
     count = SCALE.passkey_digits + lagkv.SPARE
     for index, depth in enumerate(SCALE.passkey_depths):
-        context_ids, question_ids, _ = lagkv.make_text(lab.tokenizer, digits=8, depth=depth, seed=0, tokens=SCALE.passkey_tokens)
+        context_ids, question_ids, _ = lagkv.make_text(lab.tokenizer, digits=16, depth=depth, seed=0, tokens=SCALE.passkey_tokens)
         ids = torch.cat([context_ids, question_ids], dim=1)
         wanted = lab.model.generate(
             ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, past_key_values=DynamicCache()

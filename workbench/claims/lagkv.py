@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -200,9 +201,8 @@ def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict
     kept_each = np.array([paper.tokens_per_partition(ratio, lag) for lag, ratio in places])
     above = kept_each >= digits
     by_lag = score["lagkv"].reshape(len(lags), len(ratios), -1)
-    equal = [
-        (one, other) for one in range(len(places)) for other in range(one + 1, len(places)) if kept_each[one] == kept_each[other]
-    ]
+    pairs = combinations(range(len(places)), 2)
+    equal = [(one, other) for one, other in pairs if kept_each[one] == kept_each[other]]
     over_local, over_norm = (score["lagkv"] - score[other] for other in ("local", "norm"))
     at = {name: [ratio == pick(ratios) for _, ratio in places] for name, pick in (("smallest", min), ("largest", max))}
     numbers = {
@@ -218,7 +218,7 @@ def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict
         ),
         "gain_of_smaller_lag_at_equal_rL": mean_of(
             [score["lagkv"][one] - score["lagkv"][other] for one, other in equal],
-            "LagKV's partial match of the smaller L (and larger r) less that of the larger L where rL is equal; 0 if only rL mattered",
+            "LagKV's partial match at the smaller L less that at the larger where rL is equal; 0 if rL alone mattered",
         ),
         "over_local": mean_of(over_local, "LagKV's partial match less LocalKV's, over setups and prompts"),
         "over_norm": mean_of(over_norm, "LagKV's partial match less that of the L2 norm, over setups and prompts"),
