@@ -2,14 +2,18 @@ r"""Expected Attention (arXiv 2510.00636): keep what future queries, modelled as
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
-from torch.linalg import vector_norm
 
 from optimized.checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from optimized.knorm import score as norm_score
 from optimized.rope import frequencies, rotate, turn
 from reference.checks import as_count
+
+# Tokens of a block: the product of one block with the covariances of a group stays in a processor's cache.
+BLOCK_TOKENS = 512
 
 
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,11 +28,14 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         from optimized.kernels import expected_attention as kernels
 
         return kernels.query_statistics(queries)
-    queries = queries.to(working_dtype(queries))
-    mean = queries.mean(dim=-2)
-    centred = queries - mean[..., None, :]
+    dtype, length = working_dtype(queries), queries.shape[-2]
+    mean = queries.mean(dim=-2, dtype=dtype)
+    covariance = queries.new_zeros(*mean.shape, mean.shape[-1], dtype=dtype)
+    for block in queries.split(BLOCK_TOKENS, dim=-2):
+        centred = block.to(dtype) - mean[..., None, :]
+        covariance += centred.mT @ centred
     # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would have no covariance.
-    return mean, centred.mT @ centred / queries.shape[-2]
+    return mean, covariance / length
 
 
 def unrotated_statistics(
@@ -102,9 +109,6 @@ def score(
 ) -> torch.Tensor:
     r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are `ada_kv` on these scores.
 
-    One query head of every group is taken at a time: `k^T Sigma k` of all tokens is the product of K with Sigma, times K, summed
-    over the channels, which needs memory for one more K, whatever the group.
-
     Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; query_mean [B, H_q, D] and query_covariance [B, H_q, D, D],
     averaged over RoPE by `average_rope`, of any floating dtype; epsilon >= 0 (0.02 in the paper, 0 for needle retrieval).
     Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument that does
@@ -131,15 +135,28 @@ def score(
         from optimized.kernels import expected_attention as kernels
 
         return kernels.score(keys, values, query_mean, query_covariance, epsilon=epsilon)
-    group, dtype = num_query_heads // num_kv_heads, working_dtype(keys)
-    keys = keys.to(dtype)
-    means = query_mean.to(dtype).reshape(batch, num_kv_heads, group, head_dim)
-    covariances = query_covariance.to(dtype).reshape(batch, num_kv_heads, group, head_dim, head_dim)
-    weights = keys.new_zeros(keys.shape[:3])
-    for mean, covariance in zip(means.unbind(dim=2), covariances.unbind(dim=2), strict=True):
-        linear = (keys @ mean[..., None]).squeeze(-1) / math.sqrt(head_dim)
-        quadratic = (keys @ covariance).mul_(keys).sum(dim=-1) / (2 * head_dim)
-        # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
-        weights += (linear + quadratic).softmax(dim=-1) / group
-    # Decision: |v|, as in the paper's experiments; W_o would need every value projected. The square of no float32 leaves float64.
-    return (weights + epsilon) * vector_norm(values, dim=-1, dtype=torch.float64).to(dtype)
+    # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
+    weights = expected_logits(keys, query_mean, query_covariance).softmax(dim=-1).mean(dim=2)
+    # Decision: |v|, as in the paper's experiments; W_o would need every value projected.
+    return (weights + epsilon).mul_(-norm_score(values))
+
+
+def expected_logits(keys: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor) -> torch.Tensor:
+    r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)` for each query head: [B, H_kv, G, T].
+
+    The covariances of a group lie side by side, so that one product of a block of keys with all of them, which stays in the
+    processor's cache, serves the whole group. Arguments of `score`, already checked.
+    """
+    batch, num_kv_heads, length, head_dim = keys.shape
+    group, dtype = query_mean.shape[1] // num_kv_heads, working_dtype(keys)
+    means = query_mean.to(dtype).reshape(batch, num_kv_heads, group * head_dim) / math.sqrt(head_dim)
+    covariances = query_covariance.to(dtype).reshape(batch, num_kv_heads, group, head_dim, head_dim) / (2 * head_dim)
+    logits = keys.new_empty(batch, num_kv_heads, group, length, dtype=dtype)
+    for item, head in itertools.product(range(batch), range(num_kv_heads)):
+        mean, covariance = means[item, head], covariances[item, head].movedim(0, 1).reshape(head_dim, -1)
+        parts = zip(logits[item, head].split(BLOCK_TOKENS, dim=-1), keys[item, head].split(BLOCK_TOKENS), strict=True)
+        for part, block in parts:
+            block = block.to(dtype)
+            product = torch.addmm(mean, block, covariance).view(-1, group, head_dim)
+            torch.sum(product.mul_(block[:, None]), dim=-1, out=part.T)
+    return logits

@@ -11,13 +11,16 @@ from optimized.checks import require_finite, require_same_kind, require_shape, r
 
 # Between these norms the square of no component overflows float32, and what underflows is too small to count.
 SAFE_NORMS = (1e-15, 1e18)
+# Numbers of a block of tokens: few enough to stay in a processor's cache from their first use to their last.
+BLOCK = 2**20
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `score_i = -cos(mu, k_i)`, mu = the mean of the unit keys, in O(T).
 
     The unit keys are never stored: with `w_i = 1 / |k_i|`, mu points along the product of the row w with K, and the scores are
-    the product of K with mu, times w. That is one pass for the norms and two for the products.
+    the product of K with mu, times w. A block of tokens is converted and read for its norms and its share of mu while it is in
+    the processor's cache, so memory is read twice in all.
 
     Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T] in [-1, 1], higher = keep, float32
     (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
@@ -28,8 +31,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
         from optimized.kernels import keydiff as kernels
 
         return kernels.score(keys)
-    keys, weights = _weighted("keys", keys)
-    return _minus_cosine(keys, weights, _weighted_sum(keys, weights))
+    return _minus_cosine(*_summed("keys", keys))
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
@@ -42,7 +44,7 @@ def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
         from optimized.kernels import keydiff as kernels
 
         return kernels.anchor_sum(keys)
-    return _weighted_sum(*_weighted("keys", keys))
+    return _summed("keys", keys)[2]
 
 
 def anchor(keys: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,7 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         from optimized.kernels import keydiff as kernels
 
         return kernels.score_with_anchor(keys, anchor)
-    return _minus_cosine(*_weighted("keys", keys), anchor)
+    return _minus_cosine(*_summed("keys", keys)[:2], anchor)
 
 
 def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None) -> torch.Tensor:
@@ -90,7 +92,7 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
         return kernels.update_anchor(anchor, new_keys, evicted_keys)
     updated = anchor.clone()
     for name, keys in changes:
-        change = _weighted_sum(*_weighted(name, keys))
+        change = _summed(name, keys)[2]
         updated += change if name == "new_keys" else -change
     return updated
 
@@ -105,27 +107,44 @@ def require_anchor(name: str, anchor: torch.Tensor, keys: torch.Tensor) -> None:
         raise ValueError(f"{name}: got device {anchor.device}, wanted {keys.device} (that of the keys)")
 
 
-def _weighted(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys in the working dtype, rescaled where float32 could not square them, and `1 / |k_i|` [..., T, 1]."""
-    keys = keys.to(working_dtype(keys))
-    norms = vector_norm(keys, dim=-1, keepdim=True)
-    # A norm within the safe range vouches for every component, so only other caches are looked at again.
-    if not ((norms > SAFE_NORMS[0]) & (norms < SAFE_NORMS[1])).all():
-        require_finite(name, keys)
-        largest = vector_norm(keys, ord=math.inf, dim=-1, keepdim=True)
-        keys = keys / torch.where(largest == 0, 1, largest)
-        norms = vector_norm(keys, dim=-1, keepdim=True)
+def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the keys (rescaled where float32 could not square them), `w_i = 1 / |k_i|` [..., T] and `sum_i w_i k_i` [..., D]."""
+    dtype = working_dtype(keys)
+    weights = keys.new_empty(keys.shape[:-1], dtype=dtype)
+    total = keys.new_zeros(*keys.shape[:-2], keys.shape[-1], dtype=dtype)
+    for part, block in zip(weights.split(_tokens(keys), dim=-1), keys.split(_tokens(keys), dim=-2), strict=True):
+        block = block.to(dtype)
+        norms = vector_norm(block, dim=-1)
+        least, most = (bound.item() for bound in norms.aminmax())  # NaN where a norm is
+        # A norm within the safe range vouches for every component, so only other caches are looked at again.
+        if not (least > SAFE_NORMS[0] and most < SAFE_NORMS[1]):
+            require_finite(name, keys)
+            keys = keys.to(dtype)
+            largest = vector_norm(keys, ord=math.inf, dim=-1, keepdim=True)
+            return _summed_anywhere(keys / torch.where(largest == 0, 1, largest))
+        torch.reciprocal(norms, out=part)
+        total += (part[..., None, :] @ block).squeeze(-2)
+    return keys, weights, total
+
+
+def _summed_anywhere(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_summed`, for keys whose largest component is 1 or which are zero."""
+    norms = vector_norm(keys, dim=-1)
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
-    return keys, torch.where(norms == 0, 0, 1 / norms)
-
-
-def _weighted_sum(keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return `sum_i w_i k_i`, [..., D]."""
-    return (keys.mT @ weights).squeeze(-1)
+    weights = torch.where(norms == 0, 0, 1 / norms)
+    return keys, weights, (weights[..., None, :] @ keys).squeeze(-2)
 
 
 def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Return `-w_i k_i . anchor / |anchor|`, [..., T]."""
     norm = vector_norm(anchor, dim=-1, keepdim=True)
-    direction = anchor / torch.where(norm == 0, 1, norm)
-    return -(keys @ direction[..., None] * weights).squeeze(-1)
+    direction = (anchor / torch.where(norm == 0, 1, norm))[..., None, :]
+    scores = torch.empty_like(weights)
+    for part, block in zip(scores.split(_tokens(keys), dim=-1), keys.split(_tokens(keys), dim=-2), strict=True):
+        part.copy_((direction @ block.to(weights.dtype).mT).squeeze(-2))
+    return scores.mul_(weights).neg_()
+
+
+def _tokens(keys: torch.Tensor) -> int:
+    """The tokens of a block."""
+    return max(1, BLOCK * keys.shape[-2] // keys.numel())
