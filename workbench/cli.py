@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -344,6 +343,3 @@ def _note(cache: EvictingCache) -> str | None:
 
 
 from workbench import cli_claims, cli_eval  # noqa: E402, F401
-
-if __name__ == "__main__":
-    sys.exit(app())
