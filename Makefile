@@ -12,8 +12,8 @@ demo: .venv/installed
 
 test: lint .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --profile student \
-		spec_tests/test_keydiff.py --impl optimized.kernels
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --profile quick \
+		spec_tests --impl optimized.kernels --dtype float32,float16
 
 # Every kernel in every configuration for four GPUs, without one: minutes.
 compile-all: .venv/installed

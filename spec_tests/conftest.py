@@ -13,7 +13,7 @@ from spec_tests.arithmetic import EPSILON
 from spec_tests.implementation import UnusableImplementation, load
 from spec_tests.law import REQUIREMENTS, Law
 
-PROFILES = {"student": 25, "default": 50, "thorough": 500}
+PROFILES = {"quick": 4, "student": 25, "default": 50, "thorough": 500}
 for _name, _examples in PROFILES.items():
     settings.register_profile(
         _name,
