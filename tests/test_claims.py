@@ -198,11 +198,10 @@ def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast) 
 
 
 def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
-    """Whole caches, however they are batched and even where layers read token by token, answer as `generate` does."""
+    """Whole caches in one batch answer as `generate` does prompt by prompt."""
     prompts = lagkv._read(lab, lambda text: None)
     whole = [torch.ones(keys.shape[:3], dtype=torch.bool) for keys, _ in prompts.layers]
-    one = lagkv.answer_all(lab, prompts, [whole])[0]
-    assert lagkv.answer_all(lab, prompts, [whole, whole]) == [one, one]
+    one = lagkv.answers(lab, prompts, whole)
     count = SCALE.passkey_digits + lagkv.SPARE
     for index, depth in enumerate(SCALE.passkey_depths):
         context_ids, question_ids, _ = lagkv.make_text(lab.tokenizer, digits=16, depth=depth, seed=0, tokens=SCALE.passkey_tokens)
@@ -244,7 +243,7 @@ def test_a_run_is_the_same_again(lab: Lab, report: run.Report) -> None:
 
 
 def test_what_is_written(report: run.Report, tmp_path: Path) -> None:
-    written = run.write(report, tmp_path / "deep" / "claims")
+    written = run.write(report.as_json(), tmp_path / "deep" / "claims")
     folder = tmp_path / "deep" / "claims"
     assert sorted(folder.iterdir()) == sorted(written)
     result = json.loads((folder / "results.json").read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -14,9 +14,6 @@ from rich.table import Table
 
 from workbench.cli import AsJson, ModelName, _exit_codes, _names, _progress, _quiet_transformers, app
 from workbench.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 COLOURS = {"seen": "green", "not seen": "red", "other model needed": "yellow"}
 
@@ -61,8 +58,8 @@ def claims(
                 advance=advance,
             )
             advance("drawing the pictures")
-            experiment.write(report, output)
-    result = report.as_json()
+            result = report.as_json()
+            experiment.write(result, output)
     if as_json:
         typer.echo(json.dumps(result | {"output": str(output)}, indent=1))
     else:

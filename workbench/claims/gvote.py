@@ -63,10 +63,10 @@ CLAIMS = (
     Claim(
         id="GV-F1 (tasks)",
         source="section 1, figure 1",
-        statement="Different kinds of text need clearly different budgets, and GVote finds them by itself.",
+        statement="GVote gives clearly different budgets to different kinds of text, by itself.",
         measured="Mean kept share of each kind of text, over layers and heads: the largest divided by the smallest; 1.5"
-        " and more counts as clearly different. Whether the found budget is the best one needs benchmarks that"
-        " a model of this size cannot do.",
+        " and more counts as clearly different. Whether these are the best budgets, as the paper says, needs"
+        " benchmarks that a model of this size cannot do.",
         seen_if=(Condition("largest_over_smallest_task", ">=", 1.5),),
         beside=("kept_share",),
     ),

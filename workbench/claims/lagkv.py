@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import combinations
@@ -20,7 +20,7 @@ from workbench.claims.claim import Claim, Condition, Findings, mean_of
 from workbench.claims.pictures import legend
 from workbench.claims.recording import Lab, as_array, compressed, read_on
 from workbench.passkey import ANSWER_START, QUESTION, filler
-from workbench.questions import tokenize
+from workbench.questions import prefill, tokenize
 
 ARXIV = "2504.04704"
 TITLE = "LagKV"
@@ -111,7 +111,7 @@ def setups(lab: Lab) -> list[tuple[int, float]]:
 
 def steps(lab: Lab) -> int:
     """How often `measure` will say what it does next."""
-    return len(lab.scale.passkey_depths) + 1 + 2 * len(setups(lab))
+    return len(lab.scale.passkey_depths) + 1 + len(METHODS) * len(setups(lab))
 
 
 def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
@@ -119,18 +119,15 @@ def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
     prompts = _read(lab, advance)
     everything = [torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) for keys, _ in prompts.layers]
     advance("LagKV: asking the full cache")
-    full = answer_all(lab, prompts, [everything])[0]
+    full = answers(lab, prompts, everything)
     texts: dict[str, dict[tuple[int, float], list[str]]] = {method: {} for method in METHODS}
     for lag, ratio in setups(lab):
-        advance(f"LagKV and LocalKV: L = {lag}, r = {ratio:g}")
-        even = [_masks(prompts, method, lag, ratio) for method in ("lagkv", "local")]
-        texts["lagkv"][lag, ratio], texts["local"][lag, ratio] = answer_all(lab, prompts, even)
-        advance(f"L2 norm: L = {lag}, r = {ratio:g}")
-        texts["norm"][lag, ratio] = answer_all(lab, prompts, [_masks(prompts, "norm", lag, ratio)])[0]
+        for method in METHODS:
+            advance(f"{LABELS[method]}: L = {lag}, r = {ratio:g}")
+            texts[method][lag, ratio] = answers(lab, prompts, _masks(prompts, method, lag, ratio))
     return _findings(lab, prompts, full, texts)
 
 
-@torch.no_grad()
 def _read(lab: Lab, advance: Callable[[str], None]) -> Prompts:
     scale, stored, questions, answers = lab.scale, [], [], []
     for index, depth in enumerate(scale.passkey_depths):
@@ -139,7 +136,7 @@ def _read(lab: Lab, advance: Callable[[str], None]) -> Prompts:
             lab.tokenizer, digits=scale.passkey_digits, depth=depth, seed=lab.seed, tokens=scale.passkey_tokens
         )
         cache = DynamicCache()
-        lab.model(context_ids.to(lab.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefill(lab.model, context_ids, cache)
         full: list[Any] = cache.layers
         stored.append([(layer.keys, layer.values) for layer in full])
         questions.append(question_ids)
@@ -147,7 +144,7 @@ def _read(lab: Lab, advance: Callable[[str], None]) -> Prompts:
     layers = [
         (torch.cat([keys for keys, _ in each]), torch.cat([values for _, values in each])) for each in zip(*stored, strict=True)
     ]
-    return Prompts(layers, torch.cat(questions).to(lab.model.device), answers, scale.passkey_tokens)
+    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), answers, scale.passkey_tokens)
 
 
 def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.Tensor]:
@@ -164,26 +161,22 @@ def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.
 
 
 @torch.no_grad()
-def answer_all(lab: Lab, prompts: Prompts, kept: Sequence[list[torch.Tensor]]) -> list[list[str]]:
-    """The greedy answers to every prompt, for each way to keep tokens; all in one batch, so a layer keeps equally many in each."""
-    count = len(kept)
-    layers = ((keys.repeat(count, 1, 1, 1), values.repeat(count, 1, 1, 1)) for keys, values in prompts.layers)
-    cache = compressed(layers, [torch.cat(masks) for masks in zip(*kept, strict=True)])
-    ids, position = prompts.question_ids.repeat(count, 1), prompts.length
+def answers(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> list[str]:
+    """The greedy answers to all prompts in one batch, from what `kept` [P, H_kv, T] leaves of each layer."""
+    cache = compressed(prompts.layers, kept)
+    position = prompts.length
     # The causal mask is made for the first layer's length, so layers of other lengths have to read one token at a time.
-    lengths = {cache.get_seq_length(index) for index in range(len(prompts.layers))}
-    block = ids.shape[1] if len(lengths) == 1 else 1
-    generated: list[torch.Tensor] = []
-    for part in ids.split(block, dim=1):
+    lengths = {cache.get_seq_length(index) for index in range(len(kept))}
+    block = prompts.question_ids.shape[1] if len(lengths) == 1 else 1
+    for part in prompts.question_ids.split(block, dim=1):
         output = read_on(lab.model, part, cache, position, logits_to_keep=1)
         position += part.shape[1]
+    generated: list[torch.Tensor] = []
     for _ in range(lab.scale.passkey_digits + SPARE):
         generated.append(output.logits[:, -1].argmax(dim=-1, keepdim=True))
         output = read_on(lab.model, generated[-1], cache, position, logits_to_keep=1)
         position += 1
-    texts = lab.tokenizer.batch_decode(torch.cat(generated, dim=1))
-    rows = len(prompts.answers)
-    return [texts[start : start + rows] for start in range(0, len(texts), rows)]
+    return lab.tokenizer.batch_decode(torch.cat(generated, dim=1))
 
 
 def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict[tuple[int, float], list[str]]]) -> Findings:

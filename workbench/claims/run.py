@@ -144,10 +144,12 @@ def run(
     return Report(model_name, command, seed, lab.scale, findings, time.perf_counter() - start)
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write results.json, a picture and a page for each paper, index.md, and claims.html with everything. Returns the paths."""
+def write(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Write what `Report.as_json` gives: results.json, a picture and a page for each paper, index.md, and claims.html with all.
+
+    Returns the paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    result = report.as_json()
     environment = Environment(loader=PackageLoader("workbench"), autoescape=select_autoescape(["html"]), trim_blocks=True)
     environment.filters["short"] = short
     pages = {"results.json": json.dumps(result, indent=1) + "\n"}
