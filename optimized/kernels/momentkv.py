@@ -25,8 +25,8 @@ probabilities, so it can only be had when the sum of every query head is known, 
 First launch, `walk_cache`: one program takes one split of one head. A tile of keys is loaded once and multiplied twice: with the
 queries for the logits, and with the covariance for the residuals, whose lengths are all that is kept of them. The same tile of
 values ends the residual and enters the online softmax. The new token is a tile of its own behind the last one, so that its score
-comes from the same instructions as that of every other token: equal tokens have equal scores to the last bit, and the rule for
-ties means something. Second launch, `replace_lowest`: one program for each head merges the splits, looks for the lowest score,
+comes from the same instructions as that of every other token, and an equal token does not win or lose by another way of rounding.
+Second launch, `replace_lowest`: one program for each head merges the splits, looks for the lowest score,
 adds that token to the moments, and mixes the output from what is left. It alone writes into the cache, when all has been read.
 
 Taking out the evicted token. The first launch attended over L + 1 tokens, the output has L. Subtracting what the evicted token put
