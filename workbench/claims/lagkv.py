@@ -129,22 +129,23 @@ def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
 
 
 def _read(lab: Lab, advance: Callable[[str], None]) -> Prompts:
-    scale, stored, questions, answers = lab.scale, [], [], []
+    scale, stored, questions, numbers = lab.scale, [], [], []
     for index, depth in enumerate(scale.passkey_depths):
         advance(f"LagKV: reading prompt {index + 1} of {len(scale.passkey_depths)}")
-        context_ids, question_ids, answer = make_text(
+        context_ids, question_ids, number = make_text(
             lab.tokenizer, digits=scale.passkey_digits, depth=depth, seed=lab.seed, tokens=scale.passkey_tokens
         )
         cache = DynamicCache()
         prefill(lab.model, context_ids, cache)
-        full: list[Any] = cache.layers
-        stored.append([(layer.keys, layer.values) for layer in full])
+        in_layers: list[Any] = cache.layers
+        stored.append([(layer.keys, layer.values) for layer in in_layers])
         questions.append(question_ids)
-        answers.append(answer)
-    layers = [
-        (torch.cat([keys for keys, _ in each]), torch.cat([values for _, values in each])) for each in zip(*stored, strict=True)
-    ]
-    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), answers, scale.passkey_tokens)
+        numbers.append(number)
+    layers = []
+    while stored[0]:  # the last layer first; each is let go of as soon as it is copied
+        keys, values = zip(*(each.pop() for each in stored), strict=True)
+        layers.append((torch.cat(keys), torch.cat(values)))
+    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers, scale.passkey_tokens)
 
 
 def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.Tensor]:
