@@ -1,0 +1,120 @@
+// What the figures share: elements, a plane with axes, and points that a mouse, a finger or the arrow keys move.
+"use strict";
+
+globalThis.evictionary = globalThis.evictionary ?? {};
+
+evictionary.drawing = (() => {
+  const SIZE = 400; // of a plane, in the units of its SVG
+  const GRID = 0.05; // points stand on a grid, so that the two decimals shown are exact
+
+  const script = document.currentScript;
+  const style = Object.assign(document.createElement("link"), { rel: "stylesheet", href: new URL("figures.css", script.src) });
+  document.head.append(style);
+
+  // An HTML element, or an SVG element inside of one, with attributes and text.
+  function add(parent, name, attributes = {}, text = "") {
+    const isSvg = name === "svg" || parent.namespaceURI === "http://www.w3.org/2000/svg";
+    const element = isSvg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
+    set(element, attributes);
+    element.textContent = text;
+    parent.append(element);
+    return element;
+  }
+
+  function set(element, attributes) {
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  }
+
+  // A labelled slider; `say` turns its number into the text beside it.
+  function slider(parent, { label, min, max, value, say, onInput }) {
+    const control = add(parent, "label", { class: "control wide" });
+    add(control, "span", {}, label);
+    const input = add(control, "input", { type: "range", min, max, value });
+    const output = add(control, "output");
+    const show = () => {
+      output.textContent = say(input.valueAsNumber);
+      input.setAttribute("aria-valuetext", output.textContent);
+    };
+    input.addEventListener("input", () => {
+      show();
+      onInput();
+    });
+    show();
+    return input;
+  }
+
+  // A square of [-limit, limit] in both directions, y upwards, with its title above.
+  function plane(parent, { title, label, limit }) {
+    const frame = add(parent, "div", { class: "plane" });
+    add(frame, "h4", {}, title);
+    const svg = add(frame, "svg", { viewBox: `0 0 ${SIZE} ${SIZE}`, role: "group", "aria-label": label });
+    const x = (number) => (SIZE / 2) * (1 + number / limit);
+    const y = (number) => (SIZE / 2) * (1 - number / limit);
+    add(svg, "line", { class: "axis", x1: 0, x2: SIZE, y1: SIZE / 2, y2: SIZE / 2 });
+    add(svg, "line", { class: "axis", y1: 0, y2: SIZE, x1: SIZE / 2, x2: SIZE / 2 });
+    const line = (name) => {
+      const drawn = add(svg, "line", { class: name });
+      return (from, to) => set(drawn, { x1: x(from[0]), y1: y(from[1]), x2: x(to[0]), y2: y(to[1]) });
+    };
+    return { svg, limit, x, y, line };
+  }
+
+  // A mark that only shows a place, with a symbol and its subscript at `offset` from it.
+  function mark(plane, { name, symbol, subscript = "", offset }) {
+    const group = add(plane.svg, "g", { class: name });
+    add(group, "circle", { class: "result", r: 6 });
+    const text = add(group, "text", { class: "name", x: offset[0], y: offset[1] }, symbol);
+    add(text, "tspan", { dy: 4 }, subscript);
+    return (at) => set(group, { transform: `translate(${plane.x(at[0])} ${plane.y(at[1])})` });
+  }
+
+  // A point that can be moved. It is a slider for assistive technology: the arrow keys move it along both axes.
+  function point(plane, { label, text = "", name = "", at, onMove }) {
+    const { svg, limit } = plane;
+    const group = add(svg, "g", { class: `handle ${name}`, role: "slider", tabindex: 0, "aria-label": label });
+    set(group, { "aria-valuemin": -limit, "aria-valuemax": limit, "aria-roledescription": "point, moved by the arrow keys" });
+    add(group, "circle", { class: "hit", r: 20 });
+    const dot = add(group, "circle", { class: "dot", r: 11 });
+    add(group, "text", { class: "name" }, text);
+    const self = { at: [...at], group, dot, place };
+
+    function place(wanted) {
+      const snapped = wanted.map((entry) => Math.round(Math.min(limit, Math.max(-limit, entry)) / GRID) * GRID);
+      self.at = snapped.map((entry) => Number(entry.toFixed(2)));
+      set(group, { transform: `translate(${plane.x(self.at[0])} ${plane.y(self.at[1])})` });
+      set(group, { "aria-valuenow": self.at[0], "aria-valuetext": pair(self.at) });
+    }
+
+    function move(wanted) {
+      place(wanted);
+      onMove(self);
+    }
+
+    group.addEventListener("keydown", (event) => {
+      const directions = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] };
+      const direction = directions[event.key];
+      if (!direction) return;
+      event.preventDefault(); // the page would scroll
+      const step = event.shiftKey ? 10 * GRID : 2 * GRID;
+      move(self.at.map((entry, axis) => entry + step * direction[axis]));
+    });
+    group.addEventListener("pointerdown", (event) => {
+      event.preventDefault();
+      group.focus({ focusVisible: false, preventScroll: true });
+      group.setPointerCapture(event.pointerId);
+    });
+    group.addEventListener("pointermove", (event) => {
+      if (!group.hasPointerCapture(event.pointerId)) return;
+      const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+      move([(2 * at.x) / SIZE - 1, 1 - (2 * at.y) / SIZE].map((entry) => entry * limit));
+    });
+    place(at);
+    return self;
+  }
+
+  // A minus sign instead of a hyphen, and no negative zero.
+  const number = (value, digits = 2) => (Number(value.toFixed(digits)) + 0).toFixed(digits).replace("-", "−");
+  const pair = (vector) => `(${number(vector[0])}, ${number(vector[1])})`;
+
+  return { add, mark, number, pair, plane, point, set, slider };
+})();

@@ -1,0 +1,130 @@
+// The mathematics of the interactive figures. Each function is that of the same name in reference/, for one head, with vectors as
+// arrays of numbers. A test compares them on random inputs.
+"use strict";
+
+globalThis.evictionary = globalThis.evictionary ?? {};
+
+evictionary.mathematics = (() => {
+  const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
+  const dot = (a, b) => sum(a.map((entry, channel) => entry * b[channel]));
+  const times = (factor, a) => a.map((entry) => factor * entry);
+  const add = (a, b) => a.map((entry, channel) => entry + b[channel]);
+  const distance = (a, b) => Math.hypot(...a.map((entry, channel) => entry - b[channel]));
+  const total = (vectors) => vectors.reduce(add);
+  const mean = (vectors) => times(1 / vectors.length, total(vectors));
+  const outer = (a, b) => a.map((entry) => times(entry, b));
+  const apply = (matrix, a) => matrix.map((row) => dot(row, a));
+
+  // The softmax is taken in the log domain, so that large logits do not overflow.
+  function logSumExp(logits) {
+    const top = Math.max(...logits);
+    return top === -Infinity ? top : top + Math.log(sum(logits.map((logit) => Math.exp(logit - top))));
+  }
+
+  function softmax(logits) {
+    const normaliser = logSumExp(logits);
+    return logits.map((logit) => Math.exp(logit - normaliser));
+  }
+
+  // The positions of the highest scores; of equal ones the lower position is kept (SEL-2 to SEL-4).
+  function topK(scores, budget) {
+    const order = scores.map((_, index) => index).sort((i, j) => scores[j] - scores[i] || i - j);
+    const chosen = new Set(order.slice(0, budget));
+    return scores.map((_, index) => chosen.has(index));
+  }
+
+  // KeyDiff
+
+  function unit(vector) {
+    const length = Math.hypot(...vector);
+    return length === 0 ? vector : times(1 / length, vector);
+  }
+
+  const anchor = (keys) => mean(keys.map(unit));
+
+  function keydiffScore(keys) {
+    const direction = unit(anchor(keys));
+    return keys.map((key) => -dot(unit(key), direction));
+  }
+
+  // LagKV
+
+  // The smallest and the largest number of each channel of the next partition.
+  function range(nextStates) {
+    const channels = nextStates[0].map((_, channel) => nextStates.map((state) => state[channel]));
+    return { low: channels.map((numbers) => Math.min(...numbers)), high: channels.map((numbers) => Math.max(...numbers)) };
+  }
+
+  function normalise(states, nextStates) {
+    const { low, high } = range(nextStates);
+    const scaled = (entry, channel) =>
+      high[channel] === low[channel] ? 0 : (entry - low[channel]) / (high[channel] - low[channel]);
+    return states.map((state) => state.map(scaled));
+  }
+
+  function deviation(vector) {
+    if (vector.length === 1) return 0;
+    const average = sum(vector) / vector.length;
+    return Math.sqrt(sum(vector.map((entry) => (entry - average) ** 2)) / (vector.length - 1));
+  }
+
+  const variationScore = (normalised) => softmax(normalised.map(deviation));
+
+  function lagkvScore(keys, values, nextKeys, nextValues) {
+    return add(variationScore(normalise(keys, nextKeys)), variationScore(normalise(values, nextValues)));
+  }
+
+  // MomentKV
+
+  const logits = (query, keys) => keys.map((key) => dot(query, key) / Math.sqrt(query.length));
+
+  // Attention over some tokens, with the logarithm of its partition function; zeros and -Infinity over none.
+  function attention(query, keys, values, width) {
+    const zeros = new Array(width).fill(0);
+    if (keys.length === 0) return { output: zeros, logPartition: -Infinity };
+    const weights = softmax(logits(query, keys));
+    const output = total(values.map((value, token) => times(weights[token], value)));
+    return { output, logPartition: logSumExp(logits(query, keys)) };
+  }
+
+  // The estimate of the evicted tokens' attention from their moments alone (MK-9, MK-11).
+  function estimateEvicted(query, keys, values, width) {
+    const count = keys.length;
+    if (count === 0) return { output: new Array(width).fill(0), logPartition: -Infinity };
+    const [meanKey, meanValue] = [mean(keys), mean(values)];
+    const products = values.map((value, token) => outer(value, keys[token])).reduce((a, b) => a.map((row, i) => add(row, b[i])));
+    const covariance = products.map((row, i) => add(row, times(-count * meanValue[i], meanKey)));
+    const scale = 1 / (count * Math.sqrt(query.length));
+    return {
+      output: add(meanValue, times(scale, apply(covariance, query))),
+      logPartition: Math.log(count) + logits(query, [meanKey])[0],
+    };
+  }
+
+  function mix(first, second) {
+    const [weight, other] = softmax([first.logPartition, second.logPartition]);
+    return { weight, output: add(times(weight, first.output), times(other, second.output)) };
+  }
+
+  // MK-2, MK-9, MK-12: attention over all tokens, over the kept, over the evicted, and what the moments make of it.
+  function momentkv(query, keys, values, kept) {
+    const width = values[0].length;
+    const part = (wanted, array) => array.filter((_, token) => kept[token] === wanted);
+    const retained = attention(query, part(true, keys), part(true, values), width);
+    const evicted = attention(query, part(false, keys), part(false, values), width);
+    const estimate = estimateEvicted(query, part(false, keys), part(false, values), width);
+    const exact = mix(retained, evicted);
+    const corrected = mix(retained, estimate);
+    return {
+      full: exact.output,
+      retained: retained.output,
+      evicted: evicted.output,
+      estimate: estimate.output,
+      corrected: corrected.output,
+      weight: exact.weight,
+      estimatedWeight: corrected.weight,
+    };
+  }
+
+  return { anchor, distance, keydiffScore, lagkvScore, logits, momentkv, normalise, range, softmax, topK, unit, variationScore };
+})();
