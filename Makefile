@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Threads that spin while they wait make everything several times slower on a machine that is busy.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test compile-all measure lint laws clean
+.PHONY: demo test compile-all measure peers lint laws clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
@@ -23,6 +23,10 @@ compile-all: .venv/installed
 measure: .venv/installed
 	$(BIN)/python -m spec_tests.matrix
 	$(BIN)/python -m spec_tests.matrix --controls 200
+
+# The kept tokens beside those of kvpress, which gets an environment of its own: an optional check.
+peers: .venv/installed
+	$(BIN)/python -m benchmarks.peers
 
 # The laws alone, for one implementation: make laws IMPL=my_kernels
 IMPL ?= reference

@@ -1,0 +1,200 @@
+"""The same model, the same prompt, two libraries: which tokens do we keep, and which does kvpress? `python -m benchmarks.peers`.
+
+kvpress reads a passkey text with the embedded model in an environment of its own (`benchmarks.cpu` makes it) and writes down the
+scores of its presses. We read the same tokens and choose with our methods at the same options. Where the two definitions agree, the
+kept sets have to agree too, up to rounding; where they do not, the table says why. `make peers` runs it; nothing else needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cpu import KVPRESS, environment
+from benchmarks.timing import RESULTS, ROOT, provenance
+
+RATIO = 0.5
+PAGE = ROOT / "docs" / "peers.md"
+
+
+class Peer(NamedTuple):
+    """A method in both libraries: our name and options, kvpress's class and arguments, and why they differ, if they do."""
+
+    ours: str
+    options: dict[str, Any]
+    theirs: str
+    arguments: dict[str, Any]
+    differs: str
+
+
+PEERS = (
+    Peer("knorm", {}, "KnormPress", {}, ""),
+    Peer("keydiff", {}, "KeyDiffPress", {}, ""),
+    Peer("streaming_llm", {"sink_size": 4}, "StreamingLLMPress", {"n_sink": 4}, ""),
+    Peer("tova", {}, "TOVAPress", {}, "kvpress always keeps the last token; in the paper it has to earn its place"),
+    Peer(
+        "snapkv",
+        {"window_size": 64, "kernel_size": 5},
+        "SnapKVPress",
+        {"window_size": 64, "kernel_size": 5},
+        "",
+    ),
+    Peer(
+        "expected_attention",
+        {"epsilon": 0.0},
+        "ExpectedAttentionPress",
+        {"epsilon": 0.0},
+        "kvpress leaves the first four tokens out of statistics and softmax and always keeps them; in the paper none is privileged",
+    ),
+    Peer(
+        "lagkv",
+        {"sink_size": 4, "lag_size": 128},
+        "LagKVPress",
+        {"n_sink": 4, "lag_size": 128},
+        "kvpress compares ranks over all partitions and lets the window compete with them; LK-12 keeps floor(rL) of each "
+        "partition, and the window besides, so at one total the ratio within partitions is another",
+    ),
+)
+
+
+def their_scores(folder: str, prompt: Path, output: Path) -> None:
+    """In the environment of kvpress: keys [layers, H_kv, T, D] and the scores of every press [layers, H_kv, T]."""
+    import kvpress
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(np.load(prompt))
+    found: dict[str, np.ndarray] = {}
+    with torch.no_grad():
+        cache = DynamicCache()
+        model(ids, past_key_values=cache)
+        found["keys"] = torch.cat([layer.keys for layer in cache.layers]).numpy()
+        for peer in PEERS:
+            press = getattr(kvpress, peer.theirs)(compression_ratio=RATIO, **peer.arguments)
+            scores = []
+            original = press.score
+
+            def record(*arguments: Any, original: Any = original, scores: list[Any] = scores, **named: Any) -> Any:
+                scores.append(original(*arguments, **named))
+                return scores[-1]
+
+            press.score = record
+            with press(model):
+                model(ids, past_key_values=DynamicCache())
+            found[peer.ours] = torch.cat(scores).numpy()
+    np.savez(output, **found)
+
+
+def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """For each method the share of kvpress's kept tokens that we keep too, on average and in the worst head."""
+    import torch
+
+    from workbench import models
+    from workbench.cache import CAPTURED, EvictingCache
+
+    model, _ = models.load(folder)
+    full = EvictingCache(model, None, record=CAPTURED)
+    with torch.no_grad():
+        model(torch.from_numpy(ids), past_key_values=full, use_cache=True, logits_to_keep=1)
+    drift = max(float((layer.keys[0] - torch.from_numpy(keys)).abs().max()) for layer, keys in zip(full.layers, theirs["keys"]))  # noqa: B905
+    rows: list[dict[str, Any]] = []
+    for peer in PEERS:
+        cache = EvictingCache.from_prefilled(model, full, peer.ours, RATIO, options=peer.options)
+        shares = []
+        for layer, scores in zip(cache.layers, theirs[peer.ours], strict=True):
+            count = max(1, int(scores.shape[-1] * (1 - RATIO)))
+            chosen = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
+            for own, other in zip(layer.positions[0].tolist(), chosen, strict=True):
+                shares.append(len(set(own) & set(other.tolist())) / count)
+        cache.close()
+        rows.append(
+            {
+                "method": peer.ours,
+                "options": peer.options,
+                "kvpress": peer.theirs,
+                "in_common": float(np.mean(shares)),
+                "in_common_worst_head": float(np.min(shares)),
+                "heads_alike": float(np.mean(np.array(shares) == 1)),
+                "differs": peer.differs,
+            }
+        )
+    return [{"largest_difference_of_keys": drift}, *rows]
+
+
+def page(stored: dict[str, Any]) -> str:
+    """The result as a page."""
+    lines = [
+        "# The same tokens as kvpress?",
+        "",
+        f"The embedded model reads a passkey text of {stored['tokens']} tokens in both libraries, and half of the cache goes:",
+        f"kvpress {KVPRESS} beside ours at the same options, {stored['heads']} heads. `make peers` made this page on",
+        f"{stored['date']}; the keys of the two runs differ by {stored['largest_difference_of_keys']:.1g} at most.",
+        "",
+        "| method | kvpress | tokens in common, mean | worst head | heads alike | where the definitions differ |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in stored["rows"]:
+        options = "".join(f", {name}={value}" for name, value in row["options"].items())
+        lines.append(
+            f"| {row['method']}{options} | `{row['kvpress']}` | {row['in_common']:.1%} | {row['in_common_worst_head']:.1%} | "
+            f"{row['heads_alike']:.0%} | {row['differs'] or 'they agree'} |"
+        )
+    lines += [
+        "",
+        "MomentKV and GVote have no press there. AdaKV's there is simulated by masking, so its cache does not shrink.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of the text (default 1000)")
+    parser.add_argument("--child", nargs=3, metavar=("MODEL", "PROMPT", "OUTPUT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        folder, prompt, output = arguments.child
+        their_scores(folder, Path(prompt), Path(output))
+        return 0
+    from workbench import embedded, models, passkey
+
+    folder = str(embedded.install())
+    _, tokenizer = models.load(folder)
+    ids = passkey.make(tokenizer, depth=0.5, tokens=arguments.tokens).context_ids.numpy()
+    with tempfile.TemporaryDirectory() as name:
+        prompt, output = Path(name) / "prompt.npy", Path(name) / "scores.npz"
+        np.save(prompt, ids)
+        command = [str(environment()), "-m", "benchmarks.peers", "--child", folder, str(prompt), str(output)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        with np.load(output) as file:
+            theirs = dict(file)
+    summary, *rows = compare(folder, ids, theirs)
+    stored = provenance("torch", "transformers") | summary | {"tokens": ids.shape[1], "heads": int(theirs["knorm"][..., 0].size)}
+    stored |= {"kvpress": KVPRESS, "compression_ratio": RATIO, "rows": rows}
+    (RESULTS / "peers.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(stored), encoding="utf-8")
+    table = Table("method", "in common", "worst head", "heads alike", "where the definitions differ")
+    for row in rows:
+        numbers = (f"{row[name]:.1%}" for name in ("in_common", "in_common_worst_head", "heads_alike"))
+        table.add_row(row["method"], *numbers, row["differs"])
+    Console().print(table)
+    broken = [row["method"] for row in rows if not row["differs"] and row["in_common"] < 0.999]
+    if broken:
+        print(f"kept sets differ although the definitions agree: {', '.join(broken)}", file=sys.stderr)
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
