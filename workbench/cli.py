@@ -342,4 +342,4 @@ def _note(cache: EvictingCache) -> str | None:
     return f"Nothing was removed: {reason or f'{cache.method.name} chose to keep every token'}{advice}"
 
 
-from workbench import cli_claims, cli_eval  # noqa: E402, F401
+from workbench import cli_claims, cli_classroom, cli_eval  # noqa: E402, F401

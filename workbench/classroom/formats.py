@@ -1,0 +1,161 @@
+"""grade.json, the one canonical result, and what is derived from it: Gradescope, Classroom 50, JUnit and Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from jsonschema import Draft202012Validator
+
+SCHEMA = "evictionary/grade/1"
+SCHEMAS = Path(__file__).parent / "schemas"
+
+
+@cache
+def validator(name: str) -> Draft202012Validator:
+    """The validator of schemas/<name>.json."""
+    return Draft202012Validator(json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def gradescope(grade: dict[str, Any]) -> str:
+    """results.json of Gradescope: one test for each step, the leaderboard where the assignment has one."""
+    content: dict[str, Any] = {
+        "score": grade["score"],
+        "execution_time": grade["seconds"],
+        "output": grade["error"] or f"{grade['score']} of {grade['max_score']} points",
+        "stdout_visibility": "hidden",
+        "tests": [
+            {
+                "name": f"{line['title']} ({line['requirement']})",
+                "number": str(number),
+                "score": line["points"],
+                "max_score": line["max_points"],
+                "status": "passed" if line["verdict"] == "passed" else "failed",
+                "output": _told(line),
+                "output_format": "text",
+                "visibility": "visible",
+            }
+            for number, line in enumerate(grade["lines"], 1)
+        ],
+        "extra_data": {"assignment": grade["assignment"], "schema": grade["schema"], "graded_at": grade["graded_at"]},
+    }
+    if grade["leaderboard"]:
+        content["leaderboard"] = grade["leaderboard"]
+    validator("gradescope").validate(content)
+    return json.dumps(content, indent=1) + "\n"
+
+
+def classroom50(grade: dict[str, Any]) -> str:
+    """result.json of Classroom 50: strict keys, whole numbers. Who and what come from the variables that its runner sets."""
+    here = os.environ.get
+    commit = here("COMMIT_URL", "local")
+    content = {
+        "schema": "classroom50/result/v1",
+        "classroom": here("CLASSROOM", "local"),
+        "assignment": here("ASSIGNMENT", grade["assignment"]),
+        "assignment_type": here("ASSIGNMENT_TYPE", "individual"),
+        "owner": here("OWNER") or here("USERNAME") or grade["student"],
+        "submission": here("SUBMISSION_TAG", "submit/local"),
+        "commit": commit,
+        "release": here("RELEASE_URL", "local"),
+        "review": here("REVIEW_URL") or commit,
+        "datetime": grade["graded_at"],
+        "score": grade["score"],
+        "max-score": grade["max_score"],
+        "tests": [
+            {
+                "test-name": f"{line['name']} ({line['requirement']})",
+                "passed": line["verdict"] == "passed",
+                "score": line["points"],
+                "max-score": line["max_points"],
+                "output": _told(line),
+            }
+            for line in grade["lines"]
+        ],
+    }
+    validator("classroom50").validate(content)
+    return json.dumps(content, indent=1) + "\n"
+
+
+def junit(grade: dict[str, Any]) -> str:
+    """JUnit: a failed step is a failure, one that is not judged yet is skipped."""
+    counts = {word: sum(line["verdict"] == word for line in grade["lines"]) for word in ("failed", "not judged yet")}
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"evictionary.{grade['assignment']}",
+        tests=str(len(grade["lines"])),
+        failures=str(counts["failed"]),
+        errors="0",
+        skipped=str(counts["not judged yet"]),
+        time=str(grade["seconds"]),
+        timestamp=grade["graded_at"].removesuffix("Z"),
+    )
+    for line in grade["lines"]:
+        case = ElementTree.SubElement(suite, "testcase", classname=grade["student"], name=f"{line['name']} ({line['requirement']})")
+        if line["verdict"] == "failed":
+            ElementTree.SubElement(case, "failure", message=_xml(line["reason"]), type="law").text = _xml(line["message"])
+        elif line["verdict"] != "passed":
+            ElementTree.SubElement(case, "skipped", message=_xml(line["reason"] or grade["error"]))
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+
+
+def markdown(grade: dict[str, Any]) -> str:
+    """A page: the points, the first failure in full."""
+    lines = [f"# {grade['title']}: {grade['score']} of {grade['max_score']}", ""]
+    if grade["error"]:
+        lines += [f"Nothing could be judged: {_cell(grade['error'])}", ""]
+    lines += ["| step | requirement | points | verdict |", "|---|---|---|---|"]
+    for line in grade["lines"]:
+        verdict = f"{line['verdict']}: {line['reason']}" if line["reason"] else line["verdict"]
+        cells = (line["title"], line["requirement"], f"{line['points']} of {line['max_points']}", verdict)
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    first = next((line for line in grade["lines"] if line["verdict"] == "failed" and line["message"]), None)
+    if first:
+        fence = "`" * 8  # a student's message may hold a fence of its own
+        lines += ["", f"## {_cell(first['title'])}", "", fence, first["message"].replace(fence, ""), fence]
+        lines += ["", f"To read: {first['read']}."] if first["read"] else []
+    return "\n".join(lines) + "\n"
+
+
+FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "gradescope": ("results.json", gradescope),
+    "classroom50": ("result.json", classroom50),
+    "junit": ("junit.xml", junit),
+    "markdown": ("grade.md", markdown),
+}
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def write(grade: dict[str, Any], folder: Path, formats: list[str]) -> None:
+    """Write grade.json and the derived files into the folder; grade.json last, for it says that the submission is done."""
+    validator("grade").validate(grade)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in formats:
+        file, derive = FORMATS[name]
+        (folder / file).write_text(derive(grade), encoding="utf-8")
+    temporary = folder / "grade.json.part"
+    temporary.write_text(json.dumps(grade, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / "grade.json")
+
+
+def _told(line: dict[str, Any]) -> str:
+    parts = [line["reason"], line["message"], f"To read: {line['read']}." if line["read"] and line["verdict"] != "passed" else ""]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def _xml(text: str) -> str:
+    """Without the characters that XML has no place for."""
+    return "".join(each for each in text if each in "\t\n" or (each >= " " and not "\ud800" <= each <= "\udfff"))

@@ -1,0 +1,314 @@
+"""Puts the laws to one submission: the parent holds oracle, seeds and verdict, the student's code answers from a child process."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import shutil
+import tempfile
+import time
+import types
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as with_seed
+
+from spec_tests import report
+from spec_tests.cases import Case
+from spec_tests.implementation import Implementation, oracle
+from spec_tests.law import REQUIREMENTS, Law
+from spec_tests.matrix import load_laws, outcome
+from spec_tests.tolerance import Violation
+from workbench.classroom.assignment import Assignment, Step
+from workbench.classroom.child import Child, ChildDied, StudentError
+
+CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
+
+
+@dataclass
+class Line:
+    """The verdict on one step: passed, failed or not judged yet, its points, the laws, and for a failure what a student reads."""
+
+    name: str
+    requirement: str
+    title: str
+    max_points: int
+    verdict: str = "not judged yet"
+    points: int = 0
+    laws: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    message: str = ""
+    misconceptions: list[str] = field(default_factory=list)
+    read: str = ""
+    repro: str = ""
+
+
+@dataclass
+class Judgement:
+    """What became of one submission. `error` says why nothing could be judged; `walls` what stood around the child."""
+
+    lines: list[Line]
+    error: str = ""
+    walls: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    leaderboard: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def score(self) -> int:
+        return sum(line.points for line in self.lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "score": self.score, "max_score": sum(line.max_points for line in self.lines)}
+
+
+def empty(assignment: Assignment, error: str = "") -> Judgement:
+    """No step judged."""
+    lines = [Line(step.name, step.requirement, step.title, step.points, read=step.read) for step in assignment.steps]
+    return Judgement(lines, error)
+
+
+def judge(
+    source: bytes,
+    assignment: Assignment,
+    *,
+    secret: bytes | None = None,
+    examples: int = CHECK_EXAMPLES,
+    constants: dict[str, float] | None = None,
+    origin: str = "",
+    seconds: float | None = None,
+    confine: bool = True,
+    explain: bool = True,
+) -> Judgement:
+    """Judge the text of a student's file, step by step.
+
+    secret None draws the public inputs, which are the same each time; otherwise each law has a seed of its own made from it.
+    constants are the student's own defaults, where the course uses them. origin is the path that the repro names; seconds bounds
+    the waiting for the child in each step. explain looks for the smallest counterexample of the first failure.
+    """
+    started = time.monotonic()
+    result = empty(assignment)
+    folder = Path(tempfile.mkdtemp(prefix="evictionary-"))
+    try:
+        folder.chmod(0o755)
+        path = folder / f"{assignment.stem}.py"
+        path.write_bytes(source)
+        path.chmod(0o644)
+        run = _Run(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, confine)
+        if assignment.contest:
+            from workbench.classroom import contest
+
+            contest.judge(run, result)
+        else:
+            verdicts: dict[str, str] = {}
+            explained = not explain
+            for step, line in zip(assignment.steps, result.lines, strict=True):
+                missing = [name for name in step.needs if verdicts.get(name) != "passed"]
+                if missing:
+                    line.reason = f"needs {', '.join(missing)} first"
+                else:
+                    explained = run.judge(step, line, result, explained)
+                verdicts[step.name] = line.verdict
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result.seconds = round(time.monotonic() - started, 2)
+    return result
+
+
+def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
+    """The median time of the student's score on the GPU of this machine, in a child without limits: CUDA needs them gone."""
+    keys = np.random.default_rng(0).standard_normal((1, 8, 2**16, 128), dtype=np.float32)
+    with Child(path, assignment.stem, library="torch", limits=assignment.limits(300), device="cuda", confine=False) as child:
+        return float(child.call("score", keys, time_it=True))
+
+
+@dataclass
+class _Run:
+    assignment: Assignment
+    path: Path
+    origin: str
+    secret: bytes | None
+    examples: int
+    constants: dict[str, float]
+    seconds: float | None
+    confine: bool
+
+    def child(self, **changes: Any) -> Child:
+        one = self.assignment
+        arguments = {"library": one.library, "interpret": one.interpret, "confine": self.confine, **changes}
+        return Child(self.path, one.stem, limits=one.limits(self.seconds), named=_named(one.stem), **arguments)
+
+    def seed(self, name: str) -> int | None:
+        if self.secret is None:
+            return None
+        return int.from_bytes(hashlib.sha256(self.secret + name.encode()).digest()[:8], "big")
+
+    def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
+        """Judge one step in a child of its own; returns whether a failure has been explained by now."""
+        line.verdict = "failed"
+        try:
+            with self.child() as child:
+                result.walls = child.walls
+                implementation = self.implementation(child, by_paper=step.check != "constants")
+                for law in self.laws(step):
+                    reason = law.missing(implementation)[1]
+                    word, message = ("failed", reason) if reason else self.outcome(law, implementation)
+                    line.laws[law.name] = word
+                    if word != "passed" and not line.reason:
+                        line.reason = message if reason or message.startswith(ChildDied.__name__) else law.sentence
+                        line.message = message
+                        if not reason and not explained:
+                            self.explain(law, implementation, line)
+                            explained = True
+                if line.laws and all(word == "passed" for word in line.laws.values()):
+                    line.verdict, line.points = "passed", step.points
+        except (ChildDied, StudentError) as error:
+            line.reason = line.message = str(error)
+        return explained
+
+    def implementation(self, child: Child, by_paper: bool) -> Implementation:
+        """The functions of the child as an implementation; its arrays cross as NumPy, whatever it computes with.
+
+        by_paper gives the paper's defaults where a law leaves them out, for a student's own may be others.
+        """
+        one = self.assignment
+        module = types.ModuleType(one.stem)
+        for name in child.functions:
+            setattr(module, name, _proxy(child, name, self.paper_defaults(name) if by_paper else {}))
+        dtype = one.dtype
+        return Implementation(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", dtype)
+
+    def paper_defaults(self, name: str) -> dict[str, Any]:
+        """The defaults that the reference has for those arguments of a function which are constants of a student's own."""
+        function = getattr(importlib.import_module(f"reference.{self.assignment.stem}"), name, None)
+        parameters = inspect.signature(function).parameters if function and self.constants else {}
+        return {key: one.default for key, one in parameters.items() if key in self.constants}
+
+    def laws(self, step: Step) -> list[Law]:
+        found = load_laws()
+        laws = [found[name] for name in step.laws]
+        if step.check == "constants":
+            laws.append(_constants_law(self.assignment, step, self.constants))
+        if step.check == "kernel":
+            laws.append(_kernel_law(step, self.path))
+        return laws
+
+    def outcome(self, law: Law, implementation: Implementation) -> tuple[str, str]:
+        return outcome(law, implementation, max_examples=self.examples, seed=self.seed(law.name))
+
+    def explain(self, law: Law, implementation: Implementation, line: Line) -> None:
+        """Run a failing law once more with shrinking, and say what a student reads."""
+        test = law.test()
+        if law.drawn:
+            seed = self.seed(law.name)
+            test = settings(
+                max_examples=self.examples,
+                deadline=None,
+                database=None,
+                derandomize=seed is None,
+                report_multiple_bugs=False,
+                print_blob=False,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.explicit, Phase.generate, Phase.shrink],
+            )(test)
+            test = test if seed is None else with_seed(seed)(test)
+        try:
+            test(impl=implementation)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            told = _innermost(error)
+            lines = report.sentence(law, implementation, told).replace(f"{StudentError.__name__}: ", "").splitlines()
+            line.message = "\n".join(each for each in lines if "classroom/child.py" not in each)  # not where it went wrong
+            calls = implementation.calls
+            line.repro = report.repro(implementation, calls[-1].function) if calls else ""
+            line.misconceptions = [match.misconception for match in report.misconceptions(implementation)]
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What really happened, where hypothesis reports that a dead child made the test flaky."""
+    if isinstance(error, BaseExceptionGroup):
+        return _innermost(error.exceptions[0])
+    return error
+
+
+def _proxy(child: Child, name: str, defaults: dict[str, Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return child.call(name, *args, **{**defaults, **kwargs})
+
+    return call
+
+
+def _named(stem: str) -> Callable[[str, list[str]], Any]:
+    """The named tuples of the reference by name, so that what comes back is of a class that the laws know."""
+    try:
+        module = importlib.import_module(f"reference.{stem}")
+    except ModuleNotFoundError:  # a method that no paper has
+        return namedtuple
+
+    def of(name: str, fields: list[str]) -> Any:
+        known = getattr(module, name, None)
+        return known if getattr(known, "_fields", None) == tuple(fields) else namedtuple(name, fields)
+
+    return of
+
+
+# Checks of the grader's own, written as laws
+
+
+def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None]) -> Law:
+    def judging(impl: Implementation) -> None:
+        impl.calls.clear()
+        check(impl)
+
+    return Law(REQUIREMENTS[step.requirement], functions, f"grader::{step.name}", sentence, "", judging, {}, lambda one: "")
+
+
+def _constants_law(assignment: Assignment, step: Step, constants: dict[str, Any]) -> Law:
+    """The defaults of the student's functions: the student's own constants, or those of the paper."""
+    paths = {"lagkv": "lagkv.retained_length", "expected_attention": "expected_attention.score"}
+    path = paths[assignment.stem]
+
+    def check(impl: Implementation) -> None:
+        if path == "lagkv.retained_length":
+            for length in (1, 40, 777, 5000):
+                expected = oracle(path)(length, keep_ratio=0.5, **constants)
+                got = impl.lagkv.retained_length(length, keep_ratio=0.5)
+                if got != expected:
+                    raise Violation(f"retained_length({length}, keep_ratio=0.5) = {got}, wanted {expected}", expected, got)
+            return
+        case = Case(seed=3, num_kv_heads=2, length=9)
+        query_mean = case.queries[:, :, 0]
+        covariance = np.broadcast_to(np.eye(case.head_dim), (*query_mean.shape, case.head_dim))
+        arguments = (case.keys, case.values, query_mean, covariance.copy())
+        impl.allowance(path, *arguments, **constants).check(impl.expected_attention.score(*arguments), "the score")
+
+    shown = ", ".join(f"{name} {value}" for name, value in constants.items()) or "those of the paper"
+    return _own_law(step, (path,), f"The defaults are {shown}.", check)
+
+
+def _kernel_law(step: Step, path: Path) -> Law:
+    """A Triton kernel is in the file and is launched: read from the file, not run."""
+
+    def check(impl: Implementation) -> None:
+        tree = ast.parse(path.read_bytes())
+        kernels = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+        }
+        launched = {
+            node.func.value.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+        }
+        if not kernels & launched:
+            raise Violation("no function with @triton.jit is launched as kernel[grid](...)", "a kernel", sorted(kernels))
+
+    return _own_law(step, ("keydiff.score",), "The scores come from a Triton kernel that the file defines and launches.", check)

@@ -1,0 +1,335 @@
+"""The program of the child process: it loads one student file and answers calls, and holds nothing worth stealing.
+
+It is started as `python -I -S worker.py` with two pipes and imports the standard library, NumPy and, where the assignment needs it,
+torch. What it is told comes as frames: a length, JSON, a length, the arrays as npz. Expected values, seeds and verdicts stay with
+the parent, which imports `pack` and `unpack` from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.util
+import io
+import json
+import os
+import resource
+import struct
+import sys
+import traceback
+import zipfile
+from collections import namedtuple
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, BinaryIO
+
+LARGEST_FRAME = 256 * 2**20
+NOBODY = 65534
+
+
+class BadFrame(Exception):
+    """What came through the pipe is no frame, is too large, or holds what may not cross."""
+
+
+# Frames
+
+
+def encode(value: Any, arrays: list[Any]) -> Any:
+    """A value as JSON; arrays are put into the list and stand as their place in it. Raises BadFrame for what may not cross."""
+    import numpy as np
+
+    if type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind not in "biuf":
+            raise BadFrame(f"an array of {value.dtype}; wanted numbers or booleans")
+        arrays.append(np.asarray(value))
+        return {"array": len(arrays) - 1, "scalar": isinstance(value, np.generic)}
+    if isinstance(value, Fraction):
+        return {"fraction": str(value)}
+    if isinstance(value, tuple | list):
+        return {
+            "name": type(value).__name__,
+            "fields": list(getattr(value, "_fields", ())),
+            "items": [encode(entry, arrays) for entry in value],
+        }
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"plain": value}
+    raise BadFrame(f"a {type(value).__name__}; wanted arrays, numbers or tuples of them")
+
+
+def decode(content: Any, arrays: dict[str, Any], named: Callable[[str, list[str]], Any] = namedtuple) -> Any:
+    """The value that `encode` was given; `named` returns the class of a named tuple."""
+    if "array" in content:
+        array = arrays[f"a{content['array']}"]
+        return array[()] if content["scalar"] else array
+    if "fraction" in content:
+        return Fraction(content["fraction"])
+    if "items" in content:
+        items = [decode(entry, arrays, named) for entry in content["items"]]
+        return named(content["name"], content["fields"])(*items) if content["fields"] else tuple(items)
+    return content["plain"]
+
+
+def pack(message: dict[str, Any], arrays: list[Any]) -> bytes:
+    """A frame of a message and its arrays."""
+    import numpy as np
+
+    body = io.BytesIO()
+    if arrays:
+        np.savez(body, **{f"a{place}": array for place, array in enumerate(arrays)})
+    text = json.dumps(message).encode()
+    return struct.pack(">QQ", len(text), body.tell()) + text + body.getvalue()
+
+
+def sizes(header: bytes) -> tuple[int, int]:
+    """The lengths of the two parts that follow a header of 16 bytes. Raises BadFrame where they are too large."""
+    text, body = struct.unpack(">QQ", header)
+    if text + body > LARGEST_FRAME:
+        raise BadFrame(f"{text + body} bytes, more than {LARGEST_FRAME}")
+    return text, body
+
+
+def unpack(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The message and the arrays of a frame. Nothing is unpickled, and no array is larger than the bytes that it came in."""
+    import numpy as np
+
+    message = json.loads(text)
+    if not isinstance(message, dict):
+        raise BadFrame("no message")
+    arrays = {}
+    if body:
+        with zipfile.ZipFile(io.BytesIO(body)) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:  # what is stored cannot swell
+                    raise BadFrame("compressed arrays")
+                member = io.BytesIO(archive.read(entry))
+                version = np.lib.format.read_magic(member)
+                reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = reader(member)
+                count = 1
+                for length in shape:
+                    count *= length
+                if dtype.kind not in "biuf" or count * dtype.itemsize != len(member.getvalue()) - member.tell():
+                    raise BadFrame(f"an array of {dtype} whose size is not that of its bytes")
+                member.seek(0)
+                arrays[entry.filename.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+    return message, arrays
+
+
+def _read(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
+    header = stream.read(16)
+    if len(header) < 16:
+        os._exit(0)  # the parent is gone, or has asked enough
+    text, body = sizes(header)
+    return unpack(stream.read(text), stream.read(body))
+
+
+# Walls
+
+_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+
+
+def landlock(readable: list[str], listable: list[str]) -> int:
+    """Take away from this process every file but the readable ones, all writing, TCP and signals to others; Linux 5.13 and newer.
+
+    Returns the version of Landlock that the kernel has, 0 where it has none or refuses.
+    """
+    if not sys.platform.startswith("linux"):
+        return 0
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    version = int(call(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+    if version < 1:
+        return 0
+    rights = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
+    handled = struct.pack("QQQ", rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    handled = handled[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = int(call(444, handled, ctypes.c_size_t(len(handled)), ctypes.c_uint32(0)))
+    if ruleset < 0:
+        return 0
+    for paths, access in ((readable, _READ_FILE | _READ_DIR), (listable, _READ_DIR)):
+        for path in paths:
+            try:
+                opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            rule = struct.pack("=Qi", access if os.path.isdir(path) else access & _READ_FILE, opened)
+            call(445, ruleset, 1, rule, ctypes.c_uint32(0))
+            os.close(opened)
+    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # no new privileges
+    done = int(call(446, ruleset, ctypes.c_uint32(0)))
+    os.close(ruleset)
+    return version if done == 0 else 0
+
+
+_DENIED = (
+    "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "os.spawn", "os.kill", "os.killpg", "subprocess.Popen",
+    "pty.spawn", "socket.", "ctypes.", "os.symlink", "os.link", "os.remove", "os.rename", "os.mkdir", "os.chmod", "os.truncate",
+    "resource.setrlimit", "resource.prlimit",
+)  # fmt: skip
+
+
+def guard(readable: list[str], banned: list[str]) -> None:
+    """Refuse, by an audit hook, what no scorer needs: the oracle, other people's files, writing, programs, the network.
+
+    It explains itself to the honest and stops the curious; who knows the interpreter gets round it, and meets the other walls.
+    """
+    roots = tuple(os.path.realpath(path) + os.sep for path in readable)
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "import" and arguments[0].split(".")[0] in banned:
+            raise ImportError(f"{arguments[0]}: not there while your code is judged")
+        if event == "open" and isinstance(arguments[0], str | bytes):
+            path, mode, flags = os.fsdecode(arguments[0]), arguments[1], arguments[2]
+            if (isinstance(mode, str) and set(mode) & set("wax+")) or (
+                isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
+            ):
+                raise PermissionError(f"{path}: no writing while your code is judged")
+            if not (os.path.realpath(path) + os.sep).startswith(roots):
+                raise PermissionError(f"{path}: not yours to read while your code is judged")
+        if event.startswith(_DENIED):
+            raise PermissionError(f"{event}: not allowed while your code is judged")
+
+    sys.addaudithook(refuse)
+
+
+def limit(cpu_seconds: int, memory: int) -> None:
+    """Bound processor time, memory, files (none may grow) and processes (no new one) of this process."""
+    for name, value in (
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        with contextlib.suppress(ValueError, OSError):  # a system without this limit, or with a lower one
+            resource.setrlimit(name, (value, value))
+
+
+def become_nobody(readable: list[str]) -> bool:
+    """As root, become the user nobody, for whom the limit on processes holds; where nobody can read what is needed, stay."""
+    if os.getuid() != 0:
+        return False
+    for path in readable:
+        while path != os.path.dirname(path):
+            if not os.stat(path).st_mode & 0o001 and os.path.isdir(path):
+                return False
+            path = os.path.dirname(path)
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    return True
+
+
+# The student's file
+
+
+def load(path: str, stem: str) -> Any:
+    """Import the file under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"student_{stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def describe(error: BaseException, path: str) -> dict[str, Any]:
+    """An exception as the parent shows it: its type, its message and the last line of the student's file in it."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    place = f"{os.path.basename(path)}:{lines[-1].lineno}: {lines[-1].line}" if lines else ""
+    return {
+        "error": type(error).__name__,
+        "message": str(error)[:2000],
+        "place": place,
+        "value_error": isinstance(error, ValueError),
+    }
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Set up as the first frame says, load the file, then answer one call after another."""
+
+    def reply(message: dict[str, Any], arrays: list[Any] | None = None) -> None:
+        replies.write(pack(message, arrays or []))
+        replies.flush()
+
+    sys.path.append(sys.argv[1])  # where NumPy is
+    import numpy as np
+
+    setup, _ = _read(requests)
+
+    torch: Any = None
+    if setup["library"] == "torch":
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(1)
+        if setup["interpret"]:
+            os.environ["TRITON_INTERPRET"] = "1"
+            import triton.language
+            import triton.runtime.interpreter  # noqa: F401
+    path = setup["path"]
+    shared = sorted(os.path.join(setup["site"], name) for name in os.listdir(setup["site"]))
+    banned = setup["banned"]
+    readable = [sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom", os.path.dirname(path)]
+    readable += [entry for entry in shared if os.path.basename(entry).split(".")[0].split("-")[0] not in banned]
+    walls: dict[str, Any] = {"limits": True, "audit hook": True}
+    if setup["confine"]:
+        walls["user nobody"] = become_nobody([sys.base_prefix, setup["site"], os.path.dirname(path)])
+        limit(setup["cpu_seconds"], setup["memory"])
+        walls["landlock"] = landlock(readable, [setup["site"]])
+        guard([*readable, setup["site"] + os.sep + "__pycache__"], banned)
+    reply({"walls": walls})
+    try:
+        module = load(path, setup["stem"])
+    except BaseException as error:
+        reply(describe(error, path))
+        return
+    reply({"functions": [name for name, value in vars(module).items() if callable(value)]})
+
+    def as_native(value: Any) -> Any:
+        if isinstance(value, tuple):
+            entries = [as_native(entry) for entry in value]
+            return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+        if torch is not None and isinstance(value, np.ndarray):
+            return torch.from_numpy(np.array(value, order="C")).to(setup["device"])
+        return value
+
+    def named(name: str, fields: list[str]) -> Any:
+        return getattr(module, name, None) or namedtuple(name, fields)
+
+    while True:
+        message, arrays = _read(requests)
+        try:
+            arguments = [as_native(decode(entry, arrays, named)) for entry in message["arguments"]]
+            keywords = {name: as_native(decode(entry, arrays, named)) for name, entry in message["keywords"].items()}
+            function = functools.partial(getattr(module, message["call"]), *arguments, **keywords)
+            if message.get("time"):
+                from triton.testing import do_bench
+
+                result = do_bench(function, return_mode="median")
+            else:
+                result = function()
+            found: list[Any] = []
+            content = encode(result, found)
+        except BadFrame as error:
+            reply({"error": "TypeError", "message": f"{message['call']} returned {error}", "place": "", "value_error": False})
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            reply(describe(error, path))
+        else:
+            reply({"result": content}, found)
+
+
+def main() -> None:
+    """Keep the pipes and give the student's code an empty input and an output that nobody reads."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    serve(requests, replies)
+
+
+if __name__ == "__main__":
+    main()

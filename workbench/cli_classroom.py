@@ -1,0 +1,226 @@
+"""The commands `evictionary start`, `check`, `submit` and `grade`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from workbench.cli import AsJson, _exit_codes, _names, _progress, app, messages
+from workbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from workbench.classroom.assignment import Assignment
+    from workbench.classroom.grading import Judgement
+
+Name = Annotated[str, typer.Argument(help="keydiff, lagkv, expected_attention, momentkv, gvote, kernel or contest.")]
+Work = Annotated[Path, typer.Option(help="The folder of your own files.")]
+Student = Annotated[str | None, typer.Option(help="Your id, where the course draws constants from it.")]
+COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow"}
+
+
+@app.command(epilog="Example: [bold]evictionary start keydiff[/]")
+def start(assignment: Name, work: Work = Path("work"), student: Student = None) -> None:
+    """Begin an assignment: write its starter file, with the functions to fill in."""
+    with _exit_codes():
+        from workbench.classroom import assignment as assignments
+
+        chosen = assignments.load(assignment)
+        path = work / chosen.file
+        if path.exists():
+            raise UsageError(f"assignment: {path} is there already, and may hold your work; move it away to begin anew")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(chosen.starter_for(student), encoding="utf-8")
+    console = Console(highlight=False)
+    console.print(f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{path}[/].")
+    console.print(f"The handout: {chosen.folder / 'README.md'}", soft_wrap=True)
+    console.print(f"Then: [bold]evictionary check {chosen.name}[/]")
+
+
+@app.command(epilog="Example: [bold]evictionary check keydiff[/]")
+def check(assignment: Name, work: Work = Path("work"), student: Student = None, as_json: AsJson = False) -> None:
+    """Judge your file on public inputs: the points of each step and, for the first failure, what to do about it."""
+    with _exit_codes():
+        from workbench.classroom import assignment as assignments
+        from workbench.classroom import grading
+
+        chosen = assignments.load(assignment)
+        path = work / chosen.file
+        if not path.is_file():
+            raise UsageError(f"assignment: no file {path}; `evictionary start {assignment}` writes it")
+        if chosen.contest:
+            from workbench.cli import _quiet_transformers
+
+            _quiet_transformers()
+        constants = chosen.constants_of(student) if student else {}
+        judged = grading.judge(path.read_bytes(), chosen, constants=constants, origin=str(path))
+    hidden = sum(len(step.laws) for step in chosen.steps)
+    if as_json:
+        typer.echo(json.dumps(judged.as_json(), indent=1))
+    else:
+        _print(chosen, judged, path)
+        _print_rest(chosen, hidden, path)
+    if judged.score < chosen.max_score:
+        raise typer.Exit(1)
+
+
+def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
+    console = Console(highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=chosen.title, title_justify="left")
+    for header in ("step", "requirement", "points", "verdict"):
+        table.add_column(header, justify="right" if header == "points" else "left")
+    for line in judged.lines:
+        verdict = f"[{COLOURS[line.verdict]}]{line.verdict}[/]"
+        shown = f"{verdict}, {line.reason}" if line.verdict == "not judged yet" or chosen.contest else verdict
+        table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
+    console.print(table)
+    console.print(f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s")
+    first = next((line for line in judged.lines if line.verdict == "failed"), None)
+    if first is None:
+        return
+    console.print(f"\n[bold]First failure: {first.name}[/]")
+    console.print(first.message or first.reason, markup=False, soft_wrap=True)
+    if first.read:
+        console.print(f"  to read         {first.read}", markup=False)
+    if first.repro:
+        script = path.parent / f"see_{path.stem}.py"
+        script.write_text(first.repro + "\n", encoding="utf-8")
+        console.print(f"  as a script     {script}", markup=False)
+
+
+def _print_rest(chosen: Assignment, laws: int, path: Path) -> None:
+    from workbench.classroom.grading import GRADE_EXAMPLES
+
+    console = Console(highlight=False)
+    if laws:
+        console.print(
+            f"\nThe grader puts the same {laws} laws to your file with up to {GRADE_EXAMPLES} secret inputs each: "
+            f"up to {laws * GRADE_EXAMPLES} hidden cases, and no hidden rule."
+        )
+    elif chosen.contest:
+        console.print("\nThe grader asks five longer texts with numbers and places that nobody knows beforehand.")
+    if chosen.interpret:
+        _print_time(chosen, path)
+
+
+def _print_time(chosen: Assignment, path: Path) -> None:
+    """Where there is a GPU, how long the kernel takes; it is not graded."""
+    import torch
+
+    if not torch.cuda.is_available():
+        Console().print("No GPU here: the kernel ran in Triton's interpreter and was not timed.")
+        return
+    from workbench.classroom import grading
+
+    Console().print(
+        f"On {torch.cuda.get_device_name()}: {grading.gpu_milliseconds(chosen, path):.4f} ms for 65,536 tokens of 8 heads."
+    )
+
+
+@app.command(epilog="Example: [bold]evictionary submit keydiff[/]")
+def submit(assignment: Name, work: Work = Path("work"), output: Annotated[Path | None, typer.Option()] = None) -> None:
+    """Pack what is handed in: your file and a manifest, and nothing else."""
+    with _exit_codes():
+        from workbench.classroom import assignment as assignments
+        from workbench.classroom import submissions
+
+        chosen = assignments.load(assignment)
+        target = output or Path(f"{chosen.name}.zip")
+        if not (work / chosen.file).is_file():
+            raise UsageError(f"assignment: no file {work / chosen.file}; `evictionary start {assignment}` writes it")
+        packed = submissions.pack(chosen, work, target)
+    Console(highlight=False).print(f"[bold]{target}[/] holds {' and '.join(packed)}. Hand it in.")
+
+
+@app.command(epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]")
+def grade(
+    submission: Annotated[list[Path], typer.Argument(help="Files, archives or folders; a folder of them counts as its entries.")],
+    assignment: Annotated[str, typer.Option(help="Which assignment they answer.")],
+    seed_file: Annotated[Path | None, typer.Option(help="A file of any secret bytes; without it, new seeds are drawn.")] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format", "--formats", help="gradescope, classroom50, junit, markdown, with commas between; all by default."
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="A folder for each student is written into it.")] = Path("grades"),
+    jobs: Annotated[int, typer.Option(help="How many submissions at a time.")] = 1,
+    examples: Annotated[int | None, typer.Option(help="Inputs that each law draws; 25 by default.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Seconds of waiting for a student's code in each step.")] = None,
+    personal: Annotated[bool, typer.Option(help="Draw sink size, lag size and epsilon from each student's id.")] = False,
+    student: Annotated[str | None, typer.Option(help="The id of a single submission, in place of its file's name.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Grade submissions with secret seeds: grade.json for each, and the files that platforms read.
+
+    Run again with the same seed file, it goes on where it stopped.
+    """
+    with _exit_codes():
+        from workbench.classroom import assignment as assignments
+        from workbench.classroom import classes
+        from workbench.classroom import formats as written
+        from workbench.classroom.grading import GRADE_EXAMPLES
+
+        assignments.load(assignment)
+        wanted = _names(formats) or list(written.FORMATS)
+        for name in wanted:
+            if name not in written.FORMATS:
+                raise UsageError(f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}")
+        if jobs < 1:
+            raise UsageError(f"--jobs: got {jobs}, wanted at least 1")
+        found = classes.find(submission)
+        if student is not None:
+            if len(found) != 1:
+                raise UsageError(f"--student: got one id for {len(found)} submissions")
+            found = {student: next(iter(found.values()))}
+        secret = _secret(seed_file)
+        order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds)
+        started = time.monotonic()
+        with _progress() as (plan, advance):
+            plan(len(found))
+            grades = list(classes.run(order, found, output, jobs, lambda name: advance(name)))
+        result = classes.summary(grades) | {"seconds": round(time.monotonic() - started, 1)}
+        (output / "summary.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        _print_class(result, output)
+
+
+def _secret(seed_file: Path | None) -> bytes:
+    if seed_file is None:
+        messages.print("No --seed-file: the seeds are new, and a second run will have others.", style="yellow")
+        return os.urandom(32)
+    try:
+        secret = seed_file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--seed-file: got {seed_file}, wanted a file that can be read: {error.strerror}") from None
+    if len(secret.strip()) < 8:
+        raise UsageError(f"--seed-file: got {len(secret)} bytes, wanted at least 8 that nobody guesses")
+    return secret
+
+
+def _print_class(result: dict[str, Any], output: Path) -> None:
+    console = Console(highlight=False)
+    largest = max(result["distribution"].values())
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{result['submissions']} submissions", title_justify="left")
+    table.add_column("points", justify="right")
+    table.add_column("submissions", justify="right")
+    table.add_column("")
+    for points, count in result["distribution"].items():
+        table.add_row(str(points), str(count), "█" * max(1, round(40 * count / largest)))
+    console.print(table)
+    for name, counts in result["steps"].items():
+        console.print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
+    for mistake, count in result["misconceptions"].items():
+        console.print(f"{count} times: {mistake}", style="dim", markup=False)
+    if result["errors"]:
+        console.print(f"{result['errors']} could not be judged: see error in grade.json", style="yellow")
+    console.print(f"{result['seconds']:.0f} s. The grades: [bold]{output}[/]")
