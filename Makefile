@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Threads that spin while they wait make everything several times slower on a machine that is busy.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test compile-all measure peers lint laws clean
+.PHONY: demo test compile-all measure peers lint laws docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
@@ -33,6 +33,16 @@ IMPL ?= reference
 laws: .venv/installed
 	$(BIN)/python -m pytest spec_tests --impl $(IMPL)
 
+# The site, strictly: build/site/index.html opens from the folder. docs-check looks at every page in a real browser, Debian's chromium.
+docs: .venv/installed
+	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: .venv/installed
+	$(BIN)/python -m mkdocs serve
+
+docs-check: docs
+	$(BIN)/python tests/site_browser.py build/site
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,7 +53,7 @@ lint: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
 clean:

@@ -1,0 +1,161 @@
+"""What the dictionary says of each requirement: equation, functions, kernel, laws, planted mistakes, errata.
+
+Sources: spec_tests/requirements, the docstrings of reference/ and optimized/ (read, not imported), the registered laws and mutants,
+the headings of docs/errata.md, and formulas.toml for the typeset equations.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown.extensions.toc import slugify
+
+from spec_tests.coverage import functions, ids_of
+from spec_tests.law import REQUIREMENTS, Law, Requirement
+from spec_tests.matrix import load_laws
+from spec_tests.mutants import Mutant, load_mutants
+
+ROOT = Path(__file__).parent.parent
+FORMULAS = tomllib.loads((Path(__file__).parent / "formulas.toml").read_text(encoding="utf-8"))
+
+# The page of each file of requirements.
+PAGES = {
+    "expected_attention": "methods/expected_attention.md",
+    "keydiff": "methods/keydiff.md",
+    "lagkv": "methods/lagkv.md",
+    "momentkv": "methods/momentkv.md",
+    "gvote": "methods/gvote.md",
+    **dict.fromkeys(["knorm", "streaming_llm", "tova", "h2o", "snapkv", "ada_kv", "pyramid_kv"], "methods/baselines.md"),
+    **dict.fromkeys(["shared", "rope", "memory"], "reference/shared_rules.md"),
+}
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function or class of the repository: its file, its name, its lines (from 1) and its docstring."""
+
+    path: str
+    name: str
+    first: int
+    last: int
+    docstring: str
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").replace("/", ".")
+
+    @property
+    def source(self) -> str:
+        lines = (ROOT / self.path).read_text(encoding="utf-8").splitlines()
+        return "\n".join(lines[self.first - 1 : self.last])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One requirement with everything that stands for it."""
+
+    requirement: Requirement
+    page: str
+    reference: tuple[Definition, ...]
+    torch: tuple[Definition, ...]
+    kernels: tuple[Definition, ...]
+    laws: tuple[Law, ...]
+    mutants: tuple[Mutant, ...]
+    errata: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        """The short name, where the requirement is an equation; otherwise the place in the paper."""
+        return FORMULAS.get(self.requirement.id, {}).get("name") or self.requirement.where
+
+    @property
+    def formula(self) -> str:
+        return FORMULAS.get(self.requirement.id, {}).get("tex", "")
+
+    @property
+    def anchor(self) -> str:
+        return self.requirement.id.lower()
+
+
+@functools.cache
+def definitions(path: str) -> dict[str, Definition]:
+    """The functions and classes at the top of a Python file, decorators included."""
+    found = {}
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = Definition(path, node.name, first, node.end_lineno or first, ast.get_docstring(node) or "")
+    return found
+
+
+@functools.cache
+def stem_of() -> dict[str, str]:
+    """For each requirement the file that states it."""
+    return {
+        identifier: path.stem
+        for path in sorted((ROOT / "spec_tests" / "requirements").glob("*.toml"))
+        for identifier, value in tomllib.loads(path.read_text(encoding="utf-8")).items()
+        if isinstance(value, dict)
+    }
+
+
+@functools.cache
+def errata() -> dict[str, list[tuple[str, str]]]:
+    """For each requirement the headings of docs/errata.md that name it, with their anchors."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for title in re.findall(r"^#{3,4} (.+)$", (ROOT / "docs" / "errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
+        for identifier in ids_of(title):
+            found.setdefault(identifier, []).append((title.partition(": ")[2], slugify(title, "-")))
+    return found
+
+
+def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -> Iterator[Definition]:
+    """The functions of a layer that write the requirement: the same name in the same file, or a docstring that begins with it."""
+    names = {(Path(definition.path).name, definition.name) for definition in reference}
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for definition in definitions(f"{folder}/{path.name}").values():
+            if definition.name.startswith("_"):
+                continue
+            if (path.name, definition.name) in names or identifier in ids_of(definition.docstring):
+                yield definition
+
+
+@functools.cache
+def entries() -> dict[str, Entry]:
+    """Every requirement of spec_tests/requirements, by id."""
+    written = functions()
+    laws, mutants = load_laws().values(), load_mutants().values()
+    found = {}
+    for identifier, requirement in REQUIREMENTS.items():
+        reference = tuple(
+            definitions(f"reference/{stem}.py")[name]
+            for stem, _, name in (path.partition(".") for path in written.get(identifier, []))
+        )
+        found[identifier] = Entry(
+            requirement,
+            PAGES[stem_of()[identifier]],
+            reference,
+            tuple(_in_layer("optimized", reference, identifier)),
+            tuple(_in_layer("optimized/kernels", reference, identifier)),
+            tuple(law for law in laws if law.requirement.id == identifier),
+            tuple(mutant for mutant in mutants if mutant.killed_by == identifier),
+            tuple(errata().get(identifier, [])),
+        )
+    return found
+
+
+def law_definition(law: Law) -> Definition:
+    """Where a law is written."""
+    file, _, name = law.name.partition("::")
+    return definitions(f"spec_tests/{file}.py")[name]
+
+
+def mutant_definition(mutant: Mutant) -> Definition:
+    """Where a planted mistake is written."""
+    return definitions(mutant.function.__module__.replace(".", "/") + ".py")[mutant.function.__name__]

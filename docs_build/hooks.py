@@ -1,0 +1,40 @@
+"""What mkdocs calls while it builds the site: generated pages join the files, markers and links are filled in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from docs_build import pages
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each module (the API) and for each source file."""
+    for uri, content in pages.api_pages().items():
+        files.append(File.generated(config, uri, content=content))
+    for path in pages.source_files():
+        files.append(File.generated(config, pages.source_uri(path), content=pages.source_page(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill markers, then link ids, tests and files."""
+    uri = page.file.src_uri
+    if uri.startswith("source/"):
+        return markdown
+    return pages.linked(uri, pages.filled(uri, markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Names and blanks in code have no colour of their own: without their spans the site is a quarter smaller."""
+    return re.sub(r'<span class="(?:n|w)">([^<]*)</span>', r"\1", html)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Leave out the theme's source maps, which no reader's browser asks for."""
+    for path in Path(config.site_dir, "assets").rglob("*.map"):
+        path.unlink()

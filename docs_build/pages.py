@@ -1,0 +1,318 @@
+"""Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it writes for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import posixpath
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from docs_build.entries import (
+    PAGES,
+    ROOT,
+    Definition,
+    Entry,
+    definitions,
+    entries,
+    errata,
+    law_definition,
+    mutant_definition,
+    stem_of,
+)
+
+LAYERS = {"reference": "NumPy", "optimized": "torch", "optimized/kernels": "Triton"}
+SOURCES = ("reference", "optimized", "spec_tests")
+ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+|[A-Z]{2}-[A-Z])(?![\w`]|-\w)")
+
+
+def relative(page: str, target: str) -> str:
+    """The link from one page of the site to another, both given from the folder docs/; the target may have an anchor."""
+    return posixpath.relpath(target, posixpath.dirname(page) or ".")
+
+
+def source_uri(path: str, name: str = "") -> str:
+    """The page that shows a file of the repository, at a function of it."""
+    return f"source/{path.removesuffix('.py')}.md" + (f"#{name}" if name else "")
+
+
+def api_uri(definition: Definition) -> str:
+    return f"reference/api/{definition.path.removesuffix('.py')}.md#{definition.module}.{definition.name}"
+
+
+def escaped(text: str) -> str:
+    """Plain text as Markdown that shows it as it is."""
+    return re.sub(r"([\\`*_{}\[\]#|$~<])", r"\\\1", text)
+
+
+def link_to(page: str, identifier: str) -> str:
+    entry = entries()[identifier]
+    return relative(page, f"{entry.page}#{entry.anchor}")
+
+
+def _verdict(word: str) -> str:
+    return f'<span class="verdict verdict-{word}">{word}</span>'
+
+
+def _named(page: str, found: Iterable[Definition]) -> str:
+    return ", ".join(f"[`{one.name}`]({relative(page, api_uri(one))})" for one in found)
+
+
+def _fence(code: str) -> str:
+    return f"~~~~ python\n{code}\n~~~~"
+
+
+def _of(stems: str) -> list[Entry]:
+    wanted = stems.split(", ")
+    return [entry for identifier, entry in entries().items() if stem_of()[identifier] in wanted]
+
+
+def _is_equation(entry: Entry) -> bool:
+    return bool(entry.formula or entry.reference or not entry.requirement.where)
+
+
+def overview(page: str, stems: str) -> str:
+    """A table of the equations: id, name, function, kernel, number of laws and planted mistakes, verdict."""
+    lines = ["| id | equation | NumPy | Triton | laws | mistakes | verdict |", "|---|---|---|---|--:|--:|---|"]
+    for entry in filter(_is_equation, _of(stems)):
+        name = escaped(entry.name or entry.requirement.statement)
+        cells = [
+            f"[{entry.requirement.id}]({link_to(page, entry.requirement.id)})",
+            name,
+            _named(page, entry.reference[:1]),
+            _named(page, entry.kernels[:1]),
+            str(len(entry.laws)),
+            str(len(entry.mutants)),
+            _verdict(entry.requirement.verdict),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return '<div class="dense" markdown>\n\n' + "\n".join(lines) + "\n\n</div>"
+
+
+def equations(page: str, stems: str) -> str:
+    """A card for each equation, and a table of the claims that have no function."""
+    cards = [entry for entry in _of(stems) if _is_equation(entry)]
+    claims = [entry for entry in _of(stems) if not _is_equation(entry)]
+    # A function that writes several equations is quoted once, at the last of them.
+    last = {one: entry.requirement.id for entry in cards for one in (*entry.reference, *entry.torch, *entry.kernels)}
+    text = [_card(page, entry, last) for entry in cards]
+    if claims:
+        text += ["### Claims, tables and figures", "", "| id | what is judged | verdict | laws |", "|---|---|---|---|"]
+        for entry in claims:
+            laws = "<br>".join(_law_links(page, entry)) or escaped(entry.requirement.no_law)
+            cells = [
+                f'<span id="{entry.anchor}">{entry.requirement.id}</span>',
+                f"{escaped(entry.requirement.statement)} ({entry.requirement.where})",
+                _verdict(entry.requirement.verdict) + "".join(f"<br>{link}" for link in _errata_links(page, entry)),
+                laws,
+            ]
+            text.append("| " + " | ".join(cells) + " |")
+    return "\n".join(text)
+
+
+def _law_links(page: str, entry: Entry) -> list[str]:
+    found = [(law, law_definition(law)) for law in entry.laws]
+    return [f"[{escaped(law.sentence)}]({relative(page, source_uri(at.path, at.name))})" for law, at in found]
+
+
+def _errata_links(page: str, entry: Entry) -> list[str]:
+    return [f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata]
+
+
+def _card(page: str, entry: Entry, last: dict[Definition, str]) -> str:
+    requirement = entry.requirement
+    lines = [f"### {requirement.id} · {escaped(entry.name)} {{ #{entry.anchor} }}".replace(" ·  {", " {"), ""]
+    if entry.formula:
+        lines += ["$$", entry.formula, "$$", ""]
+    lines += [f"{escaped(requirement.statement)}.", ""]
+    where = f"{requirement.where} · " if requirement.where else ""
+    lines += [f'<p class="where">{where}{_verdict(requirement.verdict)}</p>', ""]
+    layers = list(zip(LAYERS.values(), (entry.reference, entry.torch, entry.kernels), strict=True))
+    lines += [f"- **{layer}** {_named(page, found)}" for layer, found in layers if found]
+    if links := _errata_links(page, entry):
+        lines.append(f"- **Errata** {'; '.join(links)}")
+    lines.append("")
+    for layer, found in layers:
+        if quoted := [one.source for one in found if last[one] == requirement.id and not _is_program(one)]:
+            lines += [f'=== "{layer}"', "", textwrap.indent(_fence("\n\n\n".join(quoted)), "    "), ""]
+    if entry.laws:
+        title = "1 law" if len(entry.laws) == 1 else f"{len(entry.laws)} laws"
+        lines += [f'??? success "{title}"', "", *(f"    - {link}" for link in _law_links(page, entry)), ""]
+    if entry.mutants:
+        title = (
+            "1 planted mistake that they catch"
+            if len(entry.mutants) == 1
+            else f"{len(entry.mutants)} planted mistakes that they catch"
+        )
+        lines += [f'??? failure "{title}"', ""]
+        for mutant in entry.mutants:
+            at = mutant_definition(mutant)
+            lines.append(f"    - [{escaped(mutant.misconception)}]({relative(page, source_uri(at.path, at.name))})")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _is_program(definition: Definition) -> bool:
+    """Whether it runs on the GPU: such a function is read in its file, below the explanation, not quoted in a card."""
+    return "@triton.jit" in definition.source
+
+
+def method_table(page: str) -> str:
+    """Every file of reference/ that is a method: what it does, what it reads, where its page is."""
+    lines = ["| method | what it does | reads |", "|---|---|---|"]
+    for stem in PAGES:
+        found = definitions(f"reference/{stem}.py") if (ROOT / "reference" / f"{stem}.py").exists() else {}
+        seam = found.get("select") or found.get("score") or found.get("budgets")
+        if stem in ("shared", "rope", "memory") or seam is None:
+            continue
+        line = (ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").partition('"""')[2].partition("\n")[0]
+        title, _, sentence = line.rstrip('"').partition(": ")
+        arguments = re.match(r"def \w+\(\s*(.*?)\)", seam.source, re.DOTALL)
+        names = re.findall(r"(\w+):", (arguments.group(1) if arguments else "").partition("*")[0])
+        shown = f"[{title.partition(' (')[0].partition(',')[0]}]({relative(page, PAGES[stem])})"
+        lines.append(f"| {shown} | {sentence} | {', '.join(f'`{name}`' for name in names)} |")
+    return "\n".join(lines)
+
+
+def counts(page: str) -> str:
+    """How much there is, in one sentence."""
+    found = entries().values()
+    laws, mutants = sum(len(entry.laws) for entry in found), sum(len(entry.mutants) for entry in found)
+    functions = len({one for entry in found for one in entry.reference})
+    return f"{len(found)} requirements, {functions} functions of mathematics, {laws} laws, {mutants} planted mistakes."
+
+
+def errata_list(page: str, stem: str) -> str:
+    """The errata of one paper, by title."""
+    seen: dict[tuple[str, str], list[str]] = {}
+    for identifier, found in errata().items():
+        if stem_of().get(identifier) == stem:
+            for title_and_anchor in found:
+                seen.setdefault(title_and_anchor, []).append(identifier)
+    return "\n".join(
+        f"- {', '.join(identifiers)}: [{escaped(title)}]({relative(page, 'errata.md')}#{anchor})"
+        for (title, anchor), identifiers in seen.items()
+    )
+
+
+def measured(page: str, stem: str) -> str:
+    """The picture and the page of the measured claims, where they are stored."""
+    folder = ROOT / "docs" / "claims"
+    command = f"`evictionary claims --papers {stem}` measures the paper's statements on a model of yours."
+    if not (folder / f"{stem}.md").exists():
+        return command
+    link = relative(page, f"claims/{stem}.md")
+    pictures = [path for path in sorted(folder.glob(f"{stem}*")) if path.suffix in (".png", ".svg")]
+    shown = [f"[![What was measured]({relative(page, f'claims/{path.name}')})]({link})" for path in pictures]
+    return "\n\n".join([*shown, f"Each statement with its numbers: [the claims, measured]({link}). {command}"])
+
+
+def signature(page: str, path: str) -> str:
+    """The first lines of a function of reference/, up to its docstring, and the first line of that."""
+    stem, _, name = path.partition(".")
+    found = definitions(f"reference/{stem}.py")[name]
+    head = re.split(r'\n\s+r?"""', found.source)[0]
+    sentence = inspect.cleandoc(found.docstring).partition("\n")[0].replace("`", "")
+    return f"[`{path}`]({relative(page, api_uri(found))}): {escaped(sentence)}\n\n{_fence(head)}"
+
+
+def code(page: str, target: str) -> str:
+    """A function (`path::name`) or a whole file, quoted, with a link to its page."""
+    path, _, name = target.partition("::")
+    if name:
+        found = definitions(path)[name]
+        return f"{_fence(found.source)}\n\n[{path}]({relative(page, source_uri(path, name))})" + "{ .from }"
+    language = {"py": "python"}.get(Path(path).suffix[1:], Path(path).suffix[1:])
+    return f"~~~~ {language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n~~~~"
+
+
+def readme(page: str, title: str) -> str:
+    """A section of README.md, whose links begin at the root of the repository."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0].strip()
+    return re.sub(r"\]\(docs/([^)]+)\)", lambda match: f"]({relative(page, match[1])})", text)
+
+
+MARKERS: dict[str, Callable[..., str]] = {
+    "overview": overview,
+    "equations": equations,
+    "methods": method_table,
+    "counts": counts,
+    "errata": errata_list,
+    "measured": measured,
+    "signature": signature,
+    "code": code,
+    "readme": readme,
+}
+
+
+def filled(page: str, markdown: str) -> str:
+    """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by what they stand for."""
+
+    def fill(match: re.Match[str]) -> str:
+        return MARKERS[match["name"]](page, *([match["argument"]] if match["argument"] else []))
+
+    return re.sub(rf"^<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->$", fill, markdown, flags=re.MULTILINE)
+
+
+def linked(page: str, markdown: str) -> str:
+    """The page with links added: ids to their equations, tests to their lines, files of the repository to their pages."""
+    lines, fenced = [], ""
+    for line in markdown.splitlines():
+        fence = re.match(r"\s*(`{3,}|~{3,})", line)
+        if fence and (not fenced or line.strip() == fenced):
+            fenced = "" if fenced else fence.group(1)
+        elif not fenced and not line.startswith(("    ", "<")):
+            line = line if line.startswith("#") else _linked_line(page, line)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _linked_line(page: str, line: str) -> str:
+    # Odd parts are links, formulas and code, which stay as they are but for tests that are named in code.
+    parts = re.split(r"(\[[^\]]*\]\([^)]*\)|\$\$?[^$]+\$\$?|`[^`]+`|<[^>]+>)", line)
+    for place, part in enumerate(parts):
+        if place % 2 == 0:
+            parts[place] = ID.sub(
+                lambda match: f"[{match[0]}]({link_to(page, match[0])})" if match[0] in entries() else match[0], part
+            )
+        elif test := re.fullmatch(r"`((?:spec_)?tests/\w+\.py)::(\w+)`", part):
+            path, name = test.groups()
+            if path in source_files():
+                parts[place] = f"[{part}]({relative(page, source_uri(path, name))})"
+        elif file := re.fullmatch(r"(\[[^\]]*\])\((\.\./[^)#]+\.py)\)", part):
+            path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), file[2]))
+            parts[place] = f"{file[1]}({relative(page, source_uri(path))})"
+    return "".join(parts)
+
+
+@functools.cache
+def source_files() -> tuple[str, ...]:
+    """The Python files that have a page."""
+    return tuple(sorted(str(path.relative_to(ROOT)) for folder in SOURCES for path in (ROOT / folder).rglob("*.py")))
+
+
+def source_page(path: str) -> str:
+    """A file of the repository as a page, cut before each function, so that each has an anchor and a place in the contents."""
+    lines = (ROOT / path).read_text(encoding="utf-8").rstrip().splitlines()
+    starts = {found.first: name for name, found in definitions(path).items()}
+    cuts = sorted({1, *starts, len(lines) + 1})
+    text = ["---", "search:", "  exclude: true", "---", f"# {escaped(path)}", ""]
+    for first, after in itertools.pairwise(cuts):
+        if first in starts:
+            text += [f"## {escaped(starts[first])} {{ #{starts[first]} .source }}", ""]
+        piece = "\n".join(lines[first - 1 : after - 1]).rstrip()
+        text += [f'~~~~ {{ .python linenums="{first}" }}', piece, "~~~~", ""]
+    return "\n".join(text)
+
+
+def api_pages() -> dict[str, str]:
+    """A page for each module of the three layers, for mkdocstrings to fill."""
+    return {
+        f"reference/api/{folder}/{path.stem}.md": f"# {folder}/{path.name}\n\n::: {folder.replace('/', '.')}.{path.stem}\n"
+        for folder in LAYERS
+        for path in sorted((ROOT / folder).glob("*.py"))
+        if path.stem != "__init__"
+    }
