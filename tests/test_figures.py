@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Request, sync_playwright
 from transformers import PreTrainedTokenizerFast
 
 from reference import h2o, keydiff, knorm, lagkv, momentkv, selection, snapkv, streaming_llm, tova
@@ -238,7 +238,7 @@ def test_momentkv_in_the_browser_is_that_of_reference(mathematics: Callable[...,
 
 
 def momentkv_by_reference(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
-    """What mathematics.js returns, one head, kept boolean [T]."""
+    """What mathematics.js returns, in the order of the table in the figure."""
     logits = keys @ query[:, None] / np.sqrt(len(query))
     (retained, log_retained), (evicted, log_evicted) = (
         momentkv.retained_attention(logits.T, values, mask[None]) for mask in (kept, ~kept)
@@ -249,9 +249,242 @@ def momentkv_by_reference(query: np.ndarray, keys: np.ndarray, values: np.ndarra
     return {
         "full": full_output(query, keys, values),
         "retained": retained[0],
+        "corrected": momentkv.attend(query[None, None], *one_head, kept[None, None], moments)[0, 0],
         "evicted": evicted[0],
         "estimate": momentkv.approximate_evicted(query, moments)[0, 0],
-        "corrected": momentkv.attend(query[None, None], *one_head, kept[None, None], moments)[0, 0],
         "weight": np.exp(momentkv.log_mixing_weights(log_retained, log_evicted)[0][0]),
         "estimatedWeight": np.exp(momentkv.log_mixing_weights(log_retained, estimate)[0][0]),
     }
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Opens a figure from a file, with the markup and the loader of its page; in the end nothing may have gone wrong in it."""
+    complaints: list[str] = []
+    contexts = []
+
+    def look_at(request: Request) -> None:
+        if not request.url.startswith((tmp_path.as_uri(), PAGES.as_uri())):
+            complaints.append(f"external request: {request.url}")
+
+    def show(name: str, width: int = 1280, scheme: str = "light") -> Page:
+        text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+        links = re.findall(r"\((assets/[^)]+)\)\{ \.figure-file \}", text)
+        parts = [f'<a class="figure-file" href="{(PAGES / link).as_uri()}"></a>' for link in links]
+        parts += re.findall(r"<div id=.*?</div>|<script>.*?</script>", text, re.DOTALL)
+        viewport = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        ground = "<style>html { color-scheme: light dark }</style>"
+        file = tmp_path / f"{name}.html"
+        file.write_text(f"<!doctype html>{viewport}{ground}<body>{' '.join(parts)}", encoding="utf-8")
+        is_phone = width < 500
+        size: Any = {"width": width, "height": 800}
+        context = browser.new_context(viewport=size, color_scheme=scheme, is_mobile=is_phone, has_touch=is_phone)  # type: ignore[arg-type]
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
+        page.on("requestfailed", lambda request: complaints.append(f"request failed: {request.url}"))
+        page.on("request", look_at)
+        page.goto(file.as_uri())
+        return page
+
+    yield show
+    for context in contexts:
+        for page in context.pages:
+            assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "the page scrolls sideways"
+        context.close()
+    assert complaints == []
+
+
+def drag(page: Page, point: Locator, right: float, up: float) -> None:
+    """Move a point by so many pixels: with a finger on a phone, with a mouse elsewhere."""
+    point.scroll_into_view_if_needed()
+    box = point.bounding_box()
+    assert box is not None
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    if page.viewport_size["width"] > 500:  # type: ignore[index]
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x + right, y - up, steps=4)
+        page.mouse.up()
+        return
+    scrolled = page.evaluate("window.scrollY")
+    session = page.context.new_cdp_session(page)
+    session.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]})
+    for part in (0.25, 0.5, 0.75, 1):
+        moved = [{"x": x + part * right, "y": y - part * up}]
+        session.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": moved})
+    session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    assert page.evaluate("window.scrollY") == scrolled, "the page scrolls under the finger"
+
+
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", text.replace("\u2212", "-"))]
+
+
+def place(point: Locator) -> np.ndarray:
+    return np.array(numbers(point.get_attribute("aria-valuetext") or ""))
+
+
+def places(points: Locator) -> np.ndarray:
+    return np.array([numbers(text) for text in points.evaluate_all("all => all.map((one) => one.ariaValueText)")])
+
+
+def cells_of(figure: Locator) -> list[list[str]]:
+    rows = "all => all.map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))"
+    return figure.locator("tbody tr").evaluate_all(rows)
+
+
+def shown(got: str, *wanted: float, digits: int) -> None:
+    """The text shows these numbers, rounded."""
+    assert np.abs(np.array(numbers(got)) - wanted).max() <= 0.5 * 10**-digits + 1e-9, (got, wanted)
+
+
+on_every_screen = pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")])
+
+
+@on_every_screen
+def test_survivors_follow_the_budget(show: Callable[..., Page], width: int, scheme: str) -> None:
+    page = show("survivors", width, scheme)
+    figure, data = page.locator("#figure-survivors"), stored()
+    masks = {each["name"]: decode(data, each) for each in data["methods"]}
+    slider = figure.get_by_role("slider", name="Budget")
+
+    def check(layer: slice = slice(None), head: slice = slice(None)) -> None:
+        step = int(slider.input_value())
+        assert slider.get_attribute("aria-valuetext") == f"{data['budgets'][step]} of {len(data['tokens'])} tokens"
+        for panel in figure.locator(".panel:visible").all():
+            kept = masks[panel.get_attribute("data-method") or ""][step, layer, head].reshape(-1, len(data["tokens"]))
+            needle = 100 * kept[:, slice(*data["needle"])].mean()
+            tokens, percent = panel.locator(".summary").inner_text().split(";")
+            shown(tokens, kept.sum(axis=1).mean(), digits=1)
+            shown(percent, needle, digits=0)
+            shares = panel.locator(".prompt span").evaluate_all(
+                "all => all.map(one => Number(one.style.getPropertyValue('--share')))"
+            )
+            np.testing.assert_allclose(shares, kept.mean(axis=0), atol=5.1e-4)
+
+    assert figure.locator(".panel:visible").count() == 4
+    check()
+    first = figure.locator(".panel:visible").first
+    before = first.screenshot()
+    box = slider.bounding_box()
+    assert box is not None
+    at = {"x": 0.8 * box["width"], "y": box["height"] / 2}
+    slider.tap(position=at) if width < 500 else slider.click(position=at)  # type: ignore[arg-type]
+    assert int(slider.input_value()) > len(data["budgets"]) // 2
+    check()
+    assert first.screenshot() != before
+    for key in ("Home", "ArrowRight", "End"):
+        slider.press(key)
+        check()
+    figure.get_by_role("checkbox", name="snapkv").press("Space")
+    assert figure.locator(".panel:visible").count() == 5
+    slider.press("PageDown")
+    figure.get_by_role("combobox", name="Layer").select_option("17")
+    check(slice(17, 18))
+    figure.get_by_role("combobox", name="KV head").select_option("2")
+    check(slice(17, 18), slice(2, 3))
+
+
+@on_every_screen
+def test_a_query_moves(show: Callable[..., Page], width: int, scheme: str) -> None:
+    page = show("moments", width, scheme)
+    figure = page.locator("#figure-moments")
+    query = figure.get_by_role("slider", name="query")
+    keys, values = (figure.get_by_role("slider", name=f"{what} of token") for what in ("key", "value"))
+    boxes = figure.get_by_role("checkbox")
+
+    def check() -> None:
+        kept = np.array(boxes.evaluate_all("all => all.map((one) => !one.checked)"))
+        wanted = momentkv_by_reference(place(query), places(keys), places(values), kept)
+        errors = {
+            "retained": np.linalg.norm(wanted["retained"] - wanted["full"]),
+            "corrected": np.linalg.norm(wanted["corrected"] - wanted["full"]),
+            "estimate": np.linalg.norm(wanted["estimate"] - wanted["evicted"]),
+            "estimatedWeight": abs(wanted["estimatedWeight"] - wanted["weight"]),
+        }
+        rows = cells_of(figure)
+        for cells, (name, value) in zip(rows, wanted.items(), strict=True):
+            if cells[0] == "none":
+                continue
+            shown(cells[0], *np.atleast_1d(value), digits=3 if "eight" in name else 2)
+            if name in errors:
+                shown(cells[1], errors[name], digits=3)
+
+    check()
+    for point in (query, keys.nth(1), values.nth(2)):
+        before, picture = place(point), figure.locator("svg").first.screenshot() + figure.locator("svg").last.screenshot()
+        drag(page, point, -60, 40)
+        size = figure.locator("svg").first.bounding_box()
+        assert size is not None
+        np.testing.assert_allclose(place(point) - before, np.array([-60, 40]) * 6 / size["width"], atol=0.1)
+        assert figure.locator("svg").first.screenshot() + figure.locator("svg").last.screenshot() != picture
+        check()
+    before = place(query)
+    for key in ("ArrowRight", "ArrowRight", "ArrowUp", "Shift+ArrowDown"):
+        query.press(key)
+        check()
+    np.testing.assert_allclose(place(query) - before, [0.2, -0.4], atol=1e-9)
+    for _ in range(12):
+        query.press("Shift+ArrowLeft")
+    assert place(query)[0] == -3  # not beyond the plane
+    for checked, summary in ((False, "Nothing is evicted"), (True, "Nothing is kept")):
+        for box in boxes.all():
+            box.set_checked(checked)
+            check()
+        assert summary in figure.locator(".summary").inner_text()
+
+
+@on_every_screen
+def test_a_key_moves(show: Callable[..., Page], width: int, scheme: str) -> None:
+    page = show("keys", width, scheme)
+    figure = page.locator("#figure-keys")
+    planes = figure.locator("svg").all()
+    budget = figure.get_by_role("slider", name="Budget")
+
+    def check() -> None:
+        keys = places(planes[0].get_by_role("slider"))
+        np.testing.assert_array_equal(keys, places(planes[1].get_by_role("slider")))
+        rows = cells_of(figure)
+        partition, following = keys[:6], keys[6:]
+        by_keydiff, by_lagkv = keydiff.score(keys), lagkv.variation_score(lagkv.normalise(partition, following))
+        for token, (score, _, other, _) in enumerate(rows):
+            shown(score, by_keydiff[token], digits=3)
+            if token < len(partition):
+                shown(other, by_lagkv[token], digits=3)
+        count = int(budget.input_value())
+        stays = selection.top_k(by_keydiff, count), np.append(selection.top_k(by_lagkv, count - 5), [True] * 5)
+        for column, plane, kept in ((1, planes[0], stays[0]), (3, planes[1], stays[1])):
+            assert [row[column] == "yes" for row in rows] == kept.tolist()
+            drawn = plane.locator(".handle").evaluate_all("all => all.map(one => !one.classList.contains('evicted'))")
+            assert drawn == kept.tolist()
+
+    check()
+    for plane, name in ((planes[0], "key 4"), (planes[1], "key 10, of the next partition")):
+        pictures = [each.screenshot() for each in planes]
+        drag(page, plane.get_by_role("slider", name=name), 50, 30)
+        assert all(each.screenshot() != picture for each, picture in zip(planes, pictures, strict=True))
+        check()
+    for key in ("ArrowLeft", "ArrowDown", "Shift+ArrowRight"):
+        planes[1].get_by_role("slider", name="key 2").press(key)
+        check()
+    for key in ("Home", "ArrowRight", "End"):
+        budget.press(key)
+        check()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_theme_of_the_site_decides_between_light_and_dark(show: Callable[..., Page], name: str) -> None:
+    """Not the reader's system, where they disagree; without a theme the system decides."""
+    page = show(name)
+    colours = {}
+    for system in ("light", "dark"):
+        page.emulate_media(color_scheme=system)
+        for theme in ("", "default", "slate"):
+            page.evaluate("theme => document.body.setAttribute('data-md-color-scheme', theme)", theme)
+            colours[system, theme] = page.locator(f"#figure-{name}").evaluate("one => getComputedStyle(one).color")
+    light, dark = colours["light", ""], colours["dark", ""]
+    assert light != dark
+    assert [colours[system, "default"] for system in ("light", "dark")] == [light, light]
+    assert [colours[system, "slate"] for system in ("light", "dark")] == [dark, dark]

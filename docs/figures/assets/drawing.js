@@ -103,6 +103,8 @@ evictionary.drawing = (() => {
       group.focus({ focusVisible: false, preventScroll: true });
       group.setPointerCapture(event.pointerId);
     });
+    // The page does not scroll under the finger that moves a point.
+    group.addEventListener("touchstart", (event) => event.preventDefault(), { passive: false });
     group.addEventListener("pointermove", (event) => {
       if (!group.hasPointerCapture(event.pointerId)) return;
       const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());

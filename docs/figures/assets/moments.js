@@ -51,7 +51,7 @@
       weight: "w<sub>R</sub>: weight of the kept tokens, exact",
       estimatedWeight: "ŵ<sub>R</sub>: from the moments",
     }).map(([name, text]) => {
-      const row = add(body, "tr", { "data-row": name });
+      const row = add(body, "tr");
       add(row, "th", { scope: "row" }).innerHTML = text;
       return [name, [add(row, "td", { class: "number" }), add(row, "td", { class: "number" })]];
     }),
@@ -78,13 +78,14 @@
     const before = distance(result.retained, result.full);
     const after = distance(result.corrected, result.full);
     show("full", pair(result.full));
-    show("retained", all ? "none" : pair(result.retained), before);
+    show("retained", all ? "none" : pair(result.retained), all ? undefined : before);
     show("corrected", pair(result.corrected), after);
     show("evicted", none ? "none" : pair(result.evicted));
     show("estimate", none ? "none" : pair(result.estimate), distance(result.estimate, result.evicted));
     show("weight", number(result.weight, 3));
     show("estimatedWeight", number(result.estimatedWeight, 3), Math.abs(result.estimatedWeight - result.weight));
     if (none) summary.textContent = "Nothing is evicted, so there is nothing to correct.";
+    else if (all) summary.textContent = "Nothing is kept: the estimate stands alone.";
     else if (after <= before) summary.textContent = `The correction leaves ${number((100 * after) / before, 0)} % of the error.`;
     else summary.textContent = `Here the correction makes the error ${number(after / before, 1)} times as large.`;
   }

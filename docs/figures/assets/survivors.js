@@ -37,7 +37,7 @@
     min: 0,
     max: budgets.length - 1,
     value: budgets.findIndex((each) => each >= tokens.length / 3),
-    say: (index) => `${budgets[index]} of ${tokens.length} tokens in each head`,
+    say: (index) => `${budgets[index]} of ${tokens.length} tokens`,
     onInput: draw,
   });
   const layer = choice("Layer", "all layers", layers);
