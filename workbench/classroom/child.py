@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from workbench.classroom import worker
 
+START_SECONDS = 120.0
 BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials")
 
 
@@ -64,7 +65,7 @@ class Child:
         self.device, self.interpret, self.confine, self.named = device, interpret, confine, named
         self.functions: list[str] = []
         self.walls: dict[str, Any] = {}
-        self._waited = 0.0
+        self._waited, self._allowed = 0.0, START_SECONDS
         self._dead = ""
 
     def __enter__(self) -> Child:
@@ -82,8 +83,9 @@ class Child:
             env=environment,
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
         setup = {
             "site": site,
             "path": str(self.path),
@@ -101,7 +103,7 @@ class Child:
                 self.walls = self._exchange(setup, [])[0]["walls"]
             except ChildDied as error:  # nothing of the student's has run yet
                 raise RuntimeError(f"the child process did not start: {error}") from None
-            self._waited = 0.0  # importing torch is not the student's time
+            self._waited, self._allowed = 0.0, self.limits.wall_seconds  # importing torch is not the student's time
             reply, _ = self._exchange(None, [])
             if "functions" not in reply:
                 raise StudentError(str(reply.get("error")), str(reply.get("message")), str(reply.get("place")))
@@ -149,12 +151,10 @@ class Child:
         """Send a message, if there is one, and wait for the next frame."""
         if self._dead:
             raise ChildDied(self._dead)
-        assert self._process.stdin is not None
         started = time.monotonic()
         try:
             if message is not None:
-                self._process.stdin.write(worker.pack(message, arrays))
-                self._process.stdin.flush()
+                self._send(worker.pack(message, arrays), started)
             text, body = worker.sizes(self._receive(16, started))
             return worker.unpack(self._receive(text, started), self._receive(body, started))
         except BrokenPipeError:
@@ -166,21 +166,32 @@ class Child:
         finally:
             self._waited += time.monotonic() - started
 
+    def _send(self, frame: bytes, started: float) -> None:
+        assert self._process.stdin is not None
+        left = memoryview(frame)
+        while left:
+            self._wait(self._process.stdin, selectors.EVENT_WRITE, started)
+            left = left[os.write(self._process.stdin.fileno(), left[: 2**16]) :]
+
     def _receive(self, count: int, started: float) -> bytes:
         assert self._process.stdout is not None
-        parts, missing = [], count
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while missing:
-                left = self.limits.wall_seconds - self._waited - (time.monotonic() - started)
-                if left <= 0 or not selector.select(left):
-                    raise self._end(f"no answer within {self.limits.wall_seconds:g} s")
-                part = os.read(self._process.stdout.fileno(), min(missing, 2**20))
-                if not part:
-                    raise self._end(self._how_it_ended())
-                parts.append(part)
-                missing -= len(part)
+        parts = []
+        while count:
+            self._wait(self._process.stdout, selectors.EVENT_READ, started)
+            part = os.read(self._process.stdout.fileno(), min(count, 2**20))
+            if not part:
+                raise self._end(self._how_it_ended())
+            parts.append(part)
+            count -= len(part)
         return b"".join(parts)
+
+    def _wait(self, pipe: IO[bytes], event: int, started: float) -> None:
+        """Wait until the pipe is ready; a child that keeps the parent waiting for too long is ended."""
+        left = self._allowed - self._waited - (time.monotonic() - started)
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, event)
+            if left <= 0 or not selector.select(left):
+                raise self._end(f"no answer within {self._allowed:g} s")
 
     def _how_it_ended(self) -> str:
         try:

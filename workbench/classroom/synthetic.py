@@ -1,20 +1,27 @@
 """A class that never was: right, wrong and hostile submissions, to see that the grader grades.
 
-`python -m workbench.classroom.synthetic FOLDER` writes one for each of the reference, every planted mistake and every attack of
-the NumPy assignment `--assignment`, and fills up with copies under other names to `--count`.
+`python -m workbench.classroom.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: two fifths right, two
+fifths with one planted mistake, the rest every attack of `attacks.py`. `evictionary grade FOLDER --assignment keydiff` grades them.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
+import itertools
 import re
 from pathlib import Path
 
 import reference
 from spec_tests.implementation import STEMS
 from spec_tests.mutants import Mutant, load_mutants
+from workbench.classroom import assignment as assignments
+from workbench.classroom import attacks
 from workbench.classroom.assignment import Assignment
+
+# A right answer as a student would write it; the docs show how it came about.
+SOLUTION = Path(__file__).parents[2] / "docs" / "classroom" / "transcript" / "3_right.py"
 
 _LOADER = '''"""A whole package in one file: what a student hands in who has it right, or who has made one mistake."""
 
@@ -83,3 +90,34 @@ def mutants_of(assignment: Assignment) -> list[Mutant]:
     functions = {function for step in assignment.steps for name in step.laws for function in laws[name].functions}
     requirements = {laws[name].requirement.id for step in assignment.steps for name in step.laws}
     return [one for one in load_mutants().values() if one.of in functions and one.killed_by in requirements]
+
+
+def write_class(folder: Path, count: int) -> dict[str, int]:
+    """Write `count` submissions to the KeyDiff assignment into a folder; returns how many of each kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hostile = attacks.archives(folder, Path(next(iter(reference.__path__))) / "keydiff.py")
+    for name, source in attacks.SOURCES.items():
+        hostile[name] = folder / f"hostile {name}.py".replace(" ", "_").replace("'", "")
+        hostile[name].write_text(source, encoding="utf-8")
+    left = max(0, count - len(hostile))
+    mistakes = itertools.cycle(mutants_of(assignments.load("keydiff")))
+    for number in range(left // 2):
+        mutant = next(mistakes)
+        path = folder / f"wrong_{number:03}_{mutant.name.split('.')[1]}.py"
+        path.write_text(bundled("keydiff", mutant), encoding="utf-8")
+    for number in range(left - left // 2):
+        source = (SOLUTION.read_text(encoding="utf-8"), bundled("keydiff"))[number % 2]
+        (folder / f"right_{number:03}.py").write_text(source, encoding="utf-8")
+    return {"hostile": len(hostile), "wrong": left // 2, "right": left - left // 2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--count", type=int, default=200)
+    arguments = parser.parse_args()
+    print(", ".join(f"{count} {kind}" for kind, count in write_class(arguments.folder, arguments.count).items()))
+
+
+if __name__ == "__main__":
+    main()
