@@ -60,8 +60,7 @@ PEERS = (
         {"sink_size": 4, "lag_size": 128},
         "LagKVPress",
         {"n_sink": 4, "lag_size": 128},
-        "kvpress compares ranks over all partitions and lets the window compete with them; LK-12 keeps floor(rL) of each "
-        "partition, and the window besides, so at one total the ratio within partitions is another",
+        "LK-12 keeps floor(rL) tokens of each partition, a few fewer than the total asked for; kvpress fills up to it by rank",
     ),
 )
 

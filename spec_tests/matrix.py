@@ -179,23 +179,24 @@ def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
     from spec_tests.controls import load_controls
 
     controls = sorted(load_controls().items())
-    runs = [(name, control.dtypes[seed % len(control.dtypes)], seed) for seed in range(seeds) for name, control in controls]
-    work = Parallel(n_jobs=jobs, return_as="generator", batch_size=20)(delayed(alarms)(*run, max_examples) for run in runs)
     console, found = Console(), []
-    for lines in track(work, total=len(runs), description="controls", console=console):
-        found += lines
-        for line in lines:
-            console.print(line, markup=False, soft_wrap=True)
-    content = {
-        "schema": "evictionary/controls/1",
-        "controls": len(controls),
-        "seeds": seeds,
-        "max_examples": max_examples,
-        "runs": len(runs),
-        "alarms": found,
-    }
-    (DOCS / "controls.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    console.print(f"{len(found)} alarms in {len(runs)} runs of {len(controls)} correct variants, {max_examples} inputs a law")
+    with Parallel(n_jobs=jobs, batch_size=20) as parallel:
+        for seed in track(range(seeds), description="seeds", console=console):
+            runs = [(name, control.dtypes[seed % len(control.dtypes)], seed) for name, control in controls]
+            for line in [line for lines in parallel(delayed(alarms)(*run, max_examples) for run in runs) for line in lines]:
+                found.append(line)
+                console.print(line, markup=False, soft_wrap=True)
+            content = {
+                "schema": "evictionary/controls/1",
+                "controls": len(controls),
+                "seeds": seed + 1,
+                "max_examples": max_examples,
+                "runs": (seed + 1) * len(controls),
+                "alarms": found,
+            }
+            # After each seed, so that a run that is stopped keeps what it had.
+            (DOCS / "controls.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console.print(f"{len(found)} alarms in {seeds} seeds of {len(controls)} correct variants, {max_examples} inputs a law")
     return bool(found)
 
 
