@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from workbench import catalogue, models, passkey
 from workbench.cache import CAPTURED, EvictingCache
@@ -30,8 +31,8 @@ SMALLEST, STEP = 50, 10
 
 
 def survivors(
-    model: Any, prompt: passkey.Passkey, pieces: Sequence[str], method_names: Sequence[str], budgets: Sequence[int]
-) -> Any:
+    model: PreTrainedModel, prompt: passkey.Passkey, pieces: Sequence[str], method_names: Sequence[str], budgets: Sequence[int]
+) -> dict[str, Any]:
     """Read the prompt once and compress it by every method to every budget; return what the figure shows, ready for JSON.
 
     Args: pieces, the text of each token; budgets, ascending, in tokens for each head.
@@ -55,7 +56,7 @@ def survivors(
             )
     layers, heads = masks[0].shape[:2]
     return {
-        "model": Path(model.config.name_or_path).name,
+        "model": Path(str(model.config.name_or_path)).name,
         "tokens": list(pieces),
         "needle": list(prompt.needle),
         "layers": layers,

@@ -1,5 +1,5 @@
-// The mathematics of the interactive figures. Each function is that of the same name in reference/, for one head, with vectors as
-// arrays of numbers. A test compares them on random inputs.
+// The mathematics of the interactive figures: functions of reference/ for one head, with vectors as arrays of numbers. A test compares
+// them with reference/ on random inputs.
 "use strict";
 
 globalThis.evictionary = globalThis.evictionary ?? {};
@@ -70,10 +70,6 @@ evictionary.mathematics = (() => {
 
   const variationScore = (normalised) => softmax(normalised.map(deviation));
 
-  function lagkvScore(keys, values, nextKeys, nextValues) {
-    return add(variationScore(normalise(keys, nextKeys)), variationScore(normalise(values, nextValues)));
-  }
-
   // MomentKV
 
   const logits = (query, keys) => keys.map((key) => dot(query, key) / Math.sqrt(query.length));
@@ -126,5 +122,5 @@ evictionary.mathematics = (() => {
     };
   }
 
-  return { anchor, distance, keydiffScore, lagkvScore, logits, momentkv, normalise, range, softmax, topK, unit, variationScore };
+  return { anchor, distance, keydiffScore, momentkv, normalise, range, softmax, topK, unit, variationScore };
 })();
