@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch.linalg import vector_norm
+from torch.nn.functional import pad
 
 from optimized.checks import require_kept, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from optimized.h2o import score as received_attention
+from optimized.selection import top_k
 from optimized.tova import grouped_logits
 from reference.checks import as_count, group_size
 
@@ -268,6 +271,38 @@ def step_by_step(
     order = positions.argsort(dim=-1)[..., None]
     keys, values = (states.gather(2, order.expand(-1, -1, -1, states.shape[3])) for states in (keys, values))
     return Step(output, keys, values, moments)
+
+
+def score_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, chunk_size: int = 4) -> torch.Tensor:
+    r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and the group, then over each chunk.
+
+    Args: queries [B, H_q, W, D], those of the last W tokens (32 in the paper), causal among themselves; keys [B, H_kv, T, D] and
+    values [B, H_kv, T, D_v] of the whole prompt, W <= T; chunk_size, neighbours that share one score. Returns [B, H_kv, T], float32
+    (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: section 5.1.
+    """
+    require_tokens(keys, values, "B H_kv T")
+    chunk_size = as_count("chunk_size", chunk_size, low=1)
+    alpha = received_attention(queries, keys) / queries.shape[2]
+    each = alpha * vector_norm(values.to(alpha.dtype), dim=-1)
+    # Decision: a chunk gets the mean score of its tokens; the last chunk may be shorter.
+    length = each.shape[-1]
+    sums = pad(each, (0, -length % chunk_size)).unflatten(-1, (-1, chunk_size)).sum(dim=-1)
+    starts = torch.arange(0, length, chunk_size, device=each.device)
+    means = sums / (length - starts).clamp(max=chunk_size)
+    return means.repeat_interleave(chunk_size, dim=-1)[..., :length]
+
+
+def select_prompt(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, budget: int, *, sink_size: int = 1, chunk_size: int = 4
+) -> torch.Tensor:
+    r"""MK-P: keep the first token, the observation window and the best of the rest, in one shot; `update` with the others.
+
+    Args: as `score_prompt`, and budget, at least the protected tokens. Returns kept [B, H_kv, T], boolean. Source: section 5.1.
+    """
+    scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    protected = (position < as_count("sink_size", sink_size, low=0)) | (position >= scores.shape[-1] - queries.shape[2])
+    return top_k(scores, budget, protected.expand(scores.shape))
 
 
 def require_tokens(keys: torch.Tensor, values: torch.Tensor, lead: str = "... T") -> None:
