@@ -132,6 +132,9 @@ def _card(page: str, entry: Entry, last: dict[Definition, str]) -> str:
     lines += [f'<p class="where">{where}{_verdict(requirement.verdict)}</p>', ""]
     layers = list(zip(LAYERS.values(), (entry.reference, entry.torch, entry.kernels), strict=True))
     lines += [f"- **{layer}** {_named(page, found)}" for layer, found in layers if found]
+    if entry.kernels:
+        path = entry.kernels[0].path
+        lines[-1] += f", explained in [{path}]({relative(page, source_uri(path))})"
     if links := _errata_links(page, entry):
         lines.append(f"- **Errata** {'; '.join(links)}")
     lines.append("")
