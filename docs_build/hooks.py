@@ -10,6 +10,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from docs_build import pages
+from docs_build.entries import PAGES
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -26,13 +27,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
+    if uri in PAGES.values():
+        page.meta["search"] = {"boost": 4}  # who looks for an equation wants its card before what else mentions it
     return pages.linked(uri, pages.filled(uri, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Make code smaller by the spans of names and blanks, which have no colour of their own; keep TeX out of the search."""
+    """Make code smaller by the spans of names, brackets and blanks, which need no colour; keep TeX out of the search."""
     html = html.replace('class="arithmatex"', 'class="arithmatex" data-search-exclude')
-    return re.sub(r'<span class="(?:n|w)">([^<]*)</span>', r"\1", html)
+    return re.sub(r'<span class="(?:n|p|w)">([^<]*)</span>', r"\1", html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -45,7 +45,7 @@ def api_uri(definition: Definition) -> str:
 
 def escaped(text: str) -> str:
     """Plain text as Markdown that shows it as it is."""
-    return re.sub(r"([\\`*_{}\[\]#|$~<])", r"\\\1", text)
+    return re.sub(r"([\\`*_{}\[\]#|$])", r"\\\1", text).replace("<", "&lt;")
 
 
 def link_to(page: str, identifier: str) -> str:
@@ -100,7 +100,14 @@ def equations(page: str, stems: str) -> str:
     last = {one: entry.requirement.id for entry in cards for one in (*entry.reference, *entry.torch, *entry.kernels)}
     text = [_card(page, entry, last) for entry in cards]
     if claims:
-        text += ["### Claims, tables and figures", "", "| id | what is judged | verdict | laws |", "|---|---|---|---|"]
+        text += [
+            "### Claims, tables and figures",
+            "",
+            '<div class="claims" markdown>',
+            "",
+            "| id | what is judged | verdict | laws |",
+            "|---|---|---|---|",
+        ]
         for entry in claims:
             laws = "<br>".join(_law_links(page, entry)) or escaped(entry.requirement.no_law)
             cells = [
@@ -110,6 +117,7 @@ def equations(page: str, stems: str) -> str:
                 laws,
             ]
             text.append("| " + " | ".join(cells) + " |")
+        text += ["", "</div>"]
     return "\n".join(text)
 
 

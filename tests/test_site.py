@@ -104,3 +104,13 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
         assert (DOCS / path).exists(), path
     style = (DOCS / "assets/vendor/katex/katex.min.css").read_text(encoding="utf-8")
     assert all((DOCS / "assets/vendor/katex" / Path(font)).exists() for font in re.findall(r"url\((fonts/\S+?\.woff2)\)", style))
+
+
+def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.measured("methods/keydiff.md", "keydiff").startswith("`evictionary claims --papers keydiff`")
+    (tmp_path / "docs" / "claims").mkdir(parents=True)
+    for name in ("keydiff.md", "keydiff.png"):
+        (tmp_path / "docs" / "claims" / name).touch()
+    text = pages.measured("methods/keydiff.md", "keydiff")
+    assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text and "(../claims/keydiff.md)" in text
