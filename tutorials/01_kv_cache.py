@@ -1,0 +1,239 @@
+# %% [markdown]
+# # The KV cache and what eviction loses
+#
+# **A language model stores a key and a value for every token it has read. What breaks when it throws half of them away?**
+#
+# You need NumPy and a rough idea of attention: a query is compared with every key, the comparison gives weights, and the output
+# is the weighted mean of the values.
+
+# %%
+import numpy as np
+from matplotlib import pyplot as plt
+
+from reference.attention import attention, softmax
+from reference.cache import compress
+from reference.keydiff import Cache, cached_attention, causal_attention
+from reference.selection import budget, top_k
+from spec_tests.mutants import load_mutants
+from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, draw_kept, embedded, report, show
+from workbench import passkey
+from workbench.cache import EvictingCache
+from workbench.questions import ask, prefill
+
+# %% [markdown]
+# ## Three tokens, by hand
+#
+# Let everything be a single number. The query is 1, so the logits are the keys themselves. Take the keys $\log 5$, $\log 3$ and
+# $\log 2$: the weights are then .5, .3 and .2. The values are 1, 2 and $-\tfrac12$. The output is $.5\cdot 1+.3\cdot
+# 2+.2\cdot(-\tfrac12)=1$.
+
+# %%
+keys = np.log([[5.0], [3.0], [2.0]])
+values = np.array([[1.0], [2.0], [-0.5]])
+query = np.array([[1.0]])
+
+print("weights", softmax(query @ keys.T).round(3))
+print("output ", attention(query, keys, values))
+show(attention)
+
+# %% [markdown]
+# Eviction removes a token from the cache. The weights of the others are normalised again, since a softmax always sums to 1.
+#
+# **Predict** Which token can go with the least damage: the one with weight .5, .3 or .2?
+
+# %% tags=["predict"]
+full = attention(query, keys, values).item()
+damage = []
+for token in range(3):
+    kept = np.arange(3) != token
+    without = attention(query, keys[kept], values[kept]).item()
+    damage.append(abs(without - full))
+    print(f"without token {token}: output {without:.3f}, off by {damage[-1]:.3f}")
+
+# %% [markdown]
+# The heaviest token goes for free: its value is exactly the output, so the others say the same without it. The lightest costs
+# nearly as much as any. A weight alone does not tell what a token is worth: it also counts how the value differs from what the
+# others say. This is the [erratum](../errata.md) EA-4.
+
+# %% alt="Bars of attention weight and of damage for three tokens: the heaviest token does no damage"
+figure, (left, right) = plt.subplots(1, 2)
+left.bar(range(3), [0.5, 0.3, 0.2], color=BLUE)
+left.set(title="attention weight", xlabel="token", xticks=range(3))
+right.bar(range(3), damage, color=ORANGE)
+right.set(title="error when it is evicted", xlabel="token", xticks=range(3))
+plt.show()
+
+# %% [markdown]
+# ## Why there is a cache at all
+#
+# A model writes one token at a time. The keys and values of earlier tokens do not change when a token is added, so they are
+# stored. Attention with a cache gives exactly what attention over everything gives (KD-3): here the last of six tokens, once
+# with all queries at once and once alone with a cache of five.
+
+# %%
+random = np.random.default_rng(0)
+queries, many_keys, many_values = random.normal(size=(3, 6, 4))
+at_once = causal_attention(queries, many_keys, many_values)[-1]
+cache = Cache(many_keys[:5], many_values[:5], np.arange(5), 5)
+one_by_one = cached_attention(queries[5:], many_keys[5:], many_values[5:], cache)[0]
+print("largest difference", np.abs(at_once - one_by_one).max())
+show(cached_attention)
+
+# %% [markdown]
+# The price is memory: two vectors (key and value) of `head_dim` numbers for each token, each KV head and each layer.
+#
+# **Predict** Llama-3.1-8B has 32 layers, 8 KV heads, head_dim 128 and stores 2 bytes a number. How many tokens fill a 24 GiB
+# card with their cache alone, the weights not counted?
+
+# %% tags=["predict"]
+bytes_of_a_token = 2 * 32 * 8 * 128 * 2
+print(f"{bytes_of_a_token // 1024} KiB a token, so {24 * 2**30 // bytes_of_a_token:,} tokens")
+
+# %% alt="Size of the KV cache against the number of tokens, whole and with half and nine tenths removed: straight lines"
+tokens = np.linspace(0, 200_000, 50)
+for removed, colour in ((0, BLUE), (0.5, ORANGE), (0.9, GREEN)):
+    plt.plot(tokens / 1000, (1 - removed) * tokens * bytes_of_a_token / 2**30, color=colour, label=f"{removed:.0%} removed")
+plt.axhline(24, color=GREY, linestyle=":")
+plt.gca().set(xlabel="thousand tokens", ylabel="KV cache (GiB)", title="Llama-3.1-8B, 2 bytes a number")
+plt.legend()
+plt.show()
+
+# %% [markdown]
+# ## Choose, then gather
+#
+# Every method here works in the same steps: give each token a score (higher = keep), keep as many as the budget allows, and copy
+# the kept rows together. The shapes are those of transformers: keys and values are `[batch, KV heads, tokens, head_dim]`.
+
+# %%
+scores = np.array([[[0.1, 0.9, 0.3, 0.9, 0.2]]])
+kept = top_k(scores, budget(5, compression_ratio=0.4))
+print("kept", kept[0, 0].astype(int))
+compressed = compress(random.normal(size=(1, 1, 5, 2)), random.normal(size=(1, 1, 5, 2)), kept)
+print("positions", compressed.positions, "keys", compressed.keys.shape)
+
+# %% [markdown]
+# The tokens stay in the order of the text, and of equal scores the lower position is kept. Such choices are written down on the
+# [page of decisions](../decisions.md).
+#
+# ## What goes wrong: a budget
+#
+# **Predict** What is `int(10 * (1 - 0.9))`?
+
+# %% tags=["predict"]
+print("naive   ", int(10 * (1 - 0.9)))
+print("in here ", budget(10, 0.9))
+show(budget)
+
+# %% [markdown]
+# $1-0.9$ is a little less than a tenth in binary, and `int` cuts off. The slip is planted in this project as a *mutant*, a wrong
+# implementation that a law must catch. How many budgets does it get wrong?
+
+# %%
+wrong_budget = load_mutants()["selection.float_budget"]
+print("planted:", wrong_budget.misconception)
+ratios = [percent / 100 for percent in range(1, 100)]
+wrong = [
+    (length, ratio)
+    for length in (10, 100, 1000)
+    for ratio in ratios
+    if wrong_budget.function(length, ratio) != budget(length, ratio)
+]
+print(f"{len(wrong)} of {3 * len(ratios)} budgets are wrong, such as", wrong[:4])
+
+# %% [markdown]
+# ## A real model
+#
+# SmolLM2-135M reads a few hundred tokens with a number hidden among them. Then its cache is compressed, and only then is it
+# asked for the number. The method cannot know what will be asked.
+
+# %%
+model, tokenizer = embedded()
+prompt = passkey.make(tokenizer, depth=0.3, tokens=300)
+print(tokenizer.decode(prompt.context_ids[0, prompt.needle[0] - 12 : prompt.needle[1] + 12]))
+
+full_cache = EvictingCache(model, method=None)
+prefill(model, prompt.context_ids, full_cache)
+
+# %% [markdown]
+# **Predict** Half of the tokens go: at random, all but the first and the most recent (`streaming_llm`), or by KeyDiff, which
+# looks at the directions of the keys. Which of the three caches still knows the number?
+
+# %% tags=["predict"]
+caches = {}
+print("the number is", prompt.answer)
+for method in (None, "random", "streaming_llm", "keydiff"):
+    caches[method] = EvictingCache.from_prefilled(model, full_cache, method, 0.5)
+    answer = ask(model, tokenizer, caches[method], prompt.question_ids, 10)
+    print(f"{method or 'full cache':14} {caches[method].nbytes / 2**20:5.1f} MiB  {answer.text!r}")
+
+# %% alt="Which tokens two methods keep in each layer and head: streaming_llm the two ends, KeyDiff most of the needle"
+figure, axes = plt.subplots(2, 1, figsize=(6.4, 4.6), sharex=True)
+for each, method in zip(axes, ("streaming_llm", "keydiff"), strict=True):
+    draw_kept(each, caches[method], prompt.needle, f"{method}: blue is kept, the number stands between the lines")
+axes[0].set_xlabel("")
+plt.show()
+
+# %% [markdown]
+# One prompt is no measurement: the README has a table of five prompts and three ratios. But the picture shows what the following
+# lessons are about. Each method has its own idea of which rows and columns to colour.
+#
+# ## Exercises
+#
+# **1.** How many bytes does a KV cache take?
+
+
+# %%
+def cache_bytes(layers, kv_heads, head_dim, tokens, bytes_of_a_number):
+    raise NotImplementedError
+
+
+# %%
+def check_cache_bytes(attempt):
+    held = full_cache.nbytes
+    assert attempt(30, 3, 64, full_cache.get_seq_length(), 4) == held, f"SmolLM2 holds {held} bytes in float32 here"
+    assert attempt(32, 8, 128, 1, 2) == bytes_of_a_token, "Llama-3.1-8B takes 128 KiB a token"
+
+
+report(check_cache_bytes, cache_bytes)
+
+
+# %% tags=["solution"]
+def solution_cache_bytes(layers, kv_heads, head_dim, tokens, bytes_of_a_number):
+    return 2 * layers * kv_heads * head_dim * tokens * bytes_of_a_number
+
+
+report(check_cache_bytes, solution_cache_bytes)
+
+# %% [markdown]
+# **2.** From weights and values alone, without a key or a query: the output after token `i` has been evicted.
+
+
+# %%
+def output_without(weights, values, i):
+    raise NotImplementedError
+
+
+# %%
+def check_output_without(attempt):
+    some_keys, some_values = random.normal(size=(2, 7, 3))
+    some_query = random.normal(size=(1, 3))
+    weights = softmax(some_query @ some_keys.T / np.sqrt(3))[0]
+    for token in range(7):
+        kept = np.arange(7) != token
+        wanted = attention(some_query, some_keys[kept], some_values[kept])[0]
+        assert np.allclose(attempt(weights, some_values, token), wanted), "do the weights that stay sum to 1?"
+
+
+report(check_output_without, output_without)
+
+
+# %% tags=["solution"]
+def solution_output_without(weights, values, i):
+    staying = np.delete(weights, i)
+    return staying / staying.sum() @ np.delete(values, i, axis=0)
+
+
+report(check_output_without, solution_output_without)
+
+# %% [markdown]
+# Next: [KeyDiff](02_keydiff.md), which chooses without looking at a single query.

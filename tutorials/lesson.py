@@ -1,0 +1,73 @@
+"""What the lessons share: the source of a tested function, the verdict on an exercise, the look of the pictures, the model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from IPython.display import Markdown, display
+
+ROOT = Path(__file__).parent.parent
+BLUE, ORANGE, GREEN, GREY = "#3366aa", "#dd7722", "#338855", "#999999"
+
+plt.rcParams.update(
+    {
+        "figure.figsize": (6.4, 3.2),
+        "figure.dpi": 110,
+        "figure.constrained_layout.use": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "font.size": 9,
+    }
+)
+
+
+def show(*functions: Callable[..., Any]) -> None:
+    """Show the source of functions as it stands in the project."""
+    for function in functions:
+        function = getattr(function, "fn", function)  # a Triton kernel wraps the function that it was made of
+        file = Path(inspect.getsourcefile(function) or "")
+        path = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
+        display(Markdown(f'```python title="{path}"\n{inspect.getsource(function).rstrip()}\n```'))
+
+
+def report(check: Callable[[Any], None], attempt: Any) -> None:
+    """Say whether an answer passes its check, without stopping the lesson where it does not."""
+    try:
+        check(attempt)
+    except NotImplementedError:
+        print("not yet: this one is still to be written")
+    except Exception as error:
+        print(f"not yet: {error or type(error).__name__}")
+    else:
+        print("right")
+
+
+@functools.cache
+def embedded() -> tuple[Any, Any]:
+    """The embedded SmolLM2-135M-Instruct and its tokenizer, loaded once."""
+    from workbench.models import load
+
+    return load()
+
+
+def draw_kept(axes: Any, cache: Any, needle: tuple[int, int], title: str) -> None:
+    """Draw which tokens each layer and KV head of a compressed cache kept; the needle's tokens lie between the lines."""
+    import numpy as np
+
+    rows = []
+    for layer in cache.layers:
+        _, _, positions, filled = layer.contents()
+        for head in range(positions.shape[1]):
+            row = np.zeros(layer.get_seq_length(), dtype=bool)
+            row[positions[0, head][filled[0, head]].numpy()] = True
+            rows.append(row)
+    axes.imshow(np.array(rows), aspect="auto", cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest")
+    for place in needle:
+        axes.axvline(place - 0.5, color=ORANGE, linewidth=1.5)
+    axes.set(title=title, xlabel="position in the text (tokens)", ylabel="layer and head")
