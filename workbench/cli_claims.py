@@ -74,7 +74,7 @@ def _require_folder(output: Path) -> None:
 
 
 def _table(result: dict[str, Any]) -> Table:
-    table = Table(title=f"The papers' claims on {result['model']}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=f"The papers' claims on {result['weights']}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for header in ("claim", "numbers", "verdict"):
         table.add_column(header)
     for paper in result["papers"]:

@@ -199,7 +199,7 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     band(overlap, series["overlap"], "overlap: median and 10 to 90 % of heads")
     band(overlap, series["pearson"], "Pearson correlation")
     overlap.axhline(P, color="grey", linestyle="--", linewidth=1)
-    overlap.set_ylim(-0.1, 1.02)
+    overlap.set_ylim(-0.45, 1.02)  # room for the legend
     overlap.set_xlabel("layer")
     overlap.set_ylabel("share of attention, correlation")
     overlap.set_title("one synthetic query against the real one")

@@ -30,9 +30,9 @@ METHODS = ("lagkv", "local", "norm")
 LABELS = {"lagkv": "LagKV", "local": "LocalKV", "norm": "L2 norm"}
 
 TASK = (
-    "A number of 64 digits, one token each, stands once in 1552 tokens of filler, at eight depths; the cache is "
-    "compressed before the question; S = 16, L = 128 and 256, r = 1/8, 1/4 and 1/2. Partial match: the longest run of "
-    "the number's digits in the answer, divided by 64 (0.06 by chance)"
+    "A number of 64 digits, one token each in SmolLM2, stands once in 1552 tokens of filler, at eight depths; the "
+    "cache is compressed before the question; S = 16, L = 128 and 256, r = 1/8, 1/4 and 1/2. Partial match: the longest "
+    "run of the number's digits in the answer, divided by 64 (0.06 by chance)"
 )
 ABLE = (Condition("full_partial", ">=", 0.5),)
 

@@ -35,14 +35,16 @@ ROWS = {"keydiff": 2, "momentkv": 2, "gvote": 2}
 
 @dataclass
 class Report:
-    """What was measured for each paper, and how."""
+    """What was measured for each paper, and how; cpu_seconds are those of the whole process."""
 
     model: str
+    weights: str
     command: str
     seed: int
     scale: Scale
     findings: dict[str, Findings]
     seconds: float
+    cpu_seconds: float
     date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
 
     def as_json(self) -> dict[str, Any]:
@@ -50,10 +52,12 @@ class Report:
         return {
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
+            "weights": self.weights,
             "command": self.command,
             "date": self.date,
             "seed": self.seed,
             "seconds": round(self.seconds),
+            "cpu_seconds": round(self.cpu_seconds),
             "versions": {
                 "evictionary": __version__,
                 "python": platform.python_version(),
@@ -141,7 +145,9 @@ def run(
     findings = {
         name: PAPERS[name].conclude(lab, observed[name]) if name in observed else lagkv.measure(lab, advance) for name in chosen
     }
-    return Report(model_name, command, seed, lab.scale, findings, time.perf_counter() - start)
+    weights = Path(str(model.config.name_or_path)).name
+    seconds = time.perf_counter() - start
+    return Report(model_name, weights, command, seed, lab.scale, findings, seconds, time.process_time())
 
 
 def write(result: dict[str, Any], folder: Path) -> list[Path]:
