@@ -298,8 +298,7 @@ class EvictingCache(Cache):
         self._padding = None
         self._counts_padding = False
         self.peak_tokens = 0
-        named = {CAPTURED_FOR[name] for name in (self.method.reads if self.method else ()) if name in CAPTURED_FOR}
-        self._names = frozenset(named | self.record)
+        self._names = self.record | (self.method.captured if self.method else frozenset())
         self._watch()
 
     def _watch(self) -> None:

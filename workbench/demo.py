@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from workbench import catalogue, methods, passkey
-from workbench.cache import CAPTURED, EvictingCache
+from workbench.cache import EvictingCache
 from workbench.errors import UsageError
 from workbench.questions import Answer, ask, prefill
 
@@ -132,7 +132,7 @@ def run(
         rows |= {(method.name, ratio): Row(method.name, options, ratio) for ratio in ratios}
     pictures: list[Picture] = []
     plan(len(prompts) * (2 + len(chosen) * len(ratios)))
-    record = CAPTURED & {name for method in chosen for name in method.inputs}
+    record = frozenset().union(*(method.captured for method in chosen))
     for index, prompt in enumerate(prompts):
         place = f"prompt {index + 1} of {len(prompts)}"
         advance(f"{place}: reading {prompt.context_ids.shape[1]} tokens")

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoTokenizer
 from workbench import __version__, embedded, methods, models, tasks
 from workbench.cache import EvictingCache
 from workbench.capture import require_prompt
-from workbench.catalogue import CAPTURED_FOR, RANDOM
+from workbench.catalogue import RANDOM
 from workbench.errors import MethodError, UsageError
 from workbench.questions import ask, prefill
 
@@ -226,7 +226,7 @@ def measure(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterato
     model, tokenizer = _loaded(model_name)
     prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
     chosen = {setting.method: methods.resolve(setting.method) for setting in settings if setting.method != FULL}
-    record = {CAPTURED_FOR[name] for method in chosen.values() for name in method.reads if name in CAPTURED_FOR}
+    record = frozenset().union(*(method.captured for method in chosen.values()))
     full = EvictingCache(model, method=None, record=record)
     prefill(model, prompt.context_ids, full)
     for setting in settings:

@@ -76,6 +76,11 @@ class Method:
         prompt = catalogue.split_signature(self.prompt_function)[0] if self.prompt_function else []
         return frozenset([*self.inputs, *prompt])
 
+    @property
+    def captured(self) -> frozenset[str]:
+        """The states that only the running model has and that the method needs: some of "queries", "hidden_states"."""
+        return frozenset(catalogue.CAPTURED_FOR[name] for name in self.reads if name in catalogue.CAPTURED_FOR)
+
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the given options in the types of their defaults. Raises UsageError for an unknown one or a wrong type."""
         # keep_ratio is the one input that a user may set instead of the budget: LagKV's papers report it.
