@@ -24,16 +24,16 @@ from spec_tests.mutants import Mutant, load_mutants
 ROOT = Path(__file__).parent.parent
 FORMULAS = tomllib.loads((Path(__file__).parent / "formulas.toml").read_text(encoding="utf-8"))
 
-# The page of each file of requirements.
-PAGES = {
-    "expected_attention": "methods/expected_attention.md",
-    "keydiff": "methods/keydiff.md",
-    "lagkv": "methods/lagkv.md",
-    "momentkv": "methods/momentkv.md",
-    "gvote": "methods/gvote.md",
-    **dict.fromkeys(["knorm", "streaming_llm", "tova", "h2o", "snapkv", "ada_kv", "pyramid_kv"], "methods/baselines.md"),
-    **dict.fromkeys(["shared", "rope", "memory"], "reference/shared_rules.md"),
-}
+SHARED = ("shared", "rope", "memory")
+
+
+def _page(stem: str) -> str:
+    own = f"methods/{stem}.md"
+    return "reference/shared_rules.md" if stem in SHARED else own if (ROOT / "docs" / own).exists() else "methods/baselines.md"
+
+
+# The page of each file of requirements: its own, if there is one.
+PAGES = {path.stem: _page(path.stem) for path in sorted((ROOT / "spec_tests" / "requirements").glob("*.toml"))}
 
 
 @dataclass(frozen=True)

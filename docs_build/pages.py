@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import json
 import posixpath
 import re
 import textwrap
@@ -14,6 +15,7 @@ from pathlib import Path
 from docs_build.entries import (
     PAGES,
     ROOT,
+    SHARED,
     Definition,
     Entry,
     definitions,
@@ -174,11 +176,9 @@ def _is_program(definition: Definition) -> bool:
 def method_table(page: str) -> str:
     """Every file of reference/ that is a method: what it does, what it reads, where its page is."""
     lines = ["| method | what it does | reads |", "|---|---|---|"]
-    for stem in PAGES:
-        found = definitions(f"reference/{stem}.py") if (ROOT / "reference" / f"{stem}.py").exists() else {}
-        seam = found.get("select") or found.get("score") or found.get("budgets")
-        if stem in ("shared", "rope", "memory") or seam is None:
-            continue
+    for stem in sorted(set(PAGES) - set(SHARED), key=lambda stem: (PAGES[stem] == "methods/baselines.md", stem)):
+        found = definitions(f"reference/{stem}.py")
+        seam = found.get("select") or found.get("score") or next(iter(found.values()))
         line = (ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").partition('"""')[2].partition("\n")[0]
         title, _, sentence = line.rstrip('"').partition(": ")
         arguments = re.match(r"def \w+\(\s*(.*?)\)", seam.source, re.DOTALL)
@@ -210,15 +210,22 @@ def errata_list(page: str, stem: str) -> str:
 
 
 def measured(page: str, stem: str) -> str:
-    """The picture and the page of the measured claims, where they are stored."""
-    folder = ROOT / "docs" / "claims"
+    """The picture, the verdicts and the page of the measured claims, where they are stored."""
+    stored = ROOT / "docs" / "claims" / "results.json"
     command = f"`evictionary claims --papers {stem}` measures the paper's statements on a model of yours."
-    if not (folder / f"{stem}.md").exists():
+    result = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {"papers": []}
+    papers = [paper for paper in result["papers"] if paper["paper"] == stem]
+    if not papers:
         return command
     link = relative(page, f"claims/{stem}.md")
-    pictures = [path for path in sorted(folder.glob(f"{stem}*")) if path.suffix in (".png", ".svg")]
-    shown = [f"[![What was measured]({relative(page, f'claims/{path.name}')})]({link})" for path in pictures]
-    return "\n\n".join([*shown, f"Each statement with its numbers: [the claims, measured]({link}). {command}"])
+    lines = [f"[![What was measured]({relative(page, 'claims/' + papers[0]['picture'])})]({link})", ""]
+    lines += ["| what the paper says | in the small model |", "|---|---|"]
+    lines += [f"| {escaped(claim['statement'])} | {claim['verdict']} |" for claim in papers[0]["claims"]]
+    lines += [
+        "",
+        f"Measured on {result['date']}; the numbers, the rules behind the verdicts and more are on [their page]({link}). {command}",
+    ]
+    return "\n".join(lines)
 
 
 def signature(page: str, path: str) -> str:

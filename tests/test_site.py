@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -109,8 +110,10 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
 def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     assert pages.measured("methods/keydiff.md", "keydiff").startswith("`evictionary claims --papers keydiff`")
+    paper = {"paper": "keydiff", "picture": "keydiff.png", "claims": [{"statement": "|a| < 1", "verdict": "not seen"}]}
     (tmp_path / "docs" / "claims").mkdir(parents=True)
-    for name in ("keydiff.md", "keydiff.png"):
-        (tmp_path / "docs" / "claims" / name).touch()
+    (tmp_path / "docs" / "claims" / "results.json").write_text(json.dumps({"date": "2026-01-01", "papers": [paper]}))
     text = pages.measured("methods/keydiff.md", "keydiff")
-    assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text and "(../claims/keydiff.md)" in text
+    assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text
+    assert r"| \|a\| &lt; 1 | not seen |" in text
+    assert pages.measured("methods/lagkv.md", "lagkv").startswith("`evictionary claims --papers lagkv`")
