@@ -166,7 +166,7 @@ for method in (None, "random", "streaming_llm", "keydiff"):
     answer = ask(model, tokenizer, caches[method], prompt.question_ids, 10)
     print(f"{method or 'full cache':14} {caches[method].nbytes / 2**20:5.1f} MiB  {answer.text!r}")
 
-# %% alt="Which tokens two methods keep in each layer and head: streaming_llm the two ends, KeyDiff most of the needle"
+# %% alt="Which tokens two methods keep in each layer and head: streaming_llm the two ends, KeyDiff some everywhere"
 figure, axes = plt.subplots(2, 1, figsize=(6.4, 4.6), sharex=True)
 for each, method in zip(axes, ("streaming_llm", "keydiff"), strict=True):
     draw_kept(each, caches[method], prompt.needle, f"{method}: blue is kept, the number stands between the lines")

@@ -4,7 +4,7 @@
 # **The attention that matters is that of the questions to come. Can it be computed before they are asked?**
 #
 # Expected Attention ([arXiv 2510.00636](https://arxiv.org/abs/2510.00636)) models future queries as Gaussian. For a Gaussian
-# query the expected attention weight has a closed form.
+# query the expectation of an unnormalised weight has a closed form.
 
 # %%
 import numpy as np
@@ -204,8 +204,8 @@ def solution_log_expected_weight(key, mean, variance):
 report(check_log_expected_weight, solution_log_expected_weight)
 
 # %% [markdown]
-# **2.** Two tokens have the same $|v|$ and weights .03 and .003; a third has weight 0. Find the $\epsilon$ with which the second
-# token needs a value exactly twice as long as the first to score the same.
+# **2.** Two tokens have the expected weights .03 and .003, and the second one's value is twice as long. Find the $\epsilon$ with
+# which both score the same.
 
 # %%
 epsilon = 0.02

@@ -184,7 +184,8 @@ for method in ("streaming_llm", "streaming_llm+moments", "keydiff", "keydiff+mom
 
 # %% [markdown]
 # Moments bring the hidden states nearer to those of the full cache. But a number that is gone stays gone: a mean of values is no
-# seven digits. And one query of one prompt, after the half that KeyDiff chose, is a friendly case; MK-36 above was not.
+# seven digits. And one query of one prompt, after the half that KeyDiff chose, is a friendly case: KeyDiff evicts keys that are
+# alike, and there first order is good. MK-36 above was not friendly.
 #
 # ## Exercises
 #

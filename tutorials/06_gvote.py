@@ -127,8 +127,13 @@ for p in (0.5, 0.8, 0.95, 0.99):
     print(f"p = {p:4}: {cache.nbytes / full_cache.nbytes:4.0%} of the bytes kept, answer {answer.text!r}")
 
 # %% [markdown]
-# Two uncertainties remain, and both are honest parts of the method: the samples are drawn, so the budget varies with the seed;
-# and nobody promises a size, so a memory limit needs a method on top.
+# On this prompt GVote loses the number at every $p$, also where it keeps more bytes than KeyDiff does with half removed (lesson
+# 2). Its samples stand for queries like those of the text so far, and the question is not like the text: that is one suspect,
+# not a finding. A method that imagines the coming queries is as good as its picture of them. Try a text of your own before you
+# conclude more.
+#
+# Two more uncertainties belong to the method: the samples are drawn, so the kept set varies with the seed; and nobody promises a
+# size, so a memory limit needs something on top.
 #
 # ## Exercises
 #
