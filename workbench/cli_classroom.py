@@ -55,10 +55,6 @@ def check(assignment: Name, work: Work = Path("work"), student: Student = None, 
         path = work / chosen.file
         if not path.is_file():
             raise UsageError(f"assignment: no file {path}; `evictionary start {assignment}` writes it")
-        if chosen.contest:
-            from workbench.cli import _quiet_transformers
-
-            _quiet_transformers()
         constants = chosen.constants_of(student) if student else {}
         judged = grading.judge(path.read_bytes(), chosen, constants=constants, origin=str(path))
     hidden = sum(len(step.laws) for step in chosen.steps)
@@ -168,14 +164,14 @@ def grade(
         from workbench.classroom import formats as written
         from workbench.classroom.grading import GRADE_EXAMPLES
 
-        assignments.load(assignment)
+        chosen = assignments.load(assignment)
         wanted = _names(formats) or list(written.FORMATS)
         for name in wanted:
             if name not in written.FORMATS:
                 raise UsageError(f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}")
         if jobs < 1:
             raise UsageError(f"--jobs: got {jobs}, wanted at least 1")
-        found = classes.find(submission)
+        found = classes.find(submission, chosen.file)
         if student is not None:
             if len(found) != 1:
                 raise UsageError(f"--student: got one id for {len(found)} submissions")

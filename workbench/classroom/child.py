@@ -32,14 +32,16 @@ class Limits:
 
 
 class ChildDied(Exception):
-    """The child ended, or was ended, before it answered; the message says why."""
+    """The child ended, or was ended, before it answered; the message says why, `is_late` whether it ran out of time."""
+
+    is_late = False
 
 
 class StudentError(Exception):
     """The student's code raised something other than ValueError: `kind`, the message, and the line of the student's file."""
 
     def __init__(self, kind: str, message: str, place: str) -> None:
-        super().__init__(f"{kind}: {message}" + (f" ({place})" if place else ""))
+        super().__init__((f"{kind}: {message}" if message else kind) + (f" ({place})" if place else ""))
         self.kind, self.place = kind, place
 
 
@@ -67,6 +69,7 @@ class Child:
         self.walls: dict[str, Any] = {}
         self._waited, self._allowed = 0.0, START_SECONDS
         self._dead = ""
+        self.is_late = False
 
     def __enter__(self) -> Child:
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(self.path.parent)}
@@ -191,6 +194,7 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, event)
             if left <= 0 or not selector.select(left):
+                self.is_late = True
                 raise self._end(f"no answer within {self._allowed:g} s")
 
     def _how_it_ended(self) -> str:
@@ -207,7 +211,9 @@ class Child:
     def _end(self, reason: str) -> ChildDied:
         self._dead = reason
         self._kill()
-        return ChildDied(reason)
+        died = ChildDied(reason)
+        died.is_late = self.is_late
+        return died
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

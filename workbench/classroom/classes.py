@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -36,8 +37,8 @@ class Order:
         return hashlib.sha256(b"evictionary/" + self.secret).hexdigest()[:16]
 
 
-def find(paths: Sequence[Path]) -> dict[str, Path]:
-    """The submissions by student: each path itself, or, for a folder without the assignment's file, what lies in it.
+def find(paths: Sequence[Path], file: str) -> dict[str, Path]:
+    """The submissions by student: each path itself, or, for a folder without the assignment's `file`, what lies in it.
 
     Raises UsageError where a path does not exist or two submissions have one name.
     """
@@ -46,7 +47,7 @@ def find(paths: Sequence[Path]) -> dict[str, Path]:
         if not path.exists():
             raise UsageError(f"submission: got {path}, wanted a file or folder that exists")
         entries = [path]
-        if path.is_dir() and not list(path.glob("*.py")):
+        if path.is_dir() and not os.path.lexists(path / Path(file).name):
             entries = sorted(each for each in path.iterdir() if each.is_dir() or each.suffix in (".zip", ".py"))
         for each in entries:
             student = submissions.student_of(each)

@@ -45,9 +45,9 @@ class Text:
 
 
 def setting(secret: int | None) -> Setting:
-    """Two short texts for a check; five for a grade, with the places of the number drawn too."""
+    """One short text for a check; five for a grade, with the places of the number drawn too."""
     if secret is None:
-        return Setting(0, 600, (0.3, 0.7))
+        return Setting(0, 400, (0.4,))
     draw = random.Random(secret)
     return Setting(secret % 2**31, 1200, tuple(round(draw.uniform(low, low + 0.2), 3) for low in (0, 0.2, 0.4, 0.6, 0.8)))
 
@@ -55,7 +55,9 @@ def setting(secret: int | None) -> Setting:
 @cache
 def load_model() -> tuple[Any, Any]:
     from workbench import models
+    from workbench.cli import _quiet_transformers
 
+    _quiet_transformers()
     return models.load("embedded")
 
 

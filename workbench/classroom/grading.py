@@ -157,10 +157,13 @@ class _Run:
     seconds: float | None
     confine: bool
 
-    def child(self, **changes: Any) -> Child:
+    def child(self, patience: int = 1) -> Child:
         one = self.assignment
-        arguments = {"library": one.library, "interpret": one.interpret, "confine": self.confine, **changes}
-        return Child(self.path, one.stem, limits=one.limits(self.seconds), named=_named(one.stem), **arguments)
+        limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
+        named = _named(one.stem)
+        return Child(
+            self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, confine=self.confine, named=named
+        )
 
     def seed(self, name: str) -> int | None:
         if self.secret is None:
@@ -168,27 +171,45 @@ class _Run:
         return int.from_bytes(hashlib.sha256(self.secret + name.encode()).digest()[:8], "big")
 
     def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
-        """Judge one step in a child of its own; returns whether a failure has been explained by now."""
-        line.verdict = "failed"
+        """Judge one step; returns whether a failure has been explained by now.
+
+        What runs out of time is judged once more with three times as much, for the machine may have been busy.
+        """
+        failing, late = self._try(step, line, result, patience=1)
+        if late:
+            line.laws, line.reason, line.message = {}, "", ""
+            failing, _ = self._try(step, line, result, patience=3)
+        if failing is None or explained:
+            return explained
+        with self.child(patience=3) as child:  # another one, for this takes more calls than judging
+            self.explain(failing, self.implementation(child, by_paper=step.check != "constants"), line)
+        return True
+
+    def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
+        """Put the laws of a step to a child; returns the first that fails by what it was answered, and whether time ran out."""
+        line.verdict, failing = "failed", None
         try:
-            with self.child() as child:
+            with self.child(patience=patience) as child:
                 result.walls = child.walls
                 implementation = self.implementation(child, by_paper=step.check != "constants")
                 for law in self.laws(step):
-                    reason = law.missing(implementation)[1]
-                    word, message = ("failed", reason) if reason else self.outcome(law, implementation)
+                    missing = law.missing(implementation)[1]
+                    word, message = ("failed", missing) if missing else self.outcome(law, implementation)
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
-                        line.reason = message if reason or message.startswith(ChildDied.__name__) else law.sentence
+                        died = message.startswith(ChildDied.__name__)
+                        line.reason = message if missing or died else law.sentence
                         line.message = message
-                        if not reason and not explained:
-                            self.explain(law, implementation, line)
-                            explained = True
+                        failing = None if missing or died else law
                 if line.laws and all(word == "passed" for word in line.laws.values()):
                     line.verdict, line.points = "passed", step.points
-        except (ChildDied, StudentError) as error:
+                return failing, child.is_late
+        except ChildDied as error:
             line.reason = line.message = str(error)
-        return explained
+            return None, error.is_late
+        except StudentError as error:
+            line.reason = line.message = str(error)
+            return None, False
 
     def implementation(self, child: Child, by_paper: bool) -> Implementation:
         """The functions of the child as an implementation; its arrays cross as NumPy, whatever it computes with.
@@ -243,9 +264,12 @@ class _Run:
                 raise
             told = _innermost(error)
             lines = report.sentence(law, implementation, told).replace(f"{StudentError.__name__}: ", "").splitlines()
-            line.message = "\n".join(each for each in lines if "classroom/child.py" not in each)  # not where it went wrong
+            # The grader's own files and laws are nothing that a student can open or run.
+            line.message = "\n".join(each for each in lines if "classroom/child.py" not in each and "grader.py::" not in each)
             calls = implementation.calls
             line.repro = report.repro(implementation, calls[-1].function) if calls else ""
+            if calls and self.assignment.interpret:
+                line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
             line.misconceptions = [match.misconception for match in report.misconceptions(implementation)]
 
 
