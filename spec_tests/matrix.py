@@ -218,7 +218,7 @@ def main() -> None:
     work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, max_examples) for name in names)
     rows = list(track(work, total=len(names), description="mutants"))
     content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
-    (DOCS / "kill_matrix.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (DOCS / "kill_matrix.json").write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
     (DOCS / "kill_matrix.md").write_text(page(rows, max_examples), encoding="utf-8")
     survivors = [entry["mutant"] for entry in rows if entry["verdict"] != "killed"]
     print("not killed: " + ", ".join(survivors) if survivors else f"all {len(rows)} killed by their own laws")
