@@ -22,10 +22,9 @@ from spec_tests.mutants import load_mutants
 from workbench.classroom import assignment as assignments
 from workbench.classroom import classes, contest, formats, grading, submissions, transcript, worker
 from workbench.classroom.child import Child, ChildDied, Limits
-from workbench.classroom.synthetic import SOLUTION, bundled
+from workbench.classroom.synthetic import NUMPY, SOLUTION, bundled
 from workbench.cli import app
 
-NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote")
 KERNEL = """
 import torch
 import triton
@@ -343,9 +342,9 @@ def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path
 
 def test_seeds_are_secret_and_differ_by_law() -> None:
     one = assignments.load("keydiff")
-    run = grading._Run(one, Path(), "", b"a secret", 1, {}, None, True)
+    run = grading._Run(one, Path(), "", b"a secret", 1, {}, None)
     assert run.seed("a") != run.seed("b")
-    assert run.seed("a") == grading._Run(one, Path(), "", b"a secret", 9, {}, None, True).seed("a")
+    assert run.seed("a") == grading._Run(one, Path(), "", b"a secret", 9, {}, None).seed("a")
     order = classes.Order("keydiff", b"a secret", 1, ())
     assert "secret" not in order.seed_id
     assert order.seed_id != classes.Order("keydiff", b"another", 1, ()).seed_id

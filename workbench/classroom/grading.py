@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -84,7 +85,6 @@ def judge(
     constants: dict[str, float] | None = None,
     origin: str = "",
     seconds: float | None = None,
-    confine: bool = True,
     explain: bool = True,
 ) -> Judgement:
     """Judge the text of a student's file, step by step.
@@ -101,7 +101,7 @@ def judge(
         path = folder / f"{assignment.stem}.py"
         path.write_bytes(source)
         path.chmod(0o644)
-        run = _Run(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, confine)
+        run = _Run(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds)
         if assignment.contest:
             from workbench.classroom import contest
 
@@ -155,15 +155,12 @@ class _Run:
     examples: int
     constants: dict[str, float]
     seconds: float | None
-    confine: bool
 
     def child(self, patience: int = 1) -> Child:
         one = self.assignment
         limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
         named = _named(one.stem)
-        return Child(
-            self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, confine=self.confine, named=named
-        )
+        return Child(self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named)
 
     def seed(self, name: str) -> int | None:
         if self.secret is None:
@@ -181,7 +178,8 @@ class _Run:
             failing, _ = self._try(step, line, result, patience=3)
         if failing is None or explained:
             return explained
-        with self.child(patience=3) as child:  # another one, for this takes more calls than judging
+        # In another child, for this takes more calls than judging; the verdict stands even if this one ends early.
+        with contextlib.suppress(ChildDied, StudentError), self.child(patience=3) as child:
             self.explain(failing, self.implementation(child, by_paper=step.check != "constants"), line)
         return True
 
@@ -203,7 +201,7 @@ class _Run:
                         failing = None if missing or died else law
                 if line.laws and all(word == "passed" for word in line.laws.values()):
                     line.verdict, line.points = "passed", step.points
-                return failing, child.is_late
+                return failing, child.is_late or "timed out" in line.laws.values()
         except ChildDied as error:
             line.reason = line.message = str(error)
             return None, error.is_late

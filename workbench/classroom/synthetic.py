@@ -11,15 +11,18 @@ import importlib
 import inspect
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import reference
 from spec_tests.implementation import STEMS
+from spec_tests.matrix import load_laws
 from spec_tests.mutants import Mutant, load_mutants
 from workbench.classroom import assignment as assignments
-from workbench.classroom import attacks
-from workbench.classroom.assignment import Assignment
+from workbench.classroom import attacks, grading
+from workbench.classroom.assignment import Assignment, Step
 
+NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote")
 # A right answer as a student would write it; the docs show how it came about.
 SOLUTION = Path(__file__).parents[2] / "docs" / "classroom" / "transcript" / "3_right.py"
 
@@ -84,8 +87,6 @@ def _renamed(source: str) -> str:
 
 def mutants_of(assignment: Assignment) -> list[Mutant]:
     """The planted mistakes that the assignment asks about: in one of its functions, against one of its requirements."""
-    from spec_tests.matrix import load_laws
-
     laws = load_laws()
     functions = {function for step in assignment.steps for name in step.laws for function in laws[name].functions}
     requirements = {laws[name].requirement.id for step in assignment.steps for name in step.laws}
@@ -111,11 +112,63 @@ def write_class(folder: Path, count: int) -> dict[str, int]:
     return {"hostile": len(hostile), "wrong": left // 2, "right": left - left // 2}
 
 
+def hand_in(assignment: Assignment, mutant: Mutant, secret: bytes) -> tuple[bool, bool]:
+    """Submit a planted mistake; returns whether a step of its requirement is lost, and whether its misconception is named.
+
+    Only the steps of that requirement are judged: the others say nothing about it and take most of the time.
+    """
+    steps = tuple(replace(step, needs=()) for step in assignment.steps if _judges(step, mutant.killed_by))
+    judgement = grading.judge(
+        bundled(assignment.stem, mutant).encode(),
+        replace(assignment, steps=steps),
+        secret=secret,
+        examples=grading.GRADE_EXAMPLES,
+    )
+    told = [each for line in judgement.lines for each in line.misconceptions]
+    return any(line.verdict == "failed" for line in judgement.lines), mutant.misconception in told
+
+
+def _judges(step: Step, requirement: str) -> bool:
+    return any(load_laws()[name].requirement.id == requirement for name in step.laws)
+
+
+def sweep() -> None:
+    """Submit every planted mistake to its assignment and write docs/classroom/mistakes.md."""
+    lines = [
+        "# Every planted mistake, handed in",
+        "",
+        "Each mistake of the bank that lies in a function of an assignment, submitted by a student who has the rest right.",
+        "`python -m workbench.classroom.synthetic --sweep` made this page.",
+        "",
+        "| assignment | handed in | lost the points of its requirement | was told its misconception |",
+        "|---|---|---|---|",
+    ]
+    exceptions = []
+    for name in NUMPY:
+        assignment = assignments.load(name)
+        mutants = mutants_of(assignment)
+        outcomes = {mutant.name: hand_in(assignment, mutant, b"the seeds of the sweep") for mutant in mutants}
+        lost, told = (sum(outcome[place] for outcome in outcomes.values()) for place in (0, 1))
+        lines.append(f"| {name} | {len(mutants)} | {lost} | {told} |")
+        print(lines[-1], flush=True)
+        for mutant in mutants:
+            if not all(outcomes[mutant.name]):
+                words = "lost points, misconception not named" if outcomes[mutant.name][0] else "lost nothing"
+                exceptions.append(f"- {name}, {mutant.killed_by}: {mutant.misconception}: {words}")
+    if exceptions:
+        lines += ["", "The exceptions:", "", *exceptions]
+    (SOLUTION.parents[1] / "mistakes.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("handed_in"))
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--sweep", action="store_true", help="submit every planted mistake and write the page about it")
     arguments = parser.parse_args()
+    if arguments.sweep:
+        sweep()
+        return
     print(", ".join(f"{count} {kind}" for kind, count in write_class(arguments.folder, arguments.count).items()))
 
 
