@@ -22,6 +22,7 @@ from workbench.classroom import assignment as assignments
 from workbench.classroom import attacks, grading
 from workbench.classroom.assignment import Assignment, Step
 
+SWEEP_SEED = b"the seeds of the sweep"
 NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote")
 # A right answer as a student would write it; the docs show how it came about.
 SOLUTION = Path(__file__).parents[2] / "docs" / "classroom" / "transcript" / "3_right.py"
@@ -128,6 +129,16 @@ def hand_in(assignment: Assignment, mutant: Mutant, secret: bytes) -> tuple[bool
     return any(line.verdict == "failed" for line in judgement.lines), mutant.misconception in told
 
 
+def _in_whole(assignment: Assignment, mutant: Mutant) -> str:
+    """What the whole assignment makes of a mistake that the steps of its requirement let pass or do not name."""
+    source = bundled(assignment.stem, mutant).encode()
+    judgement = grading.judge(source, assignment, secret=SWEEP_SEED, examples=grading.GRADE_EXAMPLES)
+    failed = [line.name for line in judgement.lines if line.verdict == "failed"]
+    told = [each for line in judgement.lines for each in line.misconceptions]
+    named = "named" if mutant.misconception in told else "not named"
+    return f"in the whole assignment {judgement.score} points, failed {', '.join(failed) or 'nothing'}, misconception {named}"
+
+
 def _judges(step: Step, requirement: str) -> bool:
     return any(load_laws()[name].requirement.id == requirement for name in step.laws)
 
@@ -147,16 +158,15 @@ def sweep() -> None:
     for name in NUMPY:
         assignment = assignments.load(name)
         mutants = mutants_of(assignment)
-        outcomes = {mutant.name: hand_in(assignment, mutant, b"the seeds of the sweep") for mutant in mutants}
+        outcomes = {mutant.name: hand_in(assignment, mutant, SWEEP_SEED) for mutant in mutants}
         lost, told = (sum(outcome[place] for outcome in outcomes.values()) for place in (0, 1))
         lines.append(f"| {name} | {len(mutants)} | {lost} | {told} |")
         print(lines[-1], flush=True)
         for mutant in mutants:
             if not all(outcomes[mutant.name]):
-                words = "lost points, misconception not named" if outcomes[mutant.name][0] else "lost nothing"
-                exceptions.append(f"- {name}, {mutant.killed_by}: {mutant.misconception}: {words}")
+                exceptions.append(f"- {name}, {mutant.killed_by}: {mutant.misconception}: {_in_whole(assignment, mutant)}")
     if exceptions:
-        lines += ["", "The exceptions:", "", *exceptions]
+        lines += ["", "The exceptions, at these seeds:", "", *exceptions]
     (SOLUTION.parents[1] / "mistakes.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
