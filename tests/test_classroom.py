@@ -144,22 +144,30 @@ def test_a_mistake_loses_its_points_and_is_named(name: str, mutant: str) -> None
     compile(first.repro, "repro", "exec")
 
 
+OWN_DEFAULTS = """
+
+_length, _select = retained_length, select
+
+
+def retained_length(length, *, keep_ratio, sink_size={sink_size}, lag_size={lag_size}):
+    return _length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+
+
+def select(keys, values, *, keep_ratio, sink_size={sink_size}, lag_size={lag_size}):
+    return _select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+"""
+
+
 def test_constants_of_a_student() -> None:
     one = assignments.load("lagkv")
-    mine, yours = one.constants_of("student-1"), one.constants_of("student-2")
-    assert mine != yours
-    assert mine == one.constants_of("student-1")
+    mine = one.constants_of("student-1")
+    assert mine == one.constants_of("student-1") != one.constants_of("student-2")
     assert f"sink_size: int = {mine['sink_size']}" in one.starter_for("student-1")
-    source = (
-        bundled("lagkv")
-        + f"\n\n_right = retained_length\n\n\ndef retained_length(length, *, keep_ratio, sink_size={mine['sink_size']}, "
-    )
-    source += (
-        f"lag_size={mine['lag_size']}):\n    return _right(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)\n"
-    )
+    source = bundled("lagkv") + OWN_DEFAULTS.format(**mine)
     assert judged("lagkv", source, constants=mine, examples=1).score == 100
-    other = judged("lagkv", source, constants=yours, examples=1)
-    assert [line.name for line in other.lines if line.verdict == "failed"] == ["defaults"]
+    for name in mine:
+        other = judged("lagkv", source, constants=mine | {name: mine[name] + 1}, examples=1)
+        assert [line.name for line in other.lines if line.verdict == "failed"] == ["defaults"]
 
 
 def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:

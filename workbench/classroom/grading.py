@@ -312,17 +312,16 @@ def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Calla
 
 def _constants_law(assignment: Assignment, step: Step, constants: dict[str, Any]) -> Law:
     """The defaults of the student's functions: the student's own constants, or those of the paper."""
-    paths = {"lagkv": "lagkv.retained_length", "expected_attention": "expected_attention.score"}
-    path = paths[assignment.stem]
+    functions = {
+        "lagkv": ("lagkv.retained_length", "lagkv.select"),
+        "expected_attention": ("expected_attention.score",),
+    }[assignment.stem]
 
     def check(impl: Implementation) -> None:
-        if path == "lagkv.retained_length":
-            for length in (1, 40, 777, 5000):
-                expected = oracle(path)(length, keep_ratio=0.5, **constants)
-                got = impl.lagkv.retained_length(length, keep_ratio=0.5)
-                if got != expected:
-                    raise Violation(f"retained_length({length}, keep_ratio=0.5) = {got}, wanted {expected}", expected, got)
+        if assignment.stem == "lagkv":
+            _lagkv_defaults(impl, constants)
             return
+        path = functions[0]
         case = Case(seed=3, num_kv_heads=2, length=9)
         query_mean = case.queries[:, :, 0]
         covariance = np.broadcast_to(np.eye(case.head_dim), (*query_mean.shape, case.head_dim))
@@ -330,7 +329,22 @@ def _constants_law(assignment: Assignment, step: Step, constants: dict[str, Any]
         impl.allowance(path, *arguments, **constants).check(impl.expected_attention.score(*arguments), "the score")
 
     shown = ", ".join(f"{name} {value}" for name, value in constants.items()) or "those of the paper"
-    return _own_law(step, (path,), f"The defaults are {shown}.", check)
+    return _own_law(step, functions, f"The defaults are {shown}.", check)
+
+
+def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
+    """Lengths at which another sink or lag size shows: the first that is compressed, the one before it, and the next of both."""
+    defaults = inspect.signature(oracle("lagkv.select")).parameters
+    sink, lag = (constants.get(name, defaults[name].default) for name in ("sink_size", "lag_size"))
+    for length in (sink + 2 * lag - 1, sink + 2 * lag, sink + 3 * lag - 1, sink + 3 * lag):
+        expected = oracle("lagkv.retained_length")(length, keep_ratio=0.5, sink_size=sink, lag_size=lag)
+        got = impl.lagkv.retained_length(length, keep_ratio=0.5)
+        if got != expected:
+            raise Violation(f"retained_length({length}, keep_ratio=0.5) = {got}, wanted {expected}", expected, got)
+        states = np.random.default_rng(length).standard_normal((1, 1, length, 2))
+        left = int(impl.lagkv.select(states, states, keep_ratio=0.5).sum())
+        if left != expected:
+            raise Violation(f"select keeps {left} of {length} tokens with keep_ratio=0.5, wanted {expected}", expected, left)
 
 
 def _kernel_law(step: Step, path: Path) -> Law:
