@@ -269,24 +269,23 @@ class EvictingCache(Cache):
             layer.evict(kept)
         layer.evicted_at = layer.seen
 
-    def _supply(self, layer_index: int) -> Callable[[str, Mapping[str, Any], int], Any]:
-        """What only the model knows, made of what was captured, or None where that is missing."""
+    def _supply(self, layer_index: int) -> Callable[[str, Mapping[str, Any], int], dict[str, Any]]:
+        """What only the model knows, made of what was captured, by name; nothing where that is missing."""
 
-        def supply(name: str, states: Mapping[str, Any], position: int) -> Any:
+        def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
             model, source = self._model(), CAPTURED_FOR.get(name)
             if model is None or source is None or states.get(source) is None:
-                return None
+                return {}
             if self._counts_padding:
                 raise UsageError(f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them")
             if name == "sampled_queries":
                 module = attention_modules(model)[layer_index]
-                return future.sampled_queries(
-                    model, module, layer_index, states["hidden_states"], position, states["generator"]
-                ).to(states["keys"].dtype)
+                sampled = future.sampled_queries(model, module, layer_index, states["hidden_states"], position, states["generator"])
+                return {name: sampled.to(states["keys"].dtype)}
             queries = states["queries"]
             positions = torch.arange(position - queries.shape[2], position, device=queries.device)
-            statistics = future.future_statistics(model, layer_index, queries, positions, position)
-            return statistics[0 if name == "query_mean" else 1]
+            mean, covariance = future.future_statistics(model, layer_index, queries, positions, position)
+            return {"query_mean": mean, "query_covariance": covariance}
 
         return supply
 

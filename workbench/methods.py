@@ -25,8 +25,8 @@ from workbench.catalogue import INPUTS, RANDOM
 from workbench.errors import UsageError
 from workbench.pieces import cut, pieces, put
 
-Supply = Callable[[str, Mapping[str, Any], int], Any]
-"""Given a name, the states of a piece and its next position: what a method wants of the future, such as `query_mean`."""
+Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
+"""Given a name, the states of a piece and its next position: what a method wants of the future, by name, with what goes along."""
 
 OBSERVED = 32
 """The last queries of the prompt that a `select_prompt` is given (MK-P)."""
@@ -210,7 +210,7 @@ class Method:
             available["generator"] = torch.Generator().manual_seed(seed * 1_000_003 + layer_index)
         for name in inputs:
             if name not in available and supply is not None:
-                available[name] = supply(name, available, seen)
+                available |= supply(name, available, seen)
         if available.get("queries") is not None:  # more than the cache has tokens serve statistics alone
             available["queries"] = available["queries"][:, :, -length:]
         absent = [name for name in inputs if available.get(name) is None]
