@@ -374,10 +374,27 @@ def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM,
     read(model, IDS[:, :50], cache)
     cache.save(tmp_path / "cache.safetensors")
     twin, loaded = copy.deepcopy(cache), EvictingCache.load(tmp_path / "cache.safetensors", model)
+    assert [layer.longest for layer in loaded.layers] == [layer.longest for layer in cache.layers]
     answers = [_after(model, each) for each in (cache, twin, loaded)]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
     for each in (cache, twin, loaded):
+        each.close()
+
+
+def test_a_file_knows_the_padding_of_its_prompts(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :10] = 0
+    ids = torch.cat([IDS[:, :30], IDS[:, 10:40]])
+    cache = EvictingCache(model, "keydiff", budget=12)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    read(model, ids, cache, attention_mask=mask, position_ids=positions)
+    cache.save(tmp_path / "cache")
+    loaded = EvictingCache.load(tmp_path / "cache", model)
+    later = {"attention_mask": torch.cat([mask, mask[:, -1:]], dim=1), "position_ids": positions[:, -1:] + 1}
+    answers = [read(model, IDS[:, 50:51].expand(2, 1), each, **later) for each in (cache, loaded)]
+    assert torch.equal(*answers)
+    for each in (cache, loaded):
         each.close()
 
 

@@ -365,6 +365,8 @@ class EvictingCache(Cache):
             "options": self.options,
             "every": self.every,
             "seed": self.seed,
+            "padding": None if self._padding is None else self._padding.tolist(),
+            "counts_padding": self._counts_padding,
             "layers": layers,
         }
         save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
@@ -392,6 +394,9 @@ class EvictingCache(Cache):
             _fill(layer, own)
             for name, value in numbers.items():
                 setattr(layer, name, value)
+        if settings["padding"] is not None:
+            cache._padding = torch.tensor(settings["padding"], device=model.device)
+        cache._counts_padding = settings["counts_padding"]
         cache._close_if_settled()
         return cache
 

@@ -27,13 +27,12 @@ class EvictingLayer(DynamicLayer):
         super().__init__()
         self.seen = 0
         self.evicted_at = 0
-        self.ragged: CompressedCache | None = None
+        self.ragged = None
         self.padding: torch.Tensor | None = None
         self.moments: Moments | None = None
         self.recent: torch.Tensor | None = None
         self.static: list[int] | None = None
         self._kept_positions: torch.Tensor | None = None
-        self._longest_ragged = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -78,13 +77,13 @@ class EvictingLayer(DynamicLayer):
         if bool((counts == counts[0, 0]).all()):
             # nonzero walks row by row, so each row's indices ascend: position order
             index = kept.nonzero()[:, 2].view(*counts.shape, -1)
-            self.ragged, self._longest_ragged = None, 0
+            self.ragged = None
             self._kept_positions = positions.gather(-1, index)
             self.keys, self.values = _take(keys, index), _take(values, index)
         else:
             compressed = compress(keys, values, kept)
             self.ragged = compressed._replace(positions=positions[kept])
-            self._kept_positions, self._longest_ragged = None, int(counts.max())
+            self._kept_positions = None
             self.keys, self.values = keys[:, :, :0].clone(), values[:, :, :0].clone()
         self.padding = None  # padding is never kept
         self.evicted_at = self.seen
@@ -119,6 +118,16 @@ class EvictingLayer(DynamicLayer):
         return stored + self._longest_ragged
 
     @property
+    def ragged(self) -> CompressedCache | None:
+        """What ragged heads kept, or None. Their longest is looked up when it is set, not with every token: a GPU would wait."""
+        return self._ragged
+
+    @ragged.setter
+    def ragged(self, cache: CompressedCache | None) -> None:
+        self._ragged = cache
+        self._longest_ragged = 0 if cache is None else int(cache.lengths.max())
+
+    @property
     def is_plain(self) -> bool:
         """Whether the model's own attention over `keys` and `values` is the attention over all that is stored."""
         return self.ragged is None and self.moments is None
@@ -151,7 +160,6 @@ class EvictingLayer(DynamicLayer):
         super().reset()
         self.seen = self.evicted_at = 0
         self.ragged = self.padding = self.moments = self.recent = self.static = self._kept_positions = None
-        self._longest_ragged = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the batch for beam search."""
