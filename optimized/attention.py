@@ -14,8 +14,8 @@ from reference.checks import group_size
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-1..3: `softmax(q K^T / sqrt(D)) V` of every query over the kept tokens of its KV head, and `log sum exp` of its logits.
 
-    The ragged heads are padded to the longest one by an index, and the padding masked; the query heads of a group and their M
-    queries are rows of one product with the keys that they share.
+    The query heads of a group and their M queries are rows of one product with the keys that they share. On a CPU the keys are read
+    where they lie, head by head; only the logits are padded to the longest head, and the padding has no weight.
 
     Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from `cache.compress`.
     Returns output [B, H_q, M, D_v] in the dtype of the queries and log-sum-exp [B, H_q, M] in float32 (float64 for float64;
@@ -35,20 +35,20 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
 
         return kernels.attend(queries, cache)
     dtype = working_dtype(queries)
-    longest = int(cache.lengths.max())
+    shape = (batch, num_query_heads, num_queries)
+    ends = cache.lengths.flatten().cumsum(0).tolist()
+    spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    longest = max(span.stop - span.start for span in spans)
     if longest == 0:
-        shape = (batch, num_query_heads, num_queries)
         return queries.new_zeros(*shape, cache.values.shape[-1]), queries.new_full(shape, -math.inf, dtype=dtype)
-    starts = cache.lengths.flatten().cumsum(0).view_as(cache.lengths) - cache.lengths
-    slots = torch.arange(longest, device=queries.device)
-    filled = slots < cache.lengths[..., None]  # [B, H_kv, longest]
-    rows = torch.where(filled, starts[..., None] + slots, 0)
-    keys, values = cache.keys[rows].to(dtype), cache.values[rows].to(dtype)  # [B, H_kv, longest, D or D_v]
-    grouped = queries.to(dtype).reshape(batch, num_kv_heads, group * num_queries, head_dim)
-    logits = (grouped @ keys.mT / math.sqrt(head_dim)).masked_fill(~filled[:, :, None], -math.inf)
+    grouped = queries.to(dtype).reshape(batch * num_kv_heads, group * num_queries, head_dim) / math.sqrt(head_dim)
+    logits = queries.new_full((*grouped.shape[:2], longest), -math.inf, dtype=dtype)
+    for head, span in enumerate(spans):
+        torch.mm(grouped[head], cache.keys[span].to(dtype).T, out=logits[head, :, : span.stop - span.start])
     normaliser = logits.logsumexp(dim=-1)
     # An empty head has logits of -inf alone; -inf less -inf would be NaN, so its normaliser is replaced by 0 for the weights.
-    weights = (logits - torch.where(normaliser == -math.inf, 0, normaliser)[..., None]).exp()
-    output = (weights @ values).to(queries.dtype)
-    shape = (batch, num_query_heads, num_queries)
-    return output.reshape(*shape, -1), normaliser.reshape(shape)
+    weights = (logits - normaliser.masked_fill(normaliser == -math.inf, 0)[..., None]).exp_()
+    output = queries.new_empty(*grouped.shape[:2], cache.values.shape[-1], dtype=dtype)
+    for head, span in enumerate(spans):
+        torch.mm(weights[head, :, : span.stop - span.start], cache.values[span].to(dtype), out=output[head])
+    return output.to(queries.dtype).reshape(*shape, -1), normaliser.reshape(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -28,14 +29,30 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         from optimized.kernels import expected_attention as kernels
 
         return kernels.query_statistics(queries)
-    dtype, length = working_dtype(queries), queries.shape[-2]
-    mean = queries.mean(dim=-2, dtype=dtype)
-    covariance = queries.new_zeros(*mean.shape, mean.shape[-1], dtype=dtype)
-    for block in queries.split(BLOCK_TOKENS, dim=-2):
-        centred = block.to(dtype) - mean[..., None, :]
-        covariance += centred.mT @ centred
+    return statistics_of_blocks(block.to(working_dtype(queries)) for block in queries.split(BLOCK_TOKENS, dim=-2))
+
+
+def statistics_of_blocks(blocks: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""EA-5 of queries that come in blocks [..., n, D]: each is read once, and stays in a processor's cache meanwhile.
+
+    The means and the sums of squares about them are merged pairwise (Chan, Golub and LeVeque, 1979), which loses nothing where the
+    mean is large against the spread; `sum q q^T - N mu mu^T` would.
+    """
+    blocks = iter(blocks)
+    first = next(blocks)
+    count, mean = first.shape[-2], first.mean(dim=-2)
+    centred = first - mean[..., None, :]
+    squares = centred.mT @ centred
+    for block in blocks:
+        size, own = block.shape[-2], block.mean(dim=-2)
+        centred = block - own[..., None, :]
+        squares += centred.mT @ centred
+        apart = own - mean
+        squares += count * size / (count + size) * apart[..., :, None] * apart[..., None, :]
+        count += size
+        mean = mean + apart * (size / count)
     # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would have no covariance.
-    return mean, covariance / length
+    return mean, squares / count
 
 
 def unrotated_statistics(
@@ -52,7 +69,11 @@ def unrotated_statistics(
         from optimized.kernels import expected_attention as kernels
 
         return kernels.unrotated_statistics(queries, positions, theta)
-    return query_statistics(rotate(queries.to(working_dtype(queries)), -positions.to(torch.int64), theta))
+    dtype, length = working_dtype(queries), queries.shape[-2]
+    backwards = -positions.to(torch.int64)
+    backwards = backwards.expand(*backwards.shape[:-1], length)
+    blocks = zip(queries.split(BLOCK_TOKENS, dim=-2), backwards.split(BLOCK_TOKENS, dim=-1), strict=True)
+    return statistics_of_blocks(rotate(block.to(dtype), turns, theta) for block, turns in blocks)
 
 
 def require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> None:

@@ -2,6 +2,7 @@ r"""GVote (arXiv 2509.03136): sampled future queries vote on what stays, each wi
 
 from __future__ import annotations
 
+import numpy
 import torch
 
 from optimized.checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
@@ -18,19 +19,59 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     require_states("attention", attention, "... T")
     if attention.device.type == "cpu" and (attention < 0).any():
         raise ValueError(f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0")
-    beyond = float(1 - as_fraction("p", p))
+    as_fraction("p", p)
     if attention.is_cuda and attention.dtype != torch.float64:
         from optimized.kernels import gvote as kernels
 
         return kernels.nucleus(attention, p)
-    falling, order = attention.sort(dim=-1, descending=True, stable=True)
-    # A token is needed as long as those before it hold less than p, that is, as it and those after it hold more than 1 - p.
-    # The tail is summed from its small end, so that at p = 1 no weight above 0 is lost to rounding.
-    tail = falling.flip(-1).cumsum(dim=-1, dtype=torch.float64).flip(-1)
+    return top_each(attention, nucleus_sizes(attention, p))
+
+
+def nucleus_sizes(attention: torch.Tensor, p: float) -> torch.Tensor:
+    r"""`B_0 = |K_0|` of each row of `nucleus`, [...], whole numbers from 1 to T. Arguments of `nucleus`, already checked."""
+    # The lightest are summed first, so that at p = 1 no weight above 0 is lost to rounding: `tail` is the mass of a token and of
+    # all that are lighter. A token is needed as long as the heavier ones hold less than p, so as long as its tail is above 1 - p.
+    tail = rising(attention).cumsum(dim=-1, dtype=torch.float64)
     # Decision: mass is relative to the sum of the row, which low precision need not leave at 1.
-    needed = tail > beyond * tail[..., :1]
-    needed[..., 0] = True
-    return torch.zeros_like(needed).scatter_(-1, order, needed)
+    return (tail > float(1 - as_fraction("p", p)) * tail[..., -1:]).sum(dim=-1).clamp(min=1)
+
+
+def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
+    r"""GV-5, GV-A10: every row keeps the number of tokens that is its own, of equal scores the lower positions.
+
+    Args: scores [..., T]; budgets [...], whole numbers on the same device, more than T keeps all. Returns kept [..., T].
+    Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget and for NaN or infinite scores.
+    """
+    require_budgets(scores, budgets)
+    if scores.is_cuda and scores.dtype != torch.float64:
+        from optimized.kernels import gvote as kernels
+
+        return kernels.top_each(scores, budgets)
+    length = scores.shape[-1]
+    budgets = budgets[..., None].clamp(max=length)
+    threshold = rising(scores).gather(-1, (length - budgets).clamp(max=length - 1)).to(scores.dtype)
+    above, equal = scores > threshold, scores == threshold
+    return above | (equal & (equal.cumsum(dim=-1) <= budgets - above.sum(dim=-1, keepdim=True)))
+
+
+def require_budgets(scores: torch.Tensor, budgets: torch.Tensor) -> None:
+    """Raise ValueError unless budgets [...] has a whole number of at least 0 for each row of scores [..., T]."""
+    require_states("scores", scores, "... T")
+    if not isinstance(budgets, torch.Tensor) or budgets.dtype not in (torch.int32, torch.int64):
+        got = budgets.dtype if isinstance(budgets, torch.Tensor) else type(budgets).__name__
+        raise ValueError(f"budgets: got {got}, wanted a tensor of whole numbers, int32 or int64")
+    require_shape("budgets", budgets, scores.shape[:-1], "the rows of scores")
+    if budgets.device != scores.device:
+        raise ValueError(f"budgets: got device {budgets.device}, wanted {scores.device} (that of scores)")
+    if budgets.device.type == "cpu" and (budgets < 0).any():
+        raise ValueError(f"budgets: got {budgets.tolist()}, wanted whole numbers of at least 0")
+
+
+def rising(values: torch.Tensor) -> torch.Tensor:
+    r"""The values [..., T] in ascending order, without their places: NumPy sorts those alone several times faster than torch."""
+    if values.device.type != "cpu":
+        return values.sort(dim=-1).values
+    return torch.from_numpy(numpy.sort(values.detach().to(working_dtype(values)).numpy(), axis=-1))
 
 
 def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95) -> torch.Tensor:
@@ -48,16 +89,13 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
         from optimized.kernels import gvote as kernels
 
         return kernels.select(query, keys, sampled_queries, p=p)
-    length = keys.shape[2]
     keys = keys.to(working_dtype(keys))  # once, not for every sample
     attention = grouped_logits(query[:, :, None], keys).softmax(dim=-1)  # [B, H_kv, G, 1, T]
-    budgets = nucleus(attention, p).sum(dim=-1, keepdim=True)
-    votes_by_rank = torch.arange(length, device=keys.device) < budgets
+    budgets = nucleus_sizes(attention, p)
     kept = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
     for sampled in sampled_queries.split(1, dim=2):
         # Decision: the logits, not their softmax. They rank alike, but the softmax of distant logits is 0 for all, and ties.
-        order = grouped_logits(sampled, keys).argsort(dim=-1, descending=True, stable=True)
-        votes = torch.zeros_like(votes_by_rank).scatter_(-1, order, votes_by_rank)
+        votes = top_each(grouped_logits(sampled, keys), budgets)
         # Decision: the query heads of a group share one cache, so it keeps what any of them voted for. The tokens of K_0 itself are
         # not added, and no sink is protected: the paper's union has the samples' sets and nothing else.
         kept |= votes.any(dim=3).any(dim=2)

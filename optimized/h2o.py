@@ -11,8 +11,10 @@ from optimized.selection import top_k
 from optimized.tova import grouped_logits, require_queries
 from reference.checks import as_count
 
-# Entries of the attention matrix at a time, over all heads: 64 MiB in float32, whatever the length of the prompt.
-TILE = 2**24
+# Entries of the attention matrix at a time, over all heads, whatever the length of the prompt. On a CPU they are 4 MiB in float32,
+# which stay in its cache.
+TILE = 2**20
+TILE_ON_GPU = 2**24
 
 
 def causal_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     keys = keys.to(working_dtype(keys))  # once, not for every tile
     queries = queries.to(keys.dtype)
     total = keys.new_zeros(keys.shape[:3])
-    block = max(1, TILE // (batch * num_query_heads * length))
+    block = max(1, (TILE_ON_GPU if keys.is_cuda else TILE) // (batch * num_query_heads * length))
     for start in range(0, num_queries, block):
         stop = min(start + block, num_queries)
         seen = length - num_queries + stop  # no query of the block sees a later token

@@ -47,7 +47,7 @@ import triton
 import triton.language as tl
 
 from optimized.checks import require_same_kind, require_shape, require_states
-from optimized.gvote import require_votes
+from optimized.gvote import require_budgets, require_votes
 from optimized.kernels.compiling import Configuration
 from optimized.kernels.launching import as_heads, padded, require_launchable
 from optimized.kernels.selection import byte_counts, keep_from, load_ordered, narrow, ordered
@@ -122,16 +122,8 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     Args: scores [..., T], float32, float16 or bfloat16, any strides; budgets [...], whole numbers on the same device. Returns kept
     [..., T]. Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget (on a GPU it counts as 0).
     """
-    require_states("scores", scores, "... T")
+    require_budgets(scores, budgets)
     require_launchable("scores", scores, largest=None)
-    if not isinstance(budgets, torch.Tensor) or budgets.dtype not in (torch.int32, torch.int64):
-        got = budgets.dtype if isinstance(budgets, torch.Tensor) else type(budgets).__name__
-        raise ValueError(f"budgets: got {got}, wanted a tensor of whole numbers, int32 or int64")
-    require_shape("budgets", budgets, scores.shape[:-1], "the rows of scores")
-    if budgets.device != scores.device:
-        raise ValueError(f"budgets: got device {budgets.device}, wanted {scores.device} (that of scores)")
-    if budgets.device.type == "cpu" and (budgets < 0).any():
-        raise ValueError(f"budgets: got {budgets.tolist()}, wanted whole numbers of at least 0")
     counts = budgets.clamp(0, scores.shape[-1]).to(torch.int32).reshape(-1)
     kept = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     _vote(scores.reshape(-1, scores.shape[-1]), counts, kept, extend=False)
