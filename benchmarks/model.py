@@ -120,6 +120,7 @@ def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
         rows.append(
             {
                 "method": name,
+                "prompt_tokens": ids.shape[1],
                 "seconds": time.perf_counter() - start,
                 "peak_tokens_of_a_head": cache.peak_tokens,
                 "peak_bytes": peak,
@@ -160,6 +161,8 @@ def main() -> None:
     found |= {
         "model": arguments.model,
         "tokens": arguments.tokens,
+        "budget": BUDGET,
+        "block": BLOCK,
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device}",
         "torch": torch.__version__,

@@ -38,12 +38,24 @@ python -m benchmarks.report
 ```
 """
 
+NO_MODEL = """No result is stored yet. This makes one, with the embedded model:
+
+```
+python -m benchmarks.model
+python -m benchmarks.report
+```
+"""
+
+# What is aimed at, at most: compressing over reading the prompt, a token and the bytes over those of the full cache.
+MODEL_GOALS = {"compression": 0.05, "decoding": 1.0, "blocks": 0.4}
+
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the results in a folder."""
-    found = {name: _read(folder / f"{name}.json") for name in ("gpu", "cpu")}
+    found = {name: _read(folder / f"{name}.json") for name in ("gpu", "cpu", "model")}
     parts = [HEAD, "## On a GPU\n", gpu_section(found["gpu"]) if found["gpu"] else NO_GPU]
     parts += ["## On a CPU, against kvpress\n", cpu_section(found["cpu"]) if found["cpu"] else NO_CPU]
+    parts += ["## In a real transformer\n", model_section(found["model"]) if found["model"] else NO_MODEL]
     return "\n".join(parts)
 
 
@@ -89,7 +101,8 @@ def cpu_section(result: dict[str, Any]) -> str:
         f"A layer of Llama-3.1-8B: {result['heads'][1]} KV heads, {result['heads'][0]} query heads, {result['head_dim']} channels. "
         "Each entry is how many times faster than kvpress, then, in brackets, how many times less memory the call took (the rise "
         "of the resident set; a dash where ours rose by less than 1 MiB). `exponent` is the fitted power of the number of tokens "
-        f"with which our time grows, goal {result['goals']['exponent']} at most. kvpress computes bfloat16 caches in bfloat16 and "
+        f"with which our time grows, goal {result['goals']['exponent']} at most; every method is linear in the number of tokens, and "
+        "an exponent above 1 comes of the shortest prompts, which fit into the processor's cache. kvpress computes bfloat16 caches in bfloat16 and "
         "returns bfloat16 scores (KNorm excepted); ours are computed and returned in float32.",
     ]
     for dtype in result["dtypes"]:
@@ -111,6 +124,49 @@ def cpu_section(result: dict[str, Any]) -> str:
         cells = [result["methods"][dtype][str(count)][method] for count in tokens]
         texts = (f" {one['ours_s']['p50'] * 1e3:.3g} / {one['kvpress_s']['p50'] * 1e3:.3g} |" for one in cells)
         lines.append(f"| {name} |" + "".join(texts))
+    return "\n".join([*lines, ""])
+
+
+def model_section(result: dict[str, Any]) -> str:
+    """Three tables: what compressing a prompt costs, how long a token takes afterwards, and the peak of a prompt read in blocks."""
+    reading, *methods = result["compression"]
+    block_tokens = result["blocks"][0]["prompt_tokens"]
+    lines = [
+        f"Model: {result['model']}; {result['machine']}; torch {result['torch']}, transformers {result['transformers']}; "
+        f"{result['date']}. `python -m benchmarks.model`, each ratio within one run.",
+        "",
+        f"### Compressing a prompt of {result['tokens']:,} tokens to half, once it is read",
+        "",
+        f"Reading it took {reading['seconds']:.2f} s. Goal: at most {MODEL_GOALS['compression']:.0%} of that. H2O adds up the "
+        "whole attention matrix, as much work as the attention of the prompt itself; it can meet that goal on no machine.",
+        "",
+        "| method | seconds | of reading the prompt |",
+        "|---|---|---|",
+        *(f"| {row['method']} | {row['seconds']:.3f} | {row['share_of_prefill']:.1%} |" for row in methods),
+        "",
+        f"### A token after {result['tokens']:,} tokens, three quarters of them removed",
+        "",
+        "Goal: at most the time with the full cache. The ratio is the median over rounds in which the caches take turns.",
+        "",
+        "| cache | milliseconds | ratio to the full cache (lowest to highest) | keys and values, MB | over the kept tokens' own |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["decoding"]:
+        spread = f"{row['ratio_to_full']:.2f} ({row['ratio_lowest']:.2f} to {row['ratio_highest']:.2f})"
+        over = f"{row['bytes_over_tokens_kept']:.3f}" if "bytes_over_tokens_kept" in row else ""
+        lines.append(f"| {row['cache']} | {row['seconds_per_token'] * 1e3:.1f} | {spread} | {row['bytes'] / 1e6:.1f} | {over} |")
+    lines += [
+        "",
+        f"### A prompt of {block_tokens:,} tokens in blocks of {result['block']}, with a budget of {result['budget']:,}",
+        "",
+        f"Goal: the cache takes at most {MODEL_GOALS['blocks']:.0%} of the full one at its peak.",
+        "",
+        "| method | peak, MB | full, MB | share |",
+        "|---|---|---|---|",
+    ]
+    for row in result["blocks"]:
+        sizes = f"{row['peak_bytes'] / 1e6:.1f} | {row['full_bytes'] / 1e6:.1f} | {row['share_of_full']:.1%}"
+        lines.append(f"| {row['method']} | {sizes} |")
     return "\n".join([*lines, ""])
 
 

@@ -11,8 +11,9 @@ from optimized.checks import require_finite, require_same_kind, require_shape, r
 
 # Between these norms the square of no component overflows float32, and what underflows is too small to count.
 SAFE_NORMS = (1e-15, 1e18)
-# Numbers of a block of tokens: few enough to stay in a processor's cache from their first use to their last.
-BLOCK = 2**20
+# Numbers of a block of tokens and of the heads that are scored together: few enough to stay in a processor's nearer cache for all
+# that is done in one pass, and in its last one from the first pass to the second.
+BLOCK, HEADS_TOGETHER = 2**19, 2**21
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
@@ -20,7 +21,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
 
     The unit keys are never stored: with `w_i = 1 / |k_i|`, mu points along the product of the row w with K, and the scores are
     the product of K with mu, times w. A block of tokens is converted and read for its norms and its share of mu while it is in
-    the processor's cache, so memory is read twice in all.
+    the processor's cache. Memory is read twice in all, and once where a head fits into the last cache, since heads come in turn.
 
     Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T] in [-1, 1], higher = keep, float32
     (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
@@ -31,7 +32,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
         from optimized.kernels import keydiff as kernels
 
         return kernels.score(keys)
-    return _minus_cosine(*_summed("keys", keys))
+    return _scored(keys)
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
@@ -105,6 +106,14 @@ def require_anchor(name: str, anchor: torch.Tensor, keys: torch.Tensor) -> None:
         raise ValueError(f"{name}: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
     if anchor.device != keys.device:
         raise ValueError(f"{name}: got device {anchor.device}, wanted {keys.device} (that of the keys)")
+
+
+def _scored(keys: torch.Tensor) -> torch.Tensor:
+    """`score` on a CPU: half of the heads before the other half, until few enough are left."""
+    axis = next((axis for axis, size in enumerate(keys.shape[:-2]) if size > 1), None)
+    if axis is None or keys.numel() <= HEADS_TOGETHER:
+        return _minus_cosine(*_summed("keys", keys))
+    return torch.cat([_scored(heads) for heads in keys.tensor_split(2, dim=axis)], dim=axis)
 
 
 def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

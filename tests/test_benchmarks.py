@@ -210,3 +210,29 @@ def test_the_page_without_a_gpu_result_gives_the_command(tmp_path: Path) -> None
     text = report.page(tmp_path)
     assert "No GPU result is stored yet" in text and "python -m benchmarks.gpu --out benchmarks/results" in text
     assert "No CPU result is stored yet" in text and "python -m benchmarks.cpu" in text
+
+
+def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
+    result = {
+        "model": "embedded", "machine": "a machine", "torch": "2", "transformers": "5", "date": "2026-01-02",
+        "tokens": 4096, "budget": 1024, "block": 512,
+        "compression": [
+            {"method": "reading the prompt", "seconds": 8.0, "share_of_prefill": 1.0},
+            {"method": "keydiff", "seconds": 0.1, "share_of_prefill": 0.0125},
+        ],
+        "decoding": [
+            {"cache": "full", "seconds_per_token": 0.05, "ratio_to_full": 1, "ratio_lowest": 1, "ratio_highest": 1, "bytes": 8e6},
+            {"cache": "ragged", "seconds_per_token": 0.04, "ratio_to_full": 0.8, "ratio_lowest": 0.7, "ratio_highest": 0.9,
+             "bytes": 2e6, "bytes_over_tokens_kept": 1.0},
+        ],
+        "blocks": [{"method": "tova", "prompt_tokens": 8192, "peak_bytes": 1e6, "full_bytes": 8e6, "share_of_full": 0.125}],
+    }  # fmt: skip
+    (tmp_path / "model.json").write_text(json.dumps(result))
+    text = report.page(tmp_path)
+    for line in (
+        "| keydiff | 0.100 | 1.2% |",
+        "| ragged | 40.0 | 0.80 (0.70 to 0.90) | 2.0 | 1.000 |",
+        "| tova | 1.0 | 8.0 | 12.5% |",
+        "8,192 tokens in blocks of 512, with a budget of 1,024",
+    ):
+        assert line in text
