@@ -101,9 +101,9 @@ def cpu_section(result: dict[str, Any]) -> str:
         f"A layer of Llama-3.1-8B: {result['heads'][1]} KV heads, {result['heads'][0]} query heads, {result['head_dim']} channels. "
         "Each entry is how many times faster than kvpress, then, in brackets, how many times less memory the call took (the rise "
         "of the resident set; a dash where ours rose by less than 1 MiB). `exponent` is the fitted power of the number of tokens "
-        f"with which our time grows, goal {result['goals']['exponent']} at most; every method is linear in the number of tokens, and "
-        "an exponent above 1 comes of the shortest prompts, which fit into the processor's cache. kvpress computes bfloat16 caches in bfloat16 and "
-        "returns bfloat16 scores (KNorm excepted); ours are computed and returned in float32.",
+        f"with which our time grows, goal {result['goals']['exponent']} at most; each is linear in the number of tokens, and what "
+        "lies above 1 comes of the shortest prompts, which fit into the processor's cache. kvpress computes bfloat16 caches in "
+        "bfloat16 and returns bfloat16 scores (KNorm excepted); ours are computed and returned in float32.",
     ]
     for dtype in result["dtypes"]:
         header = "".join(f" T = {count} |" for count in tokens)
