@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
+import triton.language as tl
 
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -33,3 +36,14 @@ def as_heads(states: torch.Tensor) -> torch.Tensor:
 def padded(size: int) -> int:
     """Return the power of two that holds `size`; Triton's tiles have no other sizes, the rest is masked."""
     return max(16, triton.next_power_of_2(size))
+
+
+def is_interpreted(states: torch.Tensor) -> bool:
+    """Return whether the kernels run in the interpreter, on the CPU."""
+    return states.device.type == "cpu"
+
+
+def dot_dtype(states: torch.Tensor) -> Any:
+    """What the factors of a product are: the dtype of the cache, but the interpreter cannot multiply bfloat16."""
+    bfloat16 = tl.float32 if is_interpreted(states) else tl.bfloat16
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[states.dtype]

@@ -1,4 +1,4 @@
-r"""MomentKV (arXiv 2606.01563): a decoding step in two launches (MK-A1), and the moments of a prompt in its one compaction (MK-25).
+r"""MomentKV (arXiv 2606.01563): a decoding step in two launches (MK-A1). The moments of a prompt are in `momentkv_prompt`.
 
 A step equals, in torch, for one KV head with L slots, its G query heads [G, D] and float32 moments n, s_k, s_v, S:
 
@@ -41,10 +41,6 @@ products take float16 or bfloat16 factors and add in float32: the covariance is 
 (float16: multiplied first by a power of two that puts its largest entry below 2^15). The residual is computed n times as large,
 n v - s_v - covariance k / sqrt(D), so that one division a token replaces one for each channel.
 
-Moments of a prompt, `sum_evicted`. S = V_E^T K_E is one product with the tokens in the middle, and the rows that go into it are
-those that compaction does not copy. Each tile is therefore read once, the kept rows into the compressed cache and the evicted ones
-into the product. 131,072 tokens of 8 heads of 128 bfloat16 channels, few of them kept: 537 MB, a floor of 125 microseconds. Splits
-have their own sums in float32, which `add_splits` adds to the moments from before, in the order of the splits.
 """
 
 from __future__ import annotations
@@ -57,11 +53,10 @@ import triton
 import triton.language as tl
 from triton.runtime.driver import driver
 
-from optimized.cache import CompressedCache
 from optimized.checks import require_kept
-from optimized.kernels.cache import copy_tile
 from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import padded, require_launchable
+from optimized.kernels.launching import dot_dtype, is_interpreted, padded, require_launchable
+from optimized.kernels.momentkv_prompt import as_float32, compress_prompt, update
 from optimized.momentkv import (
     LARGEST_GROUP,
     Moments,
@@ -70,7 +65,6 @@ from optimized.momentkv import (
     no_moments,
     require_decoding,
     require_slots,
-    require_tokens,
     step_by_step,
     wide,
 )
@@ -79,7 +73,6 @@ __all__ = ["CONFIGURATIONS", "LARGEST_GROUP", "Moments", "attend", "compress_pro
 
 PROGRAMS_WANTED = 256
 MOST_SPLITS = 16
-LEAST_TOKENS_OF_A_SPLIT = 256
 
 
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -173,89 +166,6 @@ def decode_step(
     return step_by_step(step, attend, query, new_key, new_value, keys, values, moments, budget)
 
 
-def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
-    r"""MK-25: the moments with those of the evicted tokens added, as `optimized.momentkv.update`.
-
-    Args: moments; keys [B, H_kv, T, D] (any leading axes); values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides;
-    evicted [B, H_kv, T], boolean. Returns the Moments after, float32. Raises ValueError naming the argument.
-    """
-    require_tokens(keys, values)
-    require_launchable("keys", keys)
-    require_launchable("values", values)
-    require_kept("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
-    moments = _float32(wide(moments, keys, values))
-    _, after = _sum_evicted(keys, values, evicted, moments, None)
-    return after
-
-
-def compress_prompt(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> tuple[CompressedCache, Moments]:
-    r"""CACHE-1 and MK-25 in one pass over K and V: `cache.compress(keys, values, kept)` and the moments of the other tokens.
-
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides; kept [B, H_kv, T], boolean.
-    Returns the cache in the dtype of its inputs, and the Moments, float32. Raises ValueError naming the argument.
-    Waits for the GPU once, to learn how many tokens are kept.
-    """
-    require_tokens(keys, values, "B H_kv T")
-    require_launchable("keys", keys)
-    require_launchable("values", values)
-    require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
-    rows = kept.reshape(-1).cumsum(0)
-    return _compress(keys, values, kept, rows, int(rows[-1]))
-
-
-def _compress(
-    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor, total: int
-) -> tuple[CompressedCache, Moments]:
-    """Copy the `total` kept tokens, each to the row that `rows` [B * H_kv * T], counted from 1, gives it; sum up the others."""
-    cache = CompressedCache(
-        torch.empty((total, keys.shape[3]), dtype=keys.dtype, device=keys.device),
-        torch.empty((total, values.shape[3]), dtype=values.dtype, device=keys.device),
-        torch.empty(total, dtype=torch.int64, device=keys.device),
-        kept.sum(dim=-1),
-    )
-    return _sum_evicted(keys, values, kept, no_moments(keys, values), (cache, rows))
-
-
-def _sum_evicted(
-    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, before: Moments, copy: tuple[CompressedCache, torch.Tensor] | None
-) -> tuple[Any, Moments]:
-    """Add the evicted tokens to the moments: those of `mask`, or, where `copy` is where to copy its tokens, those it leaves out."""
-    lead, (length, head_dim), value_dim = keys.shape[:-2], keys.shape[-2:], values.shape[-1]
-    keys, values = (states.reshape(-1, 1, *states.shape[-2:]) if states.ndim != 4 else states for states in (keys, values))
-    num_heads = keys.shape[1]
-    heads = keys.shape[0] * num_heads
-    tile = _sum_tile(keys, values)
-    block_t = tile["BLOCK_T"]
-    splits = max(1, min(triton.cdiv(PROGRAMS_WANTED, heads), triton.cdiv(length, LEAST_TOKENS_OF_A_SPLIT)))
-    split = triton.cdiv(triton.cdiv(length, splits), block_t) * block_t
-    splits = triton.cdiv(length, split)
-
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=keys.device)
-
-    sums = floats(heads, splits, head_dim), floats(heads, splits, value_dim), floats(heads, splits, value_dim, head_dim)
-    counts = torch.empty((heads, splits), dtype=torch.int64, device=keys.device)
-    # Where nothing is copied the mask stands in for the pointers.
-    (out_keys, out_values, positions, _), rows = copy or ((mask,) * 4, mask)
-    chunks = triton.cdiv(value_dim, tile["BLOCK_DV"])
-    sum_evicted[(heads * splits * chunks,)](
-        keys, values, mask.contiguous(), rows, out_keys, out_values, positions, counts, *sums, *keys.stride(), *values.stride(),
-        num_heads, length, split, splits, chunks, head_dim, value_dim, COPY=copy is not None, **tile,
-    )  # fmt: skip
-    after = Moments(
-        torch.empty(lead, dtype=torch.int64, device=keys.device),
-        floats(*lead, head_dim),
-        floats(*lead, value_dim),
-        floats(*lead, value_dim, head_dim),
-    )
-    block = min(2048, padded(head_dim * value_dim))
-    add_splits[(heads, triton.cdiv(head_dim * value_dim, block))](
-        *before, counts, *sums, *after, splits, head_dim, value_dim,
-        MOST_SPLITS=PROGRAMS_WANTED, BLOCK_D=padded(head_dim), BLOCK_DV=padded(value_dim), BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return copy and copy[0], after
-
-
 class _Walked(NamedTuple):
     """What `walk_cache` leaves to the second launch."""
 
@@ -316,34 +226,18 @@ def _require(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mome
     if query.shape[1] > LARGEST_GROUP * keys.shape[1]:
         wanted = f"at most {LARGEST_GROUP * keys.shape[1]} for {keys.shape[1]} KV heads"
         raise ValueError(f"query: got {query.shape[1]} query heads, wanted a contiguous {wanted}")
-    return _float32(wide(moments, keys, values))
-
-
-def _float32(moments: Moments) -> Moments:
-    """The moments contiguous, and the sums float32."""
-    return Moments(moments.count.contiguous(), *(field.to(torch.float32).contiguous() for field in moments[1:]))
-
-
-def _is_interpreted(states: torch.Tensor) -> bool:
-    """Return whether the kernels run in the interpreter, on the CPU."""
-    return states.device.type == "cpu"
+    return as_float32(wide(moments, keys, values))
 
 
 def _empty_output(query: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Room for the output. The interpreter cuts float32 off to bfloat16 instead of rounding: there torch rounds afterwards."""
-    dtype = torch.float32 if _is_interpreted(query) else query.dtype
+    dtype = torch.float32 if is_interpreted(query) else query.dtype
     return torch.empty((*query.shape[:2], values.shape[3]), dtype=dtype, device=query.device)
 
 
 def _power(group: int) -> int:
     """The power of two that holds the query heads of a group."""
     return triton.next_power_of_2(group)
-
-
-def _dot_dtype(states: torch.Tensor) -> Any:
-    """What the factors of a product are: the dtype of the cache, but the interpreter cannot multiply bfloat16."""
-    bfloat16 = tl.float32 if _is_interpreted(states) else tl.bfloat16
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[states.dtype]
 
 
 def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
@@ -355,23 +249,12 @@ def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
         tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": num_warps, "num_stages": 1}
     else:
         tile = {"BLOCK_T": 32, "BLOCK_DV": min(block_dv, 16384 // block_d, 128), "num_warps": 4, "num_stages": 2}
-    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": _dot_dtype(keys)}
-
-
-def _sum_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of `sum_evicted`: the sum of products, [BLOCK_DV, BLOCK_D], stays in registers."""
-    block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
-    if keys.dtype == torch.float32:
-        tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": 8, "num_stages": 1}
-    else:
-        block_t = 64 if max(block_d, block_dv) <= 64 else 32
-        tile = {"BLOCK_T": block_t, "BLOCK_DV": min(block_dv, 16384 // block_d, 128), "num_warps": 8, "num_stages": 2}
-    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": _dot_dtype(keys)}
+    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(keys)}
 
 
 def _is_amd(states: torch.Tensor) -> bool:
     """Return whether the GPU to compile for is AMD's."""
-    return not _is_interpreted(states) and driver.active.get_current_target().backend == "hip"
+    return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
 
 
 def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
@@ -758,98 +641,6 @@ def replace_lowest(
         tl.store(positions + slot * positions_stride_t, position)
 
 
-@triton.jit(do_not_specialize=["length", "split", "splits"])
-def sum_evicted(
-    keys_ptr, values_ptr, mask_ptr, rows_ptr, out_keys_ptr, out_values_ptr, positions_ptr,
-    counts_ptr, key_sums_ptr, value_sums_ptr, value_key_sums_ptr,
-    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
-    num_heads, length, split, splits, chunks, head_dim, value_dim,
-    COPY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The moments of the evicted tokens of one split of one head; with COPY, its kept rows. Grid: heads * splits * chunks."""
-    program, chunk = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks
-    head, part = program // splits, (program % splits).to(tl.int32)
-    item, kv_head = head // num_heads, head % num_heads
-    channels = tl.arange(0, BLOCK_D)
-    value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    keys_base = keys_ptr + item * key_stride_b + kv_head * key_stride_h
-    values_base = values_ptr + item * value_stride_b + kv_head * value_stride_h
-    # A product with a row of ones is the sum over the tokens; tensor cores want 16 rows, so zeros follow.
-    ones = tl.where(tl.arange(0, 16)[:, None] == 0, 1.0, tl.zeros([16, BLOCK_T], dtype=tl.float32)).to(DOT_DTYPE)
-    products = tl.zeros([BLOCK_DV, BLOCK_D], dtype=tl.float32)
-    key_sums = tl.zeros([16, BLOCK_D], dtype=tl.float32)
-    value_sums = tl.zeros([16, BLOCK_DV], dtype=tl.float32)
-    counts = tl.zeros([BLOCK_T], dtype=tl.int32)
-    end = tl.minimum((part + 1) * split, length)
-    for first in range(part * split, end, BLOCK_T):
-        tokens = first + tl.arange(0, BLOCK_T)
-        inside = tokens < end
-        evicted = inside & (tl.load(mask_ptr + head * length + tokens, mask=inside, other=0) != 0)
-        if COPY:
-            kept = evicted
-            evicted = inside & (kept == 0)
-            rows = tl.load(rows_ptr + head * length + tokens, mask=kept, other=1) - 1
-            copied = kept & (tokens < tl.where(chunk == 0, end, 0))  # the first chunk of value channels copies the keys
-            tl.store(positions_ptr + rows, tokens, mask=copied)
-            copy_tile(keys_base, out_keys_ptr, tokens, rows, copied, key_stride_t, key_stride_d, head_dim, BLOCK_D)
-            copied = kept[:, None] & (value_channels < value_dim)[None, :]
-            offsets = tokens.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d
-            states = tl.load(values_base + offsets, mask=copied, other=0.0)
-            tl.store(out_values_ptr + rows[:, None] * value_dim + value_channels[None, :], states, mask=copied)
-        # keys [BLOCK_T, BLOCK_D], values [BLOCK_T, BLOCK_DV]: rows that are kept are not read here.
-        keys = tl.load(
-            keys_base + tokens.to(tl.int64)[:, None] * key_stride_t + channels.to(tl.int64)[None, :] * key_stride_d,
-            mask=evicted[:, None] & (channels < head_dim)[None, :], other=0.0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-        values = tl.load(
-            values_base + tokens.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d,
-            mask=evicted[:, None] & (value_channels < value_dim)[None, :], other=0.0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-        products += tl.dot(tl.trans(values), keys, input_precision="ieee")
-        key_sums += tl.dot(ones, keys, input_precision="ieee")
-        value_sums += tl.dot(ones, values, input_precision="ieee")
-        counts += evicted.to(tl.int32)
-    written = channels < tl.where(chunk == 0, head_dim, 0)
-    tl.store(key_sums_ptr + program * head_dim + channels, tl.sum(key_sums, axis=0), mask=written)
-    tl.store(value_sums_ptr + program * value_dim + value_channels, tl.sum(value_sums, axis=0), mask=value_channels < value_dim)
-    tl.store(
-        value_key_sums_ptr + (program * value_dim + value_channels[:, None]) * head_dim + channels[None, :], products,
-        mask=(value_channels < value_dim)[:, None] & (channels < head_dim)[None, :],
-    )  # fmt: skip
-    if chunk == 0:
-        tl.store(counts_ptr + program, tl.sum(counts, axis=0))
-
-
-@triton.jit(do_not_specialize=["splits"])
-def add_splits(
-    before_count_ptr, before_keys_ptr, before_values_ptr, before_products_ptr,
-    counts_ptr, key_sums_ptr, value_sums_ptr, value_key_sums_ptr,
-    count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr, splits, head_dim, value_dim,
-    MOST_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add the sums of the splits of a head to its moments, in their order. Grid: heads, blocks of S."""
-    head = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    add_rows(before_products_ptr, value_key_sums_ptr, value_key_sum_ptr, head, splits, head_dim * value_dim, index)
-    if tl.program_id(1) == 0:
-        add_rows(before_keys_ptr, key_sums_ptr, key_sum_ptr, head, splits, head_dim, tl.arange(0, BLOCK_D))
-        add_rows(before_values_ptr, value_sums_ptr, value_sum_ptr, head, splits, value_dim, tl.arange(0, BLOCK_DV))
-        parts = tl.arange(0, MOST_SPLITS)
-        counts = tl.load(counts_ptr + head * splits + parts, mask=parts < splits, other=0)
-        tl.store(count_ptr + head, tl.load(before_count_ptr + head) + tl.sum(counts, axis=0))
-
-
-@triton.jit
-def add_rows(before_ptr, sums_ptr, after_ptr, head, splits, size, index):
-    """after[head, index] = the sum over the splits of sums[head, split, index], and before[head, index]."""
-    inside = index < size
-    total = tl.zeros_like(index).to(tl.float32)
-    for part in range(splits):
-        total += tl.load(sums_ptr + (head * splits + part) * size + index, mask=inside, other=0.0)
-    total += tl.load(before_ptr + head * size + index, mask=inside, other=0.0)
-    tl.store(after_ptr + head * size + index, total, mask=inside)
-
-
 def _compiled(dtype: torch.dtype, head_dim: int, group: int) -> Configuration:
     def launch() -> None:
         cache = torch.empty((32, 8, 1024, head_dim), dtype=dtype, device="meta")
@@ -860,13 +651,11 @@ def _compiled(dtype: torch.dtype, head_dim: int, group: int) -> Configuration:
         step(query, cache[:, :, 0], cache[:, :, 1], cache, cache, positions, moments, 1024)
         score(query, cache, cache, moments)
         attend(query, cache, cache, kept, moments)
-        update(moments, cache, cache, kept)
-        _compress(cache, cache, kept, kept.reshape(-1).cumsum(0), 32 * 8 * 128)
 
     return Configuration(
         f"{dtype} head_dim {head_dim} group {group}".removeprefix("torch."),
         launch,
-        tensor_cores=frozenset() if dtype == torch.float32 else frozenset({"walk_cache", "sum_evicted"}),
+        tensor_cores=frozenset() if dtype == torch.float32 else frozenset({"walk_cache"}),
         scalar=frozenset({"finish_scores"}),
     )
 
