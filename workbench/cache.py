@@ -332,6 +332,8 @@ class EvictingCache(Cache):
     def reset(self) -> None:
         """Forget everything and wait for a new prompt."""
         self.close()
+        for layer in self.layers:  # older versions of transformers would keep as many zeros instead
+            layer.keys, layer.values, layer.is_initialized = None, None, False
         super().reset()
         self._wait()
 
