@@ -103,6 +103,13 @@ def test_every_method_has_a_row_and_a_picture(result: demo.Result) -> None:
     assert json.loads(json.dumps(result.as_json()))["rows"][1]["summary"]["of"] == 2
 
 
+def test_a_method_that_sets_its_own_budget_is_asked_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny_llama(max_position_embeddings=2048)
+    found = demo.run(model, tokenizer, method_names=["gvote", "knorm"], ratios=(0.25, 0.5), depths=(0.5,), tokens=300)
+    assert [(row.label, row.asked) for row in found.rows[1:]] == [("gvote", "own"), ("knorm", "25%"), ("knorm", "50%")]
+    assert found.rows[1].tokens_after[0] < found.rows[1].tokens_before[0]
+
+
 def test_default_methods_say_whom_they_leave_out() -> None:
     runnable, left_out = demo.default_methods()
     assert {"keydiff", "knorm", "lagkv", "streaming_llm", "random"} <= set(runnable)

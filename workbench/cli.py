@@ -200,7 +200,7 @@ def _demo_table(result: Result) -> Table:
         colour = {each["of"]: "green", 0: "red"}.get(each["right"], "yellow")
         table.add_row(
             row.label,
-            f"{row.compression_ratio:.0%}",
+            row.asked,
             f"{_mebibytes(each['bytes_before'])} → {_mebibytes(each['bytes_after'])}",
             f"[{colour}]{each['right']}/{each['of']}[/]",
             f"{each['error']:.1f}",

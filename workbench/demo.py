@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,11 +27,11 @@ DEMO_OPTIONS: dict[str, Any] = {"lag_size": 128}
 
 @dataclass
 class Row:
-    """What one method did at one ratio; the lists have one entry for each depth."""
+    """What one method did at one ratio (None: it sets its own budget); the lists have one entry for each depth."""
 
     method: str
     options: dict[str, Any]
-    compression_ratio: float
+    compression_ratio: float | None
     depths: list[float] = field(default_factory=list)
     bytes_before: list[int] = field(default_factory=list)
     bytes_after: list[int] = field(default_factory=list)
@@ -48,11 +49,16 @@ class Row:
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.method} ({options})" if options else self.method
 
+    @property
+    def asked(self) -> str:
+        """'25%', or 'own' for a method that sets its own budget."""
+        return "own" if self.compression_ratio is None else f"{self.compression_ratio:.0%}"
+
     def summary(self) -> dict[str, Any]:
         """The row of the table: means over the prompts, and how many answers were right."""
         means = ("bytes_before", "bytes_after", "tokens_before", "tokens_after", "error", "relative_error", "seconds")
         numbers = {name: float(np.mean(getattr(self, name))) for name in means}
-        return {"label": self.label, "asked": self.compression_ratio, **numbers, "right": sum(self.right), "of": len(self.right)}
+        return {"label": self.label, "asked": self.asked, **numbers, "right": sum(self.right), "of": len(self.right)}
 
     def as_json(self) -> dict[str, Any]:
         """Everything measured, and the summary."""
@@ -64,7 +70,7 @@ class Picture:
     """The tokens that one method kept of one prompt: kept [layers * H_kv, T], and where the number stands."""
 
     label: str
-    compression_ratio: float
+    asked: str
     kept: np.ndarray
     heads: int
     needle: tuple[int, int]
@@ -126,12 +132,13 @@ def run(
         methods.tokens_to_keep(1, ratio)
     prompts = [passkey.make(tokenizer, depth=depth, seed=seed, tokens=tokens) for depth in depths]
     full_row = Row(FULL, {}, 0.0)
-    rows: dict[tuple[str, float], Row] = {}
+    rows: dict[str, list[Row]] = {}
     for method in chosen:
         options = {name: value for name, value in DEMO_OPTIONS.items() if name in method.options}
-        rows |= {(method.name, ratio): Row(method.name, options, ratio) for ratio in ratios}
+        asked = [None] if method.sets_own_budget else ratios
+        rows[method.name] = [Row(method.name, options, ratio) for ratio in asked]
     pictures: list[Picture] = []
-    plan(len(prompts) * (2 + len(chosen) * len(ratios)))
+    plan(len(prompts) * (2 + sum(map(len, rows.values()))))
     record = frozenset().union(*(method.captured for method in chosen))
     for index, prompt in enumerate(prompts):
         place = f"prompt {index + 1} of {len(prompts)}"
@@ -143,16 +150,18 @@ def run(
         baseline = ask(model, tokenizer, full, prompt.question_ids, MAX_NEW_TOKENS)
         _measure(full_row, prompt, full, full, baseline, baseline, time.perf_counter() - start)
         for method in chosen:
-            for ratio in ratios:
-                advance(f"{place}: {method.name}, {ratio:.0%} removed")
-                row = rows[method.name, ratio]
+            for row in rows[method.name]:
+                advance(f"{place}: {method.name}, removed: {row.asked}")
+                ratio = max(ratios) if row.compression_ratio is None else row.compression_ratio
                 start = time.perf_counter()
                 cache = EvictingCache.from_prefilled(model, full, method, ratio, row.options, seed=seed + index)
                 answer = ask(model, tokenizer, cache, prompt.question_ids, MAX_NEW_TOKENS)
                 _measure(row, prompt, full, cache, baseline, answer, time.perf_counter() - start)
                 if index == len(prompts) // 2:
                     pictures.append(_picture(row, prompt, cache))
-    return Result(str(model.config.name_or_path), seed, [full_row, *rows.values()], pictures, left_out)
+    return Result(
+        str(model.config.name_or_path), seed, [full_row, *itertools.chain.from_iterable(rows.values())], pictures, left_out
+    )
 
 
 def _measure(
@@ -178,4 +187,4 @@ def _picture(row: Row, prompt: passkey.Passkey, cache: EvictingCache) -> Picture
         _, _, positions, filled = layer.contents()
         for head in range(len(each)):
             each[head, positions[0, head][filled[0, head]].cpu()] = True
-    return Picture(row.label, row.compression_ratio, kept.reshape(-1, length), kept.shape[1], prompt.needle)
+    return Picture(row.label, row.asked, kept.reshape(-1, length), kept.shape[1], prompt.needle)

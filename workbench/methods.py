@@ -66,6 +66,11 @@ class Method:
         return 1 if "moments" in self.inputs else 0
 
     @property
+    def sets_own_budget(self) -> bool:
+        """Whether it decides by itself how much stays, as GVote does: a ratio above 0 changes nothing."""
+        return self.is_select and not self.reads & {"budget", "compression_ratio", "keep_ratio"}
+
+    @property
     def is_recursive(self) -> bool:
         """Whether the method leaves alone what it has compressed once, as LagKV does (LK-R)."""
         return "keep_ratio" in self.inputs and "sink_size" in self.options

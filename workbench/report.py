@@ -23,7 +23,7 @@ def write(result: Result, path: Path) -> None:
     """Write the report to `path`, completely or not at all."""
     environment = Environment(loader=PackageLoader("workbench"), autoescape=select_autoescape())
     panels = [
-        {"label": label, "image": survival_image(group), "ratios": [picture.compression_ratio for picture in group]}
+        {"label": label, "image": survival_image(group), "removed": ", ".join(picture.asked for picture in group)}
         for label, group in ((label, list(group)) for label, group in groupby(result.pictures, key=lambda each: each.label))
     ]
     rows = [row.summary() for row in result.rows]
@@ -55,7 +55,7 @@ def survival_figure(pictures: list[Picture]) -> Figure:
         axes.plot(sum(picture.needle) / 2, -0.02 * rows, marker="v", color=NEEDLE_COLOUR, clip_on=False, markersize=6)
         axes.set_xlim(-0.5, length - 0.5)
         axes.set_ylim(rows - 0.5, -0.5)
-        axes.set_title(f"{picture.compression_ratio:.0%} removed", color=TEXT_COLOUR, fontsize=10, pad=10)
+        axes.set_title(f"removed: {picture.asked}", color=TEXT_COLOUR, fontsize=10, pad=10)
         axes.set_xlabel("position in the text", color=TEXT_COLOUR, fontsize=9)
         step = picture.heads * 5
         axes.set_yticks(range(0, rows, step), [str(row // picture.heads) for row in range(0, rows, step)])
