@@ -55,6 +55,11 @@ def link_to(page: str, identifier: str) -> str:
     return relative(page, f"{entry.page}#{entry.anchor}")
 
 
+def _sentence(statement: str) -> str:
+    """A statement that begins with a word begins with a capital letter; one that begins with a symbol stays as it is."""
+    return statement[0].upper() + statement[1:] if re.match(r"[a-z]{2,}[ ,:;-]|a ", statement) else statement
+
+
 def _verdict(word: str) -> str:
     return f'<span class="verdict verdict-{word}">{word}</span>'
 
@@ -114,7 +119,7 @@ def equations(page: str, stems: str) -> str:
             laws = "<br>".join(_law_links(page, entry)) or escaped(entry.requirement.no_law)
             cells = [
                 f'<span id="{entry.anchor}">{entry.requirement.id}</span>',
-                f"{escaped(entry.requirement.statement)} ({entry.requirement.where})",
+                f"{escaped(_sentence(entry.requirement.statement))} ({entry.requirement.where})",
                 _verdict(entry.requirement.verdict) + "".join(f"<br>{link}" for link in _errata_links(page, entry)),
                 laws,
             ]
@@ -137,11 +142,11 @@ def _card(page: str, entry: Entry, last: dict[Definition, str]) -> str:
     lines = [f"### {requirement.id} · {escaped(entry.name)} {{ #{entry.anchor} }}".replace(" ·  {", " {"), ""]
     if entry.formula:
         lines += ["$$", entry.formula, "$$", ""]
-    lines += [f"{escaped(requirement.statement)}.", ""]
+    lines += [f"{escaped(_sentence(requirement.statement))}.", ""]
     where = f"{requirement.where} · " if requirement.where else ""
     lines += [f'<p class="where">{where}{_verdict(requirement.verdict)}</p>', ""]
     layers = list(zip(LAYERS.values(), (entry.reference, entry.torch, entry.kernels), strict=True))
-    lines += [f"- **{layer}** {_named(page, found)}" for layer, found in layers if found]
+    lines += [f"- **{layer}** {_named(page, found)}{_quoted_at(requirement.id, found, last)}" for layer, found in layers if found]
     if entry.kernels:
         path = entry.kernels[0].path
         lines[-1] += f", explained in [{path}]({relative(page, source_uri(path))})"
@@ -168,6 +173,12 @@ def _card(page: str, entry: Entry, last: dict[Definition, str]) -> str:
     return "\n".join(lines)
 
 
+def _quoted_at(identifier: str, found: Iterable[Definition], last: dict[Definition, str]) -> str:
+    """Where to read a function whose code stands in the card of another equation that it writes as well."""
+    elsewhere = dict.fromkeys(last[one] for one in found if last[one] != identifier and not _is_program(one))
+    return f", quoted at {', '.join(f'[{other}](#{entries()[other].anchor})' for other in elsewhere)}" if elsewhere else ""
+
+
 def _is_program(definition: Definition) -> bool:
     """Whether it runs on the GPU: such a function is read in its file, below the explanation, not quoted in a card."""
     return "@triton.jit" in definition.source
@@ -189,11 +200,15 @@ def method_table(page: str) -> str:
 
 
 def counts(page: str) -> str:
-    """How much there is, in one sentence."""
+    """How much there is, in a few sentences."""
     found = entries().values()
     laws, mutants = sum(len(entry.laws) for entry in found), sum(len(entry.mutants) for entry in found)
     functions = len({one for entry in found for one in entry.reference})
-    return f"{len(found)} requirements, {functions} functions of mathematics, {laws} laws, {mutants} planted mistakes."
+    return (
+        f"There are {len(found)} requirements, the equations and claims of the papers and of the methods they compare with; "
+        f"{functions} functions of mathematics that write them; {laws} laws, to which any implementation can be put; and {mutants} "
+        "planted mistakes, wrong implementations on which the laws are tried."
+    )
 
 
 def errata_list(page: str, stem: str) -> str:
@@ -228,6 +243,46 @@ def measured(page: str, stem: str) -> str:
     return "\n".join(lines)
 
 
+def retrieved(page: str, stem: str) -> str:
+    """A table of what the small model still finds with a method and its compositions, and with random eviction."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "retrieval.json").read_text(encoding="utf-8"))
+    # A method with a budget of its own has the same numbers whatever was asked for: they are shown once.
+    rows: dict[str, dict[tuple[str, str, str], None]] = {}
+    for row in result["rows"]:
+        if row["method"].partition("+")[0] in (stem, "random"):
+            found = row["summary"]
+            removed = f"{1 - found['bytes_after'] / found['bytes_before']:.0%}"
+            rows.setdefault(found["label"], {})[removed, str(found["right"]), f"{found['error']:.1f}"] = None
+    tokens, prompts = result["rows"][0]["summary"]["tokens_before"], result["rows"][0]["summary"]["of"]
+    lines = [
+        f"A number hidden in about {tokens:,.0f} tokens of text, {prompts} prompts, the question asked after the compression. "
+        f"The last column is how far the final hidden states of the question move "
+        f"([all methods]({relative(page, 'retrieval.md')}); {result['date']}).",
+        "",
+        f"| method | removed | found, of {prompts} | moved |",
+        "|---|---|---|---|",
+    ]
+    for label, summaries in rows.items():
+        lines.append(f"| {escaped(label)} | {' | '.join(' / '.join(column) for column in zip(*summaries, strict=True))} |")
+    return "\n".join(lines)
+
+
+def formulas(page: str, identifiers: str) -> str:
+    """The typeset equations of some requirements, each with the link to its card."""
+    text = []
+    for identifier in identifiers.split(", "):
+        entry = entries()[identifier]
+        text += [
+            "$$",
+            entry.formula,
+            "$$",
+            "",
+            f"[{identifier} · {escaped(entry.name)}]({link_to(page, identifier)}){{ .from }}",
+            "",
+        ]
+    return "\n".join(text)
+
+
 def signature(page: str, path: str) -> str:
     """The first lines of a function of reference/, up to its docstring, and the first line of that."""
     stem, _, name = path.partition(".")
@@ -259,7 +314,9 @@ MARKERS: dict[str, Callable[..., str]] = {
     "methods": method_table,
     "counts": counts,
     "errata": errata_list,
+    "formulas": formulas,
     "measured": measured,
+    "retrieved": retrieved,
     "signature": signature,
     "code": code,
     "readme": readme,
@@ -267,12 +324,17 @@ MARKERS: dict[str, Callable[..., str]] = {
 
 
 def filled(page: str, markdown: str) -> str:
-    """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by what they stand for."""
+    """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by what they stand for.
+
+    A marker that is indented, as in a tab, is replaced by lines indented as far.
+    """
 
     def fill(match: re.Match[str]) -> str:
-        return MARKERS[match["name"]](page, *([match["argument"]] if match["argument"] else []))
+        return textwrap.indent(MARKERS[match["name"]](page, *([match["argument"]] if match["argument"] else [])), match["indent"])
 
-    return re.sub(rf"^<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->$", fill, markdown, flags=re.MULTILINE)
+    return re.sub(
+        rf"^(?P<indent> *)<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->$", fill, markdown, flags=re.MULTILINE
+    )
 
 
 def linked(page: str, markdown: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -39,6 +40,24 @@ def test_a_lesson_asks_predicts_and_breaks_something(lesson: Path) -> None:
     assert text.count("**Predict**") >= 3
     assert "goes wrong" in text
     assert text.count("def check_") >= 2
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_question(lesson: Path) -> None:
+    text, page = lesson.read_text(encoding="utf-8"), (PAGES / f"{lesson.stem}.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# {int(lesson.stem[:2])}. ")
+    questions = text.count("**Predict**")
+    assert page.count("\n{ .predict }\n") == questions
+    assert page.count("<summary>What it gives</summary>") == questions
+    assert page.count("<summary>What is imported</summary>") == 1
+    assert page.count("<summary>How it is drawn</summary>") == text.count('tags=["drawing"')
+    assert page.count("<summary>A solution</summary>") == text.count("def check_")
+
+
+def test_a_lesson_leads_to_the_next_one() -> None:
+    for lesson, following in itertools.pairwise(LESSONS):
+        ending = (PAGES / f"{lesson.stem}.md").read_text(encoding="utf-8").rpartition("Next:")[2]
+        assert f"]({following.stem}.md)" in ending, lesson.stem
 
 
 def test_the_notebook_for_download_has_no_outputs() -> None:

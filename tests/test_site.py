@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,71 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         "return -cosine(keys, anchor(keys))",
     ):
         assert wanted in card
+
+
+def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
+    cards = pages.equations("methods/lagkv.md", "lagkv")
+    first, last = (cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("LK-1", "LK-4"))
+    assert "quoted at [LK-4](#lk-4)" in first and "def project(" not in first
+    assert "def project(" in last and "quoted at [LK-4]" not in last
+
+
+@pytest.mark.parametrize("stem", ["expected_attention", "keydiff", "lagkv", "momentkv", "gvote"])
+def test_a_page_of_a_paper_has_every_part(stem: str) -> None:
+    text = (DOCS / "methods" / f"{stem}.md").read_text(encoding="utf-8")
+    wanted = ("The method in short", "Notation", "Find an equation", "What the laws say", "Where it shines and where it fails")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [*wanted, "Decisions and errata", "The equations"]
+    for marker in ("overview", "retrieved", "measured", "errata", "equations"):
+        assert f"<!-- {marker}: {stem} -->" in text
+    for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/", f"../decisions.md#{stem.replace('_', '-')}"):
+        assert f"]({link}" in text
+
+
+def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() -> None:
+    table = pages.retrieved("methods/keydiff.md", "keydiff")
+    assert [line.split(" | ")[0] for line in table.splitlines()[4:]] == [
+        "| keydiff",
+        "| keydiff+moments",
+        r"| keydiff+ada\_kv",
+        "| random",
+    ]
+    own_budget = pages.retrieved("methods/gvote.md", "gvote").splitlines()[4]
+    assert own_budget.startswith("| gvote | ") and "/" not in own_budget
+
+
+def test_a_marker_in_a_tab_is_replaced_by_indented_lines() -> None:
+    text = pages.filled("index.md", '=== "A law"\n\n    <!-- code: reference/keydiff.py::anchor -->\n')
+    assert "\n    ~~~~ python\n    def anchor(" in text and "<!--" not in text
+    assert all(line.startswith("    ") for line in text.splitlines()[2:] if line)
+
+
+REPORTS = (DOCS / "judging.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["my_homework", "my_kernels"])
+def test_a_report_on_the_page_is_what_its_program_is_told(name: str, tmp_path: Path) -> None:
+    shown = re.search(
+        rf"^KD-8 does not hold for keydiff\.score of {name} .*?^  this law alone .*?$", REPORTS, re.DOTALL | re.MULTILINE
+    )
+    assert shown
+    program = re.findall(r"^```python\n(.*?)^```$", REPORTS[: shown.start()], re.DOTALL | re.MULTILINE)[-1]
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "keydiff.py").write_text(program, encoding="utf-8")
+    law = "spec_tests/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        law,
+        "--impl",
+        str(tmp_path / name),
+        "--profile",
+        "student",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run([*command, "--color=no"], cwd=site.ROOT, capture_output=True, text=True, check=False)
+    assert shown[0] in done.stdout.replace(f"{tmp_path}/", ""), done.stdout + done.stderr
 
 
 def test_every_method_is_in_the_table_and_has_a_page() -> None:

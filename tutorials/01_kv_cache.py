@@ -3,10 +3,20 @@
 #
 # **A language model stores a key and a value for every token it has read. What breaks when it throws half of them away?**
 #
-# You need NumPy and a rough idea of attention: a query is compared with every key, the comparison gives weights, and the output
-# is the weighted mean of the values.
+# You need NumPy and have heard of transformers. In each layer a transformer makes three vectors of every token: a *query*, which
+# asks, a *key*, by which it is found, and a *value*, which it hands over. The query of a token is compared with the keys of all
+# tokens so far. The dot products, divided by $\sqrt D$, are the *logits*; softmax, which divides exponentials by their sum, makes
+# them *weights* that sum to 1; the output is the weighted mean of the values:
+#
+# $$\mathrm{output}=\sum_{i=1}^{T}a_iv_i,\qquad a_i=\frac{e^{q\cdot k_i/\sqrt D}}{\sum_j e^{q\cdot k_j/\sqrt D}}.$$
+#
+# $T$ is the number of tokens and $D$ the number of channels of a key. A token is a word or a piece of one.
+#
+# All lessons: a box with a file name is quoted from the project as it is tested there (`show` prints it). A name such as KD-3
+# is an equation, here the third of the KeyDiff paper, and leads to all that the project knows of it; EA, LK, MK and GV are the
+# other papers, ATT, SEL and CACHE the rules that they share.
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 from matplotlib import pyplot as plt
 
@@ -23,9 +33,9 @@ from workbench.questions import ask, prefill
 # %% [markdown]
 # ## Three tokens, by hand
 #
-# Let everything be a single number. The query is 1, so the logits are the keys themselves. Take the keys $\log 5$, $\log 3$ and
-# $\log 2$: the weights are then .5, .3 and .2. The values are 1, 2 and $-\tfrac12$. The output is $.5\cdot 1+.3\cdot
-# 2+.2\cdot(-\tfrac12)=1$.
+# Let everything be a single number, $D=1$. The query is 1, so the logits are the keys themselves. Take the keys $\log 5$,
+# $\log 3$ and $\log 2$: the weights are then .5, .3 and .2. The values are 1, 2 and $-\tfrac12$. The output is
+# $.5\cdot 1+.3\cdot 2+.2\cdot(-\tfrac12)=1$.
 
 # %%
 keys = np.log([[5.0], [3.0], [2.0]])
@@ -53,9 +63,10 @@ for token in range(3):
 # %% [markdown]
 # The heaviest token goes for free: its value is exactly the output, so the others say the same without it. The lightest costs
 # nearly as much as any. A weight alone does not tell what a token is worth: it also counts how the value differs from what the
-# others say. This is the [erratum](../errata.md) EA-4.
+# others say. One of the papers calls weight times length of the value the best measure there is; this example is the
+# [erratum EA-4](../errata.md#ea-4-the-size-of-an-update-is-not-the-optimal-measure).
 
-# %% alt="Bars of attention weight and of damage for three tokens: the heaviest token does no damage"
+# %% tags=["drawing"] alt="Bars of attention weight and of damage for three tokens: the heaviest token does no damage"
 figure, (left, right) = plt.subplots(1, 2)
 left.bar(range(3), [0.5, 0.3, 0.2], color=BLUE)
 left.set(title="attention weight", xlabel="token", xticks=range(3))
@@ -80,7 +91,9 @@ print("largest difference", np.abs(at_once - one_by_one).max())
 show(cached_attention)
 
 # %% [markdown]
-# The price is memory: two vectors (key and value) of `head_dim` numbers for each token, each KV head and each layer.
+# The price is memory. Each layer has several *heads*, attentions side by side, and in most models a few query heads share the
+# keys and values of one *KV head*. So what is stored is two vectors, key and value, of `head_dim` numbers ($D$ above) for each
+# token, each KV head and each layer.
 #
 # **Predict** Llama-3.1-8B has 32 layers, 8 KV heads, head_dim 128 and stores 2 bytes a number. How many tokens fill a 24 GiB
 # card with their cache alone, the weights not counted?
@@ -89,7 +102,7 @@ show(cached_attention)
 bytes_of_a_token = 2 * 32 * 8 * 128 * 2
 print(f"{bytes_of_a_token // 1024} KiB a token, so {24 * 2**30 // bytes_of_a_token:,} tokens")
 
-# %% alt="Size of the KV cache against the number of tokens, whole and with half and nine tenths removed: straight lines"
+# %% tags=["drawing"] alt="Size of the KV cache against the number of tokens, whole, half, a tenth: straight lines"
 tokens = np.linspace(0, 200_000, 50)
 for removed, colour in ((0, BLUE), (0.5, ORANGE), (0.9, GREEN)):
     plt.plot(tokens / 1000, (1 - removed) * tokens * bytes_of_a_token / 2**30, color=colour, label=f"{removed:.0%} removed")
@@ -101,8 +114,9 @@ plt.show()
 # %% [markdown]
 # ## Choose, then gather
 #
-# Every method here works in the same steps: give each token a score (higher = keep), keep as many as the budget allows, and copy
-# the kept rows together. The shapes are those of transformers: keys and values are `[batch, KV heads, tokens, head_dim]`.
+# Most methods here work in the same steps: give each token a score (higher = keep), keep as many as the *budget* allows, and
+# copy the kept rows together. The budget comes from a compression ratio, the fraction that is *removed*. The shapes are those
+# of transformers: keys and values are `[batch, KV heads, tokens, head_dim]`.
 
 # %%
 scores = np.array([[[0.1, 0.9, 0.3, 0.9, 0.2]]])
@@ -110,6 +124,12 @@ kept = top_k(scores, budget(5, compression_ratio=0.4))
 print("kept", kept[0, 0].astype(int))
 compressed = compress(random.normal(size=(1, 1, 5, 2)), random.normal(size=(1, 1, 5, 2)), kept)
 print("positions", compressed.positions, "keys", compressed.keys.shape)
+
+# %% tags=["drawing"] alt="Scores of five tokens as bars: the three that are kept are blue, the other two grey"
+figure, axes = plt.subplots(figsize=(5, 2))
+axes.bar(range(5), scores[0, 0], color=[BLUE if stays else GREY for stays in kept[0, 0]])
+axes.set(xlabel="token", ylabel="score", title="budget 3 of 5: blue stays, in the order of the text")
+plt.show()
 
 # %% [markdown]
 # The tokens stay in the order of the text, and of equal scores the lower position is kept. Such choices are written down on the
@@ -125,8 +145,9 @@ print("in here ", budget(10, 0.9))
 show(budget)
 
 # %% [markdown]
-# $1-0.9$ is a little less than a tenth in binary, and `int` cuts off. The slip is planted in this project as a *mutant*, a wrong
-# implementation that a law must catch. How many budgets does it get wrong?
+# $1-0.9$ is a little less than a tenth in binary, and `int` cuts off. The slip is planted in this project as a *mutant*, a
+# wrong implementation that the *laws* must catch: properties that every right one has, tested on drawn inputs. How many budgets
+# does it get wrong?
 
 # %%
 wrong_budget = load_mutants()["selection.float_budget"]
@@ -143,8 +164,9 @@ print(f"{len(wrong)} of {3 * len(ratios)} budgets are wrong, such as", wrong[:4]
 # %% [markdown]
 # ## A real model
 #
-# SmolLM2-135M reads a few hundred tokens with a number hidden among them. Then its cache is compressed, and only then is it
-# asked for the number. The method cannot know what will be asked.
+# SmolLM2-135M, a language model of 135 million parameters, reads a few hundred tokens with a number hidden among them
+# (`prefill`). Then its cache is compressed, and only then is it asked for the number. The method cannot know what will be
+# asked.
 
 # %%
 model, tokenizer = embedded()
@@ -166,7 +188,7 @@ for method in (None, "random", "streaming_llm", "keydiff"):
     answer = ask(model, tokenizer, caches[method], prompt.question_ids, 10)
     print(f"{method or 'full cache':14} {caches[method].nbytes / 2**20:5.1f} MiB  {answer.text!r}")
 
-# %% alt="Which tokens two methods keep in each layer and head: streaming_llm the two ends, KeyDiff some everywhere"
+# %% tags=["drawing"] alt="Which tokens two methods keep in each layer and head: StreamingLLM the ends, KeyDiff some everywhere"
 figure, axes = plt.subplots(2, 1, figsize=(6.4, 4.6), sharex=True)
 for each, method in zip(axes, ("streaming_llm", "keydiff"), strict=True):
     draw_kept(each, caches[method], prompt.needle, f"{method}: blue is kept, the number stands between the lines")
@@ -174,8 +196,10 @@ axes[0].set_xlabel("")
 plt.show()
 
 # %% [markdown]
-# One prompt is no measurement: the README has a table of five prompts and three ratios. But the picture shows what the following
-# lessons are about. Each method has its own idea of which rows and columns to colour.
+# The model has 30 layers of 3 KV heads, so the picture has 90 rows, and each row keeps half of its tokens. One prompt is no
+# measurement: [a table](../methods/index.md#what-a-small-model-shows) has five prompts and three ratios. But the picture shows
+# what the following lessons are about: each method has its own idea of what to colour. In [a figure](../figures/survivors.md)
+# you can move the budget and put all methods side by side.
 #
 # ## Exercises
 #
@@ -236,4 +260,4 @@ def solution_output_without(weights, values, i):
 report(check_output_without, solution_output_without)
 
 # %% [markdown]
-# Next: [KeyDiff](02_keydiff.md), which chooses without looking at a single query.
+# Next: [lesson 2, KeyDiff](02_keydiff.md), which chooses without looking at a single query.

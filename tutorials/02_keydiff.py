@@ -4,9 +4,9 @@
 # **Which tokens should stay if you may look at the keys alone, at no query and at no attention weight?**
 #
 # KeyDiff ([arXiv 2504.15364](https://arxiv.org/abs/2504.15364)) answers: those whose keys point away from the average direction.
-# It needs nothing but the keys, so it works with attention kernels that never show their weights.
+# It needs nothing but the keys, so it works with fast attention kernels, which never write the attention weights down.
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 from matplotlib import pyplot as plt
 
@@ -37,7 +37,7 @@ print("order, best first", np.argsort(-scores, kind="stable"))
 show(keydiff.unit, keydiff.anchor, keydiff.cosine, keydiff.score)
 
 
-# %% alt="Four keys as arrows on the unit circle with the anchor: the key at right angles to the others is farthest from it"
+# %% tags=["drawing"] alt="Four keys as arrows on the unit circle with the anchor: the one at right angles is farthest"
 def draw_directions(axes, keys, anchor, label):
     for place, direction in enumerate(keydiff.unit(keys)):
         axes.annotate("", direction, (0, 0), arrowprops={"arrowstyle": "->", "color": BLUE})
@@ -55,11 +55,14 @@ plt.show()
 # ## Why the average is enough (KD-7, KD-8)
 #
 # The idea behind it: keep keys that are unlike *each other*. Literally that is a matrix of $T^2$ cosines,
-# $S_{ij}=\cos(k_i,k_j)$, and the score $-\sum_j S_{ij}$ (KD-7). But a row sum is a dot product with a sum:
+# $S_{ij}=\cos(k_i,k_j)$, for $T$ tokens, and the score $-\sum_j S_{ij}$ (KD-7). Write $\hat k_i=k_i/|k_i|$ for a key divided by
+# its length, so that a cosine is $\hat k_i\cdot\hat k_j$, and $\mu=\frac1T\sum_j\hat k_j$ for the *anchor*. A row sum is then a
+# dot product with a sum:
 #
 # $$\sum_j \hat k_i\cdot\hat k_j=\hat k_i\cdot\sum_j\hat k_j=T\,|\mu|\cos(k_i,\mu).$$
 #
-# So the cheap score (KD-8) is the expensive one divided by the same positive number for every token: the ranking is the same.
+# So the cheap score, $-\cos(\mu,k_i)$ (KD-8), is the expensive one divided by the same positive number for every token: the
+# ranking is the same.
 
 # %%
 show(keydiff.similarity_matrix, keydiff.pairwise_score)
@@ -89,7 +92,7 @@ print("planted:", raw_mean.misconception, "- to be caught by", raw_mean.killed_b
 print("order of KD-8     ", np.argsort(-scores, kind="stable"))
 print("order of the mutant", np.argsort(-raw_mean.function(keys[None, None])[0, 0], kind="stable"))
 
-# %% alt="The anchor as the mean of directions lies between the keys; as the mean of raw keys it lies on the long key"
+# %% tags=["drawing"] alt="The anchor as the mean of directions lies between the keys; of raw keys it lies on the long key"
 figure, axes = plt.subplots(1, 2, figsize=(6.6, 3.4))
 draw_directions(axes[0], keys, keydiff.anchor(keys), "KD-8, the mean of directions")
 draw_directions(axes[1], keys, keys.mean(axis=0), "the mutant, the mean of keys")
@@ -97,7 +100,7 @@ plt.show()
 
 # %% [markdown]
 # The law that catches it needs no expected numbers: multiply any key by a positive number, and no score may change. The laws are
-# properties of this kind, checked on hundreds of drawn inputs; lesson 9 puts a scorer of yours to them.
+# properties of this kind, checked on hundreds of drawn inputs; [lesson 9](09_your_own_scorer.md) puts a scorer of yours to them.
 #
 # ## A real model
 #
@@ -121,7 +124,7 @@ print(
 # **Predict** If the directions were spread evenly over a sphere in 64 dimensions, the cosines would lie around 0. Where do they
 # lie?
 
-# %% tags=["predict"] alt="Histogram of the cosine of keys with the anchor for three heads, far above zero"
+# %% tags=["drawing", "predict"] alt="Histogram of the cosine of keys with the anchor for three heads, far above zero"
 figure, axes = plt.subplots(1, 3, figsize=(7.2, 2.6), sharey=True)
 first, last = prompt.needle
 for head, each in enumerate(axes):
@@ -150,16 +153,17 @@ for ratio in (0.5, 0.75, 0.9):
     cache = EvictingCache.from_prefilled(model, full_cache, "keydiff", ratio)
     print(f"{ratio:.0%} removed: {ask(model, tokenizer, cache, prompt.question_ids, 10).text!r}")
 
-# %% alt="What KeyDiff keeps when 75 percent go: the first tokens, and in the middle layers the number"
+# %% tags=["drawing"] alt="What KeyDiff keeps when 75 percent go: the first tokens, and in the middle layers the number"
 figure, axes = plt.subplots(figsize=(6.4, 3))
 draw_kept(axes, EvictingCache.from_prefilled(model, full_cache, "keydiff", 0.75), prompt.needle, "KeyDiff, 75 % removed")
 plt.show()
 
 # %% [markdown]
-# The first tokens are kept nearly whole from the middle layers on: their keys are unlike all others, as those of attention sinks
-# are. The sentence with the number stands out in the middle layers.
+# The first tokens are kept nearly whole from the middle layers on: their keys are unlike all others. Such tokens draw much
+# attention whatever they say, and are called *attention sinks*. The sentence with the number stands out in the middle layers.
 #
-# The paper also says that this is the *optimal* way to keep keys unlike each other. Lesson 10 tests that sentence on five keys.
+# The paper also says that this is the *optimal* way to keep keys unlike each other. [Lesson 10](10_reading_a_paper.md) tests that
+# sentence on five keys.
 #
 # ## Exercises
 #
@@ -212,3 +216,7 @@ report(check_three_keys, three_keys)
 # Two short keys side by side make the direction common; a long key the other way makes the raw mean point to itself.
 solution_three_keys = np.array([[10.0, 0.0], [0.0, 1.0], [0.1, 1.0]])
 report(check_three_keys, solution_three_keys)
+
+# %% [markdown]
+# More: [move a key](../figures/keys.md) and see the scores change; [all equations of KeyDiff](../methods/keydiff.md). Next:
+# [lesson 3, LagKV](03_lagkv.md), which looks at values too.

@@ -6,7 +6,7 @@
 # LagKV ([arXiv 2504.04704](https://arxiv.org/abs/2504.04704)) cuts the cache into partitions and measures each against the
 # *next* one: a token that varies strangely against what follows is worth keeping. Nothing but keys and values is needed.
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 from matplotlib import pyplot as plt
 
@@ -24,9 +24,14 @@ from workbench.questions import ask, prefill
 # Two channels: the first holds numbers around 100, the second numbers around 1. The partition at hand has three tokens, the next
 # one two. The next one says what is usual: channel 0 runs from 100 to 110, channel 1 from 0 to 2.
 #
-# By hand: subtract the least, divide by the range. Token 0 becomes (.5, .5), token 1 (.5, 2), token 2 (0, 0).
+# By hand: subtract the least, divide by the range. With $Z$ for keys or values of partition $p$, per channel (LK-9),
 #
-# **Predict** A token is scored by the standard deviation over its own channels. Which of the three wins?
+# $$\bar Z^{p}=\frac{Z^{p}-\min Z^{p+1}}{\max Z^{p+1}-\min Z^{p+1}}.$$
+#
+# Token 0 becomes (.5, .5), token 1 (.5, 2), token 2 (0, 0). The standard deviations over the two channels are 0, 1.06 and 0.
+#
+# **Predict** A token is scored by the standard deviation over its own channels; a softmax over the partition then makes shares
+# of it (LK-10). Which of the three wins?
 
 # %% tags=["predict"]
 part = np.array([[105.0, 1.0], [105.0, 4.0], [100.0, 0.0]])
@@ -36,9 +41,21 @@ print(normalised)
 print("scores", lagkv.variation_score(normalised).round(3))
 show(lagkv.normalise, lagkv.variation_score)
 
+# %% tags=["drawing"] alt="Three tokens in normalised channels, the unit square, the diagonal: token 1 alone lies off it"
+figure, axes = plt.subplots(figsize=(3.4, 3.6))
+axes.add_patch(plt.Rectangle((0, 0), 1, 1, color=GREEN, alpha=0.15))
+axes.plot([0, 2.2], [0, 2.2], color=GREY, linestyle=":")
+axes.plot(*normalised.T, "o", color=BLUE)
+for token, at in enumerate(normalised):
+    axes.annotate(f"token {token}", at, xytext=(6, -3), textcoords="offset points", color=BLUE)
+axes.set(aspect="equal", xlim=(-0.2, 2.2), ylim=(-0.2, 2.2), xlabel="channel 0, normalised", ylabel="channel 1, normalised")
+axes.set_title("green: the range of the next partition")
+plt.show()
+
 # %% [markdown]
 # Token 1 wins. In channel 0 it is as usual; in channel 1 it is far beyond the range. The deviation over channels sees that one
-# channel disagrees with the other. A token that is high in *all* channels alike would not be seen: its channels agree.
+# channel disagrees with the other: with two channels, it is the distance from the dotted diagonal. A token that is high in *all*
+# channels alike would not be seen: its channels agree.
 #
 # ## Why normalise at all
 #
@@ -57,7 +74,8 @@ for channel, colour in enumerate((BLUE, ORANGE)):
 left.set(title="as cached", xlabel="token of the partition", ylabel="value")
 right.set(title="normalised by the next partition", xlabel="token of the partition")
 right.axhspan(0, 1, color=GREY, alpha=0.2)
-left.legend()
+left.set_ylim(top=400)
+left.legend(loc="upper left", ncols=2)
 plt.show()
 plain = lagkv.score(long_part, long_part, long_next, long_next)
 moved = [states * [7, 1000] + [3, -5] for states in (long_part, long_next)]
@@ -68,7 +86,9 @@ print("the best token is", plain.argmax())
 # ## The score of a token (LK-7 to LK-11)
 #
 # The softmax over the partition turns each list of deviations into shares that sum to 1, for the keys and for the values alike.
-# The two are added, so the scores of a partition sum to 2.
+# The two are added, so the scores of a partition sum to 2:
+#
+# $$\mathrm{score}_i=\mathrm{softmax}_i\big(\mathrm{std}(\bar K)\big)+\mathrm{softmax}_i\big(\mathrm{std}(\bar V)\big).$$
 
 # %%
 show(lagkv.score)
@@ -77,8 +97,13 @@ print("sum of the scores", plain.sum())
 # %% [markdown]
 # ## How many tokens stay (LK-12)
 #
-# The first $S$ tokens stay (sinks). The rest is cut into partitions of $L$ tokens. Each partition but the last keeps $\lfloor
-# rL\rfloor$ tokens; the last one and what comes after it stay whole, for nothing has followed them yet.
+# The first $S$ tokens stay: they are *sinks*, which draw attention whatever they say. The rest is cut into partitions of $L$
+# tokens. Each partition but the last keeps $\lfloor rL\rfloor$ tokens; the last one and what comes after it stay whole, for
+# nothing has followed them yet. Of $L_s$ tokens there remain
+#
+# $$L_R=S+\lfloor rL\rfloor\Big(\Big\lfloor\frac{L_s-S}{L}\Big\rfloor-1\Big)+L+\big((L_s-S)\bmod L\big),$$
+#
+# and all of them if there are fewer than $S+2L$.
 
 # %% alt="Tokens kept against tokens read: a staircase of teeth, first the diagonal, then slower growth"
 show(lagkv.retained_length)
@@ -124,8 +149,8 @@ print("score of token 12, right:", plain[12].round(3), " mutant:", wrong[12].rou
 #
 # ## A real model
 #
-# Our prompt has 300 tokens, so we take small partitions, $L=32$. To compare methods at equal size, the workbench asks for a
-# budget and solves LK-13 for $r$, as the paper does.
+# Our prompt has some 300 tokens, so we take small partitions, $L=32$. To compare methods at equal size, the workbench (the part
+# of the project that runs a method in a model) asks for a budget and solves LK-13 for $r$, as the paper does.
 #
 # **Predict** Sinks, the last partition and the rest after it are kept anyway. What is left of each other partition if 75 % are
 # removed?
@@ -144,11 +169,11 @@ for ratio in (0.25, 0.5, 0.75):
     answer = ask(model, tokenizer, caches[ratio], prompt.question_ids, 10)
     print(f"{ratio:.0%} removed: {float(keep_ratio * 32):2.0f} of the 32 tokens of each partition stay, answer {answer.text!r}")
 
-# %% alt="The tokens that LagKV keeps: sinks and the end whole, the same number of each other partition"
+# %% tags=["drawing"] alt="The tokens that LagKV keeps: sinks and the end whole, the same number of each other partition"
 figure, axes = plt.subplots(figsize=(6.4, 3))
 draw_kept(axes, caches[0.5], prompt.needle, "LagKV, partitions of 32, half removed")
 for start in range(16, length, 32):
-    axes.axvline(start - 0.5, color=GREEN, linewidth=0.8)
+    axes.axvline(start - 0.5, color="limegreen", linewidth=1.2)
 plt.show()
 
 # %% [markdown]
@@ -209,3 +234,7 @@ report(check_unseen, unseen)
 low, high = lagkv.reference_minimum(calm_next)[0], lagkv.reference_maximum(calm_next)[0]
 solution_unseen = low + 10 * (high - low)
 report(check_unseen, solution_unseen)
+
+# %% [markdown]
+# More: [move a key](../figures/keys.md) against the next partition; [all equations of LagKV](../methods/lagkv.md). Next:
+# [lesson 4, Expected Attention](04_expected_attention.md), which looks ahead.

@@ -6,7 +6,7 @@
 # Expected Attention ([arXiv 2510.00636](https://arxiv.org/abs/2510.00636)) models future queries as Gaussian. For a Gaussian
 # query the expectation of an unnormalised weight has a closed form.
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
@@ -23,8 +23,9 @@ from workbench.questions import prefill
 # %% [markdown]
 # ## Two keys, by hand
 #
-# Let queries and keys be single numbers, and the query drawn from N(0, 1). Key A is 0, key B is 2. The unnormalised weight is
-# $z=e^{qk}$. For key A it is always 1. For key B it is $e^{2q}$: above 1 for half of the queries, below 1 for the other half.
+# Let queries and keys be single numbers, and the query drawn from N(0, 1), the Gaussian of mean 0 and variance 1. Key A is 0,
+# key B is 2. The unnormalised weight, a weight of attention before it is divided by the sum of all, is $z=e^{qk}$. For key A it
+# is always 1. For key B it is $e^{2q}$: above 1 for half of the queries, below 1 for the other half.
 #
 # **Predict** On average over the queries: is the mean of $e^{2q}$ about 1, about 2, or about 7?
 
@@ -34,7 +35,7 @@ queries = random.normal(size=200_000)
 print("mean of exp(2q)", np.exp(2 * queries).mean().round(2))
 print("exp(2^2 / 2)   ", np.exp(2.0).round(2))
 
-# %% alt="Distribution of exp(2q): most of it below 1, a long tail, the mean at 7.4"
+# %% tags=["drawing"] alt="Distribution of exp(2q): most of it below 1, a long tail, the mean at 7.4"
 figure, axes = plt.subplots(figsize=(6, 2.6))
 axes.hist(np.exp(2 * queries), bins=np.linspace(0, 20, 80), color=BLUE)
 axes.axvline(1, color=GREY, linestyle=":", label="median, 1")
@@ -44,9 +45,15 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# The mean is the moment generating function of a Gaussian: $E[e^{qk}]=e^{\mu k+\sigma^2k^2/2}$. Rare queries that love the key
-# decide. In $d$ dimensions, with logits divided by $\sqrt d$, this is the heart of the method (EA-7). It is kept in the log
-# domain, since it overflows.
+# The mean is the moment generating function of a Gaussian of mean $\mu$ and variance $\sigma^2$:
+# $E[e^{qk}]=e^{\mu k+\sigma^2k^2/2}$. Rare queries that love the key decide. In $d$ channels the mean is a vector $\mu$, the
+# variance a covariance matrix $\Sigma$, and logits are divided by $\sqrt d$. This is the heart of the method, the expected
+# unnormalised weight of token $i$ (EA-7), and its share of all tokens (EA-8):
+#
+# $$\hat z_i=\exp\Big(\frac{\mu\cdot k_i}{\sqrt d}+\frac{k_i^\top\Sigma k_i}{2d}\Big),
+# \qquad\hat a_i=\frac{\hat z_i}{\sum_j\hat z_j}.$$
+#
+# The code keeps the logarithm of $\hat z$, since $\hat z$ itself overflows.
 
 # %%
 show(ea.log_expected_scores, ea.expected_weights)
@@ -73,7 +80,8 @@ plt.show()
 # %% [markdown]
 # ## From weight to score (EA-9)
 #
-# Lesson 1 showed that the value counts too. The score is $(\hat a_i+\epsilon)\,|v_i|$, and $\epsilon$ is .02.
+# [Lesson 1](01_kv_cache.md) showed that the value counts too. The score is $(\hat a_i+\epsilon)\,|v_i|$, the expected weight
+# plus a small constant, times the length of the value. The paper sets $\epsilon$ to .02.
 #
 # **Predict** The weights $\hat a$ of a head sum to 1. Of 4,096 tokens, how many can at most have a weight above .02? And who
 # decides for the others?
@@ -83,13 +91,16 @@ show(ea.contribution)
 print("at most", int(1 / 0.02), "tokens; for the others the score lies between .02 |v| and .04 |v|")
 
 # %% [markdown]
-# So with the published $\epsilon$ the norm of the value ranks nearly everything ([errata](../errata.md), EA-9). The paper itself
-# sets it to 0 for needle retrieval.
+# So with the published $\epsilon$ the norm of the value ranks nearly everything (it has an
+# [erratum](../errata.md#ea-9-epsilon-002-is-not-small)). The paper itself sets it to 0 where one hidden fact, a *needle*, has
+# to be found.
 #
 # ## The positions to come (EA-6)
 #
-# A query is turned by RoPE according to its position, and the future has many positions. The method averages the rotation over
-# the next 512 positions. Each pair of channels is turned with its own speed; a fast pair is averaged away.
+# Most models tell a token's position to the attention by turning its query and key: RoPE, rotary position embedding, turns each
+# pair of channels by an angle that grows with the position, each pair with its own speed. The future has many positions, so the
+# method averages the rotation over the next 512; a fast pair is averaged away. The averaged rotation turns the mean and the
+# covariance of the queries, which are taken *before* RoPE; keys are cached *after* it.
 #
 # **Predict** The average of a full turn is 0. How many of the 32 pairs of a 64-channel head keep more than half of their length?
 
@@ -116,11 +127,27 @@ level = np.array([[2.0], [-1.0]])  # the logits' log expectations: -.5 * 2 + 2^2
 mu, one = np.array([-0.5]), np.eye(1)
 print("keys", level[:, 0], "right", ea.log_expected_scores(level, mu, one), "mutant", half_dropped.function(level, mu, one))
 
+# %% tags=["drawing"] alt="Logarithm of the expected weight against the key: two parabolas; without the half one too steep"
+figure, axes = plt.subplots(figsize=(5.6, 2.6))
+line = np.linspace(-2, 3, 101)[:, None]
+axes.plot(line, ea.log_expected_scores(line, mu, one), color=BLUE, label="EA-7")
+axes.plot(line, half_dropped.function(line, mu, one), color=ORANGE, label="without the half")
+for key in level[:, 0]:
+    axes.axvline(key, color=GREY, linestyle=":")
+axes.set(xlabel="key (dotted: the two of the example)", ylabel="log of the expected weight")
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# Without the half the longer key wins, though both draw the same: lengths count double.
+
 # %% [markdown]
 # ## A real model
 #
-# SmolLM2 reads a text and a question. From the queries of the *text* alone we take mean and covariance, before RoPE, and average
-# over the coming positions. Then we compare the expected weights with the attention that the question really pays to the text.
+# SmolLM2 reads a text and a question. From the queries of the *text* alone we take mean and covariance, before RoPE, and
+# average over the coming positions (`future_statistics`). Then we compare the expected weights with the attention that the
+# question really pays to the text, in all 30 layers and 9 query heads; three query heads share a KV head, hence the `group` of
+# 3.
 
 # %%
 model, tokenizer = embedded()
@@ -139,7 +166,7 @@ for index, layer in enumerate(cache.layers):
     coming = queries[0, :, length:].double().numpy()
     expected.append(ea.expected_weights(keys, mean, covariance))
     mean_alone.append(ea.expected_weights(keys, mean, 0 * covariance))
-    observed.append(softmax(coming @ keys.swapaxes(-1, -2) / 8).mean(axis=-2))
+    observed.append(softmax(coming @ keys.swapaxes(-1, -2) / np.sqrt(keys.shape[-1])).mean(axis=-2))
 expected, mean_alone, observed = (np.array(each) for each in (expected, mean_alone, observed))
 
 # %% [markdown]
@@ -170,11 +197,11 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# The first token of a text draws much of the attention (an attention sink), and any forecast gets that right. So the honest
-# figure is the one without the first tokens. The forecast is good in most layers, and on this prompt the variance term does not
-# improve it. The [errata](../errata.md) have a reason why it may do too much: a ratio of expectations rewards variance more than
-# expected attention would (EA-8; lesson 10). One prompt and one small model say no more than that; the paper's own measure is
-# its appendix C.
+# The first token of a text draws much of the attention (it is an attention *sink*), and any forecast gets that right. So the
+# honest figure is the one without the first tokens. The forecast is good in the early layers and mixed in the later ones, and
+# on this prompt the variance term does not improve it. There is a reason why it may do too much: a ratio of expectations
+# rewards variance more than expected attention would (EA-8; [lesson 10](10_reading_a_paper.md) has the example). One prompt and
+# one small model say no more than that; the paper's own measure is its appendix C.
 #
 # ## Exercises
 #
@@ -223,3 +250,7 @@ report(check_epsilon, epsilon)
 # %% tags=["solution"]
 solution_epsilon = 0.03 - 2 * 0.003  # .03 + e = 2 (.003 + e)
 report(check_epsilon, solution_epsilon)
+
+# %% [markdown]
+# More: [all equations of Expected Attention](../methods/expected_attention.md) and the [steps between
+# them](../methods/derivations.md). Next: [lesson 5, MomentKV](05_momentkv.md), which asks what becomes of the evicted.

@@ -6,7 +6,7 @@
 # MomentKV ([arXiv 2606.01563](https://arxiv.org/abs/2606.01563)) adds what it evicts to four sums, whose size does not grow, and
 # gives the evicted tokens' share of the attention back from them.
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
@@ -44,28 +44,66 @@ def three_outputs(query, keys, values, kept):
 
 values = np.array([[4.0], [1.0], [3.0]])
 kept = np.array([True, False, False])
+outputs = {}
 for keys in ([[0.0], [0.0], [0.0]], [[0.0], [2.0], [2.0]], [[0.0], [1.0], [2.0]]):
     full, retained, corrected = three_outputs(np.array([1.0]), np.array(keys), values, kept)
     print("keys", np.ravel(keys), f"full {full[0]:.3f}, kept alone {retained[0]:.3f}, corrected {corrected[0]:.3f}")
+    outputs[f"keys {np.ravel(keys).astype(int)}"] = (full[0], retained[0], corrected[0])
+
+# %% tags=["drawing"] alt="Three rows of outputs: the kept token alone is far off; the corrected one is near the full one"
+figure, axes = plt.subplots(figsize=(6.4, 2))
+rows = np.array(list(outputs.values()))
+for column, (name, marker, colour) in enumerate((("full", "o", "black"), ("kept alone", "s", ORANGE), ("corrected", "x", BLUE))):
+    axes.plot(rows[:, column], range(3), marker, color=colour, markersize=9, label=name)
+axes.set(xlabel="output", yticks=range(3), yticklabels=list(outputs), xlim=(1.9, 4.2), ylim=(2.5, -0.5))
+axes.legend(loc="center", ncols=3)
+plt.show()
 
 # %% [markdown]
 # Equal keys are what counts: then all evicted tokens get the same weight, whatever the query. Where they differ, the sums know
 # the weights only approximately.
 #
 # ## Four sums (MK-22 to MK-25)
+#
+# Of the set $E$ of evicted tokens MomentKV keeps four sums, its *moments* (MK-22), and adds each token that goes later (MK-25):
+#
+# $$n=|E|,\qquad s_k=\sum_{i\in E}k_i,\qquad s_v=\sum_{i\in E}v_i,\qquad S=\sum_{i\in E}v_ik_i^\top.$$
+#
+# From them follow (MK-23, MK-24) the mean key $\bar k=s_k/n$, the mean value $\bar v=s_v/n$, and $\tilde S=S-s_vs_k^\top/n$,
+# which says how values vary with keys.
 
 # %%
 show(momentkv.Moments, momentkv.update, momentkv.recover)
 
 # %% [markdown]
-# The fourth, $S=\sum v_ik_i^\top$, tells how values vary with keys: a query that prefers some keys prefers their values. To
-# first order in the logits' spread the evicted output is a mean plus a linear term (MK-9), and its partition function a mean too
-# (MK-11). Both enter the softmax as if they were one more token (MK-12).
+# What are they good for? Call the sum of exponentials that a softmax divides by its *partition function* $Z$. Attention over
+# the retained tokens alone has the output $f_R$ and the partition function $Z_R$, attention over the evicted ones $f_E$ and
+# $Z_E$, and the attention over all is the mean of $f_R$ and $f_E$ with the weights $Z_R$ and $Z_E$. The last two are gone, but
+# the moments give an estimate of each (MK-9, MK-11), which is mixed in as if it were one more token (MK-12):
+#
+# $$\hat f_E=\bar v+\frac{\tilde Sq}{n\sqrt d},\qquad\hat Z_E=n\,e^{q\cdot\bar k/\sqrt d},\qquad\hat f=\frac{Z_Rf_R+\hat Z_E\hat
+# f_E}{Z_R+\hat Z_E}.$$
+#
+# A query that prefers some keys prefers their values: that is the linear term. It is exact to first order in the spread of the
+# logits, that is, as long as the evicted logits differ little.
 
 # %%
 show(momentkv.approximate_evicted, momentkv.log_evicted_partition, momentkv.attend)
 
+# %% tags=["drawing"] alt="Output of three evicted tokens against the query: a curve between the values, and its straight estimate"
+gone_keys, gone_values = np.array([[-1.0], [0.2], [1.2]]), np.array([[1.0], [3.0], [2.0]])
+gone = momentkv.update(momentkv.no_moments(gone_keys, gone_values), gone_keys, gone_values, np.ones(3, dtype=bool))
+line = np.linspace(-4, 4, 81)
+figure, axes = plt.subplots(figsize=(5.8, 2.8))
+axes.plot(line, [theory.full_output(np.array([q]), gone_keys, gone_values)[0] for q in line], color="black", label="$f_E$, exact")
+axes.plot(line, [momentkv.approximate_evicted(np.array([q]), gone)[0] for q in line], color=BLUE, label=r"$\hat f_E$ (MK-9)")
+axes.set(xlabel="query", ylabel="output", title="three evicted tokens: keys -1, 0.2, 1.2, values 1, 3, 2")
+axes.legend()
+plt.show()
+
 # %% [markdown]
+# Near the query 0 the line is the tangent of the curve. Far away the curve ends at the value of one token, and the line goes on.
+#
 # ## How good is first order?
 #
 # Evict 20 random tokens and let the spread of their keys grow.
@@ -111,9 +149,19 @@ for s in (0.5, 2.0, 8.0):
     full, retained, corrected = three_outputs(np.array([1.0]), keys, some_values, kept)
     print(f"s = {s}: full {full[0]:.4f}   error alone {abs(full - retained)[0]:.1e}   corrected {abs(full - corrected)[0]:.2f}")
 
+# %% tags=["drawing"] alt="Error against the spread s: that of the kept token alone falls, the corrected one grows"
+spread = np.linspace(0.02, 8, 200)
+found = [three_outputs(np.array([1.0]), np.array([[0.0], [s], [-s]]), np.array([[1.0], [1.0], [-1.0]]), kept) for s in spread]
+figure, axes = plt.subplots(figsize=(5.6, 2.6))
+axes.semilogy(spread, [abs(full - retained)[0] for full, retained, _ in found], color=ORANGE, label="kept token alone")
+axes.semilogy(spread, [abs(full - corrected)[0] for full, _, corrected in found], color=BLUE, label="corrected")
+axes.set(xlabel="spread s of the evicted keys", ylabel="error")
+axes.legend()
+plt.show()
+
 # %% [markdown]
-# The weight stays 2/3 and the linear term grows with $s$: the correction does harm. The [errata](../errata.md) have the
-# condition under which it helps.
+# The weight stays 2/3 and the linear term grows with $s$: the correction does harm. The
+# [erratum](../errata.md#mk-36-the-correction-can-be-worse-than-none) has the condition under which it helps.
 #
 # ## What goes wrong: sums in half precision
 #
@@ -157,7 +205,7 @@ for index, layer in enumerate(recorded.layers):
 alone, corrected_error = np.array(alone)[:, 0], np.array(corrected_error)[:, 0]
 
 # %% [markdown]
-# **Predict** In what share of the 270 heads does the correction help?
+# **Predict** There are 30 layers of 9 query heads. In how many of the 270 does the correction help?
 
 # %% tags=["predict"] alt="Relative error of the attention output in each layer, kept tokens alone and corrected"
 print("the correction helps in", (corrected_error < alone).sum(), "of", alone.size, "heads")
@@ -170,7 +218,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# In the workbench the correction goes with any method: write `+moments` behind its name.
+# In [the workbench](../workbench.md) the correction goes with any method: write `+moments` behind its name.
 
 # %%
 context = EvictingCache(model, method=None)
@@ -185,7 +233,7 @@ for method in ("streaming_llm", "streaming_llm+moments", "keydiff", "keydiff+mom
 # %% [markdown]
 # Moments bring the hidden states nearer to those of the full cache. But a number that is gone stays gone: a mean of values is no
 # seven digits. And one query of one prompt, after the half that KeyDiff chose, is a friendly case: KeyDiff evicts keys that are
-# alike, and there first order is good. MK-36 above was not friendly.
+# alike, and there first order is good. MK-36 above was not friendly. [Five prompts and three ratios](../retrieval.md) say more.
 #
 # ## Exercises
 #
@@ -247,3 +295,8 @@ def solution_tokens_worth(head_dim):
 
 
 report(check_tokens_worth, solution_tokens_worth)
+
+# %% [markdown]
+# More: [move the query](../figures/moments.md) and look for one where the correction hurts; [all equations of
+# MomentKV](../methods/momentkv.md). Next: [lesson 6, GVote](06_gvote.md), which finds its budget by itself; or [lesson
+# 7](07_geometry_of_eviction.md), which draws this one.

@@ -6,7 +6,7 @@
 # GVote ([arXiv 2509.03136](https://arxiv.org/abs/2509.03136)) asks the current query how many tokens it needs, lets a few
 # imagined future queries each name that many, and keeps whatever anyone named.
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 from matplotlib import pyplot as plt
 
@@ -34,7 +34,7 @@ show(gvote.nucleus)
 # %% [markdown]
 # A sharp head needs few tokens, a diffuse one many. That is the whole idea of the budget: it follows the shape of the attention.
 
-# %% alt="Cumulative attention of a sharp and a diffuse head: the sharp one reaches .95 after a few tokens"
+# %% tags=["drawing"] alt="Cumulative attention of a sharp and a diffuse head: the sharp one reaches .95 after a few tokens"
 random = np.random.default_rng(0)
 figure, axes = plt.subplots(figsize=(6, 2.8))
 for sharpness, colour in ((4.0, BLUE), (1.0, ORANGE)):
@@ -63,16 +63,19 @@ print("keeps", kept.astype(int), "with mass", attention[kept].sum())
 # %% [markdown]
 # ## The vote (GV-A9 to GV-A11)
 #
-# The current query is not the one that matters; those to come are. GVote draws hidden states from a Gaussian fitted to the
-# prompt's, projects them to queries, and averages their RoPE over the coming positions. Each sample names its best $B_0$ tokens,
-# and the union stays.
+# The current query is not the one that matters; those to come are. A layer makes its queries from *hidden states*, one vector
+# for each token. GVote draws some from a Gaussian fitted to those of the prompt, makes queries $q_1,\dots,q_S$ of them, and
+# averages their RoPE, the rotation by position, over the coming positions ([lesson 4](04_expected_attention.md) explains both).
+# Each sample names its best $B_0$ tokens, and the union stays:
+#
+# $$\mathcal K=\bigcup_{s=1}^{S}\mathrm{top}_{B_0}\big(q_s\cdot k_1,\dots,q_s\cdot k_T\big).$$
 #
 # In two dimensions: 12 keys, five sampled queries, three votes each.
 #
 # **Predict** How many tokens can the union have at least and at most?
 
 # %% tags=["predict"] alt="Left: keys and sampled queries. Right: which sample votes for which key, and the union"
-keys = random.normal(size=(12, 2))
+keys = 2 * np.stack([np.cos(np.arange(12) * 2.4), np.sin(np.arange(12) * 2.4)], axis=-1) * random.uniform(0.5, 1, size=(12, 1))
 samples = np.array([1.0, 0.5]) + random.normal(size=(5, 2))
 votes = gvote.top_each(gvote.sampled_logits(samples, keys), np.full(5, 3))
 union = gvote.union(votes)
@@ -80,9 +83,9 @@ print("at least 3, if all agree; at most 12 (or 5 * 3); here", union.sum())
 figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
 left.scatter(*keys.T, c=[BLUE if each else GREY for each in union], zorder=2)
 for place, key in enumerate(keys):
-    left.annotate(str(place), key, xytext=(3, 3), textcoords="offset points", fontsize=7)
+    left.annotate(str(place), key, xytext=(4, 4), textcoords="offset points", fontsize=8)
 left.quiver(*np.zeros((2, 5)), *samples.T, color=ORANGE, angles="xy", scale_units="xy", scale=1, width=0.01)
-left.set(aspect="equal", xlim=(-3, 4), title="keys (blue: kept) and samples")
+left.set(aspect="equal", xlim=(-3, 4), ylim=(-3, 3), title="keys (blue: kept) and samples")
 right.imshow(np.vstack([votes, union]), cmap="Blues", vmax=1.3)
 right.axhline(4.5, color=ORANGE)
 right.set(title="votes; last row: the union", xlabel="token", ylabel="sample", yticks=range(6), yticklabels=[*range(5), "all"])
@@ -94,7 +97,8 @@ show(gvote.select)
 # %% [markdown]
 # ## A real model
 #
-# Every layer and KV head gets its own number of tokens; the workbench stores them ragged, without padding.
+# Every layer and KV head gets its own number of tokens; the workbench stores them *ragged*, rows of different lengths without
+# padding.
 #
 # **Predict** The prompt has 294 tokens. How many does the most modest head keep, and the hungriest?
 
@@ -107,7 +111,7 @@ cache = EvictingCache.from_prefilled(model, full_cache, "gvote")
 sizes = np.array([layer.lengths[0].tolist() for layer in cache.layers])
 print(f"of {full_cache.get_seq_length()} tokens: from {sizes.min()} to {sizes.max()}, on average {sizes.mean():.0f}")
 
-# %% alt="Tokens kept by GVote in every layer and KV head: great differences between heads"
+# %% tags=["drawing"] alt="Tokens kept by GVote in every layer and KV head: great differences between heads"
 figure, axes = plt.subplots(figsize=(6.8, 2.1))
 picture = axes.imshow(sizes.T, cmap="Blues", vmin=0, vmax=full_cache.get_seq_length(), aspect="auto")
 axes.set(xlabel="layer", ylabel="KV head", yticks=range(3), title="tokens kept")
@@ -127,10 +131,11 @@ for p in (0.5, 0.8, 0.95, 0.99):
     print(f"p = {p:4}: {cache.nbytes / full_cache.nbytes:4.0%} of the bytes kept, answer {answer.text!r}")
 
 # %% [markdown]
-# On this prompt GVote loses the number at every $p$, also where it keeps more bytes than KeyDiff does with half removed (lesson
-# 2). Its samples stand for queries like those of the text so far, and the question is not like the text: that is one suspect,
-# not a finding. A method that imagines the coming queries is as good as its picture of them. Try a text of your own before you
-# conclude more.
+# On this prompt GVote loses the number at every $p$, also where it keeps more bytes than KeyDiff does with half removed
+# ([lesson 2](02_keydiff.md)). Its samples stand for queries like those of the text so far, and the question is not like the
+# text: that is one suspect, not a finding. A method that imagines the coming queries is as good as its picture of them.
+# [Five longer prompts](../retrieval.md) went no better on this model; the paper's models are larger. Try a text of your own
+# before you conclude more.
 #
 # Two more uncertainties belong to the method: the samples are drawn, so the kept set varies with the seed; and nobody promises a
 # size, so a memory limit needs something on top.
@@ -188,3 +193,7 @@ report(check_three_samples, three_samples)
 between = np.pi / 6 + np.arange(3) * 2 * np.pi / 3
 solution_three_samples = np.stack([np.cos(between), np.sin(between)], axis=-1)
 report(check_three_samples, solution_three_samples)
+
+# %% [markdown]
+# More: [all equations of GVote](../methods/gvote.md). Next: [lesson 7](07_geometry_of_eviction.md), which draws what every
+# eviction does to the output.

@@ -6,7 +6,7 @@
 # An attention output is a weighted mean of values. With two channels one can draw it. This lesson draws equations MK-1 to MK-12
 # of MomentKV ([arXiv 2606.01563](https://arxiv.org/abs/2606.01563)), whose first section is about any eviction at all.
 
-# %%
+# %% tags=["setup"]
 import itertools
 
 import numpy as np
@@ -91,7 +91,7 @@ plt.show()
 for name, each in (("weight", masses), ("distance", distances), ("error", errors)):
     print(f"the {name} is largest at {np.degrees(angles[each.argmax()]):.0f} degrees")
 
-# %% alt="Paths of f, f_R and f_E while the query turns once: closed curves among the values"
+# %% tags=["drawing"] alt="Paths of f, f_R and f_E while the query turns once: closed curves among the values"
 figure, axes = plt.subplots(figsize=(5.2, 3.8))
 draw_values(axes)
 axes.plot(*parts[:, 0].T, color=BLUE, label="$f_R$")
@@ -106,8 +106,8 @@ plt.show()
 #
 # ## Along and across (MK-5, MK-6)
 #
-# Part of the difference only makes $f_R$ longer or shorter; the rest turns it. A layer norm forgives the first more than the
-# second.
+# Part of the difference $f_E-f_R$ only makes $f_R$ longer or shorter; the rest turns it. Transformers divide by lengths again and
+# again (layer norms), which forgives the first more than the second.
 
 # %% alt="The difference from f_R to f_E split into a part along f_R and a part across"
 along, across = theory.split_divergence(retained, evicted)
@@ -122,6 +122,8 @@ figure, axes = plt.subplots(figsize=(5.2, 3.4))
 axes.annotate("", retained, (0, 0), arrowprops={"arrowstyle": "->", "color": BLUE})
 axes.annotate("", retained + along, retained, arrowprops={"arrowstyle": "->", "color": GREEN, "lw": 2})
 axes.annotate("", evicted, retained + along, arrowprops={"arrowstyle": "->", "color": ORANGE, "lw": 2})
+axes.annotate("along", retained + along / 2, xytext=(-38, -2), textcoords="offset points", color=GREEN)
+axes.annotate("across", retained + along + across / 2, xytext=(4, 6), textcoords="offset points", color=ORANGE)
 mark_point(axes, retained, "$f_R$", BLUE, (6, -12))
 mark_point(axes, evicted, "$f_E$", ORANGE)
 axes.set(aspect="equal", xlabel="channel 0", ylabel="channel 1", xlim=(0, 3), ylim=(0, 2))
@@ -130,8 +132,8 @@ plt.show()
 # %% [markdown]
 # ## The correction (MK-9, MK-11, MK-12)
 #
-# Four sums of the evicted tokens give two estimates: $\hat f_E$ for the point, $\hat w_E$ for the weight. The corrected output
-# $\hat f$ lies on the line from $f_R$ to $\hat f_E$.
+# MomentKV keeps four sums of the evicted tokens ([lesson 5](05_momentkv.md)). They give two estimates: $\hat f_E$ for the
+# point, $\hat w_E$ for the weight. The corrected output $\hat f$ lies on the line from $f_R$ to $\hat f_E$.
 #
 # **Predict** A longer query makes logits larger and attention sharper; the estimate is first order in the logits. Which way will
 # $\hat f_E$ go as the query grows?
@@ -163,13 +165,15 @@ for each, length in zip(axes.flat, (0.5, 2.0, 5.0, 10.0), strict=True):
     mark_point(each, corrected, r"$\hat f$", GREEN, (-14, 4))
     mark_point(each, exact, "$f$", "black")
     alone, mended = np.linalg.norm(exact - of_kept), np.linalg.norm(exact - corrected)
-    each.set(title=f"query times {length:g}: error {alone:.2f}, corrected {mended:.2f}", xlabel="", ylabel="")
+    each.set(title=f"query x {length:g}: error {alone:.2f}, corrected {mended:.2f}", xlabel="", ylabel="")
+    each.set(xlim=(-0.5, 3.2), ylim=(-1.3, 2.3))
+    each.title.set_fontsize(9)
 plt.show()
 
 # %% [markdown]
 # For short queries $\hat f_E$ sits on $f_E$. For long ones it runs away along a straight line, out of the polygon in which $f_E$
-# must stay: a linear function has no bounds. The correction helps as long as the estimate is nearer to $f_E$ than a bound that
-# the reference has (MK-36).
+# must stay: a linear function has no bounds. The correction helps for sure as long as the estimate is nearer to $f_E$ than
+# $\hat w_E/(2w_E-\hat w_E)$ times the distance of $f_R$ from it: that is derived in the reference (MK-36).
 
 # %% alt="Error alone and corrected against the length of the query: the correction helps first and hurts later"
 lengths = np.linspace(0.05, 12, 120)
@@ -202,6 +206,16 @@ for shift in (0.0, 3.0):
     moments_of_moved = momentkv.update(momentkv.no_moments(moved, values), moved, values, ~kept)
     right = momentkv.approximate_evicted(query, moments_of_moved)
     print(f"keys + {shift:g}: right {right.round(3)}  mutant {not_centred.function(query, moments_of_moved).round(3)}")
+
+# %% tags=["drawing"] alt="Estimates while the evicted keys are shifted: the right one stays, the mutant runs away"
+figure, axes = plt.subplots(figsize=(5.2, 3.4))
+draw_values(axes)
+for shift in np.linspace(0, 1, 6):
+    sums = momentkv.update(momentkv.no_moments(keys, values), keys + shift, values, ~kept)
+    axes.plot(*momentkv.approximate_evicted(query, sums), "D", color=GREEN, markersize=7, label="right" if shift == 0 else None)
+    axes.plot(*not_centred.function(query, sums), "x", color="black", label="mutant, shifts 0 to 1" if shift == 0 else None)
+axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+plt.show()
 
 # %% [markdown]
 # ## Exercises
@@ -256,3 +270,7 @@ masks = [np.isin(np.arange(8), chosen) for chosen in itertools.combinations(rang
 solution_four_kept = min(masks, key=lambda mask: np.linalg.norm(full - theory.sub_outputs(query, keys, values, mask)[0]))
 print("keep", solution_four_kept.nonzero()[0])
 report(check_four_kept, solution_four_kept)
+
+# %% [markdown]
+# More: [the same geometry to play with](../figures/moments.md). Next: [lesson 8](08_numpy_to_triton.md) makes a GPU kernel of
+# KeyDiff's three lines; [lesson 10](10_reading_a_paper.md) reads papers.

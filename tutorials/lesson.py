@@ -22,7 +22,7 @@ plt.rcParams.update(
         "axes.spines.top": False,
         "axes.spines.right": False,
         "legend.frameon": False,
-        "font.size": 9,
+        "font.size": 10,
     }
 )
 
