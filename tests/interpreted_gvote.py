@@ -118,8 +118,18 @@ def check_select() -> None:
         got = gvote.select(query, keys, sampled, p=p)
         assert np.array_equal(got.numpy(), wanted), (schedule, dtype, case)
         assert torch.equal(optimized.gvote.select(query, keys, sampled, p=p), got)
-        with constants(WORKSPACE=1):  # one sample at a time
-            assert torch.equal(gvote.select(query, keys, sampled, p=p), got)
+        of_a_sample = 4 * group * length
+        for limit in (1, 2 * of_a_sample, samples * of_a_sample, 3 * samples * of_a_sample):  # samples, heads, sequences at a time
+            with constants(WORKSPACE=limit):
+                assert torch.equal(gvote.select(query, keys, sampled, p=p), got), (limit, schedule, dtype, case)
+
+
+def check_waves() -> None:
+    """Samples are split only where one KV head alone is too much: every other wave has keys of its own, and K is read once."""
+    assert gvote._waves(32, 8, 8, bytes_each=16 * 4096) == (8, 8, 8)
+    assert gvote._waves(1, 8, 8, bytes_each=16 * 131072) == (1, 2, 8)
+    assert gvote._waves(1, 8, 8, bytes_each=16 * 2**20) == (1, 1, 2)
+    assert gvote._waves(1, 8, 8, bytes_each=16 * 2**24) == (1, 1, 1)
 
 
 def check_nan() -> None:

@@ -17,13 +17,17 @@ the same places, some of them 0, cannot fall when one of them becomes positive. 
 Of weights equal to the smallest, as many leave the nucleus as fit into what the mass below has left free. The weights are those of
 the softmax before its division, since mass is relative to the row.
 
-Reads and writes. Memory is K twice and little else if the logits stay in L2: once for the current queries, whose logits are
-written, 4 * G bytes a token, and once for the samples. 131,072 tokens of 8 heads of 128 bfloat16 channels: 2 * 268 MB, a floor of
-125 microseconds at 4.3 TB/s. The logits of S = 8 samples for G = 4 query heads are 134 MB more, which are written once and read
-six times; S * T logits for each query head are what runs out of memory first in a long prompt. So the samples go in waves, as many
-at a time as WORKSPACE holds, at least one of every query head, and K is read again for each wave. The memory taken for samples is
-then never more than WORKSPACE or one logit for each token and query head, whatever S is: 32 MiB hold all samples of a prompt of up
-to 32,768 tokens in the layer above; at 131,072 tokens there are four waves, and K is read five times: 312 microseconds.
+Reads and writes. K twice, once for the current queries and once for the samples: 131,072 tokens of 8 heads of 128 bfloat16
+channels are 2 * 268 MB, a floor of 125 microseconds at 4.3 TB/s. The logits of the current queries, 4 * G bytes a token and KV
+head (17 MB), are written once and read ten times, those of S samples (134 MB for S = 8) written once and read five times: from L2,
+if they stay there. S * T logits for each query head are what runs out of memory first in a long prompt. So the samples go in waves
+of as many sequences as WORKSPACE holds, or KV heads of one, or samples of one KV head. The first two kinds share nothing: K is
+still read twice. Only where one KV head alone is too much is its K read again for each of its waves. The memory taken for samples
+is then never more than WORKSPACE or one logit for each token and query head of a group, whatever S is: 32 MiB hold all samples of
+the layer above up to 32,768 tokens; at 131,072 tokens a wave is two KV heads, and there are four.
+
+Prediction at 131,072 tokens and S = 8, not measured: 125 microseconds for K; 35 to write logits; 17 and 134 MB read ten and five
+times from L2, some 150; and the time between 40 dependent launches, 2 each: some 0.4 milliseconds. Nothing of it depends on p.
 
 Launches. `multiply` writes logits: it is the product of at most 64 query rows, the queries of a group, with 128 keys, once for each
 tile, so that K is read once for all rows of a wave. Rows of up to 8,192 logits are settled in registers, without a second read:
@@ -39,6 +43,7 @@ float32 caches are multiplied in full float32, which tensor cores do not do. NaN
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -68,14 +73,31 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
     require_votes(query, keys, sampled_queries)
     require_launchable("keys", keys)
     beyond = float(1 - as_fraction("p", p))
-    length, samples = keys.shape[2], sampled_queries.shape[2]
+    batch, num_kv_heads, length, _ = keys.shape
+    group, samples = query.shape[1] // num_kv_heads, sampled_queries.shape[2]
     budgets = _nuclei(_logits(query[:, :, None], keys)[..., :length], beyond, from_logits=True, mask=False)
-    wave = max(1, WORKSPACE // (4 * budgets.numel() * length))
+    budgets = budgets.view(batch, num_kv_heads, group)
     kept = torch.empty(keys.shape[:3], dtype=torch.bool, device=keys.device)
-    for start in range(0, samples, wave):
-        logits = _logits(sampled_queries[:, :, start : start + wave], keys)[..., :length]
-        _vote(logits, budgets, kept, extend=start > 0)
+    items, heads, wave = _waves(batch, num_kv_heads, samples, bytes_each=4 * group * length)
+    for item, head in itertools.product(range(0, batch, items), range(0, num_kv_heads, heads)):
+        own = slice(item, item + items), slice(head, head + heads)
+        readers = slice(head * group, (head + heads) * group)
+        for first in range(0, samples, wave):
+            logits = _logits(sampled_queries[own[0], readers, first : first + wave], keys[own])[..., :length]
+            _vote(logits, budgets[own], kept[own], extend=first > 0)
     return kept
+
+
+def _waves(batch: int, num_kv_heads: int, samples: int, *, bytes_each: int) -> tuple[int, int, int]:
+    """Return the sequences, KV heads and samples of a wave: whole sequences, or heads of one sequence, or samples of one head.
+
+    `bytes_each` is what one sample takes for a KV head. Parts of a mask that a wave writes are next to one another this way.
+    """
+    fitting = WORKSPACE // bytes_each
+    heads = fitting // samples
+    if heads >= num_kv_heads:
+        return min(batch, heads // num_kv_heads), num_kv_heads, samples
+    return 1, max(1, heads), samples if heads else max(1, fitting)
 
 
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
