@@ -217,6 +217,27 @@ def test_reset_waits_for_another_prompt(model: LlamaForCausalLM, prompt: torch.T
     assert generate(model, prompt, cache) == first
 
 
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
+def test_assisted_generation_after_the_prompt_and_a_refusal_while_decoding(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str
+) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20}
+    plain, guessed = EvictingCache(model, method, 0.5), EvictingCache(model, method, 0.5)
+    assert generate(model, prompt, guessed, prompt_lookup_num_tokens=3, **settings) == generate(model, prompt, plain, **settings)
+    decoding = EvictingCache(model, method, 0.5, every=2)
+    with pytest.raises(ValueError, match="assisted generation wants every=0"):
+        generate(model, prompt, decoding, prompt_lookup_num_tokens=3, **settings)
+    for cache in (plain, guessed, decoding):
+        cache.close()
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, "keydiff")
+    read(model, prompt, cache)
+    with pytest.raises(UsageError, match=r"path: got .*no/cache, wanted a file that can be written"):
+        cache.save(tmp_path / "no" / "cache")
+
+
 def test_the_random_baseline_is_seeded(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     full = _full(model, prompt, ())
     one, same, other = (EvictingCache.from_prefilled(model, full, "random", 0.5, seed=seed) for seed in (1, 1, 2))

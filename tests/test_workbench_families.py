@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,15 +11,25 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    DiffLlamaConfig,
+    DogeConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
+    NanoChatConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
+    SmolLM3Config,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -30,6 +42,7 @@ from workbench.cache import EvictingCache
 from workbench.capture import attention_modules
 from workbench.errors import UsageError
 from workbench.layers import EvictingLayer
+from workbench.questions import ask
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,
@@ -46,6 +59,13 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.4,
 }
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+DENSE = {
+    "intermediate_size": [48] * 3,
+    "activation_sparsity_pattern": [0.0] * 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300,
+}
 SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 FAMILIES: dict[str, Any] = {
@@ -62,7 +82,7 @@ IDS = torch.randint(3, 299, (1, 48), generator=torch.Generator().manual_seed(0))
 
 def build(family: str, **named: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(FAMILIES[family], **named).eval()
+    return AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), **named).eval()
 
 
 @torch.no_grad()
@@ -150,6 +170,94 @@ def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family:
 def test_what_cannot_be_compressed_is_refused(config: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EvictingCache(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "learned attention sinks"),
+        (Gemma3nTextConfig(**{**SMALL, **LAYERS, **DENSE}, num_kv_shared_layers=1), "share keys"),
+        (DiffLlamaConfig(**SMALL), "differential attention"),
+        (DogeConfig(**SMALL), "a mask that it makes from the values"),
+        (MiniCPM3Config(**{**SMALL, **LATENT}), "latent attention"),
+    ],
+    ids=["sinks", "shared", "differential", "dynamic mask", "latent"],
+)
+def test_attention_that_is_no_softmax_over_the_cache_is_refused(config: Any, message: str) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    before = model.config._attn_implementation
+    with pytest.raises(UsageError, match=message):
+        EvictingCache(model)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CohereConfig(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
+        SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
+        NanoChatConfig(**SMALL),
+        GPTNeoXConfig(**{name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")}),
+    ],
+    ids=["interleaved pairs", "a layer without RoPE", "a norm after RoPE", "no projection of queries alone"],
+)
+def test_future_queries_are_refused_where_they_would_be_others_than_the_models(config: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for method in ("expected_attention", "gvote"):
+        with pytest.raises(UsageError, match=f"turned by RoPE in two halves; wanted a method .* in place of {method}"):
+            EvictingCache(model, method)
+    cache = EvictingCache(model, "keydiff+ada_kv", 0.5)  # other methods do not mind
+    assert read(model, IDS, cache).isfinite().all()
+    cache.close()
+    assert not model.config._attn_implementation.startswith("evictionary")
+
+
+def test_a_norm_over_all_heads_at_once_is_the_models() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Olmo2Config(**{name: SMALL[name] for name in SMALL if name != "head_dim"})).eval()
+    cache = EvictingCache(model, "gvote")
+    assert read(model, IDS, cache).isfinite().all()
+    cache.close()
+
+
+def test_other_attention_implementations_are_refused() -> None:
+    model = build("llama", attn_implementation="flex_attention")
+    with pytest.raises(UsageError, match="with the attention flex_attention, wanted attn_implementation='sdpa' or 'eager'"):
+        EvictingCache(model, "keydiff")
+    assert model.config._attn_implementation == "flex_attention"
+
+
+def test_models_that_share_a_config_are_both_left_as_they_were() -> None:
+    one = build("llama")
+    other = type(one)(one.config).eval()
+    caches = [EvictingCache(model, "knorm+ada_kv", 0.5) for model in (one, other)]
+    for model, cache in zip((one, other), caches, strict=True):
+        assert torch.equal(read(model, IDS, cache), read(model, IDS, None))
+    for cache in caches:
+        cache.close()
+    assert one.config._attn_implementation == "sdpa"
+
+
+class _Bytes:
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int], **named: Any) -> str:
+        return str(token_ids)
+
+
+def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_path: Path) -> None:
+    """The prompt is longer than the window, so what slid out of it cannot be cropped back."""
+    model = build("gemma3")
+    cache = EvictingCache(model, "keydiff", 0.5)
+    read(model, IDS, cache)
+    cache.save(tmp_path / "cache")
+    loaded = EvictingCache.load(tmp_path / "cache", model)
+    first, _, third = (ask(model, _Bytes(), cache, question, 4) for question in (IDS[:, :5], IDS[:, 5:9], IDS[:, :5]))
+    assert torch.equal(first.hidden_states, third.hidden_states)
+    assert cache.get_seq_length() == 48
+    assert torch.equal(ask(model, _Bytes(), loaded, IDS[:, :5], 4).hidden_states, first.hidden_states)
+    assert torch.equal(read(model, IDS[:, :5], loaded), read(model, IDS[:, :5], cache))
 
 
 def test_an_encoder_decoder_is_refused() -> None:

@@ -179,6 +179,35 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM) -> None:
     cache.close()
 
 
+def test_momentkv_decodes_by_its_scores_after_a_prompt_within_the_budget(model: LlamaForCausalLM) -> None:
+    """Nothing of the prompt was evicted, and yet the first eviction is Algorithm 1's: the token of the lowest score."""
+    whole = EvictingCache(model, None, record=("queries",))
+    read(model, IDS, whole)
+    queries = whole.recorded[0]["queries"].double().numpy()
+    keys, values = first_layer(model)
+    cache = EvictingCache(model, "momentkv", budget=12)
+    read_in(model, cache, [10, *[1] * 8])
+    held = [states[:, :, :10] for states in (keys, values)]
+    moments = reference.momentkv.no_moments(keys, values)
+    for place in range(10, 18):
+        step = reference.momentkv.decode_step(
+            queries[:, :, place], keys[:, :, place], values[:, :, place], *held, moments=moments, budget=12
+        )
+        held, moments = [step.keys, step.values], step.moments
+    np.testing.assert_allclose(cache.layers[0].keys.numpy(), held[0], atol=1e-5)
+    cache.close()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 20])
+def test_momentkv_with_a_budget_of_one_token(model: LlamaForCausalLM, length: int) -> None:
+    cache = EvictingCache(model, "momentkv", budget=1)
+    logits = read_in(model, cache, [length, 1, 1, 1])
+    assert logits.isfinite().all()
+    assert [layer.longest for layer in cache.layers] == [1, 1]
+    assert (cache.layers[1].moments.count == length + 2).all()
+    cache.close()
+
+
 # what methods want of the future
 
 
@@ -343,7 +372,103 @@ def test_rows_padded_on_the_left_are_compressed_and_answered_as_alone(model: Lla
         one.close()
 
 
-@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments"])
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention", "gvote", "momentkv", "snapkv", "knorm+ada_kv", "lagkv"])
+def test_padded_rows_are_compressed_while_decoding_as_alone(model: LlamaForCausalLM, method: str) -> None:
+    """Padding counts neither for a ratio, nor for positions, nor among the last queries and hidden states."""
+    named: dict[str, Any] = {"every": 3, "options": {"sink_size": 2, "lag_size": 4} if method == "lagkv" else None}
+    batch, mask = torch.zeros(2, 40, dtype=torch.long), torch.zeros(2, 40, dtype=torch.long)
+    batch[0], batch[1, 29:], mask[0], mask[1, 29:] = IDS[0, :40], IDS[0, 40:51], 1, 1
+    settings: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    together = EvictingCache(model, method, 0.5, **named)
+    answers = model.generate(batch, attention_mask=mask, past_key_values=together, **settings)[:, 40:].tolist()
+    for row, ids in enumerate((IDS[:, :40], IDS[:, 40:51])):
+        alone = EvictingCache(model, method, 0.5, **named)
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=alone, **settings)
+        assert answers[row] == answer[0, ids.shape[1] :].tolist()
+        assert torch.equal(together.layers[1].lengths[row], alone.layers[1].lengths[0])
+        alone.close()
+    together.close()
+
+
+def test_gvote_compresses_ragged_heads_again(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "gvote", options={"p": 0.5}, every=4)
+    logits = read_in(model, cache, [30, 4, 4, *[1] * 8])
+    assert logits.isfinite().all()
+    assert cache.layers[0].ragged is not None
+    cache.close()
+
+
+def test_sampled_queries_come_from_the_last_hidden_states(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While decoding they are a distribution, not the one state of the newest token."""
+    whole = EvictingCache(model, None, record=("hidden_states",))
+    read(model, IDS, whole)
+    given: list[torch.Tensor] = []
+    sampled = future.sampled_queries
+
+    def spy(model: Any, module: Any, layer_index: int, hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if layer_index == 0:
+            given.append(hidden_states)
+        return sampled(model, module, layer_index, hidden_states, *rest)
+
+    monkeypatch.setattr(future, "sampled_queries", spy)
+    cache = EvictingCache(model, "gvote", budget=1, every=1)  # the smallest, so that GVote is asked each time
+    read_in(model, cache, [40, 1, 1])
+    cache.close()
+    assert list(dict.fromkeys(states.shape[1] for states in given)) == [40, 41, 42]  # ragged heads ask one by one
+    torch.testing.assert_close(given[-1], whole.recorded[0]["hidden_states"][:, :42])
+
+
+def test_the_last_queries_are_the_last_where_a_cache_has_as_many_tokens(tmp_path: Path) -> None:
+    """Recent queries are not of the tokens that the cache holds, even when there are equally many."""
+    path = tmp_path / "mine.py"
+    path.write_text("GIVEN = []\ndef score(keys, queries):\n    GIVEN.append(queries)\n    return keys.sum(-1)\n")
+    method: Any = resolve(str(path))
+    states = {"keys": torch.randn(1, 2, 8, 4), "values": torch.randn(1, 2, 8, 4), "queries": torch.randn(1, 4, 8, 4)}
+    filled = torch.ones(1, 2, 8, dtype=torch.bool)
+    filled[0, 1, 3:] = False
+    method.kept(states, budget=2, filled=filled, seen=[30], is_prompt=False)
+    first, second = method.module.GIVEN
+    np.testing.assert_array_equal(first, states["queries"][:, :2].double())
+    np.testing.assert_array_equal(second, states["queries"][:, 2:, -3:].double())
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
+def test_beams_of_a_padded_batch_are_compressed_with_their_own_padding(model: LlamaForCausalLM, method: str) -> None:
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :12] = 0
+    ids = torch.cat([IDS[:, :30], IDS[:, 30:]]) * mask
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    one, other = (EvictingCache(model, method, 0.5, every=2) for _ in range(2))
+    read(model, ids, one, attention_mask=mask, position_ids=positions)
+    swap = torch.tensor([1, 0])
+    one.reorder_cache(swap)
+    read(model, ids[swap], other, attention_mask=mask[swap], position_ids=positions[swap])
+    for step in range(4):
+        ones = torch.ones(2, 1 + step, dtype=torch.long)
+        later = {"attention_mask": torch.cat([mask[swap], ones], dim=1), "position_ids": positions[swap][:, -1:] + 1 + step}
+        token = IDS[:, step : step + 1].expand(2, 1)
+        torch.testing.assert_close(read(model, token, one, **later), read(model, token, other, **later))
+    for each in (one, other):
+        each.close()
+
+
+def test_a_padded_prefilled_cache_is_compressed_with_its_padding(model: LlamaForCausalLM) -> None:
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :25] = 0  # more than the tokens removed of the other row
+    ids = IDS.view(2, 30) * mask
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    direct, full = EvictingCache(model, "keydiff", budget=10), EvictingCache(model, None)
+    for cache in (direct, full):
+        read(model, ids, cache, attention_mask=mask, position_ids=positions)
+    later = {"attention_mask": torch.cat([mask, mask[:, -1:]], dim=1), "position_ids": positions[:, -1:] + 1}
+    prefilled = EvictingCache.from_prefilled(model, full, "keydiff", budget=10)
+    answers = [read(model, ids[:, -1:], cache, **later) for cache in (direct, prefilled)]
+    torch.testing.assert_close(*answers)
+    for each in (direct, full, prefilled):
+        each.close()
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
 def test_beam_search_and_sampling(model: LlamaForCausalLM, method: str) -> None:
     for settings in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
         cache = EvictingCache(model, method, 0.5)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -28,6 +28,8 @@ from workbench.models import is_sliding, require_supported
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that a cache is not handed by the model and has to capture, if a method names them."""
+READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries"})
+"""What is made of queries without their rotation, or of hidden states: future.py has to do as the model does."""
 SCHEMA = "evictionary/cache/1"
 
 
@@ -90,6 +92,8 @@ class EvictingCache(Cache):
                 f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, which are gone "
                 "when it is to compress again"
             )
+        if self.method and self.method.reads & READ_FROM_ROPE:
+            require_readable_queries(model, self.method.name)
         self.record = frozenset(record)
         if not self.record <= CAPTURED:
             raise UsageError(f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}")
@@ -111,6 +115,8 @@ class EvictingCache(Cache):
         """
         cache = cls(model, *arguments, **named)
         recorded = getattr(prefilled, "recorded", {})
+        cache._padding = getattr(prefilled, "_padding", None)
+        cache._counts_padding = getattr(prefilled, "_counts_padding", False)
         try:
             if len(prefilled.layers) != len(cache.layers):
                 raise UsageError(
@@ -144,7 +150,7 @@ class EvictingCache(Cache):
         if layer_idx in self._handed:
             raise RuntimeError(
                 f"layer {layer_idx}: tokens were read but their queries never seen, so they could not be compressed; "
-                "was the attention implementation changed in between?"
+                "does the model change them after they are cached, or was the attention implementation changed in between?"
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(layer, EvictingLayer):
@@ -213,17 +219,22 @@ class EvictingCache(Cache):
     # compression
 
     def _observe(self, layer_index: int, queries: torch.Tensor, is_prompt: bool) -> None:
-        """Keep the queries that the method reads: those of the prompt, later the recent ones."""
+        """Keep the queries and hidden states that the method reads: those of the prompt, later the recent ones."""
         layer = self.layers[layer_index]
-        if "queries" not in self._names:
-            return
         captured = self._captured.setdefault(layer_index, {})
-        captured["queries"] = queries
-        if self.every:
-            recent = queries if layer.recent is None else torch.cat([layer.recent, queries], dim=2)
-            layer.recent = recent[:, :, -RECENT:].clone()
+        if "queries" in self._names:
+            captured["queries"] = queries
+        if not self.every:
+            return
+        for name, kept_as, axis in (("queries", "recent", 2), ("hidden_states", "recent_hidden", 1)):
+            if name not in self._names:
+                continue
+            before, new = getattr(layer, kept_as), captured[name].detach()
+            recent = new if before is None else torch.cat([before, new], dim=axis)
+            recent = recent.narrow(axis, max(0, recent.shape[axis] - RECENT), min(RECENT, recent.shape[axis])).clone()
+            setattr(layer, kept_as, recent)
             if not is_prompt:
-                captured["queries"] = layer.recent
+                captured[name] = recent
 
     def _compress(self, layer_index: int) -> None:
         layer = self.layers[layer_index]
@@ -239,8 +250,9 @@ class EvictingCache(Cache):
         if self.method.is_recursive and self.every and layer.static is None:
             layer.static = [self.options.get("sink_size", self.method.options["sink_size"])] * keys.shape[0]
         states: dict[str, Any] = {"keys": keys, "values": values, **captured}
+        padding = torch.zeros(keys.shape[0], dtype=torch.int32) if self._padding is None else self._padding
         if layer.seen > keys.shape[2]:
-            states["positions"] = positions
+            states["positions"] = positions - padding.to(positions)[:, None, None]
         if self.method.corrected:
             states["moments"] = layer.moments if layer.moments is not None else momentkv.no_moments(keys, values)
         kept = self.method.kept(
@@ -252,7 +264,8 @@ class EvictingCache(Cache):
             num_layers=len(self.layers),
             seed=self.seed,
             filled=None if is_full else filled,
-            seen=layer.seen,
+            seen=[layer.seen - count for count in padding.tolist()],
+            is_prompt=layer.evicted_at == 0,
             static=layer.static,
             supply=self._supply(layer_index),
         )
@@ -329,6 +342,24 @@ class EvictingCache(Cache):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        super().batch_select_indices(indices)
+        if self._padding is not None:
+            self._padding = self._padding[indices.to(self._padding.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        super().batch_repeat_interleave(repeats)
+        if self._padding is not None:
+            self._padding = self._padding.repeat_interleave(repeats)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Reorder the batch for beam search."""
+        super().reorder_cache(beam_idx)
+        if self._padding is not None:
+            self._padding = self._padding[beam_idx.to(self._padding.device)]
+
     def reset(self) -> None:
         """Forget everything and wait for a new prompt."""
         self.close()
@@ -349,16 +380,22 @@ class EvictingCache(Cache):
         return twin
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a safetensors file, to be loaded again with the same model. Raises ValueError before the prompt."""
+        """Write the cache to a safetensors file, to be loaded again with the same model.
+
+        Raises ValueError before the prompt, and UsageError for a path that cannot be written.
+        """
         if self.get_seq_length() == 0:
             raise ValueError("save: the cache has not read its prompt yet")
         tensors: dict[str, torch.Tensor] = {}
         layers = []
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, EvictingLayer):
-                raise UsageError(f"save: got layer {index} with a sliding window, wanted a model of full attention")
-            layers.append({"seen": layer.seen, "evicted_at": layer.evicted_at, "static": layer.static})
-            tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in layer.tensors().items()}
+            if isinstance(layer, EvictingLayer):
+                layers.append({"seen": layer.seen, "evicted_at": layer.evicted_at, "static": layer.static})
+                own = layer.tensors()
+            else:  # a sliding window
+                layers.append({"cumulative_length": layer.cumulative_length})
+                own = {"keys": layer.keys, "values": layer.values}
+            tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
         settings = {
             "schema": SCHEMA,
             "method": self.method.name if self.method else None,
@@ -371,7 +408,10 @@ class EvictingCache(Cache):
             "counts_padding": self._counts_padding,
             "layers": layers,
         }
-        save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
+        try:
+            save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
+        except SafetensorError as error:
+            raise UsageError(f"path: got {path}, wanted a file that can be written: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
@@ -438,6 +478,42 @@ class EvictingCache(Cache):
             return 0
         mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in layers]).mean())
         return int(mean) if mean == int(mean) else mean
+
+
+_readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+def require_readable_queries(model: PreTrainedModel, name: str) -> None:
+    """Raise UsageError where future.py does not turn hidden states into the queries of this model: tried on a few tokens, once.
+
+    RoPE may be paired in another way, left out of some layers, or followed by a norm, and no configuration says so.
+    """
+    if model not in _readable:
+        _readable[model] = _has_readable_queries(model)
+    if not _readable[model]:
+        raise UsageError(
+            f"model: got {type(model).__name__}, whose queries are not its projected hidden states turned by RoPE in two halves; "
+            f"wanted a method that reads no future queries in place of {name}"
+        )
+
+
+@torch.no_grad()
+def _has_readable_queries(model: PreTrainedModel) -> bool:
+    probe = torch.arange(1, 5, device=model.device)[None]
+    modules = attention_modules(model)
+    with EvictingCache(model, None, record=CAPTURED) as cache:
+        try:
+            model.base_model(probe, past_key_values=cache, use_cache=True)
+            for index, states in cache.recorded.items():
+                factor = future.logit_factor(modules[index], states["queries"].shape[-1])
+                queries = future.unrotated(states["queries"], *future.rotation(model, index, torch.arange(4, device=model.device)))
+                projected = future.project(model, modules[index], states["hidden_states"]).float() * factor
+                # Wrong ones are off by their own size, and bfloat16 by a hundredth of it.
+                if not (queries - projected).abs().max() <= 0.1 * projected.abs().max():
+                    return False
+        except (KeyError, UsageError):  # it calls its hidden states otherwise, or has no projection of its own for queries
+            return False
+    return True
 
 
 def _states(layer: Any) -> list[torch.Tensor]:

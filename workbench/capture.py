@@ -135,7 +135,12 @@ def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
 
 
 def _start(model: PreTrainedModel) -> None:
-    underlying, count = _replaced.get(model, (model.config._attn_implementation, 0))
+    # a model that shares its config with a watched one has our attention already
+    underlying, count = _replaced.get(model, (model.config._attn_implementation.removeprefix(PREFIX), 0))
+    if underlying not in ("sdpa", "eager"):
+        raise UsageError(
+            f"model: got {type(model).__name__} with the attention {underlying}, wanted attn_implementation='sdpa' or 'eager'"
+        )
     if count == 0:
         AttentionInterface.register(PREFIX + underlying, _answering_attention(underlying))
         if underlying in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -150,7 +155,7 @@ def _stop(model: PreTrainedModel) -> None:
     underlying, count = _replaced.pop(model)
     if count > 1:
         _replaced[model] = (underlying, count - 1)
-    elif model.config._attn_implementation == PREFIX + underlying:
+    elif model.config._attn_implementation == PREFIX + underlying and not any(other.config is model.config for other in _replaced):
         model.set_attn_implementation(underlying)
 
 

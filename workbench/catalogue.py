@@ -27,7 +27,7 @@ INPUTS = {
     "query_covariance": "[B, H_q, D, D], likewise",
     "sampled_queries": "[B, H_q, 8, D], samples of future queries (GV-A8)",
     "moments": "momentkv.Moments of the evicted tokens",
-    "hidden_states": "[B, T, hidden], what the attention layer reads",
+    "hidden_states": "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",
     "positions": "[T], of the tokens in the text",
     "length": "T, the tokens in the cache",
     "layer_index": "0 to num_layers - 1",

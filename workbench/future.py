@@ -86,10 +86,12 @@ def sampled_queries(
 ) -> torch.Tensor:
     """GV-A4 to GV-A8: queries [B, H_q, S, D] of hidden states sampled from those of the prompt, averaged over the next positions.
 
-    Args: module, the attention layer; hidden_states [B, T, C], what it read; position, that of the next token; generator, for the
-    noise, which the heads share.
+    Args: module, the attention layer; hidden_states [B, M, C], what it read of the last M tokens; position, that of the next token;
+    generator, for the noise, which the heads share.
     """
-    observed = hidden_states[:, min(SINKS, hidden_states.shape[1] - 1) :].float()
+    num_tokens = hidden_states.shape[1]
+    sinks = max(0, SINKS - (position - num_tokens))  # the last tokens of a long text hold none
+    observed = hidden_states[:, min(sinks, num_tokens - 1) :].float()
     mean = observed.mean(dim=1, keepdim=True)
     # In blocks that stay in a processor's cache: torch.var over an axis that is not the last takes ten times as long on a CPU.
     squares = sum((block - mean).square_().sum(dim=1, keepdim=True) for block in observed.split(128, dim=1))
@@ -111,8 +113,12 @@ def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) ->
         queries = module.qkv_proj(hidden_states)[..., : num_heads * head_dim]
     else:
         raise UsageError(f"model: {type(module).__name__} has no q_proj, which this method samples queries with")
+    norm = getattr(module, "q_norm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is not None and weight is not None and weight.shape[-1] != head_dim:  # over all heads at once
+        queries, norm = norm(queries), None
     queries = queries.view(*hidden_states.shape[:2], num_heads, head_dim).transpose(1, 2)
-    return module.q_norm(queries) if hasattr(module, "q_norm") else queries
+    return queries if norm is None else norm(queries)
 
 
 def logit_factor(module: Any, head_dim: int) -> float:

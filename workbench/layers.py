@@ -11,7 +11,7 @@ from optimized.cache import CompressedCache, compress
 from optimized.momentkv import Moments
 
 RECENT = 128
-"""The last queries that a layer remembers for a method that compresses while decoding (as in Expected Attention)."""
+"""The last queries or hidden states that a layer remembers for a method that compresses while decoding (EA)."""
 
 
 class EvictingLayer(DynamicLayer):
@@ -20,7 +20,8 @@ class EvictingLayer(DynamicLayer):
     As long as every head keeps as many tokens as the next, `keys` [B, H_kv, stored, D] and `values` hold them all. Once heads
     differ, `ragged` holds what was kept (flat, not a byte more than the kept tokens), and `keys` and `values` the tokens since.
     `padding` [B] counts the tokens that each row is padded with on the left, or is None; `moments` are those of the evicted tokens,
-    `recent` [B, H_q, n, D] the last queries and `static` what LagKV never touches again, where a method asks for them.
+    `recent` [B, H_q, n, D] the last queries, `recent_hidden` [B, n, hidden] the last hidden states and `static` what LagKV never
+    touches again, where a method asks for them.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class EvictingLayer(DynamicLayer):
         self.padding: torch.Tensor | None = None
         self.moments: Moments | None = None
         self.recent: torch.Tensor | None = None
+        self.recent_hidden: torch.Tensor | None = None
         self.static: list[int] | None = None
         self._kept_positions: torch.Tensor | None = None
 
@@ -147,7 +149,7 @@ class EvictingLayer(DynamicLayer):
         if count < 0 or count > self.seen - self.evicted_at:
             raise ValueError(
                 f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
-                "the tokens before that have been compressed and cannot be given back"
+                "the tokens before that have been compressed and cannot be given back (assisted generation wants every=0)"
             )
         if count and self.keys is not None and self.values is not None:
             # a copy, so that the memory of the removed tokens is really free
@@ -159,7 +161,8 @@ class EvictingLayer(DynamicLayer):
         """Forget everything."""
         super().reset()
         self.seen = self.evicted_at = 0
-        self.ragged = self.padding = self.moments = self.recent = self.static = self._kept_positions = None
+        self.ragged = self.padding = self.moments = self.static = self._kept_positions = None
+        self.recent = self.recent_hidden = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the batch for beam search."""
@@ -177,7 +180,7 @@ class EvictingLayer(DynamicLayer):
             self.ragged = _rows_of_batch(self.ragged, indices)
         if self.moments is not None:
             self.moments = Moments(*(field[indices] for field in self.moments))
-        for name in ("_kept_positions", "padding", "recent"):
+        for name in ("_kept_positions", "padding", "recent", "recent_hidden"):
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[indices])
         if self.static is not None:
@@ -191,7 +194,7 @@ class EvictingLayer(DynamicLayer):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by name; `keys` and `values` as well as the flat ones of ragged heads."""
-        named = {name: getattr(self, name) for name in ("keys", "values", "padding", "recent", "_kept_positions")}
+        named = {name: getattr(self, name) for name in ("keys", "values", "padding", "recent", "recent_hidden", "_kept_positions")}
         for part in ("ragged", "moments"):
             value = getattr(self, part)
             if value is not None:

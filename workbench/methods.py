@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from workbench import catalogue
 from workbench.binding import call, checked_kept, checked_scores, describe_exception, typed_option
 from workbench.catalogue import INPUTS, RANDOM
 from workbench.errors import UsageError
-from workbench.pieces import cut, pieces, put
+from workbench.pieces import Piece, cut, pieces, put, query_heads
 
 Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
 """Given a name, the states of a piece and its next position: what a method wants of the future, by name, with what goes along."""
@@ -107,29 +108,31 @@ class Method:
         num_layers: int = 1,
         seed: int = 0,
         filled: torch.Tensor | None = None,
-        seen: int | None = None,
+        seen: Sequence[int] | None = None,
+        is_prompt: bool = True,
         static: Sequence[int] | None = None,
         supply: Supply | None = None,
     ) -> torch.Tensor:
         """Return the kept mask [B, H_kv, T] of one layer.
 
         `states` has keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries, hidden_states and
-        moments. `budget`, if given, takes the place of compression_ratio, which counts the tokens `seen` (T by default).
-        `filled` [B, H_kv, T] is False where there is no token; a method is given rows and heads without such places. From the
-        second compression on, `static` says how many tokens of each row a recursive method leaves alone. `supply` makes what
-        only the model knows. Raises UsageError for arguments out of range or states that the method names and nobody
-        recorded, MethodError for what goes wrong inside the method.
+        moments. `budget`, if given, takes the place of compression_ratio, which counts the tokens that each row has `seen`,
+        padding aside (T by default). `filled` [B, H_kv, T] is False where there is no token; a method is given rows and heads
+        without such places. `is_prompt` says that the states are of all tokens of a prompt; from the second compression on,
+        queries and hidden_states are of the last tokens alone, and `static` says how many tokens of each row a recursive method
+        leaves alone. `supply` makes what only the model knows. Raises UsageError for arguments out of range or states that the
+        method names and nobody recorded, MethodError for what goes wrong inside the method.
         """
         keys = states["keys"]
         shape, options = tuple(keys.shape[:3]), self.typed_options(options)
-        seen = shape[2] if seen is None else seen
+        seen = [shape[2]] * shape[0] if seen is None else seen
         result = torch.zeros(shape, dtype=torch.bool, device=keys.device)
         scores = torch.full(shape, -math.inf, dtype=torch.float32, device=keys.device) if self.head_budgets else None
-        for piece in pieces(shape, filled, one_head="positions" in self.inputs and seen > shape[2]):
-            own = cut(states, piece, shape)
+        one_head = "positions" in self.inputs and "positions" in states
+        for piece in pieces(shape, filled, one_row=len(set(seen)) > 1, one_head=one_head):
+            own_seen = seen[piece.rows.start or 0]
+            own = cut(states, piece, shape, is_prompt=is_prompt, seen=own_seen)
             length = own["keys"].shape[2]
-            # Padding is no token, seen or kept.
-            own_seen = seen if filled is None or seen > shape[2] else length
             amount = self._amount(own_seen, compression_ratio, budget, layer_index, num_layers)
             found = self._run(
                 own,
@@ -140,8 +143,9 @@ class Method:
                 num_layers=num_layers,
                 seed=seed,
                 seen=own_seen,
+                is_prompt=is_prompt,
                 static=None if static is None else static[piece.rows.start or 0],
-                supply=supply,
+                supply=supply and partial(_supplied, supply, piece, shape),
             )
             if found.dtype != torch.bool and scores is None:
                 found = selection.top_k(found, min(amount, length))
@@ -152,11 +156,9 @@ class Method:
         if scores is None or self.is_select:
             return result
         assert self.head_budgets is not None
-        amount = self._amount(seen, compression_ratio, budget, layer_index, num_layers)
         for row in range(shape[0]):
             here = scores[row : row + 1].isfinite() if filled is None else filled[row : row + 1]
-            if filled is not None and seen <= shape[2]:
-                amount = self._amount(int(here[0, 0].sum()), compression_ratio, budget, layer_index, num_layers)
+            amount = self._amount(seen[row], compression_ratio, budget, layer_index, num_layers)
             total = amount * shape[1]
             enough = filled is None or int(here.sum()) > total
             chosen = self.head_budgets(scores[row : row + 1], amount) if enough else here
@@ -181,6 +183,7 @@ class Method:
         num_layers: int,
         seed: int,
         seen: int,
+        is_prompt: bool,
         static: int | None,
         supply: Supply | None,
     ) -> torch.Tensor:
@@ -189,10 +192,12 @@ class Method:
         shape, length = tuple(keys.shape[:3]), keys.shape[2]
         if amount == length and "keep_ratio" not in options and not self.head_budgets:
             return torch.ones(shape, dtype=torch.bool, device=keys.device)
-        function, inputs, is_select = self.function, self.inputs, self.is_select
-        if self.prompt_function is not None and seen == length:
+        function, inputs, is_select = self.function, list(self.inputs), self.is_select
+        if self.prompt_function is not None and is_prompt:
             function, is_select = self.prompt_function, True
-            inputs = tuple(catalogue.split_signature(function)[0])
+            inputs, prompt_options, _ = catalogue.split_signature(function)
+            if amount == 1 and "sink_size" in prompt_options:  # a budget of one token has no room for sinks beside the newest
+                options = options | {"sink_size": 0}
             if "queries" in states:
                 states["queries"] = states["queries"][:, :, -min(OBSERVED, max(1, amount // 2)) :]
         available: dict[str, Any] = {
@@ -262,6 +267,16 @@ class Method:
         stem = self.module.__name__.rpartition(".")[2]
         in_package = self.module.__name__.startswith("optimized.")
         return getattr(importlib.import_module(f"reference.{stem}"), name, None) if in_package else None
+
+
+def _supplied(
+    supply: Supply, piece: Piece, shape: tuple[int, ...], name: str, states: Mapping[str, Any], position: int
+) -> dict[str, Any]:
+    """What `supply` gives for a piece. Samples come from hidden states, which have no heads, so they are of all heads."""
+    found = supply(name, states, position)
+    if "sampled_queries" in found:
+        found["sampled_queries"] = found["sampled_queries"][:, query_heads(piece, found["sampled_queries"], shape)]
+    return found
 
 
 def _knows_torch(function: Callable[..., Any]) -> bool:

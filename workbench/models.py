@@ -13,6 +13,9 @@ from workbench.errors import UsageError
 
 EMBEDDED = "embedded"
 
+NO_SOFTMAX = {"diffllama": "differential attention", "doge": "a mask that it makes from the values"}
+"""Model types whose attention is another, and that say so nowhere else in their configuration."""
+
 
 def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     """Return (model, tokenizer) for `embedded`, a hub name or a folder, ready to run on the GPU if there is one.
@@ -56,6 +59,19 @@ def require_supported(model: PreTrainedModel) -> None:
         )
     if getattr(config, "attn_logit_softcapping", None):
         raise UsageError(f"model: got {name} with capped attention logits, wanted plain softmax attention")
+    if config.model_type in NO_SOFTMAX:
+        raise UsageError(f"model: got {name} with {NO_SOFTMAX[config.model_type]}, wanted plain softmax attention")
+    if getattr(config, "kv_lora_rank", None):
+        raise UsageError(f"model: got {name} with latent attention, wanted keys and values in the cache as they are attended to")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UsageError(f"model: got {name} whose layers share keys and values, wanted a cache for each layer")
+    if any(_has_sinks(module, config) for module in model.modules()):
+        raise UsageError(f"model: got {name} with learned attention sinks, wanted plain softmax attention")
+
+
+def _has_sinks(module: Any, config: Any) -> bool:
+    """Whether a module is full attention whose softmax has a learned logit beside those of the tokens."""
+    return getattr(module, "sinks", None) is not None and not is_sliding(config, getattr(module, "layer_idx", 0))
 
 
 def is_sliding(config: Any, layer_index: int) -> bool:

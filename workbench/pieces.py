@@ -21,9 +21,9 @@ class Piece:
     places: torch.Tensor | None  # None: all of them
 
 
-def pieces(shape: tuple[int, ...], filled: torch.Tensor | None, *, one_head: bool) -> list[Piece]:
+def pieces(shape: tuple[int, ...], filled: torch.Tensor | None, *, one_row: bool, one_head: bool) -> list[Piece]:
     """What a method can be given at once: everything, or rows, or single heads."""
-    if filled is None and not one_head:
+    if filled is None and not one_row and not one_head:
         return [Piece(slice(None), slice(None), None)]
     found = []
     for row in range(shape[0]):
@@ -35,8 +35,16 @@ def pieces(shape: tuple[int, ...], filled: torch.Tensor | None, *, one_head: boo
     return found
 
 
-def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The states of a piece; states of every token are cut to its places."""
+def query_heads(piece: Piece, states: torch.Tensor, shape: tuple[int, ...]) -> slice:
+    """The query heads, of all those of states [B, H_q, ...], that read the KV heads of a piece."""
+    if piece.heads == slice(None):
+        return piece.heads
+    group = states.shape[1] // shape[1]
+    return slice(piece.heads.start * group, piece.heads.stop * group)
+
+
+def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], *, is_prompt: bool, seen: int) -> dict[str, Any]:
+    """The states of a piece: of its places, and of a prompt's queries likewise; of recent ones those of its last `seen` tokens."""
     own: dict[str, Any] = {}
     for name, value in states.items():
         if value is None or piece.places is None:
@@ -46,15 +54,14 @@ def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...]) -> dict
         elif name == "hidden_states":
             own[name] = value[piece.rows]
         else:
-            heads = piece.heads
-            if name in OF_QUERIES and heads != slice(None):
-                group = value.shape[1] // shape[1]
-                heads = slice(heads.start * group, heads.stop * group)
+            heads = query_heads(piece, value, shape) if name in OF_QUERIES else piece.heads
             own[name] = value[piece.rows, heads]
         if piece.places is not None and value is not None:
             axis = 1 if name == "hidden_states" else 2
-            if name in ("keys", "values", "positions") or (name in OF_TOKENS and value.shape[axis] == shape[2]):
+            if name in ("keys", "values", "positions") or (name in OF_TOKENS and is_prompt):
                 own[name] = own[name].index_select(axis, piece.places)
+            elif name in OF_TOKENS and seen < value.shape[axis]:  # the others were read from padding
+                own[name] = own[name].narrow(axis, value.shape[axis] - seen, seen)
             if name == "positions":
                 own[name] = own[name][0, 0]
     return own

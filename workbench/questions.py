@@ -61,7 +61,9 @@ def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torc
 
     Raises UsageError where context, question and answer together exceed the model's context.
     """
-    if getattr(cache, "every", 0):  # it evicts while it decodes, and what is gone cannot be given back
+    # What evicts while it decodes, by a method or by a sliding window, cannot give back what is gone.
+    is_copied = bool(getattr(cache, "every", 0)) or any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+    if is_copied:
         cache = copy.deepcopy(cache)
     before = cache.get_seq_length()
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -80,7 +82,7 @@ def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torc
                 break
             output = model(torch.tensor([[following]], device=model.device), past_key_values=cache, use_cache=True)
     finally:
-        if not getattr(cache, "every", 0):
+        if not is_copied:
             cache.crop(before - cache.get_seq_length())
     return Answer(tokenizer.decode(token_ids, skip_special_tokens=True).strip(), token_ids, hidden_states)
 
