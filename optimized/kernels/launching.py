@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,6 +42,11 @@ def padded(size: int) -> int:
 def is_interpreted(states: torch.Tensor) -> bool:
     """Return whether the kernels run in the interpreter, on the CPU."""
     return states.device.type == "cpu"
+
+
+def is_amd(states: torch.Tensor) -> bool:
+    """Return whether the GPU to compile for is AMD's, with 64 threads to a warp."""
+    return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
 
 
 def dot_dtype(states: torch.Tensor) -> Any:

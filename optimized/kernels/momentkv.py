@@ -51,11 +51,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.driver import driver
 
 from optimized.checks import require_kept
 from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import dot_dtype, is_interpreted, padded, require_launchable
+from optimized.kernels.launching import dot_dtype, is_amd, is_interpreted, padded, require_launchable
 from optimized.kernels.momentkv_prompt import as_float32, compress_prompt, update
 from optimized.momentkv import (
     LARGEST_GROUP,
@@ -245,16 +244,11 @@ def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
     if keys.dtype == torch.float32:
         # Without tensor cores a row of 256 is spread over many threads; with AMD's, which do take float32, over few.
-        num_warps = 8 if block_d <= 128 else 4 if _is_amd(keys) else 16
+        num_warps = 8 if block_d <= 128 else 4 if is_amd(keys) else 16
         tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": num_warps, "num_stages": 1}
     else:
         tile = {"BLOCK_T": 32, "BLOCK_DV": min(block_dv, 16384 // block_d, 128), "num_warps": 4, "num_stages": 2}
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(keys)}
-
-
-def _is_amd(states: torch.Tensor) -> bool:
-    """Return whether the GPU to compile for is AMD's."""
-    return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
 
 
 def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:

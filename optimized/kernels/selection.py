@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import require_launchable
+from optimized.kernels.launching import is_amd, require_launchable
 from reference.checks import as_count
 from reference.selection import budget
 
@@ -72,13 +72,17 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     shielded = rows if protected is None else protected.reshape(-1, length)
     kept = torch.empty(rows.shape, dtype=torch.bool, device=scores.device)
     arguments = (*rows.stride(), *shielded.stride(), length, count)
-    flags = {"PROTECTED": protected is not None, "BLOCK": min(2048, max(256, triton.next_power_of_2(length))), "num_warps": 8}
-    if rows.shape[0] >= ROWS_THAT_FILL_A_GPU or length <= LONGEST_SHORT_ROW:
-        if length > flags["BLOCK"]:
-            flags |= {"BLOCK": 4096, "num_warps": 16}  # a program walks its whole row: the more threads, the fewer steps
+    whole_rows = rows.shape[0] >= ROWS_THAT_FILL_A_GPU or length <= LONGEST_SHORT_ROW
+    block, num_warps = min(2048, max(256, triton.next_power_of_2(length))), 8
+    if whole_rows and length > block:
+        block, num_warps = 4096, 16  # a program walks its whole row: the more threads, the fewer steps
+    if scores.element_size() == 2 and is_amd(scores):
+        num_warps //= 2  # eight scores to a thread, 16 bytes, as elsewhere: AMD's warps have twice the threads
+    flags = {"PROTECTED": protected is not None, "BLOCK": block, "num_warps": num_warps}
+    if whole_rows:
         keep_rows[(rows.shape[0],)](rows, shielded, kept, *arguments, **flags)
         return kept.view(scores.shape)
-    chunk = max(flags["BLOCK"], triton.next_power_of_2(triton.cdiv(length, MOST_CHUNKS)))
+    chunk = max(block, triton.next_power_of_2(triton.cdiv(length, MOST_CHUNKS)))
     chunks = triton.cdiv(length, chunk)
     counts = torch.zeros((rows.shape[0], 4, 256), dtype=torch.int32, device=scores.device)
     last_counts = torch.empty((rows.shape[0], chunks, 256), dtype=torch.int32, device=scores.device)
