@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from workbench.cli import AsJson, _exit_codes, _names, _progress, app, messages
@@ -26,8 +30,16 @@ Student = Annotated[str | None, typer.Option(help="Your id, where the course dra
 COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow"}
 
 
+@contextmanager
+def _writing(argument: str, path: Path, wanted: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{argument}: got {path}, wanted {wanted}: {error.strerror}") from None
+
+
 @app.command(epilog="Example: [bold]evictionary start keydiff[/]")
-def start(assignment: Name, work: Work = Path("work"), student: Student = None) -> None:
+def start(assignment: Name, work: Work = Path("work"), student: Student = None, as_json: AsJson = False) -> None:
     """Begin an assignment: write its starter file, with the functions to fill in."""
     with _exit_codes():
         from workbench.classroom import assignment as assignments
@@ -36,11 +48,18 @@ def start(assignment: Name, work: Work = Path("work"), student: Student = None) 
         path = work / chosen.file
         if path.exists():
             raise UsageError(f"assignment: {path} is there already, and may hold your work; move it away to begin anew")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(chosen.starter_for(student), encoding="utf-8")
-    console = Console(highlight=False)
-    console.print(f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{path}[/].")
-    console.print(f"The handout: {chosen.folder / 'README.md'}", soft_wrap=True)
+        with _writing("--work", work, "a folder that can be written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(chosen.starter_for(student), encoding="utf-8")
+    handout = chosen.folder / "README.md"
+    if as_json:
+        typer.echo(json.dumps({"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/]."
+    )
+    console.print(f"The handout: {escape(str(handout))}")
     console.print(f"Then: [bold]evictionary check {chosen.name}[/]")
 
 
@@ -49,14 +68,17 @@ def check(assignment: Name, work: Work = Path("work"), student: Student = None, 
     """Judge your file on public inputs: the points of each step and, for the first failure, what to do about it."""
     with _exit_codes():
         from workbench.classroom import assignment as assignments
-        from workbench.classroom import grading
+        from workbench.classroom import grading, submissions
 
         chosen = assignments.load(assignment)
-        path = work / chosen.file
-        if not path.is_file():
-            raise UsageError(f"assignment: no file {path}; `evictionary start {assignment}` writes it")
+        path = _started(work, chosen)
+        try:
+            source = submissions.read(path, chosen)
+        except submissions.BadSubmission as error:
+            raise UsageError(f"assignment: got {path}, wanted what the grader takes: {error}") from None
         constants = chosen.constants_of(student) if student else {}
-        judged = grading.judge(path.read_bytes(), chosen, constants=constants, origin=str(path))
+        # A quarter of the grader's patience, so that an endless loop does not keep a student for minutes.
+        judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4)
     hidden = sum(len(step.laws) for step in chosen.steps)
     if as_json:
         typer.echo(json.dumps(judged.as_json(), indent=1))
@@ -67,6 +89,13 @@ def check(assignment: Name, work: Work = Path("work"), student: Student = None, 
         raise typer.Exit(1)
 
 
+def _started(work: Path, chosen: Assignment) -> Path:
+    path = work / chosen.file
+    if not path.is_file():
+        raise UsageError(f"assignment: no file {path}; `evictionary start {chosen.name}` writes it")
+    return path
+
+
 def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
     console = Console(highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=chosen.title, title_justify="left")
@@ -74,7 +103,7 @@ def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
         table.add_column(header, justify="right" if header == "points" else "left")
     for line in judged.lines:
         verdict = f"[{COLOURS[line.verdict]}]{line.verdict}[/]"
-        shown = f"{verdict}, {line.reason}" if line.verdict == "not judged yet" or chosen.contest else verdict
+        shown = f"{verdict}, {escape(line.reason)}" if line.verdict == "not judged yet" or chosen.contest else verdict
         table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
     console.print(table)
     console.print(f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s")
@@ -87,8 +116,12 @@ def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
         console.print(f"  to read         {first.read}", markup=False)
     if first.repro:
         script = path.parent / f"see_{path.stem}.py"
-        script.write_text(first.repro + "\n", encoding="utf-8")
-        console.print(f"  as a script     {script}", markup=False)
+        try:
+            script.write_text(first.repro + "\n", encoding="utf-8")
+        except OSError as error:
+            console.print(f"  as a script     not written: {error}", markup=False)
+        else:
+            console.print(f"  as a script     {script}", markup=False, soft_wrap=True)
 
 
 def _print_rest(chosen: Assignment, laws: int, path: Path) -> None:
@@ -121,7 +154,12 @@ def _print_time(chosen: Assignment, path: Path) -> None:
 
 
 @app.command(epilog="Example: [bold]evictionary submit keydiff[/]")
-def submit(assignment: Name, work: Work = Path("work"), output: Annotated[Path | None, typer.Option()] = None) -> None:
+def submit(
+    assignment: Name,
+    work: Work = Path("work"),
+    output: Annotated[Path | None, typer.Option(help="The archive to write; the assignment's name with .zip by default.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Pack what is handed in: your file and a manifest, and nothing else."""
     with _exit_codes():
         from workbench.classroom import assignment as assignments
@@ -129,10 +167,18 @@ def submit(assignment: Name, work: Work = Path("work"), output: Annotated[Path |
 
         chosen = assignments.load(assignment)
         target = output or Path(f"{chosen.name}.zip")
-        if not (work / chosen.file).is_file():
-            raise UsageError(f"assignment: no file {work / chosen.file}; `evictionary start {assignment}` writes it")
-        packed = submissions.pack(chosen, work, target)
-    Console(highlight=False).print(f"[bold]{target}[/] holds {' and '.join(packed)}. Hand it in.")
+        path = _started(work, chosen)
+        if target.suffix != ".zip":
+            raise UsageError(f"--output: got {target}, wanted a name that ends in .zip")
+        try:
+            with _writing("--output", target, "a file in a folder that can be written"):
+                packed = submissions.pack(chosen, work, target)
+        except submissions.BadSubmission as error:
+            raise UsageError(f"assignment: got {path}, wanted what the grader takes: {error}") from None
+    if as_json:
+        typer.echo(json.dumps({"assignment": chosen.name, "archive": str(target), "files": packed}))
+        return
+    Console(highlight=False, soft_wrap=True).print(f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in.")
 
 
 @app.command(epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]")
@@ -160,7 +206,7 @@ def grade(
     """
     with _exit_codes():
         from workbench.classroom import assignment as assignments
-        from workbench.classroom import classes
+        from workbench.classroom import classes, submissions
         from workbench.classroom import formats as written
         from workbench.classroom.grading import GRADE_EXAMPLES
 
@@ -169,25 +215,46 @@ def grade(
         for name in wanted:
             if name not in written.FORMATS:
                 raise UsageError(f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}")
-        if jobs < 1:
-            raise UsageError(f"--jobs: got {jobs}, wanted at least 1")
-        found = classes.find(submission, chosen.file)
+        for argument, count in (("--jobs", jobs), ("--examples", examples)):
+            if count is not None and count < 1:
+                raise UsageError(f"{argument}: got {count}, wanted at least 1")
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UsageError(f"--seconds: got {seconds}, wanted more than 0")
+        left_out: list[Path] = []
+        found = classes.find(submission, chosen.file, output, left_out.append)
+        if left_out:
+            messages.print(
+                f"Left out, for a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}",
+                style="yellow",
+                markup=False,
+            )
         if student is not None:
             if len(found) != 1:
                 raise UsageError(f"--student: got one id for {len(found)} submissions")
+            if not student.strip() or student in (".", "..") or not {"/", "\\", "\0"}.isdisjoint(student):
+                raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder")
             found = {student: next(iter(found.values()))}
         secret = _secret(seed_file)
+        with _writing("--output", output, "a folder that can be written"):
+            output.mkdir(parents=True, exist_ok=True)
         order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds)
         started = time.monotonic()
         with _progress() as (plan, advance):
             plan(len(found))
             grades = list(classes.run(order, found, output, jobs, lambda name: advance(name)))
-        result = classes.summary(grades) | {"seconds": round(time.monotonic() - started, 1)}
+        result = classes.summary(grades) | {
+            "left_out": [str(path) for path in left_out],
+            "seconds": round(time.monotonic() - started, 1),
+        }
         (output / "summary.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
         _print_class(result, output)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _secret(seed_file: Path | None) -> bytes:
@@ -216,7 +283,10 @@ def _print_class(result: dict[str, Any], output: Path) -> None:
     for name, counts in result["steps"].items():
         console.print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
     for mistake, count in result["misconceptions"].items():
-        console.print(f"{count} times: {mistake}", style="dim", markup=False)
+        console.print(f"{count} did: {mistake}", style="dim", markup=False)
     if result["errors"]:
-        console.print(f"{result['errors']} could not be judged: see error in grade.json", style="yellow")
-    console.print(f"{result['seconds']:.0f} s. The grades: [bold]{output}[/]")
+        shown = _few(result["unjudged"])
+        console.print(
+            f"{result['errors']} could not be judged, error in grade.json says why: {shown}", style="yellow", markup=False
+        )
+    console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")

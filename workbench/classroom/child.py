@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,30 @@ from typing import IO, Any
 
 import numpy as np
 
-from workbench.classroom import worker
+from workbench.classroom import seccomp, worker
 
 START_SECONDS = 120.0
 BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials")
+LONGEST_MESSAGE, MOST_FUNCTIONS = 2000, 1000
+
+
+def closed(site: Path) -> list[str]:
+    """What a child may not read wherever it lies: the clone that this file is in, and this project where it is installed."""
+    project = Path(worker.__file__).resolve().parents[2]
+    folders = {site.resolve(), project, Path(sysconfig.get_path("purelib", vars={"base": sys.base_prefix})).resolve()}
+    found = [each for folder in folders if folder.is_dir() for each in folder.iterdir() if _is_banned(each.name)]
+    # Installed, this file lies beside NumPy, which the child needs.
+    return sorted(str(each) for each in [*found, *([] if project == site.resolve() else [project])])
+
+
+def _is_banned(name: str) -> bool:
+    return name.split(".")[0].split("-")[0] in BANNED
+
+
+def clean(text: Any, longest: int = LONGEST_MESSAGE) -> str:
+    """Text of a student's that can be written anywhere: not endless, and without half characters, which no encoding has."""
+    shown = str(text).encode("utf-8", "replace").decode("utf-8")
+    return shown if len(shown) <= longest else f"{shown[:longest]} ... and {len(shown) - longest} characters more"
 
 
 @dataclass(frozen=True)
@@ -98,6 +119,8 @@ class Child:
             "interpret": self.interpret,
             "confine": self.confine,
             "banned": BANNED,
+            "closed": closed(Path(site)),
+            "filter": seccomp.program().hex(),
             "cpu_seconds": self.limits.cpu_seconds,
             "memory": self.limits.memory,
         }
@@ -108,12 +131,15 @@ class Child:
                 raise RuntimeError(f"the child process did not start: {error}") from None
             self._waited, self._allowed = 0.0, self.limits.wall_seconds  # importing torch is not the student's time
             reply, _ = self._exchange(None, [])
-            if "functions" not in reply:
-                raise StudentError(str(reply.get("error")), str(reply.get("message")), str(reply.get("place")))
+            if "error" in reply:
+                raise _student_error(reply)
+            if not isinstance(reply.get("functions"), list):
+                raise self._end("its answer cannot be read")
         except BaseException:
             self.close()
             raise
-        self.functions = [name for name in reply["functions"] if isinstance(name, str)]
+        public = [name for name in reply["functions"] if isinstance(name, str) and name.isidentifier() and name[0] != "_"]
+        self.functions = public[:MOST_FUNCTIONS]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,11 +169,11 @@ class Child:
         reply, found = self._exchange(message, arrays)
         if "error" in reply:
             if reply.get("value_error"):
-                raise ValueError(reply["message"])
-            raise StudentError(str(reply["error"]), str(reply["message"]), str(reply.get("place", "")))
+                raise ValueError(clean(reply.get("message")))
+            raise _student_error(reply)
         try:
             return worker.decode(reply["result"], found, self.named)
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:
             raise self._end(f"its answer cannot be read ({type(error).__name__})") from None
 
     def _exchange(self, message: dict[str, Any] | None, arrays: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -195,7 +221,7 @@ class Child:
             selector.register(pipe, event)
             if left <= 0 or not selector.select(left):
                 self.is_late = True
-                raise self._end(f"no answer within {self._allowed:g} s")
+                raise self._end(f"no answer within {self._allowed:g} s: an endless loop, or waiting for something?")
 
     def _how_it_ended(self) -> str:
         try:
@@ -218,3 +244,7 @@ class Child:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _student_error(reply: dict[str, Any]) -> StudentError:
+    return StudentError(*(clean(reply.get(key, "")) for key in ("error", "message", "place")))

@@ -6,17 +6,21 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench import __version__
 from workbench.classroom import assignment as assignments
-from workbench.classroom import formats, grading, submissions
+from workbench.classroom import formats, grading, submissions, worker
 from workbench.classroom.assignment import Assignment
+from workbench.classroom.child import clean
 from workbench.errors import UsageError
 
 
@@ -37,9 +41,12 @@ class Order:
         return hashlib.sha256(b"evictionary/" + self.secret).hexdigest()[:16]
 
 
-def find(paths: Sequence[Path], file: str) -> dict[str, Path]:
+def find(
+    paths: Sequence[Path], file: str, output: Path | None = None, leave_out: Callable[[Path], None] = lambda path: None
+) -> dict[str, Path]:
     """The submissions by student: each path itself, or, for a folder without the assignment's `file`, what lies in it.
 
+    leave_out is told of each entry of a folder that is no submission; hidden ones and the folder `output` are passed over.
     Raises UsageError where a path does not exist or two submissions have one name.
     """
     found: dict[str, Path] = {}
@@ -48,14 +55,21 @@ def find(paths: Sequence[Path], file: str) -> dict[str, Path]:
             raise UsageError(f"submission: got {path}, wanted a file or folder that exists")
         entries = [path]
         if path.is_dir() and not os.path.lexists(path / Path(file).name):
-            entries = sorted(each for each in path.iterdir() if each.is_dir() or each.suffix in (".zip", ".py"))
+            entries = []
+            for each in sorted(path.iterdir()):
+                if each.name.startswith((".", "__")) or (output is not None and each.resolve() == output.resolve()):
+                    continue
+                if each.is_dir() or each.name.endswith(submissions.ENDINGS):
+                    entries.append(each)
+                else:
+                    leave_out(each)
         for each in entries:
             student = submissions.student_of(each)
             if student in found:
                 raise UsageError(f"submission: {each} and {found[student]} have one name, {student!r}")
             found[student] = each
     if not found:
-        raise UsageError("submission: got none, wanted a folder, a .zip or a .py file")
+        raise UsageError(f"submission: got none, wanted {submissions.KINDS}")
     return found
 
 
@@ -77,10 +91,16 @@ def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
             seconds=order.seconds,
         )
     except submissions.BadSubmission as error:
-        judgement = grading.empty(assignment, str(error))
+        judgement = grading.empty(assignment, clean(error))
     except Exception as error:
-        judgement = grading.empty(assignment, f"the grader itself failed, which is not the student's doing: {error}")
+        return _failed(order, student, error)
     return _as_json(order, assignment, student, digest, constants, judgement)
+
+
+def _failed(order: Order, student: str, error: Exception) -> dict[str, Any]:
+    assignment = assignments.load(order.assignment)
+    why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
+    return _as_json(order, assignment, student, "", {}, grading.empty(assignment, why))
 
 
 def _as_json(
@@ -118,7 +138,13 @@ def run(
             yield done
 
     def finish(grade: dict[str, Any]) -> dict[str, Any]:
-        formats.write(grade, output / grade["student"], list(order.formats))
+        try:
+            formats.write(grade, output / grade["student"], list(order.formats))
+        except OSError:  # nothing can be written there
+            raise
+        except Exception as error:
+            grade = _failed(order, grade["student"], error)
+            formats.write(grade, output / grade["student"], list(order.formats))
         advance(grade["student"])
         return grade
 
@@ -126,19 +152,41 @@ def run(
         for student, path in waiting.items():
             yield finish(grade_one(order, student, path))
         return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures: dict[Future[dict[str, Any]], str] = {
-            pool.submit(grade_one, order, student, path): student for student, path in waiting.items()
-        }
+    broken = {}
+    for student, result in _in_processes(order, waiting, jobs):
+        if isinstance(result, BrokenProcessPool):
+            broken[student] = waiting[student]
+        else:
+            yield finish(_failed(order, student, result) if isinstance(result, Exception) else result)
+    # A process that ends takes the others of its pool with it: each gets a pool of its own, so that none suffers for another.
+    for student, path in broken.items():
+        for _, result in _in_processes(order, {student: path}, 1):
+            yield finish(_failed(order, student, result) if isinstance(result, Exception) else result)
+
+
+def _in_processes(order: Order, waiting: dict[str, Path], jobs: int) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
+    futures: dict[Future[dict[str, Any]], str] = {}
+    try:
+        for student, path in waiting.items():
+            futures[pool.submit(grade_one, order, student, path)] = student
         for future in as_completed(futures):
-            student = futures[future]
-            try:
-                grade = future.result()
-            except Exception as error:  # the pool broke: a result is written all the same
-                assignment = assignments.load(order.assignment)
-                judgement = grading.empty(assignment, f"the grader itself failed, which is not the student's doing: {error}")
-                grade = _as_json(order, assignment, student, "", {}, judgement)
-            yield finish(grade)
+            error = future.exception()
+            yield futures[future], error if isinstance(error, Exception) else future.result()
+    except BaseException:
+        # Interrupted: what is under way is ended, what waits is not begun. The next run goes on from here.
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _leave_interrupts() -> None:
+    """In a process of the pool: Ctrl-C is for the parent, which says when to end; temporary folders are tidied up then."""
+    worker.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def _stored(order: Order, student: str, path: Path, output: Path) -> dict[str, Any] | None:
@@ -167,6 +215,7 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "submissions": len(grades),
         "errors": sum(bool(grade["error"]) for grade in grades),
+        "unjudged": sorted(grade["student"] for grade in grades if grade["error"]),
         "distribution": dict(sorted(Counter(grade["score"] for grade in grades).items())),
         "steps": {name: dict(counts) for name, counts in steps.items()},
         "misconceptions": dict(mistakes.most_common(10)),

@@ -97,7 +97,9 @@ def junit(grade: dict[str, Any]) -> str:
         timestamp=grade["graded_at"].removesuffix("Z"),
     )
     for line in grade["lines"]:
-        case = ElementTree.SubElement(suite, "testcase", classname=grade["student"], name=f"{line['name']} ({line['requirement']})")
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=_xml(grade["student"]), name=f"{line['name']} ({line['requirement']})"
+        )
         if line["verdict"] == "failed":
             ElementTree.SubElement(case, "failure", message=_xml(line["reason"]), type="law").text = _xml(line["message"])
         elif line["verdict"] != "passed":

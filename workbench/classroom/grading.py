@@ -12,8 +12,8 @@ import shutil
 import tempfile
 import time
 import types
-from collections import namedtuple
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as with_seed
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from spec_tests import report
 from spec_tests.cases import Case
@@ -29,9 +31,10 @@ from spec_tests.law import REQUIREMENTS, Law
 from spec_tests.matrix import load_laws, outcome
 from spec_tests.tolerance import Allowance, Violation
 from workbench.classroom.assignment import Assignment, Step
-from workbench.classroom.child import Child, ChildDied, StudentError
+from workbench.classroom.child import Child, ChildDied, StudentError, clean
 
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
+LONGEST_TEXT = 20_000
 
 
 @dataclass
@@ -107,19 +110,44 @@ def judge(
 
             contest.judge(run, result)
         else:
-            verdicts: dict[str, str] = {}
-            explained = not explain
-            for step, line in zip(assignment.steps, result.lines, strict=True):
-                missing = [name for name in step.needs if verdicts.get(name) != "passed"]
-                if missing:
-                    line.reason = f"needs {', '.join(missing)} first"
-                else:
-                    explained = run.judge(step, line, result, explained)
-                verdicts[step.name] = line.verdict
+            with _inputs_of_the_seed_alone():
+                _judge_steps(run, result, explained=not explain)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    for line in result.lines:
+        line.reason, line.message, line.repro = (clean(each, LONGEST_TEXT) for each in (line.reason, line.message, line.repro))
     result.seconds = round(time.monotonic() - started, 2)
     return result
+
+
+def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
+    verdicts: dict[str, str] = {}
+    for step, line in zip(run.assignment.steps, result.lines, strict=True):
+        missing = [name for name in step.needs if verdicts.get(name) != "passed"]
+        if missing:
+            line.reason = f"needs {', '.join(missing)} first"
+        elif run.unloadable:
+            line.verdict, line.reason, line.message = "failed", run.unloadable, run.unloadable
+        else:
+            explained = run.judge(step, line, result, explained)
+        verdicts[step.name] = line.verdict
+
+
+@contextlib.contextmanager
+def _inputs_of_the_seed_alone() -> Iterator[None]:
+    """Let a seed draw the same inputs whatever has run before.
+
+    Hypothesis also draws numbers that stand in the modules which happen to be loaded, and stores them in the working folder: the
+    hundredth student would have other inputs than the first.
+    """
+    before = providers._get_local_constants
+    providers.CONSTANTS_CACHE.cache.clear()
+    providers._get_local_constants = Constants
+    try:
+        yield
+    finally:
+        providers._get_local_constants = before
+        providers.CONSTANTS_CACHE.cache.clear()
 
 
 def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
@@ -155,6 +183,8 @@ class _Run:
     examples: int
     constants: dict[str, float]
     seconds: float | None
+    unloadable: str = ""  # why the file cannot even be imported
+    is_slow: bool = False  # a step has run out of time twice
 
     def child(self, patience: int = 1) -> Child:
         one = self.assignment
@@ -173,21 +203,22 @@ class _Run:
         What runs out of time is judged once more with three times as much, for the machine may have been busy.
         """
         failing, late = self._try(step, line, result, patience=1)
-        if late:
+        if late and not self.is_slow:
             line.laws, line.reason, line.message = {}, "", ""
-            failing, _ = self._try(step, line, result, patience=3)
+            failing, self.is_slow = self._try(step, line, result, patience=3)
         if failing is None or explained:
             return explained
-        # In another child, for this takes more calls than judging; the verdict stands even if this one ends early.
-        with contextlib.suppress(ChildDied, StudentError), self.child(patience=3) as child:
+        # In another child, for this takes more calls than judging; the verdict stands whatever becomes of this one.
+        with contextlib.suppress(Exception), self.child(patience=3) as child:
             self.explain(failing, self.implementation(child, by_paper=step.check != "constants"), line)
         return True
 
     def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
         """Put the laws of a step to a child; returns the first that fails by what it was answered, and whether time ran out."""
-        line.verdict, failing = "failed", None
+        line.verdict, failing, loaded = "failed", None, False
         try:
             with self.child(patience=patience) as child:
+                loaded = True
                 result.walls = child.walls
                 implementation = self.implementation(child, by_paper=step.check != "constants")
                 for law in self.laws(step):
@@ -196,18 +227,19 @@ class _Run:
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
                         died = message.startswith(ChildDied.__name__)
+                        message = message.removeprefix(f"{ChildDied.__name__}: ")
                         line.reason = message if missing or died else law.sentence
                         line.message = message
                         failing = None if missing or died else law
                 if line.laws and all(word == "passed" for word in line.laws.values()):
                     line.verdict, line.points = "passed", step.points
                 return failing, child.is_late or "timed out" in line.laws.values()
-        except ChildDied as error:
+        except (ChildDied, StudentError) as error:
             line.reason = line.message = str(error)
-            return None, error.is_late
-        except StudentError as error:
-            line.reason = line.message = str(error)
-            return None, False
+            is_late = isinstance(error, ChildDied) and error.is_late
+            if not loaded and not (is_late and patience == 1):
+                self.unloadable = line.reason = line.message = f"your file cannot be loaded: {error}"
+            return None, is_late
 
     def implementation(self, child: Child, by_paper: bool) -> Implementation:
         """The functions of the child as an implementation; its arrays cross as NumPy, whatever it computes with.
@@ -217,7 +249,7 @@ class _Run:
         one = self.assignment
         module = types.ModuleType(one.stem)
         for name in child.functions:
-            setattr(module, name, _proxy(child, name, self.paper_defaults(name) if by_paper else {}))
+            setattr(module, name, _proxy(child, name, self.paper_defaults(name) if by_paper else {}, self.returned(name)))
         dtype = one.dtype
         return _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", dtype)
 
@@ -226,6 +258,11 @@ class _Run:
         function = getattr(importlib.import_module(f"reference.{self.assignment.stem}"), name, None)
         parameters = inspect.signature(function).parameters if function and self.constants else {}
         return {key: one.default for key, one in parameters.items() if key in self.constants}
+
+    def returned(self, name: str) -> Any:
+        """What the reference's function of this name returns, as its annotation has it; None where there is no such function."""
+        function = getattr(importlib.import_module(f"reference.{self.assignment.stem}"), name, None)
+        return typing.get_type_hints(function).get("return") if isinstance(function, types.FunctionType) else None
 
     def laws(self, step: Step) -> list[Law]:
         found = load_laws()
@@ -263,7 +300,7 @@ class _Run:
             told = _innermost(error)
             lines = report.sentence(law, implementation, told).replace(f"{StudentError.__name__}: ", "").splitlines()
             # The grader's own files and laws are nothing that a student can open or run.
-            line.message = "\n".join(each for each in lines if "classroom/child.py" not in each and "grader.py::" not in each)
+            line.message = "\n".join(each for each in lines if "classroom/" not in each and "grader.py::" not in each)
             calls = implementation.calls
             line.repro = report.repro(implementation, calls[-1].function) if calls else ""
             if calls and self.assignment.interpret:
@@ -278,23 +315,39 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _proxy(child: Child, name: str, defaults: dict[str, Any]) -> Callable[..., Any]:
+def _proxy(child: Child, name: str, defaults: dict[str, Any], returned: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return child.call(name, *args, **{**defaults, **kwargs})
+        return _of_its_kind(name, child.call(name, *args, **{**defaults, **kwargs}), returned)
 
     return call
 
 
+def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
+    """The result, where it has as many parts as `returned` says, and names for them; whether they are right the laws say."""
+    wanted: tuple[str, ...] | None = getattr(returned, "_fields", None)
+    count = len(typing.get_args(returned)) if typing.get_origin(returned) is tuple else len(wanted or ())
+    parts = result if isinstance(result, tuple) else (result,)
+    is_right = len(parts) == count and getattr(result, "_fields", None) == wanted if count else not isinstance(result, tuple)
+    if is_right and all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in parts):
+        return result
+    shown = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"one {type(result).__name__}"
+    if wanted:
+        expected = f"{returned.__name__}({', '.join(wanted)})"
+    else:
+        expected = f"a tuple of {count} arrays" if count else "one array or number"
+    raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
+
+
 def _named(stem: str) -> Callable[[str, list[str]], Any]:
-    """The named tuples of the reference by name, so that what comes back is of a class that the laws know."""
+    """The named tuples of the reference by name, so that what comes back is of a class that the laws know; others are plain."""
     try:
         module = importlib.import_module(f"reference.{stem}")
     except ModuleNotFoundError:  # a method that no paper has
-        return namedtuple
+        module = types.ModuleType(stem)
 
     def of(name: str, fields: list[str]) -> Any:
         known = getattr(module, name, None)
-        return known if getattr(known, "_fields", None) == tuple(fields) else namedtuple(name, fields)
+        return known if getattr(known, "_fields", None) == tuple(fields) else lambda *items: tuple(items)
 
     return of
 

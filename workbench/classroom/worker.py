@@ -25,7 +25,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, BinaryIO
 
-LARGEST_FRAME = 256 * 2**20
+# What a frame may weigh: a call brings the keys and values of a long text, an answer is a few scores and its JSON a few names.
+LARGEST_CALL, LARGEST_ANSWER, LARGEST_TEXT = 512 * 2**20, 64 * 2**20, 2**20
+MOST_ARRAYS = 64
 NOBODY = 65534
 
 
@@ -62,15 +64,23 @@ def encode(value: Any, arrays: list[Any]) -> Any:
 
 
 def decode(content: Any, arrays: dict[str, Any], named: Callable[[str, list[str]], Any] = namedtuple) -> Any:
-    """The value that `encode` was given; `named` returns the class of a named tuple."""
+    """The value that `encode` was given; `named` returns the class of a named tuple.
+
+    Raises BadFrame, KeyError, TypeError or ValueError for what `encode` does not write.
+    """
+    if not isinstance(content, dict):
+        raise BadFrame("no value")
     if "array" in content:
         array = arrays[f"a{content['array']}"]
         return array[()] if content["scalar"] else array
     if "fraction" in content:
-        return Fraction(content["fraction"])
+        above, _, below = content["fraction"].partition("/")
+        return Fraction(int(above), int(below or 1))  # not from its text: the Fraction of "1e999999999" is never done
     if "items" in content:
         items = [decode(entry, arrays, named) for entry in content["items"]]
         return named(content["name"], content["fields"])(*items) if content["fields"] else tuple(items)
+    if not isinstance(content["plain"], bool | int | float | str | None):
+        raise BadFrame("no plain value")
     return content["plain"]
 
 
@@ -85,11 +95,12 @@ def pack(message: dict[str, Any], arrays: list[Any]) -> bytes:
     return struct.pack(">QQ", len(text), body.tell()) + text + body.getvalue()
 
 
-def sizes(header: bytes) -> tuple[int, int]:
+def sizes(header: bytes, largest: int = LARGEST_ANSWER) -> tuple[int, int]:
     """The lengths of the two parts that follow a header of 16 bytes. Raises BadFrame where they are too large."""
     text, body = struct.unpack(">QQ", header)
-    if text + body > LARGEST_FRAME:
-        raise BadFrame(f"{text + body} bytes, more than {LARGEST_FRAME}")
+    for length, most in ((text, LARGEST_TEXT), (body, largest)):
+        if length > most:
+            raise BadFrame(f"{length} bytes, more than {most}")
     return text, body
 
 
@@ -103,9 +114,13 @@ def unpack(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     arrays = {}
     if body:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
-            for entry in archive.infolist():
-                if entry.compress_type != zipfile.ZIP_STORED:  # what is stored cannot swell
-                    raise BadFrame("compressed arrays")
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # what is stored cannot swell
+                raise BadFrame("compressed arrays")
+            # Entries may lie over each other, so that a small body holds any number of large ones.
+            if len(entries) > MOST_ARRAYS or sum(entry.file_size for entry in entries) > len(body):
+                raise BadFrame("more arrays than there are bytes for")
+            for entry in entries:
                 member = io.BytesIO(archive.read(entry))
                 version = np.lib.format.read_magic(member)
                 reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -124,13 +139,45 @@ def _read(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
     header = stream.read(16)
     if len(header) < 16:
         os._exit(0)  # the parent is gone, or has asked enough
-    text, body = sizes(header)
+    text, body = sizes(header, LARGEST_CALL)
     return unpack(stream.read(text), stream.read(body))
 
 
 # Walls
 
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+
+
+def without(path: str, closed: list[str]) -> list[str]:
+    """The path or, where something closed lies in it, everything else that lies in it: Landlock opens a folder with all below."""
+    if path in closed:
+        return []
+    if not any(each.startswith(path.rstrip(os.sep) + os.sep) for each in closed):
+        return [path]
+    with os.scandir(path) as entries:
+        # A link would open what it leads to; that is in the list by its own name, if it may be.
+        inside = sorted(entry.path for entry in entries if not entry.is_symlink())
+    return [kept for entry in inside for kept in without(entry, closed)]
+
+
+def filter_calls(program: bytes) -> bool:
+    """Have the kernel refuse the system calls that `seccomp.program` lists, for good; False where there is no such filter."""
+    if not program:
+        return False
+    prctl = ctypes.CDLL(None).prctl
+    instructions = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
+    prctl(38, 1, 0, 0, 0)  # no new privileges
+    return int(prctl(22, ctypes.c_ulong(2), header, 0, 0)) == 0
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the parent ends, however that ends; Linux."""
+    if sys.platform.startswith("linux"):
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)
 
 
 def landlock(readable: list[str], listable: list[str]) -> int:
@@ -167,8 +214,8 @@ def landlock(readable: list[str], listable: list[str]) -> int:
 
 _DENIED = (
     "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "os.spawn", "os.kill", "os.killpg", "subprocess.Popen",
-    "pty.spawn", "socket.", "ctypes.", "os.symlink", "os.link", "os.remove", "os.rename", "os.mkdir", "os.chmod", "os.truncate",
-    "resource.setrlimit", "resource.prlimit",
+    "pty.spawn", "socket.", "ctypes.", "os.symlink", "os.link", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate",
+    "os.chmod", "os.chown", "os.chflags", "os.utime", "os.setxattr", "os.removexattr", "resource.setrlimit", "resource.prlimit",
 )  # fmt: skip
 
 
@@ -178,9 +225,10 @@ def guard(readable: list[str], banned: list[str]) -> None:
     It explains itself to the honest and stops the curious; who knows the interpreter gets round it, and meets the other walls.
     """
     roots = tuple(os.path.realpath(path) + os.sep for path in readable)
+    closed, denied = frozenset(banned), _DENIED  # not by name: a module's names can be replaced
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "import" and arguments[0].split(".")[0] in banned:
+        if event == "import" and arguments[0].split(".")[0] in closed:
             raise ImportError(f"{arguments[0]}: not there while your code is judged")
         if event == "open" and isinstance(arguments[0], str | bytes):
             path, mode, flags = os.fsdecode(arguments[0]), arguments[1], arguments[2]
@@ -190,7 +238,7 @@ def guard(readable: list[str], banned: list[str]) -> None:
                 raise PermissionError(f"{path}: no writing while your code is judged")
             if not (os.path.realpath(path) + os.sep).startswith(roots):
                 raise PermissionError(f"{path}: not yours to read while your code is judged")
-        if event.startswith(_DENIED):
+        if event.startswith(denied):
             raise PermissionError(f"{event}: not allowed while your code is judged")
 
     sys.addaudithook(refuse)
@@ -269,17 +317,17 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             os.environ["TRITON_INTERPRET"] = "1"
             import triton.language
             import triton.runtime.interpreter  # noqa: F401
-    path = setup["path"]
-    shared = sorted(os.path.join(setup["site"], name) for name in os.listdir(setup["site"]))
-    banned = setup["banned"]
-    readable = [sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom", os.path.dirname(path)]
-    readable += [entry for entry in shared if os.path.basename(entry).split(".")[0].split("-")[0] not in banned]
+    path, site, banned = setup["path"], setup["site"], setup["banned"]
     walls: dict[str, Any] = {"limits": True, "audit hook": True}
     if setup["confine"]:
-        walls["user nobody"] = become_nobody([sys.base_prefix, setup["site"], os.path.dirname(path)])
+        roots = [sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom", os.path.dirname(path), site]
+        readable = [kept for root in roots if os.path.exists(root) for kept in without(os.path.realpath(root), setup["closed"])]
+        walls["user nobody"] = become_nobody([sys.base_prefix, site, os.path.dirname(path)])
+        end_with_parent()
         limit(setup["cpu_seconds"], setup["memory"])
-        walls["landlock"] = landlock(readable, [setup["site"]])
-        guard([*readable, setup["site"] + os.sep + "__pycache__"], banned)
+        walls["landlock"] = landlock(readable, [site])
+        walls["system calls"] = filter_calls(bytes.fromhex(setup["filter"]))
+        guard([*readable, site + os.sep + "__pycache__"], banned)
     reply({"walls": walls})
     try:
         module = load(path, setup["stem"])
