@@ -36,8 +36,11 @@ class Decoder:
         angle = torch.linspace(0, 1, place.head_dim // 2, device=place.device).repeat(2)
         self.cos, self.sin = angle.cos().to(place.dtype), angle.sin().to(place.dtype)
         on_gpu = place.device.startswith("cuda")
-        # Norms, rotation and gate fused as an inference engine would; the products stay cuBLAS.
-        self.before, self.after = (torch.compile(f) if on_gpu else f for f in (self._before, self._after))
+        # Norms, rotation and gate fused as an inference engine would; the products stay cuBLAS. A decoder starts with no code of
+        # another: torch stops compiling a function after some shapes, and would go on with the slow one without a word.
+        if on_gpu:
+            torch.compiler.reset()
+        self.before, self.after = (torch.compile(f, dynamic=False) if on_gpu else f for f in (self._before, self._after))
 
     def bytes(self) -> int:
         """The bytes of the weights, which a decoding step reads once."""

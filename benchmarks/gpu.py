@@ -2,7 +2,8 @@
 
 First the laws on the GPU, in bfloat16, float16 and float32, for `optimized` and for the kernels themselves: a method that breaks a
 law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the ceilings of this very
-GPU, then every row of `rows` and `decoder`, each side by side with its peers.
+GPU, then every row of `rows` and `decoder`, each side by side with its peers. What a row still does a minute after its time is
+broken off, and where even that does not help the run ends itself and prints where it stood.
 
 How a row is measured. Inputs are random and there are several sets of them: of what is small, so many that together they are five
 times the L2 cache and at least twenty; of what is large, two. All calls, one for each set, are captured in one CUDA graph, and a
@@ -18,15 +19,19 @@ is reached is `floor / median`. Results are written after every row, so a run th
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
+import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +45,34 @@ from benchmarks.timing import ROOT, Spread, after, interleaved, output_of, prove
 
 SCHEMA = "evictionary/benchmark-gpu/1"
 ROWS = [*KERNEL_ROWS, *MODEL_ROWS]
-SECONDS = 520.0  # of the whole run
+SECONDS = 510.0  # of the whole run
 SHARE_OF_LAWS = 0.55  # of them, at most
+SECONDS_OF_A_ROW = 20.0  # at least, as long as there are so many: torch.compile takes some ten of them
+GRACE = 60.0  # seconds that a row may take longer
+LAST = 535.0  # the run ends itself
 DTYPES = ("bfloat16", "float16", "float32")
 ROTATED_BYTES = 300 * 10**6  # five times the L2 cache of an H200
 LEAST_REPLAY = 2e-3  # seconds: shorter replays would measure the launch of the graph
 ROUNDS = (3, 10)
 GOOD = ("right", "not compared")
 PACKAGES = ("torch", "triton", "kvpress", "flashinfer-python", "flash-attn")
+NEEDED = ("pytest", "hypothesis")  # the laws are judged with them
+NOTHING_TO_JUDGE = 5  # what pytest returns for a file none of whose laws is about these functions
 
 
 # Laws ----------------------------------------------------------------------------------------------------------------------------
 
 
-def judge(stems: Iterable[str], *, device: str, seconds: float, dtypes: Iterable[str] = DTYPES) -> dict[str, str]:
+def judge(stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str] = DTYPES) -> dict[str, str]:
     """Put the laws of stems to `optimized` and to its kernels, in parallel: an empty string for a stem that keeps them all."""
     end = time.monotonic() + seconds
 
-    def one(job: tuple[str, str, str]) -> tuple[str, str]:
+    def one(job: tuple[str, str, str]) -> tuple[str, str, bool]:
+        """The stem, what is wrong with it, and whether anything was judged."""
         stem, dtype, file = job
         left = end - time.monotonic()
         if left <= 0:
-            return stem, f"{dtype}: no time was left for its laws"
+            return stem, f"{dtype}: no time was left for its laws", True
         targets = ["--impl", "optimized", "--impl", "optimized.kernels"] if device != "cpu" else ["--impl", "optimized"]
         options = ["-q", "-x", "-p", "no:cacheprovider", "--profile", "student", "--device", device, "--dtype", dtype]
         command = [sys.executable, "-m", "pytest", file, *targets, *options]
@@ -69,21 +80,30 @@ def judge(stems: Iterable[str], *, device: str, seconds: float, dtypes: Iterable
         try:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)
         except subprocess.TimeoutExpired:
-            return stem, f"{dtype}: its laws did not finish in {seconds:.0f} s"
-        if done.returncode == 0:
-            return stem, ""
+            return stem, f"{dtype}: its laws did not finish in {seconds:.0f} s", True
+        if done.returncode in (0, NOTHING_TO_JUDGE):
+            return stem, "", done.returncode == 0
         printed = (done.stdout + done.stderr).splitlines()
-        found = [line for line in printed if "does not hold" in line] or printed[-1:]
-        return stem, f"{dtype}: {' '.join(found)[:300]}"
+        telling = ("does not hold", "what is wrong", "raised in", "smallest input")
+        found = [" ".join(line.split()) for line in printed if any(words in line for words in telling)] or printed[-3:]
+        return stem, f"{dtype}: {'; '.join(found)[:1000]}", True
 
-    jobs = [(stem, dtype, file) for stem in stems for dtype in dtypes for file in law_files(stem)]
+    # Those that compile most come first, so that none of them is alone at the end.
+    jobs = [(stem, dtype, file) for stem in sorted(stems, key=heaviest) for file in law_files(stem) for dtype in dtypes]
     # A process for each file, not for each processor: most of the time goes into compiling kernels, which the next process finds.
     with ThreadPoolExecutor(max(1, min(14, (os.cpu_count() or 2) - 2))) as pool:
         outcomes = list(pool.map(one, jobs))
-    verdicts = dict.fromkeys(stems, "")
-    for stem, why in outcomes:
+    judged = {stem for stem, _, any_law in outcomes if any_law}
+    verdicts = {stem: "" if stem in judged else "no law judges it" for stem in stems}
+    for stem, why, _ in outcomes:
         verdicts[stem] = "; ".join(filter(None, (verdicts[stem], why)))
     return verdicts
+
+
+def heaviest(stem: str) -> int:
+    """Order of the stems: first those whose kernels are the longest."""
+    kernels = (ROOT / "optimized" / "kernels").glob(f"{stem}*.py")
+    return -sum(path.stat().st_size for path in kernels)
 
 
 def law_files(stem: str) -> list[str]:
@@ -151,6 +171,8 @@ class GraphWatch:
                 repeats = min(repeats, max(1, 4000 // len(inputs)))
                 replay = first if repeats == 1 else self._captured(run, repeats)
                 return lambda: self._timed(replay) / (repeats * len(inputs)), "graph"
+            except TimeoutError:
+                raise
             except Exception as error:  # what cannot be captured can still be timed
                 torch.cuda.synchronize()
                 how = f"events, not captured: {type(error).__name__}"
@@ -234,11 +256,31 @@ def floor_of(work: Work, found: dict[str, float]) -> float:
     return max(work.bytes / memory, work.flops / found["matmul_flops_per_s"]) / work.units.get("ours", 1)
 
 
-def run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds: float) -> dict[str, Any]:
-    """Check and time one row. Whatever goes wrong is in the result, under `status`: "measured" is the only good one."""
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer, and every half minute again: as soon as Python, or a program it waits for, can."""
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 30)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds: float, *, grace: float = GRACE) -> dict[str, Any]:
+    """Check and time one row. Whatever goes wrong is in the result, under `status`: "measured" is the only good one.
+
+    After `seconds` no further peer is begun; `grace` seconds later what still runs is broken off, a peer alone or the row.
+    """
     result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_s": row.goal_s, "goal_ratio": row.goal_ratio, "arms": {}}
     try:
-        _run_row(row, place, watch, found, seconds, result)
+        with at_most(seconds + grace):
+            _run_row(row, place, watch, found, seconds, result)
     except NoKernel as error:
         result["status"] = f"no kernel yet: {error}"
     except Exception as error:
@@ -345,6 +387,7 @@ def run(
     result["laws"] = verdicts = laws(stems, device=place.device, seconds=SECONDS * SHARE_OF_LAWS)
     for stem, why in verdicts.items():
         console.print(f"  {stem}: {why or 'every law holds'}")
+    write()
     result["ceilings"] = ceiling = found(watch)
     console.print("ceilings: " + ", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
     write()
@@ -355,7 +398,8 @@ def run(
             status = f"not timed, laws fail: {', '.join(broken)}" if broken else "no time was left"
             one: dict[str, Any] = {"id": row.id, "title": row.title, "status": status, "arms": {}}
         else:
-            one = run_row(row, place, watch, ceiling, left / (len(rows) - index))
+            share = max(left / (len(rows) - index), min(left, SECONDS_OF_A_ROW))
+            one = run_row(row, place, watch, ceiling, share, grace=min(GRACE, max(left - share, 5)))
         result["rows"].append(one)
         write()
         console.print(summary(one))
@@ -447,8 +491,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out is None:
         print("benchmarks.gpu: --out FOLDER is needed, where gpu.json goes", file=sys.stderr)
         return 2
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        print(f"benchmarks.gpu: the laws are judged first, and {' and '.join(absent)} is not installed", file=sys.stderr)
+        return 2
+    faulthandler.dump_traceback_later(LAST, exit=True)  # a compiler or a driver that hangs listens to nothing else
     torch.set_grad_enabled(False)
     result = run(rows, Place(), GraphWatch(), options.out / "gpu.json", laws=judge, found=ceilings)
+    faulthandler.cancel_dump_traceback_later()
     Console(width=220).print(table(result))
     bad = [row for row in result["rows"] if row["status"] != "measured" and not row["status"].startswith("no kernel yet")]
     return int(any(result["laws"].values()) or bool(bad))

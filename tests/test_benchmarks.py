@@ -131,6 +131,46 @@ def test_results_are_written_after_every_row(tmp_path: Path) -> None:
     assert json.loads(target.read_text(encoding="utf-8"))["rows"][0]["status"] == "measured"
 
 
+def test_a_peer_that_hangs_is_broken_off_and_the_others_are_timed() -> None:
+    def hang(x: torch.Tensor) -> torch.Tensor:
+        while True:
+            x = x + 0
+
+    def build(place: Place) -> Work:
+        row = work(lambda x: x + x)
+        row.arms |= {"hangs": hang, "after it": lambda x: 2 * x}
+        return row
+
+    result = gpu.run_row(Row("0", "twice", (), build), TINY, gpu.ProcessorWatch(), CEILINGS, 1.0, grace=0.0)
+    assert result["status"] == "measured" and result["arms"]["peer"]["status"] == "measured"
+    assert result["arms"]["hangs"]["status"] == "failed: TimeoutError: not done after 1 s"
+    assert result["missing"] == {"after it": "no time was left"}
+    alone = Row("1", "hangs", (), lambda place: work(hang))
+    result = gpu.run_row(alone, TINY, gpu.ProcessorWatch(), CEILINGS, 0.1, grace=0.1)
+    assert result["status"].startswith("not timed, ours is failed: TimeoutError")
+
+
+def test_the_laws_are_written_before_anything_else_can_fail(tmp_path: Path) -> None:
+    target = tmp_path / "gpu.json"
+
+    def broken(watch: Any) -> dict[str, float]:
+        raise RuntimeError("no memory")
+
+    rows = [Row("0", "right", ("lagkv",), lambda place: work(lambda x: x + x))]
+    with pytest.raises(RuntimeError):
+        gpu.run(rows, TINY, gpu.ProcessorWatch(), target, laws=lambda *_, **__: {"lagkv": ""}, found=broken)
+    assert json.loads(target.read_text(encoding="utf-8"))["laws"] == {"lagkv": ""}
+
+
+def test_a_file_without_laws_of_these_functions_breaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest calls a run without tests a failure; a stem that nothing at all was asked of is not right either."""
+    files = ["spec_tests/test_lagkv_stream.py"]  # about functions that `optimized` has not
+    monkeypatch.setattr(gpu, "law_files", lambda stem: files)
+    assert gpu.judge(["lagkv"], device="cpu", seconds=120, dtypes=["float32"]) == {"lagkv": "no law judges it"}
+    files.append("spec_tests/test_knorm.py")
+    assert gpu.judge(["lagkv"], device="cpu", seconds=120, dtypes=["float32"]) == {"lagkv": ""}
+
+
 def test_the_laws_are_put_to_the_implementation() -> None:
     """The real command, on a CPU, for the smallest method; a method without time is not judged, and so not right."""
     assert gpu.judge(["knorm"], device="cpu", seconds=120, dtypes=["float32"]) == {"knorm": ""}
@@ -149,6 +189,10 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], m
     assert capsys.readouterr().out.count("\n") == 2
     with pytest.raises(SystemExit):
         gpu.main(["--skip-laws"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "NEEDED", ("pytest", "no_such_package"))
+    assert gpu.main(["--out", "nowhere"]) == 2
+    assert "no_such_package is not installed" in capsys.readouterr().err
 
 
 def test_rows_apart_sees_rows_that_are_not_there() -> None:
