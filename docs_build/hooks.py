@@ -27,13 +27,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
+    if uri == "coverage.md":
+        page.meta["hide"] = ["navigation"]  # its tables need the width
     if uri in PAGES.values():
         page.meta["search"] = {"boost": 4}  # who looks for an equation wants its card before what else mentions it
     return pages.linked(uri, pages.filled(uri, markdown))
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Make code smaller by the spans of names, brackets and blanks, which need no colour; keep TeX out of the search."""
+    if page.file.src_uri == "coverage.md":
+        html = f'<div class="coverage">{html}</div>'
     html = html.replace('class="arithmatex"', 'class="arithmatex" data-search-exclude')
     return re.sub(r'<span class="(?:n|p|w)">([^<]*)</span>', r"\1", html)
 

@@ -139,7 +139,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# Without the half the longer key wins, though both draw the same: lengths count double.
+# Without the half the longer key wins, though both draw the same: the variance counts double.
 
 # %% [markdown]
 # ## A real model

@@ -51,12 +51,12 @@ for keys in ([[0.0], [0.0], [0.0]], [[0.0], [2.0], [2.0]], [[0.0], [1.0], [2.0]]
     outputs[f"keys {np.ravel(keys).astype(int)}"] = (full[0], retained[0], corrected[0])
 
 # %% tags=["drawing"] alt="Three rows of outputs: the kept token alone is far off; the corrected one is near the full one"
-figure, axes = plt.subplots(figsize=(6.4, 2))
+figure, axes = plt.subplots(figsize=(6.4, 2.2))
 rows = np.array(list(outputs.values()))
 for column, (name, marker, colour) in enumerate((("full", "o", "black"), ("kept alone", "s", ORANGE), ("corrected", "x", BLUE))):
     axes.plot(rows[:, column], range(3), marker, color=colour, markersize=9, label=name)
 axes.set(xlabel="output", yticks=range(3), yticklabels=list(outputs), xlim=(1.9, 4.2), ylim=(2.5, -0.5))
-axes.legend(loc="center", ncols=3)
+axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
 plt.show()
 
 # %% [markdown]

@@ -49,13 +49,19 @@ print(numpy_lines(small).round(3), " by hand", round(-2 / 20**0.5, 3))
 # **Predict** How often must the keys be read at least, if all scores need the sum of all unit keys first?
 
 # %% tags=["predict"]
-for name, rounds in (("the three lines", 2 + 1 + 1 + 2), ("one pass to sum, one to score", 2)):
-    print(f"{name:30} the keys' size moved {rounds} times")
+passes = {  # arrays as large as the keys that each step reads and writes
+    "the norms": (1, 0),
+    "the division": (1, 1),
+    "the sum": (1, 0),
+    "the minus sign": (1, 1),
+    "the product with the sum": (1, 0),
+}
+print("in NumPy, step by step:", sum(reads + writes for reads, writes in passes.values()), "passes over the size of the keys")
+print("at least:", 2)
 
 # %% [markdown]
-# Twice: no score can be given before the last key has entered the sum, and then every key is needed again, for the chip's fast
-# memory does not hold a long cache. The NumPy lines move the size of the keys about six times: they read the keys for the lengths
-# and again for the division, write the units, read them for the sum, and for `-units` read and write them once more.
+# Twice: no score can be given before the last key has entered the sum, and then every key is needed again, since the fast memory
+# of the chip does not hold a long cache. The NumPy lines pass over the size of the keys seven times.
 #
 # ## Step 2: tiles
 #

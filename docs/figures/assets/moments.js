@@ -31,7 +31,7 @@
   const values = VALUES.map((at, token) => point(right, { label: `value of token ${token + 1}`, text: token + 1, at, onMove: draw }));
   const errors = { retained: right.line("error retained"), corrected: right.line("error corrected") };
   const marks = {
-    retained: mark(right, { name: "retained", symbol: "f", subscript: "R", offset: [4, -17] }),
+    retained: mark(right, { name: "retained", symbol: "f", subscript: "R", offset: [-16, -8] }),
     corrected: mark(right, { name: "corrected", symbol: "f̂", offset: [16, 0] }),
     full: mark(right, { name: "full", symbol: "f", offset: [-14, 4] }),
   };
