@@ -12,6 +12,9 @@ from mkdocs.structure.files import File, Files
 from docs_build import pages
 from docs_build.entries import PAGES
 
+# Pages whose tables need the width of the navigation, with the class by which the style sheet knows their columns.
+WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each module (the API) and for each source file."""
@@ -27,8 +30,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
-    if uri == "coverage.md":
-        page.meta["hide"] = ["navigation"]  # its tables need the width
+    if uri in WIDE:
+        page.meta["hide"] = ["navigation"]
     if uri in PAGES.values():
         page.meta["search"] = {"boost": 4}  # who looks for an equation wants its card before what else mentions it
     return pages.linked(uri, pages.filled(uri, markdown))
@@ -36,8 +39,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Make code smaller by the spans of names, brackets and blanks, which need no colour; keep TeX out of the search."""
-    if page.file.src_uri == "coverage.md":
-        html = f'<div class="coverage">{html}</div>'
+    if page.file.src_uri in WIDE:
+        html = f'<div class="wide {WIDE[page.file.src_uri]}">{html}</div>'
     html = html.replace('class="arithmatex"', 'class="arithmatex" data-search-exclude')
     return re.sub(r'<span class="(?:n|p|w)">([^<]*)</span>', r"\1", html)
 

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from docs_build import entries as site
-from docs_build import pages
+from docs_build import hooks, pages
 from spec_tests.implementation import STEMS
 from spec_tests.law import REQUIREMENTS
 
@@ -147,6 +148,15 @@ def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
         "[`spec_tests/test_knorm.py::test_score_is_minus_the_norm`](source/spec_tests/test_knorm.md#test_score_is_minus_the_norm) "
         "[a file](source/spec_tests/law.md) UTF-8\n"
     )
+
+
+def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:
+    style = (DOCS / "stylesheets" / "extra.css").read_text(encoding="utf-8")
+    for uri, kind in hooks.WIDE.items():
+        assert (DOCS / uri).exists()
+        assert f".{kind} td:nth-child(5)" in style
+        html = hooks.on_page_content("<table></table>", page=SimpleNamespace(file=SimpleNamespace(src_uri=uri)))
+        assert html == f'<div class="wide {kind}"><table></table></div>'
 
 
 def test_the_navigation_names_what_exists() -> None:
