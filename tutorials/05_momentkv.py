@@ -78,8 +78,9 @@ show(momentkv.Moments, momentkv.update, momentkv.recover)
 # %% [markdown]
 # What are they good for? Call the sum of exponentials that a softmax divides by its *partition function* $Z$. Attention over
 # the retained tokens alone has the output $f_R$ and the partition function $Z_R$, attention over the evicted ones $f_E$ and
-# $Z_E$, and the attention over all is the mean of $f_R$ and $f_E$ with the weights $Z_R$ and $Z_E$. The last two are gone, but
-# the moments give an estimate of each (MK-9, MK-11), which is mixed in as if it were one more token (MK-12):
+# $Z_E$, and the attention over all is the mean of $f_R$ and $f_E$ with the weights $Z_R$ and $Z_E$. With the evicted
+# tokens $f_E$ and $Z_E$ are gone, but the moments give an estimate of each (MK-9, MK-11), and both are mixed in as if they were
+# one more token (MK-12):
 #
 # $$\hat f_E=\bar v+\frac{\tilde Sq}{n\sqrt d},\qquad\hat Z_E=n\,e^{q\cdot\bar k/\sqrt d},\qquad\hat f=\frac{Z_Rf_R+\hat Z_E\hat
 # f_E}{Z_R+\hat Z_E}.$$
