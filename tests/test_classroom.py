@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
+import math
+import os
 import re
+import select
+import struct
+import subprocess
+import sys
+import tarfile
 import zipfile
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xmlschema
+from hypothesis import given, settings
+from hypothesis import seed as with_seed
+from hypothesis import strategies as st
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner, Result
@@ -20,8 +34,8 @@ from spec_tests.law import REQUIREMENTS
 from spec_tests.matrix import load_laws
 from spec_tests.mutants import load_mutants
 from workbench.classroom import assignment as assignments
-from workbench.classroom import classes, contest, formats, grading, submissions, transcript, worker
-from workbench.classroom.child import Child, ChildDied, Limits
+from workbench.classroom import attacks, classes, contest, formats, grading, seccomp, submissions, transcript, worker
+from workbench.classroom.child import Child, ChildDied, Limits, closed
 from workbench.classroom.synthetic import NUMPY, SOLUTION, bundled
 from workbench.cli import app
 
@@ -181,11 +195,136 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
     assert verdicts(result)["scores"] == "passed"
     assert {"not judged yet"}.isdisjoint(verdicts(result).values())
     assert [row["name"] for row in result.leaderboard] == ["right of 1", "relative distance"]
+    huge = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return keys[..., 0].double() * 1e300\n")
+    assert (huge.score, "infinite" in huge.lines[0].reason) == (0, True)
     noisy = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return torch.rand(keys.shape[:-1])\n")
     assert (noisy.score, noisy.leaderboard) == (0, [])
 
 
+def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
+    def first(name: str, function: str, body: str) -> grading.Line:
+        one = assignments.load(name)
+        source = f"{bundled(name)}\n\n_right = {function}\n\n\ndef {function}(*args):\n    return {body}\n"
+        result = grading.judge(source.encode(), replace(one, steps=one.steps[:2]), secret=b"a secret", examples=2)
+        assert len(result.lines[0].laws) == len(one.steps[0].laws)
+        return result.lines[0]
+
+    line = first("expected_attention", "query_statistics", "_right(*args)[0]")
+    assert line.verdict == "failed"
+    assert "query_statistics returned one ndarray, wanted a tuple of 2 arrays" in line.message
+    assert "smallest input" in line.message
+    assert "wanted Moments(count, key_sum" in first("momentkv", "update", "tuple(_right(*args))").message
+
+
+def test_what_fails_in_explaining_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    source = SOLUTION.read_text(encoding="utf-8").replace("return unit(keys).mean(axis=-2)", "return keys.mean(axis=-2)")
+    before = judged("keydiff", source, explain=False)
+    monkeypatch.setattr(grading._Run, "explain", fail)
+    assert verdicts(judged("keydiff", source)) == verdicts(before)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each child that is started may be waited for."""
+    waits: list[float] = []
+
+    class Counted(Child):
+        def __enter__(self) -> Child:
+            waits.append(self.limits.wall_seconds)
+            return super().__enter__()
+
+    monkeypatch.setattr(grading, "Child", Counted)
+    return waits
+
+
+def test_a_file_that_cannot_be_loaded_is_not_tried_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = counted(monkeypatch)
+    result = judged("lagkv", "import time\ntime.sleep(60)\n", seconds=0.25)
+    assert waits == [0.25, 0.75]
+    assert verdicts(result)["range"] == "failed"
+    assert result.lines[1].reason == result.lines[0].reason
+    assert "cannot be loaded" in result.lines[0].reason
+
+
+def test_code_that_hangs_has_one_second_try_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = counted(monkeypatch)
+    judged("lagkv", "def score(*args):\n    while True:\n        pass\n", seconds=0.25)
+    assert waits == [0.25, 0.75, 0.25, 0.25, 0.25, 0.25]
+
+
+def test_a_seed_draws_the_same_inputs_whatever_is_loaded(tmp_path: Path) -> None:
+    def drawn() -> list[int]:
+        found = []
+        draw = given(st.integers())(lambda number: found.append(number))
+        with grading._inputs_of_the_seed_alone():
+            with_seed(1)(settings(max_examples=200, database=None)(draw))()
+        return found
+
+    before = drawn()
+    path = tmp_path / "numbers_of_mine.py"
+    path.write_text("\n".join(f"N{n} = {10**9 + n}" for n in range(200)), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("numbers_of_mine", path)
+    assert spec is not None and spec.loader is not None
+    sys.modules["numbers_of_mine"] = importlib.util.module_from_spec(spec)
+    try:
+        assert drawn() == before
+    finally:
+        del sys.modules["numbers_of_mine"]
+
+
 # The child
+
+
+def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:
+    path = tmp_path / "keydiff.py"
+    path.write_text(attacks.PROBE, encoding="utf-8")
+    with Child(path, "keydiff", limits=Limits(20)) as child:
+        assert child.walls["system calls"] == bool(seccomp.program())
+        assert child.call("harm") == "" or not child.walls["system calls"]
+
+
+def test_the_filter_of_system_calls() -> None:
+    """Each machine's numbers are different ones, and what a scorer needs is not among them."""
+    needed = {"x86_64": {"read": 0, "write": 1, "mmap": 9, "futex": 202}, "aarch64": {"read": 63, "write": 64, "futex": 98}}
+    for machine, allowed in needed.items():
+        numbers = seccomp.refused(machine)
+        assert len(set(numbers.values())) == len(numbers)
+        assert set(allowed.values()).isdisjoint(numbers.values())
+        assert len(seccomp.program(machine)) % 8 == 0
+    assert seccomp.refused("x86_64")["socket"] == 41
+    assert seccomp.refused("aarch64")["socket"] == 198
+    assert seccomp.program("riscv64") == b""
+
+
+def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
+    path = tmp_path / "keydiff.py"
+    path.write_text("import time\n\n\ndef score(keys):\n    time.sleep(600)\n", encoding="utf-8")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom workbench.classroom.child import Child\n"
+        "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child._process.pid, flush=True)\n"
+        "    child.call('score', 1)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as grader:
+        assert grader.stdout is not None
+        ended = select.poll()
+        ended.register(os.pidfd_open(int(grader.stdout.readline())), select.POLLIN)
+        grader.kill()
+        assert ended.poll(20_000)
+
+
+def test_the_oracle_is_closed_wherever_it_is_installed(tmp_path: Path) -> None:
+    site = tmp_path / "lib" / "python3" / "site-packages"
+    for name in ("reference", "numpy", "evictionary-1.dist-info"):
+        (site / name).mkdir(parents=True)
+    (tmp_path / "lib" / "link").symlink_to(site)
+    (tmp_path / "lib" / "os.py").touch()
+    hidden = closed(site)
+    assert {str(site / "reference"), str(site / "evictionary-1.dist-info"), str(Path(__file__).parents[1])} <= set(hidden)
+    # Not Python's whole folder, then, nor a link that leads back to it.
+    assert worker.without(str(tmp_path), hidden) == [str(tmp_path / "lib" / "os.py"), str(site / "numpy")]
+    assert worker.without(str(site / "reference"), hidden) == []
 
 
 def test_one_dead_child_costs_one_step() -> None:
@@ -233,6 +372,18 @@ def test_what_may_not_cross() -> None:
         worker.sizes(b"\xff" * 16)
     with pytest.raises(worker.BadFrame):
         worker.encode({"a": 1}, [])
+    # Values that no function returns.
+    for content in ({"plain": {"a": 1}}, {"plain": [1]}, 5):
+        with pytest.raises(worker.BadFrame):
+            worker.decode(content, {})
+    assert worker.decode(worker.encode(Fraction(-3, 7), []), {}) == Fraction(-3, 7)
+    with pytest.raises(ValueError, match="invalid literal"):
+        worker.decode({"fraction": "1e999999999"}, {})
+    # The keys that a kernel is timed with go through, an answer of that size does not.
+    timed = struct.pack(">QQ", 100, 4 * math.prod(grading.TIMED_SHAPE) + 1000)
+    assert worker.sizes(timed, worker.LARGEST_CALL)[0] == 100
+    with pytest.raises(worker.BadFrame):
+        worker.sizes(timed)
     # A header that claims more than there is.
     claims = io.BytesIO()
     with zipfile.ZipFile(claims, "w") as archive:
@@ -333,6 +484,82 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     assert summary["errors"] == 1
 
 
+def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of processes breaks as a whole; each student of it is graded again alone."""
+    pools = []
+
+    def broken(order: classes.Order, waiting: dict[str, Path], jobs: int) -> Any:
+        pools.append(sorted(waiting))
+        for student, path in waiting.items():
+            yield student, BrokenProcessPool() if jobs > 1 or student == "eve" else classes.grade_one(order, student, path)
+
+    monkeypatch.setattr(classes, "_in_processes", broken)
+    found = {student: tmp_path / f"{student}.py" for student in ("ada", "eve")}
+    for path in found.values():
+        path.write_text("", encoding="utf-8")
+    order = classes.Order("keydiff", b"a secret", 1, ())
+    grades = {grade["student"]: grade["error"] for grade in classes.run(order, found, tmp_path / "grades", 2)}
+    assert pools == [["ada", "eve"], ["ada"], ["eve"]]
+    assert grades["ada"] == ""
+    assert "not the student's doing: BrokenProcessPool" in grades["eve"]
+
+
+def test_a_result_that_cannot_be_written_is_one_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def derive(grade: dict[str, Any]) -> str:
+        return "fine" if grade["error"] else str(1 / 0)
+
+    monkeypatch.setitem(formats.FORMATS, "markdown", ("grade.md", derive))
+    path = tmp_path / "ada.py"
+    path.write_text("", encoding="utf-8")
+    (grade,) = classes.run(classes.Order("keydiff", b"a secret", 1, ("markdown",)), {"ada": path}, tmp_path / "grades", 1)
+    assert "ZeroDivisionError" in grade["error"]
+    assert (tmp_path / "grades" / "ada" / "grade.md").read_text(encoding="utf-8") == "fine"
+
+
+def test_what_students_hand_in(tmp_path: Path) -> None:
+    one, right = assignments.load("keydiff"), b"# right"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "keydiff.py").write_bytes(right)
+    handed_in = tmp_path / "handed_in"
+    handed_in.mkdir()
+    for name, mode in (("dan.tar.gz", "w:gz"), ("dora.tgz", "w:gz"), ("dirk.tar", "w")):
+        with tarfile.open(handed_in / name, mode) as archive:  # type: ignore[call-overload]
+            archive.add(tmp_path / "work" / "keydiff.py", "./keydiff.py")
+    with zipfile.ZipFile(handed_in / "mac.zip", "w") as packed:
+        packed.writestr("keydiff.py", right)
+        packed.writestr("__MACOSX/keydiff.py", b"of the Finder")
+    with zipfile.ZipFile(handed_in / "windows.zip", "w") as packed:
+        packed.writestr("work\\keydiff.py", right)
+    with zipfile.ZipFile(handed_in / "shadows.zip", "w") as packed:
+        for name in ("keydiff.py", "numpy.py", "json.py", "sitecustomize.py", "mine.pth", "grade.json"):
+            packed.writestr(name, right)
+    (handed_in / "Žofie Müller.py").write_bytes(right)
+    Path(os.fsdecode(os.fsencode(handed_in) + b"/\xff.py")).write_bytes(right)
+    for name in (".DS_Store", "essay.docx"):
+        (handed_in / name).touch()
+    for name in ("__MACOSX", "grades", ".git"):
+        (handed_in / name).mkdir()
+    left_out: list[Path] = []
+    found = classes.find([handed_in], "keydiff.py", handed_in / "grades", left_out.append)
+    assert sorted(found) == sorted(["dan", "dora", "dirk", "mac", "windows", "shadows", "Žofie Müller", "\ufffd"])
+    assert [path.name for path in left_out] == ["essay.docx"]
+    for student, path in found.items():
+        if student != "windows":
+            assert submissions.read(path, one) == right, student
+    with pytest.raises(submissions.BadSubmission, match=r"there is work/keydiff\.py\. `evictionary submit` packs it"):
+        submissions.read(found["windows"], one)
+
+
+def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "mallory.zip", "w") as packed:
+        packed.writestr("keydiff.py", "from helper import score\n")
+        for name in ("helper.py", "numpy.py", "sitecustomize.py"):
+            packed.writestr(name, SOLUTION.read_bytes())
+    grade = classes.grade_one(classes.Order("keydiff", b"a secret", 1, ()), "mallory", tmp_path / "mallory.zip")
+    assert grade["score"] == 0
+    assert "No module named 'helper'" in grade["lines"][0]["reason"]
+
+
 def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no memory")
@@ -370,12 +597,27 @@ def test_the_transcript_of_the_docs_is_what_happens() -> None:
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
+    one, large = tmp_path / "ada.py", tmp_path / "large"
+    one.touch()
+    large.mkdir()
+    (large / "keydiff.py").write_bytes(b"#" * 2_000_000)
+    (large / "lagkv.py").touch()
     for arguments, wanted in (
         (("start", "calculus"), "wanted one of"),
         (("check", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
         (("submit", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
         (("grade", tmp_path / "nothing", "--assignment", "keydiff"), "exists"),
         (("grade", tmp_path, "--assignment", "keydiff", "--format", "pdf"), "gradescope"),
+        (("grade", one, "--assignment", "keydiff", "--examples", 0), "--examples: got 0, wanted at least 1"),
+        (("grade", one, "--assignment", "keydiff", "--seconds", "nan"), "--seconds: got nan"),
+        (("grade", one, "--assignment", "keydiff", "--student", "../ada"), "--student: got '../ada'"),
+        (("grade", one, "--assignment", "keydiff", "--seed-file", one), "with 0 bytes, wanted at least 8"),
+        (("grade", one, "--assignment", "keydiff", "--output", one), "--output"),
+        (("start", "keydiff", "--work", one), "--work"),
+        (("check", "keydiff", "--work", large), "keydiff.py has 2000000 bytes"),
+        (("submit", "keydiff", "--work", large), "keydiff.py has 2000000 bytes"),
+        (("submit", "lagkv", "--work", large, "--output", tmp_path / "none" / "a.zip"), "--output"),
+        (("submit", "lagkv", "--work", large, "--output", "a.rar"), "ends in .zip"),
     ):
         result = invoke(*arguments)
         assert result.exit_code == 2
@@ -400,3 +642,33 @@ def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
         "grade.json",
         *(file for file, _ in formats.FORMATS.values()),
     }
+
+
+def test_what_is_typed_next_and_as_json(tmp_path: Path) -> None:
+    work = tmp_path / "w[1]"
+    started = invoke("start", "lagkv", "--work", work, "--student", "ada")
+    assert f"evictionary check lagkv --work {work} --student ada" in started.stdout
+    begun = json.loads(invoke("start", "keydiff", "--work", work, "--json").stdout)
+    assert begun["file"] == str(work / "keydiff.py")
+    assert Path(begun["handout"]).exists()
+    checked = invoke("check", "keydiff", "--work", work)
+    assert checked.exit_code == 1
+    assert str(work / "see_keydiff.py") in checked.stdout
+    assert json.loads(invoke("check", "keydiff", "--work", work, "--json").stdout)["hidden_cases"] == 450
+    packed = json.loads(invoke("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip", "--json").stdout)
+    assert packed["files"] == ["keydiff.py", submissions.MANIFEST]
+    # What a student's message holds is no markup.
+    (work / "scorer.py").write_text("raise RuntimeError('[/bold] no')\n", encoding="utf-8")
+    refused = invoke("check", "contest", "--work", work)
+    assert refused.exit_code == 1
+    assert "[/bold] no" in " ".join(refused.stdout.split())
+
+
+def test_grade_says_what_it_leaves_out(tmp_path: Path) -> None:
+    handed_in = tmp_path / "handed_in"
+    handed_in.mkdir()
+    (handed_in / "ada.py").touch()
+    (handed_in / "essay.docx").touch()
+    result = invoke("grade", handed_in, "--assignment", "keydiff", "--output", tmp_path / "grades", "--json")
+    assert "essay.docx" in result.stderr
+    assert json.loads(result.stdout)["left_out"] == [str(handed_in / "essay.docx")]

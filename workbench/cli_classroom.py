@@ -60,12 +60,15 @@ def start(assignment: Name, work: Work = Path("work"), student: Student = None, 
         f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/]."
     )
     console.print(f"The handout: {escape(str(handout))}")
-    console.print(f"Then: [bold]evictionary check {chosen.name}[/]")
+    console.print(f"Then: [bold]{escape(_command('check', chosen, work, student))}[/]")
 
 
 @app.command(epilog="Example: [bold]evictionary check keydiff[/]")
 def check(assignment: Name, work: Work = Path("work"), student: Student = None, as_json: AsJson = False) -> None:
-    """Judge your file on public inputs: the points of each step and, for the first failure, what to do about it."""
+    """Judge your file on public inputs: the points of each step and, for the first failure, what to do about it.
+
+    The exit code is 0 with full marks and 1 below.
+    """
     with _exit_codes():
         from workbench.classroom import assignment as assignments
         from workbench.classroom import grading, submissions
@@ -81,7 +84,7 @@ def check(assignment: Name, work: Work = Path("work"), student: Student = None, 
         judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4)
     hidden = sum(len(step.laws) for step in chosen.steps)
     if as_json:
-        typer.echo(json.dumps(judged.as_json(), indent=1))
+        typer.echo(json.dumps(judged.as_json() | {"hidden_cases": hidden * grading.GRADE_EXAMPLES}, indent=1))
     else:
         _print(chosen, judged, path)
         _print_rest(chosen, hidden, path)
@@ -92,8 +95,14 @@ def check(assignment: Name, work: Work = Path("work"), student: Student = None, 
 def _started(work: Path, chosen: Assignment) -> Path:
     path = work / chosen.file
     if not path.is_file():
-        raise UsageError(f"assignment: no file {path}; `evictionary start {chosen.name}` writes it")
+        raise UsageError(f"--work: got {work}, wanted a folder with {chosen.file}; `{_command('start', chosen, work)}` writes it")
     return path
+
+
+def _command(name: str, chosen: Assignment, work: Path, student: str | None = None) -> str:
+    """What to type next, in the folder and with the id of this command."""
+    options = ("" if work == Path("work") else f" --work {work}") + (f" --student {student}" if student else "")
+    return f"evictionary {name} {chosen.name}{options}"
 
 
 def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
@@ -266,14 +275,14 @@ def _secret(seed_file: Path | None) -> bytes:
     except OSError as error:
         raise UsageError(f"--seed-file: got {seed_file}, wanted a file that can be read: {error.strerror}") from None
     if len(secret.strip()) < 8:
-        raise UsageError(f"--seed-file: got {len(secret)} bytes, wanted at least 8 that nobody guesses")
+        raise UsageError(f"--seed-file: got {seed_file} with {len(secret)} bytes, wanted at least 8 that nobody guesses")
     return secret
 
 
 def _print_class(result: dict[str, Any], output: Path) -> None:
     console = Console(highlight=False)
-    largest = max(result["distribution"].values())
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{result['submissions']} submissions", title_justify="left")
+    count, largest = result["submissions"], max(result["distribution"].values())
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{count} submission" + "s" * (count != 1), title_justify="left")
     table.add_column("points", justify="right")
     table.add_column("submissions", justify="right")
     table.add_column("")

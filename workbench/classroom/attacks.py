@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import stat
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -245,6 +247,22 @@ def _archive(path: Path, entries: dict[str, str | bytes], link: str = "") -> Non
             archive.writestr(entry, link)
 
 
+def _tar(path: Path, *entries: tarfile.TarInfo, swollen: int = 0) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for entry in entries:
+            archive.addfile(entry, io.BytesIO(b"#" * entry.size))
+        for number in range(swollen):
+            entry = tarfile.TarInfo(f"{number}.txt")
+            entry.size = 2**20
+            archive.addfile(entry, io.BytesIO(b"#" * entry.size))
+
+
+def _entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = kind, link
+    return entry
+
+
 def archives(folder: Path, oracle: Path) -> dict[str, Path]:
     """Write the hostile archives and folders, by what they try; `oracle` is the file that they would like to be."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,14 +273,30 @@ def archives(folder: Path, oracle: Path) -> dict[str, Path]:
         ("an absolute path in the archive", {"keydiff.py": "", "/tmp/keydiff.py": ""}, ""),
         ("a file that swells to 64 MiB", {"keydiff.py": b"#" * 2**26}, ""),
         ("no file of the name", {"other.py": ""}, ""),
+        ("a path of Windows that leads out", {"keydiff.py": "", "..\\..\\grade.json": '{"score": 100}'}, ""),
+        ("a drive of Windows", {"keydiff.py": "", "C:\\grade.json": '{"score": 100}'}, ""),
+        ("two thousand files", {"keydiff.py": "", **{f"{number}.py": "" for number in range(2000)}}, ""),
     )
     for name, entries, link in contents:
         found[name] = folder / f"{name.replace(' ', '_')}.zip"
         if not found[name].exists():
             _archive(found[name], entries, link)
+    tars: tuple[tuple[str, tuple[tarfile.TarInfo, ...], int], ...] = (
+        ("a symbolic link in a tar", (_entry("keydiff.py", tarfile.SYMTYPE, str(oracle)),), 0),
+        ("a hard link in a tar", (_entry("keydiff.py", tarfile.LNKTYPE, str(oracle)),), 0),
+        ("a device in a tar", (_entry("keydiff.py", tarfile.CHRTYPE),), 0),
+        ("a path that leads out of a tar", (_entry("keydiff.py"), _entry("../../grade.json")), 0),
+        ("a tar that swells", (_entry("keydiff.py"),), 65),
+    )
+    for name, members, swollen in tars:
+        found[name] = folder / f"{name.replace(' ', '_')}.tar.gz"
+        if not found[name].exists():
+            _tar(found[name], *members, swollen=swollen)
     broken = folder / "a_broken_archive.zip"
     broken.write_bytes(b"PK\3\4 and no more")
     found["a broken archive"] = broken
+    found["a broken tar"] = folder / "a_broken_tar.tar.gz"
+    found["a broken tar"].write_bytes(b"\x1f\x8b and no more")
     linked = folder / "a_folder_with_a_link"
     linked.mkdir(exist_ok=True)
     if not (linked / "keydiff.py").is_symlink():

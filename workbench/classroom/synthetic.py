@@ -1,7 +1,8 @@
 """A class that never was: right, wrong and hostile submissions, to see that the grader grades.
 
-`python -m workbench.classroom.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: two fifths right, two
-fifths with one planted mistake, the rest every attack of `attacks.py`. `evictionary grade FOLDER --assignment keydiff` grades them.
+`python -m workbench.classroom.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every attack of
+`attacks.py`, and of the rest one half right and the other with one planted mistake each.
+`evictionary grade FOLDER --assignment keydiff` grades them.
 """
 
 from __future__ import annotations
