@@ -299,6 +299,8 @@ def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (["--papers", "keydif"], "papers: got keydif, wanted some of expected_attention"),
         (["--model", "./no/such/model"], "model: got './no/such/model'"),
         (["--output", "FILE"], "--output: got"),
+        (["--output", "/proc/none"], "--output: got /proc/none, wanted a folder that can be written"),
+        (["--papers", ","], "--papers: got ',', wanted at least one name"),
     ],
 )
 def test_bad_arguments_exit_with_2(model_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

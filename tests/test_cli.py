@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from workbench import __version__, embedded
-from workbench.cli import app
+from workbench import __version__, catalogue, embedded
+from workbench.cli import ADDITIONS, app
 from workbench.errors import InstallError
 
 
@@ -40,7 +40,12 @@ def test_methods() -> None:
     assert by_name["lagkv"]["options"] == {"sink_size": 16, "lag_size": 1024}
     assert by_name["lagkv"]["seams"] == ["score", "select"]
     assert by_name["random"]["paper"] is None
-    assert "keydiff" in invoke("methods").stdout
+    printed = invoke("methods").stdout
+    assert "keydiff" in printed
+    for name in [*catalogue.allocators(), "moments"]:
+        assert f"+{name} " in printed
+    assert set(ADDITIONS) == {*catalogue.allocators(), "moments"}
+    assert "They compose: a method, then allocators, then moments" in printed
 
 
 def test_run_answers_several_questions_from_one_cache(model_folder: Path, text_file: Path) -> None:
@@ -87,6 +92,46 @@ def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> No
     assert output.is_file()
     printed = invoke("demo", "--model", model_folder, "--output", output, *few)
     assert "keydiff" in printed.stdout
+
+
+def test_what_a_method_prints_is_not_in_the_json(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("print('loaded')\ndef score(keys):\n    print('scored')\n    return keys.sum(-1)\n")
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--max-new-tokens", 2]
+    done = invoke(*common, "--method", mine, "--json")
+    assert json.loads(done.stdout)["method"] == str(mine)
+    assert "loaded" in done.stderr and "scored" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "eval"])
+def test_control_c_is_one_line_and_130(model_folder: Path, text_file: Path, tmp_path: Path, command: str) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(keys):\n    raise KeyboardInterrupt\n")
+    given = {
+        "run": ["--prompt-file", text_file, "--question", "How many?", "--method", mine],
+        "eval": ["--methods", mine, "--tasks", "copy", "--lengths", 600, "--samples", 1, "--output", tmp_path / "out"],
+    }
+    done = invoke(command, "--model", model_folder, *given[command])
+    assert done.exit_code == 130
+    assert done.stderr.strip() == ("stopped" if command == "run" else "stopped the same command goes on where it was")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--output", "/proc/none.html"],
+            "--output: got /proc/none.html, wanted a file in a folder that exists and can be written",
+        ),
+        (["--methods", ","], "--methods: got ',', wanted at least one name"),
+    ],
+)
+def test_demo_refuses_before_it_measures(model_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    given = {"--model": str(model_folder), "--output": str(tmp_path / "report.html"), arguments[0]: arguments[1]}
+    done = invoke("demo", *(part for pair in given.items() for part in pair))
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(

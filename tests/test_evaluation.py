@@ -183,9 +183,11 @@ def test_the_results_file_is_guarded(finished: tuple[Path, list[Line]], model_fo
     evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
     with pytest.raises(UsageError, match="holds the results of"):
         evaluation.run(plan_for(Path("another")), tmp_path)
-    (tmp_path / "results.jsonl").write_text('{"model": 1}\n')
-    with pytest.raises(UsageError, match=r"line 1 of .* is no measurement"):
-        evaluation.run(plan_for(model_folder), tmp_path)
+    without_scores = {name: value for name, value in finished[1][1].items() if name != "exact"}
+    for text in ('{"model": 1}', json.dumps(without_scores)):
+        (tmp_path / "results.jsonl").write_text(json.dumps(finished[1][0]) + f"\n{text}\n")
+        with pytest.raises(UsageError, match=r"line 2 of .* is no measurement"):
+            evaluation.run(plan_for(model_folder), tmp_path)
 
 
 def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
@@ -245,6 +247,12 @@ def test_the_command_prints_tables(finished: tuple[Path, list[Line]], model_fold
     assert len(found["rows"]) == 10
 
 
+def test_an_option_that_is_no_number_says_what_was_got(tmp_path: Path) -> None:
+    done = invoke("--samples", "1.5", "--output", tmp_path)
+    assert done.exit_code == 2
+    assert "Invalid value for '--samples': got '1.5', wanted a whole number" in done.stderr
+
+
 def test_methods_with_options_are_read() -> None:
     read = cli_eval.parse_methods(["keydiff,lagkv:lag_size=128, sink_size=4", "dir/my.py:score:sign=-1", "keydiff+ada_kv,"])
     assert read == [
@@ -263,6 +271,8 @@ def test_the_help_names_every_task() -> None:
     ("arguments", "message"),
     [
         (["--methods", "keydif"], "method: got 'keydif' (did you mean keydiff?)"),
+        (["--methods", ","], "--methods: got ',', wanted at least one name"),
+        (["--output", "/proc/none"], "--output: got /proc/none, wanted a folder that can be written, or made"),
         (["--methods", "sink=4"], "--methods: got 'sink=4' first"),
         (["--methods", "keydiff:sink=4"], "keydiff has no such option"),
         (["--methods", "absent.py"], "wanted a Python file that exists"),

@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV3Config,
     DiffLlamaConfig,
     DogeConfig,
     Gemma2Config,
@@ -20,7 +21,6 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     LlamaConfig,
-    MiniCPM3Config,
     MistralConfig,
     NanoChatConfig,
     Olmo2Config,
@@ -59,7 +59,14 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.4,
 }
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+}
 DENSE = {
     "intermediate_size": [48] * 3,
     "activation_sparsity_pattern": [0.0] * 3,
@@ -179,7 +186,7 @@ def test_what_cannot_be_compressed_is_refused(config: Any, message: str) -> None
         (Gemma3nTextConfig(**{**SMALL, **LAYERS, **DENSE}, num_kv_shared_layers=1), "share keys"),
         (DiffLlamaConfig(**SMALL), "differential attention"),
         (DogeConfig(**SMALL), "a mask that it makes from the values"),
-        (MiniCPM3Config(**{**SMALL, **LATENT}), "latent attention"),
+        (DeepseekV3Config(**{**SMALL, **LATENT}), "latent attention"),
     ],
     ids=["sinks", "shared", "differential", "dynamic mask", "latent"],
 )

@@ -137,6 +137,19 @@ def test_unknown_names_and_files(tmp_path: Path) -> None:
         user_method(tmp_path, "def score(keys, logits):\n    return keys\n")
 
 
+def test_what_follows_a_plus_is_said_once_and_after_a_method() -> None:
+    with pytest.raises(UsageError, match=r"got 'ada_kv' twice in 'keydiff\+ada_kv\+moments\+ada_kv', wanted it once"):
+        resolve("keydiff+ada_kv+moments+ada_kv")
+    for name in [*catalogue.allocators(), "moments"]:
+        with pytest.raises(UsageError, match=rf"got '{name}' first, wanted a method before it, such as keydiff\+{name}"):
+            resolve(name)
+
+
+def test_a_file_that_exits_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot be imported: SystemExit at mine.py, line 2: 3"):
+        user_method(tmp_path, "import sys\nsys.exit(3)\n")
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +35,28 @@ app = typer.Typer(
 )
 messages = Console(stderr=True)
 
+
+def whole(text: str) -> int:
+    """Read an option's whole number; the message then says what was got, as that of every other option does."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"got {text!r}, wanted a whole number") from None
+
+
+def number(text: str) -> float:
+    """Read an option's number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"got {text!r}, wanted a number") from None
+
+
+def whole_number(help: str) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(parser=whole, metavar="<int>", help=help)
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 ModelName = Annotated[
     str, typer.Option("--model", help="A Hugging Face name, a local folder, or 'embedded' for SmolLM2-135M-Instruct.")
@@ -55,10 +79,18 @@ def main(
 
 
 @contextmanager
-def _exit_codes() -> Iterator[None]:
-    """2 for an argument that cannot be used, 1 for a failure; one line each, no traceback."""
+def _exit_codes(stopped: str = "") -> Iterator[None]:
+    """2 for an argument that cannot be used, 1 for a failure, 130 for Ctrl-C; one line each, no traceback.
+
+    What a user's method prints meanwhile goes to standard error: standard output is for results. `stopped` says what to do after
+    Ctrl-C.
+    """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
+    except KeyboardInterrupt:
+        messages.print(f"[bold red]stopped[/] {stopped}", highlight=False)
+        raise typer.Exit(130) from None
     except UsageError as error:
         messages.print(f"[bold red]usage error[/] {_escaped(error)}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
@@ -83,7 +115,12 @@ def _quiet_transformers() -> None:
 
 @app.command(epilog="Example: [bold]evictionary methods --json[/]")
 def methods(as_json: AsJson = False) -> None:
-    """List the methods: what they keep, their paper, their seams and their options."""
+    """List the methods: what they keep, their paper, their seams and their options.
+
+    They compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads of a layer share its
+    budget, pyramid_kv gives more to lower layers, and moments adds MomentKV's correction for what was evicted:
+    snapkv+pyramid_kv+ada_kv, keydiff+moments. A file of your own, path/to/file.py, composes likewise.
+    """
     from workbench.catalogue import RANDOM, describe, names
 
     found = [describe(name) for name in [*names(), RANDOM]]
@@ -96,7 +133,19 @@ def methods(as_json: AsJson = False) -> None:
         options = "".join(f"; {name}={value}" for name, value in each["options"].items())
         table.add_row(f"[bold]{each['name']}[/]", each["description"])
         table.add_row("", f"[dim]{paper}{', '.join(each['seams'])}{options}[/]")
-    Console().print(table)
+    for name, meaning in ADDITIONS.items():
+        table.add_row(f"[bold]+{name}[/]", meaning)
+    console = Console()
+    console.print(table)
+    console.print("\nThey compose: a method, then allocators, then moments, such as snapkv+pyramid_kv+ada_kv or keydiff+moments.")
+
+
+ADDITIONS = {
+    "ada_kv": "an allocator for any method with scores: the heads of a layer share its budget",
+    "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
+    "moments": "MomentKV's correction beside any selection: moments of what was evicted join the attention",
+}
+"""What may follow a method's name after a +."""
 
 
 @app.command(
@@ -112,13 +161,14 @@ def demo(
     depths: Annotated[list[str], typer.Option(help="Where the number stands in the text, as fractions, likewise.")] = [  # noqa: B006
         "0.1,0.3,0.5,0.7,0.9"
     ],
-    tokens: Annotated[int, typer.Option(help="About how many tokens each text has.")] = 1500,
-    seed: Annotated[int, typer.Option(help="Draws the texts, the numbers and the random baseline.")] = 0,
+    tokens: Annotated[int, whole_number("About how many tokens each text has.")] = 1500,
+    seed: Annotated[int, whole_number("Draws the texts, the numbers and the random baseline.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Hide a number in a long text, compress the cache with every method, and ask for the number."""
     with _exit_codes():
         removed, places = _numbers("--ratios", ratios), _numbers("--depths", depths)
+        names = _given_names("--methods", methods)
         _require_writable(output)
         from workbench import demo as experiment
         from workbench import models, report
@@ -129,7 +179,7 @@ def demo(
             result = experiment.run(
                 loaded,
                 tokenizer,
-                method_names=_names(methods),
+                method_names=names,
                 ratios=removed,
                 depths=places,
                 seed=seed,
@@ -152,6 +202,14 @@ def _names(texts: list[str] | None) -> list[str] | None:
     return [name.strip() for name in ",".join(texts or []).split(",") if name.strip()] or None
 
 
+def _given_names(argument: str, texts: list[str] | None) -> list[str] | None:
+    """The names of an option, or None where it was not given. Raises UsageError where it was, without a name in it."""
+    names = _names(texts)
+    if texts and not names:
+        raise UsageError(f"{argument}: got {','.join(texts)!r}, wanted at least one name")
+    return names
+
+
 def _numbers(argument: str, texts: list[str]) -> list[float]:
     text = ",".join(texts)
     try:
@@ -161,9 +219,24 @@ def _numbers(argument: str, texts: list[str]) -> list[float]:
 
 
 def _require_writable(output: Path) -> None:
-    folder = output.resolve().parent
-    if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if output.is_dir() or not can_write_into(output.resolve().parent):
         raise UsageError(f"--output: got {output}, wanted a file in a folder that exists and can be written")
+
+
+def can_write_into(folder: Path) -> bool:
+    """Whether a file can really be made in the folder: not every file system tells by its permissions."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def require_folder(output: Path) -> None:
+    """Raise UsageError, before hours of work, where the folder `output` cannot be made or written."""
+    existing = next(folder for folder in (output.resolve(), *output.resolve().parents) if folder.exists())
+    if not can_write_into(existing):
+        raise UsageError(f"--output: got {output}, wanted a folder that can be written, or made")
 
 
 @contextmanager
@@ -228,17 +301,17 @@ def run(
             help="A method's name, path/to/file.py[:function], or a composition: snapkv+pyramid_kv+ada_kv, keydiff+moments."
         ),
     ] = "keydiff",
-    compression_ratio: Annotated[float, typer.Option(help="The fraction of the cache to remove, in [0, 1).")] = 0.5,
-    budget: Annotated[int | None, typer.Option(help="Tokens to keep in each head, in place of the ratio.")] = None,
+    compression_ratio: Annotated[
+        float, typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1).")
+    ] = 0.5,
+    budget: Annotated[int | None, whole_number("Tokens to keep in each head, in place of the ratio.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")] = None,
     every: Annotated[
         int | None,
-        typer.Option(
-            help="Compress again after so many new tokens, reading the text in blocks of them; by default the prompt alone."
-        ),
+        whole_number("Compress again after so many new tokens, reading the text in blocks of them; by default the prompt alone."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 64,
-    seed: Annotated[int, typer.Option(help="For methods that draw.")] = 0,
+    max_new_tokens: Annotated[int, whole_number("The longest answer, in tokens.")] = 64,
+    seed: Annotated[int, whole_number("For methods that draw.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compress the cache of a text once, then answer several questions from it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +11,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from workbench.cli import AsJson, ModelName, _exit_codes, _names, _progress, _quiet_transformers, app
-from workbench.errors import UsageError
+from workbench.cli import (
+    AsJson,
+    ModelName,
+    _exit_codes,
+    _given_names,
+    _progress,
+    _quiet_transformers,
+    app,
+    require_folder,
+    whole_number,
+)
 
 COLOURS = {"seen": "green", "not seen": "red", "other model needed": "yellow"}
 
@@ -28,7 +36,7 @@ def claims(
     ] = None,
     model: ModelName = "embedded",
     output: Annotated[Path, typer.Option(help="The folder for results.json, the pictures and the pages.")] = Path("claims"),
-    seed: Annotated[int, typer.Option(help="Draws the texts, the numbers and what methods draw.")] = 0,
+    seed: Annotated[int, whole_number("Draws the texts, the numbers and what methods draw.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Measure the papers' empirical claims on a model: the statement, the number, a picture, and seen or not seen.
@@ -36,12 +44,12 @@ def claims(
     All papers take about ten minutes on one core.
     """
     with _exit_codes():
-        names = _names(papers)
-        _require_folder(output)
+        names = _given_names("--papers", papers)
         from workbench import models
         from workbench.claims import run as experiment
 
         chosen = experiment.check_papers(names)
+        require_folder(output)
         _quiet_transformers()
         loaded, tokenizer = models.load(model)
         given = f" --papers {','.join(chosen)}" if names else ""
@@ -65,12 +73,6 @@ def claims(
     else:
         Console().print(_table(result))
         Console().print(f"Numbers, pictures and a page for each paper: [bold]{output}[/]")
-
-
-def _require_folder(output: Path) -> None:
-    existing = next(folder for folder in (output.resolve(), *output.resolve().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UsageError(f"--output: got {output}, wanted a folder that can be written, or made")
 
 
 def _table(result: dict[str, Any]) -> Table:

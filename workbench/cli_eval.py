@@ -15,7 +15,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from workbench.cli import AsJson, ModelName, _escaped, _exit_codes, _names, _numbers, _quiet_transformers, app, messages
+from workbench.cli import (
+    AsJson,
+    ModelName,
+    _escaped,
+    _exit_codes,
+    _names,
+    _numbers,
+    _quiet_transformers,
+    app,
+    messages,
+    require_folder,
+    whole_number,
+)
 from workbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,8 +47,9 @@ class Format(StrEnum):
 
 @app.command(
     "eval",
-    epilog="Example: [bold]evictionary eval --methods keydiff,lagkv:lag_size=128,sink_size=4 --ratios 0.5,0.75 "
-    "--tasks passkey64,variables --lengths 500,1000 --samples 5 --jobs 2[/]",
+    epilog="Examples: [bold]evictionary eval --methods keydiff,lagkv:lag_size=128,sink_size=4 --ratios 0.5,0.75 "
+    "--tasks passkey64,variables --lengths 500,1000 --samples 5 --jobs 2[/]   "
+    "[bold]evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy --jobs 2 --dask local[/]",
 )
 def evaluate(
     output: Annotated[
@@ -46,8 +59,8 @@ def evaluate(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="Names or files, with commas between them or given several times; options follow a colon: "
-            "lagkv:lag_size=128,sink_size=4. All by default; the full cache and random eviction always take part."
+            help="Names, files or compositions (keydiff+moments), with commas between them or given several times; options follow "
+            "a colon: lagkv:lag_size=128,sink_size=4. All by default; the full cache and random eviction always take part."
         ),
     ] = None,
     ratios: Annotated[
@@ -56,9 +69,9 @@ def evaluate(
     budgets: Annotated[list[str] | None, typer.Option(help="Tokens to keep in each head, likewise.")] = None,
     tasks: Annotated[list[str], typer.Option(help=f"Some of {TASKS.replace(',', ', ')}.")] = [TASKS],  # noqa: B006
     lengths: Annotated[list[str], typer.Option("--lengths", "--tokens", help="Tokens of text and question, likewise.")] = ["1000"],  # noqa: B006
-    samples: Annotated[int, typer.Option(help="Prompts for each task and length; five try all five depths.")] = 5,
-    seed: Annotated[int, typer.Option(help="The seed of the first prompt; the next has the next.")] = 0,
-    jobs: Annotated[int, typer.Option(help="Processes that share the prompts.")] = 1,
+    samples: Annotated[int, whole_number("Prompts for each task and length; five try all five depths.")] = 5,
+    seed: Annotated[int, whole_number("The seed of the first prompt; the next has the next.")] = 0,
+    jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
     dask: Annotated[
         str | None,
         typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
@@ -70,13 +83,14 @@ def evaluate(
 
     Exits with 1 if a method failed on a prompt; its other measurements and the other methods go on.
     """
-    with _exit_codes():
+    with _exit_codes("the same command goes on where it was"):
         if samples < 1:
             raise UsageError(f"--samples: got {samples}, wanted at least 1")
         kept = [_whole("--budgets", number) for number in _numbers("--budgets", budgets)] if budgets else []
         removed = _numbers("--ratios", ratios) if ratios else [] if kept else [0.25, 0.5, 0.75]
         sizes = [_whole("--lengths", number) for number in _numbers("--lengths", lengths)]
         asked = parse_methods(methods) if methods else None
+        require_folder(output)
         from workbench import eval_report, evaluation
 
         _quiet_transformers()
@@ -125,6 +139,8 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
             found[-1][1][left.strip()] = value.strip()
             continue
         found.append((name.strip(), {option.strip(): value.strip()} if equals else {}))
+    if not found:
+        raise UsageError(f"--methods: got {','.join(texts)!r}, wanted at least one name")
     return found
 
 

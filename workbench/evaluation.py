@@ -41,6 +41,9 @@ FULL = "full"
 RESULTS = "results.jsonl"
 LOCK = ".lock"
 
+SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "source", "versions")
+"""What the line of a measurement that did not fail has, beside what identifies it."""
+
 Line = dict[str, Any]
 """One measurement. What identifies it: model, task, length, seed, method, options, ratio, budget. What was found: exact,
 partial, answer, expected, tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and
@@ -192,6 +195,8 @@ def read(path: Path) -> dict[str, Line]:
     for number, text in enumerate(whole[0].splitlines(), start=1):
         try:
             line = json.loads(text)
+            if line["error"] is None:
+                _ = [line[name] for name in SCORED]
             found[identity(line)] = line
         except (ValueError, TypeError, KeyError):
             raise UsageError(f"output: line {number} of {path} is no measurement; wanted a file that this command wrote") from None

@@ -93,8 +93,8 @@ class Method:
         known = dict(self.options) | ({"keep_ratio": 0.5} if "keep_ratio" in self.inputs else {})
         for name in given or {}:
             if name not in known:
-                wanted = ", ".join(known) if known else "none: the method has no options"
-                raise UsageError(f"option {name}: {self.name} has no such option; wanted one of {wanted}")
+                wanted = f"wanted one of {', '.join(known)}" if known else "it has none"
+                raise UsageError(f"option {name}: {self.name} has no such option; {wanted}")
         return {name: typed_option(name, value, known[name]) for name, value in (given or {}).items()}
 
     def kept(
@@ -316,7 +316,10 @@ def resolve(method: str) -> Method:
     parts = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
     base, additions = parts.groups() if parts else (method, "")
     found = _resolve_one(base)
-    for addition in additions.split("+")[1:]:
+    composed = additions.split("+")[1:]
+    for index, addition in enumerate(composed):
+        if addition in composed[:index]:
+            raise UsageError(f"method: got {addition!r} twice in {method!r}, wanted it once")
         found = _compose(found, addition)
     return replace(found, name=method)
 
@@ -343,6 +346,8 @@ def _resolve_one(method: str) -> Method:
     if path is not None:
         return _from_module(_import_file(path), method, function_name)
     known = [*catalogue.names(), RANDOM]
+    if method in [*catalogue.allocators(), MOMENTS]:
+        raise UsageError(f"method: got {method!r} first, wanted a method before it, such as keydiff+{method}")
     if method not in known:
         close = difflib.get_close_matches(method, known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
@@ -370,7 +375,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"method: {path} cannot be imported: {describe_exception(error, str(path.resolve()))}") from error
     return module
 

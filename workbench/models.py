@@ -27,6 +27,8 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     if not folder.strip():
         raise UsageError(f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
     is_folder = Path(folder).is_dir()
+    if not is_folder and folder.startswith((".", "/", "~")):
+        raise UsageError(f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if name == EMBEDDED else "auto"
     try:
