@@ -146,7 +146,7 @@ def _card(page: str, entry: Entry, last: dict[Definition, str]) -> str:
     where = f"{requirement.where} · " if requirement.where else ""
     lines += [f'<p class="where">{where}{_verdict(requirement.verdict)}</p>', ""]
     layers = list(zip(LAYERS.values(), (entry.reference, entry.torch, entry.kernels), strict=True))
-    lines += [f"- **{layer}** {_named(page, found)}{_quoted_at(requirement.id, found, last)}" for layer, found in layers if found]
+    lines += [f"- **{layer}** {_quoted(page, requirement.id, found, last)}" for layer, found in layers if found]
     if entry.kernels:
         path = entry.kernels[0].path
         lines[-1] += f", explained in [{path}]({relative(page, source_uri(path))})"
@@ -173,10 +173,13 @@ def _card(page: str, entry: Entry, last: dict[Definition, str]) -> str:
     return "\n".join(lines)
 
 
-def _quoted_at(identifier: str, found: Iterable[Definition], last: dict[Definition, str]) -> str:
-    """Where to read a function whose code stands in the card of another equation that it writes as well."""
-    elsewhere = dict.fromkeys(last[one] for one in found if last[one] != identifier and not _is_program(one))
-    return f", quoted at {', '.join(f'[{other}](#{entries()[other].anchor})' for other in elsewhere)}" if elsewhere else ""
+def _quoted(page: str, identifier: str, found: Iterable[Definition], last: dict[Definition, str]) -> str:
+    """The functions of a card by name; of those that write another equation too, in whose card their code stands."""
+    names = []
+    for one in found:
+        elsewhere = last[one] != identifier and not _is_program(one)
+        names.append(_named(page, [one]) + (f" (quoted at [{last[one]}](#{entries()[last[one]].anchor}))" if elsewhere else ""))
+    return ", ".join(names)
 
 
 def _is_program(definition: Definition) -> bool:

@@ -74,6 +74,13 @@ def test_a_page_of_a_paper_has_every_part(stem: str) -> None:
         assert f"]({link}" in text
 
 
+def test_the_method_in_short_shows_formulas_that_lead_to_their_cards() -> None:
+    text = pages.formulas("methods/keydiff.md", "KD-8, KD-7")
+    assert text.count("$$") == 4
+    assert r"\mathrm{score}_i = -\cos(\mu, k_i)" in text
+    assert "[KD-8 · The score](keydiff.md#kd-8){ .from }" in text and "(keydiff.md#kd-7)" in text
+
+
 def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() -> None:
     table = pages.retrieved("methods/keydiff.md", "keydiff")
     assert [line.split(" | ")[0] for line in table.splitlines()[4:]] == [
