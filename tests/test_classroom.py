@@ -481,7 +481,10 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     assert second["wrong"]["source_sha256"] != first["wrong"]["source_sha256"]
     summary = classes.summary(list(second.values()))
     assert summary["distribution"] == {0: 2, 100: 1}
-    assert summary["errors"] == 1
+    assert (summary["errors"], summary["unjudged"]) == (1, ["broken"])
+    # On a system without a wall, the instructor is told.
+    bare = second["wrong"] | {"walls": {"landlock": 0, "system calls": True}}
+    assert "landlock" in classes.summary([*second.values(), bare])["walls_missing"]
 
 
 def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,7 +601,8 @@ def test_the_transcript_of_the_docs_is_what_happens() -> None:
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
     one, large = tmp_path / "ada.py", tmp_path / "large"
-    one.touch()
+    for path in (one, tmp_path / "summary.json.py", tmp_path / "...py"):
+        path.touch()
     large.mkdir()
     (large / "keydiff.py").write_bytes(b"#" * 2_000_000)
     (large / "lagkv.py").touch()
@@ -608,6 +612,8 @@ def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
         (("submit", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
         (("grade", tmp_path / "nothing", "--assignment", "keydiff"), "exists"),
         (("grade", tmp_path, "--assignment", "keydiff", "--format", "pdf"), "gradescope"),
+        (("grade", tmp_path / "summary.json.py", "--assignment", "keydiff"), "gives the id 'summary.json'"),
+        (("grade", tmp_path / "...py", "--assignment", "keydiff"), "gives the id '..'"),
         (("grade", one, "--assignment", "keydiff", "--examples", 0), "--examples: got 0, wanted at least 1"),
         (("grade", one, "--assignment", "keydiff", "--seconds", "nan"), "--seconds: got nan"),
         (("grade", one, "--assignment", "keydiff", "--student", "../ada"), "--student: got '../ada'"),

@@ -255,7 +255,7 @@ def grade(
             "left_out": [str(path) for path in left_out],
             "seconds": round(time.monotonic() - started, 1),
         }
-        (output / "summary.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (output / classes.SUMMARY).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -298,4 +298,7 @@ def _print_class(result: dict[str, Any], output: Path) -> None:
         console.print(
             f"{result['errors']} could not be judged, error in grade.json says why: {shown}", style="yellow", markup=False
         )
+    if result["walls_missing"]:
+        missing = ", ".join(result["walls_missing"])
+        console.print(f"Walls missing here: {missing}. Grade in a container; docs/classroom/isolation.md says why.", style="yellow")
     console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")

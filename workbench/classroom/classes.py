@@ -23,6 +23,8 @@ from workbench.classroom.assignment import Assignment
 from workbench.classroom.child import clean
 from workbench.errors import UsageError
 
+SUMMARY = "summary.json"
+
 
 @dataclass(frozen=True)
 class Order:
@@ -65,6 +67,10 @@ def find(
                     leave_out(each)
         for each in entries:
             student = submissions.student_of(each)
+            if student in ("", ".", "..", SUMMARY):
+                raise UsageError(
+                    f"submission: {each} gives the id {student!r}, wanted one that can be the name of a folder of its own"
+                )
             if student in found:
                 raise UsageError(f"submission: {each} and {found[student]} have one name, {student!r}")
             found[student] = each
@@ -218,6 +224,11 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unjudged": sorted(grade["student"] for grade in grades if grade["error"]),
         "distribution": dict(sorted(Counter(grade["score"] for grade in grades).items())),
         "steps": {name: dict(counts) for name, counts in steps.items()},
+        "walls_missing": [
+            name
+            for name in ("landlock", "system calls")
+            if any(grade["walls"] and not grade["walls"].get(name) for grade in grades)
+        ],
         "misconceptions": dict(mistakes.most_common(10)),
         "grading_seconds": round(sum(grade["seconds"] for grade in grades), 1),
     }
