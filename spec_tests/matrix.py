@@ -123,12 +123,14 @@ def _controls() -> list[str]:
     if not stored.exists():
         return []
     content = json.loads(stored.read_text(encoding="utf-8"))
+    mended = [f"- Mended since, and silent when run again: {alarm}" for alarm in content.get("mended", [])]
     return [
         "",
         f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds (each",
         f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law):",
         f"{len(content['alarms'])} alarms in {content['runs']} runs (`python -m spec_tests.matrix --controls {content['seeds']}`).",
-        *(f"Mended since, and silent when run again: {alarm}" for alarm in content.get("mended", [])),
+        "",
+        *mended,
     ]
 
 
