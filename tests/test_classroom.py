@@ -678,3 +678,18 @@ def test_grade_says_what_it_leaves_out(tmp_path: Path) -> None:
     result = invoke("grade", handed_in, "--assignment", "keydiff", "--output", tmp_path / "grades", "--json")
     assert "essay.docx" in result.stderr
     assert json.loads(result.stdout)["left_out"] == [str(handed_in / "essay.docx")]
+
+
+def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(classes, "run", interrupted)
+    path, secret = tmp_path / "ada.py", tmp_path / "secret"
+    path.touch()
+    secret.write_text("nobody guesses this", encoding="utf-8")
+    arguments = ("grade", path, "--assignment", "keydiff", "--output", tmp_path / "grades")
+    for more, wanted in ((("--seed-file", secret), "the same command goes on"), ((), "begins anew")):
+        result = invoke(*arguments, *more)
+        assert result.exit_code == 130
+        assert wanted in " ".join(result.stderr.split())

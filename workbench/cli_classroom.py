@@ -250,7 +250,12 @@ def grade(
         started = time.monotonic()
         with _progress() as (plan, advance):
             plan(len(found))
-            grades = list(classes.run(order, found, output, jobs, lambda name: advance(name)))
+            grades: list[dict[str, Any]] = []
+            try:
+                grades.extend(classes.run(order, found, output, jobs, lambda name: advance(name)))
+            except KeyboardInterrupt:
+                messages.print(f"Stopped. {_GO_ON if seed_file else _BEGIN_ANEW}", style="yellow")
+                raise typer.Exit(130) from None
         result = classes.summary(grades) | {
             "left_out": [str(path) for path in left_out],
             "seconds": round(time.monotonic() - started, 1),
@@ -260,6 +265,10 @@ def grade(
         typer.echo(json.dumps(result, indent=1))
     else:
         _print_class(result, output)
+
+
+_GO_ON = "What is graded is written; the same command goes on from there."
+_BEGIN_ANEW = "Without a --seed-file the next run begins anew."
 
 
 def _few(names: list[str]) -> str:
