@@ -74,7 +74,7 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     arguments = (*rows.stride(), *shielded.stride(), length, count)
     whole_rows = rows.shape[0] >= ROWS_THAT_FILL_A_GPU or length <= LONGEST_SHORT_ROW
     block, num_warps = min(2048, max(256, triton.next_power_of_2(length))), 8
-    if whole_rows and length > block:
+    if whole_rows and length > block and scores.element_size() == 4:  # of two bytes, triton 3.6 would spill some
         block, num_warps = 4096, 16  # a program walks its whole row: the more threads, the fewer steps
     if scores.element_size() == 2 and is_amd(scores):
         num_warps //= 2  # eight scores to a thread, 16 bytes, as elsewhere: AMD's warps have twice the threads
