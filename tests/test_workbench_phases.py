@@ -479,6 +479,44 @@ def test_beam_search_and_sampling(model: LlamaForCausalLM, method: str) -> None:
         cache.close()
 
 
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv", "expected_attention"])
+def test_generation_is_continued_in_a_second_call(model: LlamaForCausalLM, method: str) -> None:
+    """A padded batch answers, reads more and answers again: each row as alone."""
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :20] = 0
+    ids = IDS.view(2, 30) * mask
+    settings: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+    def twice(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        cache = EvictingCache(model, method, 0.5, every=3)
+        for _ in range(2):
+            ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+            ids = torch.cat([ids, IDS[:, :5].expand(len(ids), -1)], dim=1)
+            mask = torch.cat([mask, torch.ones(len(ids), 13, dtype=torch.long)], dim=1)
+        cache.close()
+        return ids
+
+    together = twice(ids, mask)
+    assert together[0].tolist() == twice(ids[:1], mask[:1])[0].tolist()
+    assert together[1, 20:].tolist() == twice(ids[1:, 20:], mask[1:, 20:])[0].tolist()
+
+
+def test_a_block_of_padding_alone_is_refused(model: LlamaForCausalLM) -> None:
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :20] = 0
+    cache = EvictingCache(model, "keydiff", budget=8, every=8)
+    with pytest.raises(UsageError, match="got a row of padding alone in the first 8 tokens, wanted a larger block"):
+        model.generate(
+            IDS.view(2, 30) * mask,
+            attention_mask=mask,
+            past_key_values=cache,
+            prefill_chunk_size=8,
+            max_new_tokens=2,
+            pad_token_id=0,
+        )
+    cache.close()
+
+
 def test_ragged_rows_keep_their_tokens_when_the_batch_is_reordered(model: LlamaForCausalLM) -> None:
     cache = EvictingCache(model, "knorm+ada_kv", 0.5)
     read(model, torch.cat([IDS, IDS.flip(1)]), cache)

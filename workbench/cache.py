@@ -168,7 +168,10 @@ class EvictingCache(Cache):
         seen = self.get_seq_length()
         if seen == 0:
             if padding is not None and int(padding.max()) >= length:
-                raise UsageError(f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block")
+                raise UsageError(
+                    f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block: every row of a "
+                    "batch has to begin in the first one"
+                )
             self._padding = padding
             self._counts_padding = padding is not None and position_ids is None
         elif padding is not None and (self._padding is None or not torch.equal(padding.cpu(), self._padding.cpu())):

@@ -106,6 +106,11 @@ def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
     real = mask.bool()
     if real.all():
         return None
+    if not real.any(dim=1).all():
+        raise UsageError(
+            f"attention_mask: got a row of padding alone in the first {mask.shape[1]} tokens, wanted a larger block: every row of a "
+            "batch has to begin in the first one"
+        )
     if (real[:, :-1] & ~real[:, 1:]).any() or not real[:, -1].all():
         raise UsageError("attention_mask: got padding after tokens, wanted it before them: tokenizer.padding_side = 'left'")
     return (~real).sum(dim=1)
