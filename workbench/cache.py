@@ -169,7 +169,7 @@ class EvictingCache(Cache):
         if seen == 0:
             if padding is not None and int(padding.max()) >= length:
                 raise UsageError(
-                    f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block: every row of a "
+                    f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block: each row of a "
                     "batch has to begin in the first one"
                 )
             self._padding = padding
