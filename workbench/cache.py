@@ -169,8 +169,8 @@ class EvictingCache(Cache):
         if seen == 0:
             if padding is not None and int(padding.max()) >= length:
                 raise UsageError(
-                    f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block: each row of a "
-                    "batch has to begin in the first one"
+                    f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block: each row "
+                    "of a batch has to begin in the first one"
                 )
             self._padding = padding
             self._counts_padding = padding is not None and position_ids is None

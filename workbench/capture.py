@@ -108,8 +108,8 @@ def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
         return None
     if not real.any(dim=1).all():
         raise UsageError(
-            f"attention_mask: got a row of padding alone in the first {mask.shape[1]} tokens, wanted a larger block: each row of a "
-            "batch has to begin in the first one"
+            f"attention_mask: got a row of padding alone in the first {mask.shape[1]} tokens, wanted a larger block: each row "
+            "of a batch has to begin in the first one"
         )
     if (real[:, :-1] & ~real[:, 1:]).any() or not real[:, -1].all():
         raise UsageError("attention_mask: got padding after tokens, wanted it before them: tokenizer.padding_side = 'left'")
