@@ -160,6 +160,16 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
     assert scores[0]["source"] != scores[1]["source"]
 
 
+def test_a_worker_leaves_the_standard_output_alone(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(keys):\n    print('scored')\n    return keys.sum(-1)\n")
+    lines = evaluation._whole_unit(str(model_folder), evaluation.Unit("copy", 600, 1), [evaluation.Setting(str(mine), ratio=0.5)])
+    assert [line["error"] for line in lines] == [None]
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "scored" in captured.err
+
+
 def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
     evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
     told: list[evaluation.Progress] = []

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -282,7 +283,8 @@ _one_at_a_time = threading.Lock()
 
 
 def _whole_unit(model_name: str, unit: Unit, settings: Sequence[Setting]) -> list[Line]:
-    with _one_at_a_time:
+    # what a method prints in a worker is not for the standard output of the command, which may be JSON
+    with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
         return list(measure(model_name, unit, settings))
 
 
