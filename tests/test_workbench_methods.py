@@ -181,6 +181,27 @@ def test_wrong_kept_masks_are_named(tmp_path: Path, states: dict[str, torch.Tens
         method.kept(states, compression_ratio=0.5)
 
 
+@pytest.mark.parametrize("module", ["torch", "numpy"])
+def test_the_cache_is_not_written_to(tmp_path: Path, states: dict[str, torch.Tensor], module: str) -> None:
+    """A file of torch is refused; arrays are copies, of float64 tensors too, so a file of NumPy may do what it likes."""
+    method = user_method(tmp_path, f"import {module}\ndef score(keys, values):\n    keys *= 2\n    return keys.sum(-1)\n")
+    states = {name: value.double() for name, value in states.items()}
+    before = states["keys"].clone()
+    if module == "numpy":
+        method.kept(states, compression_ratio=0.5)
+        assert torch.equal(states["keys"], before)
+        return
+    with pytest.raises(MethodError, match="score in mine.py writes into keys, wanted a function that changes a copy"):
+        method.kept(states, compression_ratio=0.5)
+
+
+def test_methods_run_in_inference_mode(tmp_path: Path) -> None:
+    method = user_method(tmp_path, "import torch\ndef score(keys):\n    return keys.sum(-1)\n")
+    with torch.inference_mode():
+        states = {name: torch.randn(1, 2, 40, 4) for name in ("keys", "values")}
+        assert method.kept(states, compression_ratio=0.5).sum(-1).tolist() == [[20, 20]]
+
+
 def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
     text = "def score(keys):\n    scores = keys[..., 0].copy()\n    scores[..., 5] = float('inf')\n    return scores\n"
     assert user_method(tmp_path, text).kept(states, budget=1)[..., 5].all()

@@ -39,8 +39,10 @@ def _article(wanted: type) -> str:
 def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any], *, as_torch: bool) -> Any:
     """Call a method's function with tensors, or with NumPy float64 arrays where it knows no torch.
 
-    Positional-only arguments work too. Raises MethodError with the file and line for whatever the function raises.
+    Positional-only arguments work too. Raises MethodError with the file and line for whatever the function raises, and for a
+    function that writes into the cache: what it is handed is what the model will read.
     """
+    before = {name: _writes(value) for name, value in arguments.items()}
     given = {name: value if as_torch else _as_numpy(value) for name, value in arguments.items()}
     positional = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -48,9 +50,18 @@ def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any],
             positional.append(given.pop(name))
     try:
         with torch.no_grad():
-            return function(*positional, **given)
+            result = function(*positional, **given)
     except Exception as error:
         raise MethodError(f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}") from error
+    changed = [name for name, value in arguments.items() if _writes(value) != before[name]]
+    if changed:
+        raise MethodError(f"{label} writes into {', '.join(changed)}, wanted a function that changes a copy: x = x.clone()")
+    return result
+
+
+def _writes(value: Any) -> int:
+    """How often a tensor has been written to; tensors of inference mode do not count."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def describe_exception(error: BaseException, source: str | None) -> str:
@@ -68,7 +79,7 @@ def _as_numpy(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     array = value.detach().cpu()
-    return (array.double() if array.is_floating_point() else array).numpy()
+    return (array.to(torch.float64, copy=True) if array.is_floating_point() else array).numpy()
 
 
 def _as_tensor(label: str, result: Any, wanted: str, device: torch.device) -> torch.Tensor:
