@@ -191,7 +191,7 @@ def test_the_cache_is_not_written_to(tmp_path: Path, states: dict[str, torch.Ten
         method.kept(states, compression_ratio=0.5)
         assert torch.equal(states["keys"], before)
         return
-    with pytest.raises(MethodError, match="score in mine.py writes into keys, wanted a function that changes a copy"):
+    with pytest.raises(MethodError, match=r"score in mine.py writes into keys, wanted a function that changes a copy"):
         method.kept(states, compression_ratio=0.5)
 
 
