@@ -36,7 +36,7 @@ from spec_tests.mutants import load_mutants
 from workbench.classroom import assignment as assignments
 from workbench.classroom import attacks, classes, contest, formats, grading, seccomp, submissions, transcript, worker
 from workbench.classroom.child import Child, ChildDied, Limits, closed
-from workbench.classroom.synthetic import NUMPY, SOLUTION, bundled
+from workbench.classroom.synthetic import NUMPY, SOLUTION, SWEEP_SEED, bundled
 from workbench.cli import app
 
 KERNEL = """
@@ -214,6 +214,18 @@ def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
     assert "query_statistics returned one ndarray, wanted a tuple of 2 arrays" in line.message
     assert "smallest input" in line.message
     assert "wanted Moments(count, key_sum" in first("momentkv", "update", "tuple(_right(*args))").message
+
+
+def test_a_step_may_draw_more_inputs_than_others() -> None:
+    """One mistake shows on few inputs: with 25 for each law it passed, at this seed, the step that it gets wrong."""
+    one, mistake = assignments.load("gvote"), load_mutants()["gvote.ranked_together"]
+    (votes,) = (step for step in one.steps if step.name == "votes")
+    for steps, points in (((replace(votes, needs=(), thoroughness=1),), 15), ((replace(votes, needs=()),), 0)):
+        result = grading.judge(
+            bundled("gvote", mistake).encode(), replace(one, steps=steps), secret=SWEEP_SEED, examples=25, explain=points == 0
+        )
+        assert result.score == points
+    assert mistake.misconception in result.lines[0].misconceptions
 
 
 def test_what_fails_in_explaining_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,9 @@ def check(assignment: Name, work: Work = Path("work"), student: Student = None, 
         constants = chosen.constants_of(student) if student else {}
         # A quarter of the grader's patience, so that an endless loop does not keep a student for minutes.
         judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4)
-    hidden = sum(len(step.laws) for step in chosen.steps)
+    hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
     if as_json:
-        typer.echo(json.dumps(judged.as_json() | {"hidden_cases": hidden * grading.GRADE_EXAMPLES}, indent=1))
+        typer.echo(json.dumps(judged.as_json() | {"hidden_cases": hidden}, indent=1))
     else:
         _print(chosen, judged, path)
         _print_rest(chosen, hidden, path)
@@ -133,14 +133,16 @@ def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
             console.print(f"  as a script     {script}", markup=False, soft_wrap=True)
 
 
-def _print_rest(chosen: Assignment, laws: int, path: Path) -> None:
+def _print_rest(chosen: Assignment, hidden: int, path: Path) -> None:
     from workbench.classroom.grading import GRADE_EXAMPLES
 
     console = Console(highlight=False)
+    laws = sum(len(step.laws) for step in chosen.steps)
     if laws:
+        each = GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps)
         console.print(
-            f"\nThe grader puts the same {laws} laws to your file with up to {GRADE_EXAMPLES} secret inputs each: "
-            f"up to {laws * GRADE_EXAMPLES} hidden cases, and no hidden rule."
+            f"\nThe grader puts the same {laws} laws to your file with up to {each} secret inputs each: "
+            f"up to {hidden} hidden cases, and no hidden rule."
         )
     elif chosen.contest:
         console.print("\nThe grader asks five longer texts with numbers and places that nobody knows beforehand.")

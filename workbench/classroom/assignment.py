@@ -21,6 +21,7 @@ class Step:
 
     `needs` names the steps without which it is not judged; `read` says where to read about it. `check` names a check of the
     grader's own in place of laws: constants (the student's own defaults), kernel (a Triton kernel is written and launched).
+    `thoroughness` multiplies the inputs that each law draws, where a mistake shows on few of them.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Step:
     needs: tuple[str, ...] = ()
     read: str = ""
     check: str = ""
+    thoroughness: int = 1
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class _Run:
             return explained
         # In another child, for this takes more calls than judging; the verdict stands whatever becomes of this one.
         with contextlib.suppress(Exception), self.child(patience=3) as child:
-            self.explain(failing, self.implementation(child, by_paper=step.check != "constants"), line)
+            self.explain(failing, self.implementation(child, by_paper=step.check != "constants"), line, step)
         return True
 
     def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
@@ -226,7 +226,7 @@ class _Run:
                 implementation = self.implementation(child, by_paper=step.check != "constants")
                 for law in self.laws(step):
                     missing = law.missing(implementation)[1]
-                    word, message = ("failed", missing) if missing else self.outcome(law, implementation)
+                    word, message = ("failed", missing) if missing else self.outcome(law, implementation, step)
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
                         died = message.startswith(ChildDied.__name__)
@@ -276,16 +276,16 @@ class _Run:
             laws.append(_kernel_law(step, self.path))
         return laws
 
-    def outcome(self, law: Law, implementation: Implementation) -> tuple[str, str]:
-        return outcome(law, implementation, max_examples=self.examples, seed=self.seed(law.name))
+    def outcome(self, law: Law, implementation: Implementation, step: Step) -> tuple[str, str]:
+        return outcome(law, implementation, max_examples=step.thoroughness * self.examples, seed=self.seed(law.name))
 
-    def explain(self, law: Law, implementation: Implementation, line: Line) -> None:
+    def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
         """Run a failing law once more with shrinking, and say what a student reads."""
         test = law.test()
         if law.drawn:
             seed = self.seed(law.name)
             test = settings(
-                max_examples=self.examples,
+                max_examples=step.thoroughness * self.examples,
                 deadline=None,
                 database=None,
                 derandomize=seed is None,
