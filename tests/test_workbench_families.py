@@ -220,6 +220,20 @@ def test_future_queries_are_refused_where_they_would_be_others_than_the_models(c
     assert not model.config._attn_implementation.startswith("evictionary")
 
 
+@pytest.mark.parametrize("method", ["expected_attention", "gvote"])
+def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(method: str) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SMALL, "max_position_embeddings": 32}, rope_parameters=rope)).eval()
+    model.config.max_position_embeddings = 256
+    read(model, IDS, None)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    cache = EvictingCache(model, method, 0.5)
+    read(model, IDS, cache)
+    cache.close()
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
 def test_a_norm_over_all_heads_at_once_is_the_models() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Olmo2Config(**{name: SMALL[name] for name in SMALL if name != "head_dim"})).eval()

@@ -6,6 +6,7 @@ RoPE and QK-norm come out as the model has them; on plain RoPE it equals the ref
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from typing import Any
@@ -35,7 +36,8 @@ def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) 
         kinds = getattr(model.config.get_text_config(), "layer_types", None)
         extra["layer_type"] = kinds[layer_index] if kinds else "full_attention"
     like = torch.empty(0, device=positions.device, dtype=torch.float32)
-    cos, sin = rotary(like, positions.reshape(1, -1), **extra)
+    # a copy, as some variants of RoPE remember the longest position that they were asked for
+    cos, sin = copy.deepcopy(rotary)(like, positions.reshape(1, -1), **extra)
     return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
 
