@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from benchmarks.rows import XL, Place, Row, Work, random_moments
+from benchmarks.row import Place, Row, Work
+from benchmarks.rows import XL, random_moments
 from optimized.cache import CompressedCache
 
 LAYERS, VOCABULARY = 32, 128_256

@@ -40,7 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decoder import MODEL_ROWS
-from benchmarks.rows import KERNEL_ROWS, NoKernel, Place, Row, Work
+from benchmarks.row import NoKernel, Place, Row, Work
+from benchmarks.rows import KERNEL_ROWS
 from benchmarks.timing import ROOT, Spread, after, interleaved, output_of, provenance, ratio, spread
 
 SCHEMA = "evictionary/benchmark-gpu/1"

@@ -12,9 +12,6 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,265 +25,21 @@ import reference.gvote
 import reference.keydiff
 import reference.lagkv
 import reference.momentkv
+from benchmarks.row import NoKernel, Place, Row, Work, compiled, error, exact, layer_module, optional, press_arm, rows_apart
+from benchmarks.torch_peers import (
+    expected_attention_torch,
+    gvote_torch,
+    keydiff_torch,
+    lagkv_torch,
+    momentkv_torch,
+    moments_torch,
+    statistics_torch,
+)
 from optimized.cache import CompressedCache
 from optimized.momentkv import Moments, no_moments
 from optimized.rope import rotate
 
 XL = 131_072
-
-
-class NoKernel(Exception):
-    """The row needs a kernel that this checkout does not have."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a row runs and how large: lengths are divided by `shrink`, and batches are then of two at most."""
-
-    device: str = "cuda"
-    dtype: torch.dtype = torch.bfloat16
-    shrink: int = 1
-    heads: int = 8
-    group: int = 4
-    head_dim: int = 128
-
-    def tokens(self, count: int) -> int:
-        return max(min(count, 64), count // self.shrink)
-
-    def batch(self, count: int) -> int:
-        return count if self.shrink == 1 else min(count, 2)
-
-    def states(self, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal numbers, the same for the same seed."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=self.device, dtype=dtype or self.dtype)
-
-    def cache(self, batch: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (batch, self.heads, tokens, self.head_dim)
-        return self.states(*shape, seed=2 * seed), self.states(*shape, seed=2 * seed + 1)
-
-    def ours(self, stem: str, name: str) -> Callable[..., Any]:
-        """The entry point of `optimized`; on a GPU it must have a kernel under it, or NoKernel is raised."""
-        kernel = None
-        if self.device.startswith("cuda"):
-            try:
-                kernels = importlib.import_module(f"optimized.kernels.{stem}")
-            except ImportError as error:
-                raise NoKernel(f"optimized/kernels/{stem}.py: {error}") from error
-            kernel = getattr(kernels, name, None)
-            if not callable(kernel):
-                raise NoKernel(f"no {name} in optimized/kernels/{stem}.py")
-        entry = getattr(importlib.import_module(f"optimized.{stem}"), name, kernel)
-        if entry is None:
-            raise NoKernel(f"no {name} in optimized/{stem}.py")
-        return entry
-
-
-@dataclass
-class Work:
-    """One row ready to run. The first arm is ours; every arm is called with one set of inputs of `make`.
-
-    read turns the output of an arm into what `check` takes, where they differ; missing says why a peer is not there; limit is the
-    largest error, relative to the largest number, with which ours is timed; waits names the arms that wait for the GPU, which
-    cannot be captured; units says how many pieces (tokens) a call makes, where the time of one is compared; copies, how many sets
-    of inputs are rotated, where that is not left to their size.
-    """
-
-    make: Callable[[int], tuple[Any, ...]]
-    arms: dict[str, Callable[..., Any]]
-    check: Callable[[tuple[Any, ...], Any], float] | None  # None: the parts are checked in rows of their own
-    bytes: int
-    flops: float = 0.0
-    read: dict[str, Callable[[tuple[Any, ...], Any], Any]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    limit: float = 1e-3
-    waits: frozenset[str] = frozenset()
-    units: dict[str, int] = field(default_factory=dict)
-    copies: int | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: goal_s in seconds and the ratio aimed at are goals, not measurements."""
-
-    id: str
-    title: str
-    stems: tuple[str, ...]
-    build: Callable[[Place], Work]
-    goal_s: float | None = None
-    goal_ratio: float | None = None
-    peer: str = ""  # the arm that the ratio is about
-    latency: bool = False
-
-
-def exact(*tensors: torch.Tensor) -> list[np.ndarray]:
-    """Tensors as float64 (or boolean) arrays."""
-    return [(x.double() if x.is_floating_point() else x).cpu().numpy() for x in tensors]
-
-
-def error(got: Any, want: np.ndarray) -> float:
-    """The largest difference, relative to the largest number wanted; NaN is infinitely wrong."""
-    got = exact(got)[0] if isinstance(got, torch.Tensor) else got
-    if got.shape != want.shape or not np.isfinite(got).all():
-        return math.inf
-    return float(np.abs(got - want).max() / max(np.abs(want).max(), 1e-300))
-
-
-def rows_apart(got: torch.Tensor, want: np.ndarray) -> float:
-    """The share of rows of `want` [n, D] that `got` [n, D] lacks, whatever their order."""
-    if got.shape[0] != want.shape[0]:
-        return math.inf
-    mark = np.random.default_rng(0).normal(size=want.shape[1])
-    found, wanted = exact(got)[0] @ mark, want @ mark
-    return float(1 - np.isclose(np.sort(found), np.sort(wanted), rtol=0, atol=1e-9).mean())
-
-
-def compiled(function: Callable[..., Any], place: Place) -> dict[str, Callable[..., Any]]:
-    """The arm torch.compile, where there is a GPU to compile for."""
-    return {"torch.compile": torch.compile(function, dynamic=False)} if place.device.startswith("cuda") else {}
-
-
-def optional(module: str) -> tuple[ModuleType | None, str]:
-    """A module and an empty string, or None and why it is not there."""
-    try:
-        return importlib.import_module(module), ""
-    except Exception as error:  # a broken installation must not end the run either
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def press_arm(name: str, score: Callable[[Any, Any], Callable[..., Any]]) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """The arm of kvpress, or why it is missing. `score` takes the package and its version and returns the arm."""
-    kvpress, why = optional("kvpress")
-    if kvpress is None:
-        return {}, {"kvpress": why}
-    label = f"kvpress {version('kvpress')}"
-    try:
-        return {label: score(kvpress, label)}, {}
-    except Exception as error:
-        return {}, {label: f"{name}: {type(error).__name__}: {error}"}
-
-
-def layer_module(place: Place) -> Any:
-    """As little of an attention layer as the presses of kvpress look at."""
-    config = SimpleNamespace(num_attention_heads=place.heads * place.group, num_key_value_heads=place.heads)
-    return SimpleNamespace(config=config, head_dim=place.head_dim, q_proj=lambda hidden_states: hidden_states)
-
-
-# torch expressions ---------------------------------------------------------------------------------------------------------------
-
-
-def lagkv_torch(
-    keys: torch.Tensor, values: torch.Tensor, kept_each: int, sinks: int, lag: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """LagKV of a whole cache in batched torch: scores of all partitions, top-k of each, gather."""
-    length = keys.shape[2]
-    parts = (length - sinks) // lag
-    end = sinks + parts * lag
-
-    def variation(states: torch.Tensor) -> torch.Tensor:
-        cut = states[:, :, sinks:end].unflatten(2, (parts, lag)).float()
-        after = cut[:, :, 1:]
-        low, high = after.amin(dim=-2, keepdim=True), after.amax(dim=-2, keepdim=True)
-        return ((cut[:, :, :-1] - low) / (high - low)).std(dim=-1).softmax(dim=-1)
-
-    chosen = (variation(keys) + variation(values)).topk(kept_each, dim=-1).indices.sort(dim=-1).values
-    starts = torch.arange(sinks, end - lag, lag, device=keys.device)
-    lead = keys.shape[:2]
-    first = torch.arange(sinks, device=keys.device).expand(*lead, -1)
-    last = torch.arange(end - lag, length, device=keys.device).expand(*lead, -1)
-    index = torch.cat([first, (chosen + starts[:, None]).flatten(2), last], dim=-1)[..., None].expand(-1, -1, -1, keys.shape[-1])
-    return keys.gather(2, index), values.gather(2, index)
-
-
-def keydiff_torch(keys: torch.Tensor) -> torch.Tensor:
-    """KD-8 in torch: unit keys, their mean, cosines."""
-    unit = torch.nn.functional.normalize(keys.float(), dim=-1)
-    return -torch.cosine_similarity(unit.mean(dim=-2, keepdim=True), keys.float(), dim=-1)
-
-
-def expected_attention_torch(
-    keys: torch.Tensor, values: torch.Tensor, mean: torch.Tensor, covariance: torch.Tensor
-) -> torch.Tensor:
-    """EA-7..9 in torch, one query head of each group at a time, the quadratic form in the precision of the keys."""
-    heads, head_dim = keys.shape[1], keys.shape[3]
-    means, covariances = mean.unflatten(1, (heads, -1)), covariance.unflatten(1, (heads, -1))
-    weights: Any = 0.0
-    for g in range(means.shape[2]):
-        linear = (keys @ means[:, :, g, :, None].to(keys.dtype)).squeeze(-1).float() / math.sqrt(head_dim)
-        quadratic = ((keys @ covariances[:, :, g].to(keys.dtype)).float() * keys).sum(dim=-1) / (2 * head_dim)
-        weights = weights + (linear + quadratic).softmax(dim=-1) / means.shape[2]
-    return (weights + 0.02) * values.float().norm(dim=-1)
-
-
-def statistics_torch(queries: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and covariance of queries turned back by their positions, in torch."""
-    plain = rotate(queries, -positions).float()
-    mean = plain.mean(dim=-2)
-    centred = plain - mean[..., None, :]
-    return mean, centred.mT @ centred / queries.shape[-2]
-
-
-def momentkv_torch(
-    query: torch.Tensor, new_key: torch.Tensor, new_value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    positions: torch.Tensor, moments: Moments, position: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """One step of MomentKV in batched torch, in place: score, evict the lowest, add it to the moments, attend, mix."""
-    heads, dim = keys.shape[1], keys.shape[3]
-    all_keys = torch.cat([keys, new_key[:, :, None]], dim=2).float()
-    all_values = torch.cat([values, new_value[:, :, None]], dim=2).float()
-    grouped = query.float().unflatten(1, (heads, -1)) / math.sqrt(dim)
-
-    def means() -> tuple[torch.Tensor, ...]:
-        count = moments.count.clamp(min=1)[..., None].float()
-        mean_key, mean_value = moments.key_sum / count, moments.value_sum / count
-        spread = moments.value_key_sum - moments.value_sum[..., None] * mean_key[..., None, :]
-        return count, mean_key, mean_value, spread
-
-    count, _, mean_value, spread = means()
-    logits = grouped @ all_keys.mT
-    residual = all_values - mean_value[:, :, None] - all_keys @ spread.mT / (count[..., None] * math.sqrt(dim))
-    scores = logits.softmax(dim=-1).mean(dim=2) * residual.norm(dim=-1)
-    lowest = scores.argmin(dim=-1, keepdim=True)
-    row = lowest[..., None].expand(-1, -1, -1, dim)
-    gone_key, gone_value = all_keys.gather(2, row)[:, :, 0], all_values.gather(2, row)[:, :, 0]
-    moments.count.add_(1)
-    moments.key_sum.add_(gone_key)
-    moments.value_sum.add_(gone_value)
-    moments.value_key_sum.add_(gone_value[..., None] * gone_key[..., None, :])
-    count, mean_key, mean_value, spread = means()
-    logits = logits.scatter(3, lowest[:, :, None].expand(-1, -1, logits.shape[2], -1), -math.inf)
-    evicted_logit = count.log() + (grouped @ mean_key[..., None]).squeeze(-1)
-    evicted_value = mean_value[:, :, None] + grouped @ spread.mT / count[..., None]
-    weights = torch.cat([logits, evicted_logit[..., None]], dim=-1).softmax(dim=-1)
-    output = weights[..., :-1] @ all_values + weights[..., -1:] * evicted_value
-    slot = lowest.clamp(max=keys.shape[2] - 1)
-    replaces = (lowest < keys.shape[2])[..., None]
-    row = slot[..., None].expand(-1, -1, -1, dim)
-    keys.scatter_(2, row, torch.where(replaces, new_key[:, :, None], keys.gather(2, row)))
-    values.scatter_(2, row, torch.where(replaces, new_value[:, :, None], values.gather(2, row)))
-    positions.scatter_(2, slot, torch.where(replaces[..., 0], position[..., None], positions.gather(2, slot)))
-    return output.flatten(1, 2).to(query.dtype)
-
-
-def moments_torch(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, index: torch.Tensor) -> tuple[Any, ...]:
-    """Moments of what is not kept, and the rows of what is, in torch: a masked product and two gathers."""
-    gone_keys, gone_values = torch.where(kept[..., None], 0, keys), torch.where(kept[..., None], 0, values)
-    index = index[..., None].expand(-1, -1, -1, keys.shape[-1])
-    sums = gone_keys.sum(dim=-2, dtype=torch.float32), gone_values.sum(dim=-2, dtype=torch.float32)
-    return keys.gather(2, index), values.gather(2, index), *sums, gone_values.mT @ gone_keys
-
-
-def gvote_torch(query: torch.Tensor, keys: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """GVote in torch: softmax and sort for the budgets, a sort of all sampled logits for the votes."""
-    heads, length = keys.shape[1], keys.shape[2]
-    current = query.unflatten(1, (heads, -1)).float() / math.sqrt(keys.shape[-1])
-    falling = (current @ keys.float().mT).softmax(dim=-1).sort(dim=-1, descending=True).values
-    tail = falling.flip(-1).cumsum(dim=-1, dtype=torch.float64).flip(-1)
-    budgets = (tail > 0.05 * tail[..., :1]).sum(dim=-1)  # [B, H_kv, G]
-    logits = sampled.unflatten(1, (heads, -1)).flatten(2, 3).float() @ keys.float().mT
-    order = logits.argsort(dim=-1, descending=True)
-    votes = torch.arange(length, device=keys.device) < budgets.repeat_interleave(sampled.shape[2], dim=2)[..., None]
-    return torch.zeros_like(votes).scatter_(-1, order, votes).any(dim=2)
 
 
 # scoring -------------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import cpu, gpu, report, timing
-from benchmarks.rows import NoKernel, Place, Row, Work, error, rows_apart
+from benchmarks.row import NoKernel, Place, Row, Work, error, rows_apart
 
 TINY = Place(device="cpu", dtype=torch.float32, shrink=512, heads=2, group=2, head_dim=16)
 CEILINGS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4.4e12, "matmul_flops_per_s": 8e14}

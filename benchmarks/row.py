@@ -1,0 +1,151 @@
+"""What a row of the GPU benchmark is made of: the place, the work, the arms, and how far apart two results are."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class NoKernel(Exception):
+    """The row needs a kernel that this checkout does not have."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row runs and how large: lengths are divided by `shrink`, and batches are then of two at most."""
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    shrink: int = 1
+    heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+
+    def tokens(self, count: int) -> int:
+        return max(min(count, 64), count // self.shrink)
+
+    def batch(self, count: int) -> int:
+        return count if self.shrink == 1 else min(count, 2)
+
+    def states(self, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normal numbers, the same for the same seed."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=dtype or self.dtype)
+
+    def cache(self, batch: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (batch, self.heads, tokens, self.head_dim)
+        return self.states(*shape, seed=2 * seed), self.states(*shape, seed=2 * seed + 1)
+
+    def ours(self, stem: str, name: str) -> Callable[..., Any]:
+        """The entry point of `optimized`; on a GPU it must have a kernel under it, or NoKernel is raised."""
+        kernel = None
+        if self.device.startswith("cuda"):
+            try:
+                kernels = importlib.import_module(f"optimized.kernels.{stem}")
+            except ImportError as error:
+                raise NoKernel(f"optimized/kernels/{stem}.py: {error}") from error
+            kernel = getattr(kernels, name, None)
+            if not callable(kernel):
+                raise NoKernel(f"no {name} in optimized/kernels/{stem}.py")
+        entry = getattr(importlib.import_module(f"optimized.{stem}"), name, kernel)
+        if entry is None:
+            raise NoKernel(f"no {name} in optimized/{stem}.py")
+        return entry
+
+
+@dataclass
+class Work:
+    """One row ready to run. The first arm is ours; every arm is called with one set of inputs of `make`.
+
+    read turns the output of an arm into what `check` takes, where they differ; missing says why a peer is not there; limit is the
+    largest error, relative to the largest number, with which ours is timed; waits names the arms that wait for the GPU, which
+    cannot be captured; units says how many pieces (tokens) a call makes, where the time of one is compared; copies, how many sets
+    of inputs are rotated, where that is not left to their size.
+    """
+
+    make: Callable[[int], tuple[Any, ...]]
+    arms: dict[str, Callable[..., Any]]
+    check: Callable[[tuple[Any, ...], Any], float] | None  # None: the parts are checked in rows of their own
+    bytes: int
+    flops: float = 0.0
+    read: dict[str, Callable[[tuple[Any, ...], Any], Any]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    limit: float = 1e-3
+    waits: frozenset[str] = frozenset()
+    units: dict[str, int] = field(default_factory=dict)
+    copies: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: goal_s in seconds and the ratio aimed at are goals, not measurements."""
+
+    id: str
+    title: str
+    stems: tuple[str, ...]
+    build: Callable[[Place], Work]
+    goal_s: float | None = None
+    goal_ratio: float | None = None
+    peer: str = ""  # the arm that the ratio is about
+    latency: bool = False
+
+
+def exact(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """Tensors as float64 (or boolean) arrays."""
+    return [(x.double() if x.is_floating_point() else x).cpu().numpy() for x in tensors]
+
+
+def error(got: Any, want: np.ndarray) -> float:
+    """The largest difference, relative to the largest number wanted; NaN is infinitely wrong."""
+    got = exact(got)[0] if isinstance(got, torch.Tensor) else got
+    if got.shape != want.shape or not np.isfinite(got).all():
+        return math.inf
+    return float(np.abs(got - want).max() / max(np.abs(want).max(), 1e-300))
+
+
+def rows_apart(got: torch.Tensor, want: np.ndarray) -> float:
+    """The share of rows of `want` [n, D] that `got` [n, D] lacks, whatever their order."""
+    if got.shape[0] != want.shape[0]:
+        return math.inf
+    mark = np.random.default_rng(0).normal(size=want.shape[1])
+    found, wanted = exact(got)[0] @ mark, want @ mark
+    return float(1 - np.isclose(np.sort(found), np.sort(wanted), rtol=0, atol=1e-9).mean())
+
+
+def compiled(function: Callable[..., Any], place: Place) -> dict[str, Callable[..., Any]]:
+    """The arm torch.compile, where there is a GPU to compile for."""
+    return {"torch.compile": torch.compile(function, dynamic=False)} if place.device.startswith("cuda") else {}
+
+
+def optional(module: str) -> tuple[ModuleType | None, str]:
+    """A module and an empty string, or None and why it is not there."""
+    try:
+        return importlib.import_module(module), ""
+    except Exception as error:  # a broken installation must not end the run either
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def press_arm(name: str, score: Callable[[Any, Any], Callable[..., Any]]) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
+    """The arm of kvpress, or why it is missing. `score` takes the package and its version and returns the arm."""
+    kvpress, why = optional("kvpress")
+    if kvpress is None:
+        return {}, {"kvpress": why}
+    label = f"kvpress {version('kvpress')}"
+    try:
+        return {label: score(kvpress, label)}, {}
+    except Exception as error:
+        return {}, {label: f"{name}: {type(error).__name__}: {error}"}
+
+
+def layer_module(place: Place) -> Any:
+    """As little of an attention layer as the presses of kvpress look at."""
+    config = SimpleNamespace(num_attention_heads=place.heads * place.group, num_key_value_heads=place.heads)
+    return SimpleNamespace(config=config, head_dim=place.head_dim, q_proj=lambda hidden_states: hidden_states)
