@@ -8,7 +8,8 @@ It equals, in torch, for one query head and the n kept tokens of its KV head:
 
 Reads and writes. K and V of every kept token, once: the G query heads of a group and their M queries are the rows of one tile of
 queries, so that G heads share the read. Queries, outputs and the partial results of the splits are small beside it. 32 sequences
-of 4,096 kept tokens, 8 heads of 128 bfloat16 channels: 537 MB, a floor of 125 microseconds at 4.3 TB/s.
+of 4,096 kept tokens, 8 heads of 128 bfloat16 channels: 537 MB, a floor of 125 microseconds at 4.3 TB/s. Prediction for one H200,
+not measured: 32 microseconds of instructions hide behind that, the second launch adds 4: some 150.
 
 First launch, `attend_chunks`: the flat storage is cut into chunks of at most `chunk` tokens that never cross a head, and one
 program takes one chunk. Heads may have any lengths; the GPU alone knows them, and nothing waits for it: the launch has as many
