@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,14 +10,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from optimized import momentkv
-from optimized.cache import CompressedCache
-from workbench import future, mixing
+from workbench import cache_file, future, mixing
 from workbench.capture import Attention, attention_modules, watch
 from workbench.catalogue import CAPTURED_FOR
 from workbench.errors import MethodError, UsageError
@@ -30,7 +26,6 @@ CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that a cache is not handed by the model and has to capture, if a method names them."""
 READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries"})
 """What is made of queries without their rotation, or of hidden states: future.py has to do as the model does."""
-SCHEMA = "evictionary/cache/1"
 
 
 class EvictingCache(Cache):
@@ -387,61 +382,15 @@ class EvictingCache(Cache):
 
         Raises ValueError before the prompt, and UsageError for a path that cannot be written.
         """
-        if self.get_seq_length() == 0:
-            raise ValueError("save: the cache has not read its prompt yet")
-        tensors: dict[str, torch.Tensor] = {}
-        layers = []
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, EvictingLayer):
-                layers.append({"seen": layer.seen, "evicted_at": layer.evicted_at, "static": layer.static})
-                own = layer.tensors()
-            else:  # a sliding window
-                layers.append({"cumulative_length": layer.cumulative_length})
-                own = {"keys": layer.keys, "values": layer.values}
-            tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
-        settings = {
-            "schema": SCHEMA,
-            "method": self.method.name if self.method else None,
-            "compression_ratio": self.compression_ratio,
-            "budget": self.budget,
-            "options": self.options,
-            "every": self.every,
-            "seed": self.seed,
-            "padding": None if self._padding is None else self._padding.tolist(),
-            "counts_padding": self._counts_padding,
-            "layers": layers,
-        }
-        try:
-            save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
-        except SafetensorError as error:
-            raise UsageError(f"path: got {path}, wanted a file that can be written: {error}") from error
+        cache_file.write(self, path)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
         """Read a cache that `save` wrote, for the same model. Raises UsageError for another file or a model that does not fit."""
-        try:
-            with safe_open(path, framework="pt", device=str(model.device)) as file:
-                settings = json.loads((file.metadata() or {}).get("evictionary", "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except Exception as error:
-            raise UsageError(f"path: got {path}, wanted a file that EvictingCache.save wrote: {error}") from error
-        if settings.get("schema") != SCHEMA:
-            raise UsageError(f"path: got {path} of schema {settings.get('schema')}, wanted {SCHEMA}")
+        settings, tensors = cache_file.read(path, str(model.device))
         arguments = {name: settings[name] for name in ("compression_ratio", "options", "budget", "every", "seed")}
         cache = cls(model, settings["method"], **arguments)
-        config = model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-        if len(settings["layers"]) != len(cache.layers) or tensors["0.keys"].shape[1] != heads:
-            cache.close()
-            raise UsageError(f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in {path}")
-        for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
-            own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
-            _fill(layer, own)
-            for name, value in numbers.items():
-                setattr(layer, name, value)
-        if settings["padding"] is not None:
-            cache._padding = torch.tensor(settings["padding"], device=model.device)
-        cache._counts_padding = settings["counts_padding"]
+        cache_file.restore(cache, model, settings, tensors, path)
         cache._close_if_settled()
         return cache
 
@@ -538,17 +487,6 @@ def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
     return torch.zeros(visible.shape, dtype=queries.dtype, device=queries.device).masked_fill(
         ~visible, torch.finfo(queries.dtype).min
     )
-
-
-def _fill(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the tensors of `EvictingLayer.tensors` back."""
-    layer.lazy_initialization(tensors["keys"], tensors["values"])
-    for part, kind in (("ragged", CompressedCache), ("moments", momentkv.Moments)):
-        fields = {name.partition(".")[2]: tensors.pop(name) for name in list(tensors) if name.startswith(f"{part}.")}
-        if fields:
-            setattr(layer, part, kind(**fields))
-    for name, tensor in tensors.items():
-        setattr(layer, name, tensor)
 
 
 def _require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
