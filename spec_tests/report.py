@@ -71,12 +71,14 @@ def _differs(function: Any, call: Call, dtype: str) -> bool:
     except Exception:
         return True
     mine, theirs = (value if isinstance(value, tuple) else (value,) for value in (call.result, numbers))
+    if len(mine) != len(theirs):
+        return True
     for got, other in zip(mine, theirs, strict=True):
         got, other = np.asarray(got), np.asarray(other)
         if got.shape != other.shape:
             return True
-        if got.dtype.kind != "f":
-            if (got != other).any():
+        if got.dtype.kind != "f" or other.dtype.kind != "f":
+            if not np.array_equal(got, other):
                 return True
             continue
         # The mutant computes in float64: the numbers agree to what the dtype can hold.
@@ -94,6 +96,7 @@ def repro(implementation: Implementation, path: str) -> str:
     return "\n".join(
         [
             "import numpy as np",
+            *sorted({line for value in call.arguments.values() for line in _imports(value)}),
             *(["from numpy import inf, nan"] if any(_has_no_literal(value) for value in call.arguments.values()) else []),
             "from spec_tests.implementation import load, oracle",
             *(f"{key} = {_literal(value)}" for key, value in call.arguments.items()),
@@ -108,11 +111,15 @@ def _has_no_literal(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind == "f" and not np.isfinite(value).all()
 
 
+def _imports(value: Any) -> list[str]:
+    """The line that `_literal` needs for a named tuple."""
+    return [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
+
+
 def _literal(value: Any) -> str:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        home = type(value)
         fields = ", ".join(f"{key}={_literal(entry)}" for key, entry in zip(value._fields, value, strict=True))
-        return f"__import__('importlib').import_module('{home.__module__}').{home.__name__}({fields})"
+        return f"{type(value).__name__}({fields})"
     if isinstance(value, np.ndarray):
         dtype = "" if value.dtype == np.float64 else f", dtype=np.{value.dtype.name}"
         return f"np.array({value.tolist()}{dtype}).reshape({value.shape})"

@@ -82,15 +82,31 @@ def test_the_previous_partition_is_told_so(folder: Path) -> None:
 def test_the_printed_repro_runs(folder: Path) -> None:
     (folder / "keydiff.py").write_text(RAW_MEAN_ANCHOR)
     output = judge("spec_tests/test_keydiff.py", "--impl", str(folder), "-k", "cosine_to_the_anchor").stdout
-    program = output.split("to see it again, run\n", 1)[1].split("  this law alone", 1)[0]
-    lines = [line.removeprefix("    ") for line in program.splitlines()]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=True)
+    program = printed_program(output)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("expected ")
     expected, got = done.stdout.split("got     ")
     assert expected.split()[1:] != got.split()
     shown = re.search(r"smallest input  keys = [\[ ]*(-?\d+\.\d{0,6})", output)
     assert shown, output
     assert shown[1] in program  # the repro has the input of the sentence
+
+
+def printed_program(output: str) -> str:
+    """The lines below "to see it again, run"."""
+    program = output.split("to see it again, run\n", 1)[1].split("  this law alone", 1)[0]
+    return "\n".join(line.removeprefix("    ") for line in program.splitlines())
+
+
+def test_too_few_results_are_told_so_with_a_program_that_runs(folder: Path) -> None:
+    (folder / "momentkv.py").write_text("def recover(moments):\n    return moments.key_sum, moments.value_sum\n")
+    output = judge("spec_tests/test_momentkv.py", "--impl", str(folder), "-k", "means_are_recovered").stdout
+    assert "MK-24 does not hold for momentkv.recover of my_kernels" in output
+    assert "strict" not in output
+    program = printed_program(output)
+    assert "import Moments\n" in program
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("expected ")
 
 
 def test_the_header_names_what_is_judged() -> None:
