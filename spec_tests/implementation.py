@@ -69,6 +69,11 @@ class Implementation:
             raise AttributeError(f"{stem}: not a file of reference/")
         return _Stem(self, stem)
 
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether arguments can be refused for their numbers: on a GPU that would mean to wait for it."""
+        return self.device == "cpu"
+
     def functions(self) -> list[str]:
         """The functions of `reference` that this implementation provides, as `stem.function`."""
         return [
