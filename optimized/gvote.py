@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import torch
 
-from optimized.checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from optimized.checks import require_finite, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
 from optimized.tova import grouped_logits
 from reference.checks import as_fraction, group_size
 
@@ -24,7 +24,7 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
         from optimized.kernels import gvote as kernels
 
         return kernels.nucleus(attention, p)
-    return top_each(attention, nucleus_sizes(attention, p))
+    return highest(attention, nucleus_sizes(attention, p))
 
 
 def nucleus_sizes(attention: torch.Tensor, p: float) -> torch.Tensor:
@@ -47,6 +47,11 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
         from optimized.kernels import gvote as kernels
 
         return kernels.top_each(scores, budgets)
+    return highest(scores, budgets)
+
+
+def highest(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
+    r"""`top_each` of arguments that have been checked; scores may be infinite, as the logits of large states are."""
     length = scores.shape[-1]
     budgets = budgets[..., None].clamp(max=length)
     threshold = rising(scores).gather(-1, (length - budgets).clamp(max=length - 1)).to(scores.dtype)
@@ -91,11 +96,12 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
         return kernels.select(query, keys, sampled_queries, p=p)
     keys = keys.to(working_dtype(keys))  # once, not for every sample
     attention = grouped_logits(query[:, :, None], keys).softmax(dim=-1)  # [B, H_kv, G, 1, T]
+    require_finite("attention", attention)  # the logits of finite states may overflow
     budgets = nucleus_sizes(attention, p)
     kept = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
     for sampled in sampled_queries.split(1, dim=2):
         # Decision: the logits, not their softmax. They rank alike, but the softmax of distant logits is 0 for all, and ties.
-        votes = top_each(grouped_logits(sampled, keys), budgets)
+        votes = highest(grouped_logits(sampled, keys), budgets)
         # Decision: the query heads of a group share one cache, so it keeps what any of them voted for. The tokens of K_0 itself are
         # not added, and no sink is protected: the paper's union has the samples' sets and nothing else.
         kept |= votes.any(dim=3).any(dim=2)

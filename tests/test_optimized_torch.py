@@ -10,6 +10,7 @@ import torch
 
 import optimized.attention
 import optimized.cache
+import optimized.gvote
 import optimized.keydiff
 import optimized.knorm
 import optimized.lagkv
@@ -95,6 +96,14 @@ def test_scales_beyond_the_squares_of_float32(scale: float) -> None:
     wanted = reference.keydiff.score(keys.numpy())
     np.testing.assert_allclose(optimized.keydiff.score(keys).numpy(), wanted, atol=1e-6)
     np.testing.assert_allclose(optimized.knorm.score(keys).numpy(), reference.knorm.score(keys.numpy()), rtol=1e-5, atol=1e-44)
+
+
+def test_votes_whose_logits_overflow_are_counted() -> None:
+    keys, query = torch.tensor([[[[-1e20], [1e20], [1.0]]]]), torch.zeros(1, 1, 1)
+    kept = optimized.gvote.select(query, keys, torch.full((1, 1, 1, 1), 1e25), p=0.3)
+    assert kept.tolist() == [[[False, True, False]]]
+    with pytest.raises(ValueError, match="attention"):
+        optimized.gvote.select(query + 1e25, keys, torch.full((1, 1, 1, 1), 1e25), p=0.3)
 
 
 def test_a_token_too_far_off_for_float32_wins_its_partition() -> None:
