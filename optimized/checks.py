@@ -29,12 +29,15 @@ def require_states(name: str, value: torch.Tensor, axes: str, *, finite: bool = 
 
 def require_finite(name: str, value: torch.Tensor) -> None:
     """Raise ValueError for NaN or infinite numbers in a CPU tensor; see `require_states` for GPUs."""
-    if value.device.type != "cpu":
-        return
+    if value.device.type == "cpu" and not is_finite(value):
+        raise ValueError(f"{name}: got NaN or infinite numbers, wanted finite ones")
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinite numbers; on a GPU that waits for it."""
     # One pass, and NaN anywhere makes both NaN. In the order of storage: a view with its axes exchanged would be copied first.
     low, high = value.permute(sorted(range(value.ndim), key=value.stride, reverse=True)).aminmax()
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        raise ValueError(f"{name}: got NaN or infinite numbers, wanted finite ones")
+    return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
 def require_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], like: str) -> None:

@@ -12,7 +12,7 @@ import json
 import pkgutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,11 @@ def load_laws() -> dict[str, Law]:
     return LAWS
 
 
-def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None) -> tuple[str, str]:
-    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out", the message)."""
+def prepared(law: Law, *, max_examples: int, seed: int | None, shrinks: bool = False) -> Callable[..., None]:
+    """The test of a law with so many inputs, drawn from a seed or else always the same; it stores nothing."""
     test = law.test()
+    if not law.drawn:
+        return test
     profile = settings(
         max_examples=max_examples,
         deadline=None,
@@ -66,11 +68,16 @@ def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100
         report_multiple_bugs=False,
         print_blob=False,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.explicit, Phase.generate],  # the kill counts, not its smallest form
+        # Where the kill counts and not its smallest form, nothing is shrunk.
+        phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if shrinks else [])],
     )
-    if law.drawn:
-        test = profile(test)
-        test = test if seed is None else with_seed(seed)(test)
+    test = profile(test)
+    return test if seed is None else with_seed(seed)(test)
+
+
+def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None) -> tuple[str, str]:
+    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out", the message)."""
+    test = prepared(law, max_examples=max_examples, seed=seed)
     try:
         with _time_limit(SECONDS):
             test(impl=implementation)

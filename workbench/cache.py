@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from optimized import momentkv
+from optimized.checks import is_finite
 from workbench import cache_file, future, mixing
 from workbench.capture import Attention, attention_modules, watch
 from workbench.catalogue import CAPTURED_FOR
@@ -491,6 +492,5 @@ def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
 
 def _require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     for name, states in (("keys", keys), ("values", values)):
-        low, high = states.aminmax()  # one pass, and NaN anywhere makes both NaN
-        if not (low.isfinite() and high.isfinite()):
+        if not is_finite(states):
             raise MethodError(f"{name}: got NaN or infinite numbers in layer {layer_index}, wanted finite ones")

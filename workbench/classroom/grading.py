@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import seed as with_seed
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
@@ -29,7 +27,7 @@ from spec_tests import report
 from spec_tests.cases import Case
 from spec_tests.implementation import Implementation, oracle
 from spec_tests.law import REQUIREMENTS, Law
-from spec_tests.matrix import load_laws, outcome
+from spec_tests.matrix import load_laws, outcome, prepared
 from spec_tests.tolerance import Allowance, Violation
 from workbench.classroom.assignment import Assignment, Step
 from workbench.classroom.child import Child, ChildDied, StudentError, clean
@@ -281,20 +279,7 @@ class _Run:
 
     def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
         """Run a failing law once more with shrinking, and say what a student reads."""
-        test = law.test()
-        if law.drawn:
-            seed = self.seed(law.name)
-            test = settings(
-                max_examples=step.thoroughness * self.examples,
-                deadline=None,
-                database=None,
-                derandomize=seed is None,
-                report_multiple_bugs=False,
-                print_blob=False,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.explicit, Phase.generate, Phase.shrink],
-            )(test)
-            test = test if seed is None else with_seed(seed)(test)
+        test = prepared(law, max_examples=step.thoroughness * self.examples, seed=self.seed(law.name), shrinks=True)
         try:
             test(impl=implementation)
         except BaseException as error:
