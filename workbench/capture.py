@@ -101,17 +101,12 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
 def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
     """How many tokens each row of an attention mask [B, T] is padded with on the left, [B], or None without any padding.
 
-    Raises UsageError for padding anywhere else, or for a row of nothing but padding.
+    Raises UsageError for padding anywhere else. A row of nothing but padding is the watcher's to judge.
     """
     real = mask.bool()
     if real.all():
         return None
-    if not real.any(dim=1).all():
-        raise UsageError(
-            f"attention_mask: got a row of padding alone in the first {mask.shape[1]} tokens, wanted a larger block: each row "
-            "of a batch has to begin in the first one"
-        )
-    if (real[:, :-1] & ~real[:, 1:]).any() or not real[:, -1].all():
+    if (real[:, :-1] & ~real[:, 1:]).any():
         raise UsageError("attention_mask: got padding after tokens, wanted it before them: tokenizer.padding_side = 'left'")
     return (~real).sum(dim=1)
 
