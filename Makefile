@@ -17,12 +17,12 @@ test: lint .venv/installed
 
 # Every kernel in every configuration for four GPUs, without one: minutes.
 compile-all: .venv/installed
-	$(BIN)/python -m optimized.kernels.compiling --every
+	$(BIN)/python -m evictionary.optimized.kernels.compiling --every
 
 # The laws measured: every planted mistake against every law, every correct variant over 200 seeds. It takes long.
 measure: .venv/installed
-	$(BIN)/python -m spec_tests.matrix
-	$(BIN)/python -m spec_tests.matrix --controls 200
+	$(BIN)/python -m spec_tests.harness.matrix
+	$(BIN)/python -m spec_tests.harness.matrix --controls 200
 
 # The kept tokens beside those of kvpress, which gets an environment of its own: an optional check.
 peers: .venv/installed
@@ -46,7 +46,10 @@ docs-check: docs
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy reference spec_tests workbench
+	# mypy reads the folders under the names by which they are imported.
+	mkdir -p build/typed/evictionary
+	ln -sfn $(CURDIR)/reference $(CURDIR)/optimized $(CURDIR)/spec_tests $(CURDIR)/evictionary/* build/typed/evictionary/
+	cd build/typed && ../../$(BIN)/mypy -p evictionary --config-file ../../pyproject.toml
 
 # Installed once; again only after a change of what is to be installed.
 .venv/installed: pyproject.toml constraints.txt

@@ -59,7 +59,7 @@ def attention_module(heads: tuple[int, int], head_dim: int) -> Any:
 
     import torch
 
-    from optimized.rope import frequencies
+    from evictionary.optimized.rope import frequencies
 
     def rotary(states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[..., None].double() * frequencies(head_dim)
@@ -81,7 +81,7 @@ def pairs(
     import torch
     from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, LagKVPress, SnapKVPress, TOVAPress
 
-    from optimized import expected_attention, keydiff, knorm, lagkv, snapkv, tova
+    from evictionary.optimized import expected_attention, keydiff, knorm, lagkv, snapkv, tova
 
     generator = torch.Generator().manual_seed(0)
     kind = getattr(torch, dtype)

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from benchmarks.row import Place, Row, Work
 from benchmarks.rows import XL, random_moments
-from optimized.cache import CompressedCache
+from evictionary.optimized.cache import CompressedCache
 
 LAYERS, VOCABULARY = 32, 128_256
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

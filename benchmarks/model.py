@@ -24,8 +24,11 @@ from rich.progress import track
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
-from workbench import catalogue, models, passkey
-from workbench.cache import CAPTURED, EvictingCache
+from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.methods import catalogue
+from evictionary.models.load import EMBEDDED
+from evictionary.models.load import load as load_model
 
 RESULT = Path(__file__).parent / "results" / "model.json"
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 128}}
@@ -145,12 +148,12 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure compression, decoding and block processing in a real model.")
-    parser.add_argument("--model", default=models.EMBEDDED, help="a hub name, a folder, or embedded (the default)")
+    parser.add_argument("--model", default=EMBEDDED, help="a hub name, a folder, or embedded (the default)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt (default 4096; the blocks read twice that)")
     parser.add_argument("--only", choices=["compression", "decoding", "blocks"], action="append", help="may be repeated")
     parser.add_argument("--out", type=Path, default=RESULT, help="where the JSON goes")
     arguments = parser.parse_args()
-    model, tokenizer = models.load(arguments.model)
+    model, tokenizer = load_model(arguments.model)
     ids = passkey.make(tokenizer, depth=0.5, tokens=2 * arguments.tokens + 200).context_ids.to(model.device)
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "compression": lambda: compression(model, ids[:, : arguments.tokens]),

@@ -100,10 +100,10 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     """For each method the share of kvpress's kept tokens that we keep too, on average and in the worst head."""
     import torch
 
-    from workbench import models
-    from workbench.cache import CAPTURED, EvictingCache
+    from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
+    from evictionary.models.load import load as load_model
 
-    model, _ = models.load(folder)
+    model, _ = load_model(folder)
     full = EvictingCache(model, None, record=CAPTURED)
     with torch.no_grad():
         model(torch.from_numpy(ids), past_key_values=full, use_cache=True, logits_to_keep=1)
@@ -167,10 +167,12 @@ def main() -> int:
         folder, prompt, output = arguments.child
         their_scores(folder, Path(prompt), Path(output))
         return 0
-    from workbench import embedded, models, passkey
+    from evictionary.evaluation import passkey
+    from evictionary.models import embedded
+    from evictionary.models.load import load as load_model
 
     folder = str(embedded.install())
-    _, tokenizer = models.load(folder)
+    _, tokenizer = load_model(folder)
     ids = passkey.make(tokenizer, depth=0.5, tokens=arguments.tokens).context_ids.numpy()
     with tempfile.TemporaryDirectory() as name:
         prompt, output = Path(name) / "prompt.npy", Path(name) / "scores.npz"

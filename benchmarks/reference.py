@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from reference import momentkv
-from spec_tests.implementation import STEMS
+from evictionary.reference import momentkv
+from evictionary.spec_tests.harness.implementation import STEMS
 
 TOKENS, HEADS, HEAD_DIM = 4096, 8, 128
 RESULT = Path(__file__).parent / "results" / "reference.json"
@@ -59,7 +59,7 @@ def workloads() -> dict[str, Callable[[], Any]]:
     }
     found = {}
     for stem in STEMS:
-        module = importlib.import_module(f"reference.{stem}")
+        module = importlib.import_module(f"evictionary.reference.{stem}")
         if hasattr(module, "METHOD"):
             seam = getattr(module, "select", None) or module.score
             found[f"{stem}.{seam.__name__}"] = lambda seam=seam, stem=stem: seam(**arguments[stem])

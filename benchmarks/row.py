@@ -49,13 +49,13 @@ class Place:
         kernel = None
         if self.device.startswith("cuda"):
             try:
-                kernels = importlib.import_module(f"optimized.kernels.{stem}")
+                kernels = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
             except ImportError as error:
                 raise NoKernel(f"optimized/kernels/{stem}.py: {error}") from error
             kernel = getattr(kernels, name, None)
             if not callable(kernel):
                 raise NoKernel(f"no {name} in optimized/kernels/{stem}.py")
-        entry = getattr(importlib.import_module(f"optimized.{stem}"), name, kernel)
+        entry = getattr(importlib.import_module(f"evictionary.optimized.{stem}"), name, kernel)
         if entry is None:
             raise NoKernel(f"no {name} in optimized/{stem}.py")
         return entry

@@ -18,13 +18,6 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import reference.attention
-import reference.cache
-import reference.expected_attention
-import reference.gvote
-import reference.keydiff
-import reference.lagkv
-import reference.momentkv
 from benchmarks.row import NoKernel, Place, Row, Work, compiled, error, exact, layer_module, optional, press_arm, rows_apart
 from benchmarks.torch_peers import (
     expected_attention_torch,
@@ -35,9 +28,16 @@ from benchmarks.torch_peers import (
     moments_torch,
     statistics_torch,
 )
-from optimized.cache import CompressedCache
-from optimized.momentkv import Moments, no_moments
-from optimized.rope import rotate
+from evictionary.optimized.cache import CompressedCache
+from evictionary.optimized.momentkv import Moments, no_moments
+from evictionary.optimized.rope import rotate
+from evictionary.reference import attention as reference_attention
+from evictionary.reference import cache as reference_cache
+from evictionary.reference import expected_attention as reference_expected_attention
+from evictionary.reference import gvote as reference_gvote
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import lagkv as reference_lagkv
+from evictionary.reference import momentkv as reference_momentkv
 
 XL = 131_072
 
@@ -49,11 +49,11 @@ def lagkv_row(place: Place) -> Work:
     tokens, lag, sinks = place.tokens(XL), max(8, 128 // place.shrink), 16 if place.shrink == 1 else 4
     settings = {"keep_ratio": 0.25, "sink_size": sinks, "lag_size": lag}
     compress = place.ours("lagkv", "compress")
-    retained = reference.lagkv.retained_length(tokens, **settings)
+    retained = reference_lagkv.retained_length(tokens, **settings)
 
     def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
         keys, values = exact(*(x[:1, :1] for x in inputs))
-        kept = reference.lagkv.select(keys, values, **settings)
+        kept = reference_lagkv.select(keys, values, **settings)
         return rows_apart(got, keys[kept])
 
     def press(kvpress: Any, label: str) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def keydiff_row(place: Place) -> Work:
     return Work(
         make=lambda seed: (place.cache(1, tokens, seed)[0],),
         arms={"ours": score, "eager torch": keydiff_torch, **compiled(keydiff_torch, place), **arms},
-        check=lambda inputs, got: error(got[0, 0], reference.keydiff.score(exact(inputs[0][:1, :1])[0])[0, 0]),
+        check=lambda inputs, got: error(got[0, 0], reference_keydiff.score(exact(inputs[0][:1, :1])[0])[0, 0]),
         bytes=2 * tokens * place.heads * place.head_dim * place.dtype.itemsize,
         missing=missing,
     )
@@ -102,7 +102,7 @@ def keydiff_anchor_row(place: Place) -> Work:
     return Work(
         make=make,
         arms={"ours": with_anchor, "our two passes": lambda keys, anchor: score(keys)},
-        check=lambda inputs, got: error(got[0, 0], reference.keydiff.score(exact(inputs[0][:1, :1])[0])[0, 0]),
+        check=lambda inputs, got: error(got[0, 0], reference_keydiff.score(exact(inputs[0][:1, :1])[0])[0, 0]),
         bytes=tokens * place.heads * place.head_dim * place.dtype.itemsize,
     )
 
@@ -119,7 +119,7 @@ def expected_attention_row(place: Place) -> Work:
     def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
         keys, values, mean, covariance = inputs
         group = slice(0, place.group)
-        want = reference.expected_attention.score(*exact(keys[:1, :1], values[:1, :1], mean[:, group], covariance[:, group]))
+        want = reference_expected_attention.score(*exact(keys[:1, :1], values[:1, :1], mean[:, group], covariance[:, group]))
         return error(got[0, 0], want[0, 0])
 
     def press(kvpress: Any, label: str) -> Callable[..., Any]:
@@ -151,7 +151,7 @@ def statistics_row(place: Place) -> Work:
 
     def check(inputs: tuple[Any, ...], got: tuple[torch.Tensor, torch.Tensor]) -> float:
         plain = rotate(inputs[0][:1, :1].double(), -inputs[1])
-        mean, covariance = reference.expected_attention.query_statistics(exact(plain)[0])
+        mean, covariance = reference_expected_attention.query_statistics(exact(plain)[0])
         return max(float(np.abs(exact(got[0][:1, :1])[0] - mean).max()), error(got[1][:1, :1], covariance))
 
     def press(kvpress: Any, label: str) -> Callable[..., Any]:
@@ -237,7 +237,7 @@ def compact_row(place: Place) -> Work:
     tokens = place.tokens(XL)
     half, compress = tokens // 2, place.ours("cache", "compress")
     on_gpu = place.device.startswith("cuda")
-    copy = importlib.import_module("optimized.kernels.cache").copy_kept if on_gpu else None
+    copy = importlib.import_module("evictionary.optimized.kernels.cache").copy_kept if on_gpu else None
 
     def make(seed: int) -> tuple[Any, ...]:
         kept = random_mask(place, 1, tokens, half, seed)
@@ -282,10 +282,10 @@ def check_attention(place: Place) -> Callable[[tuple[Any, ...], Any], float]:
     def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
         queries, cache = inputs[:2]
         count = int(cache.lengths[-1, -1])
-        one = reference.cache.CompressedCache(
+        one = reference_cache.CompressedCache(
             *exact(cache.keys[-count:], cache.values[-count:]), np.arange(count), np.array([[count]])
         )
-        want, _ = reference.attention.attend(exact(queries[-1:, -place.group :])[0], one)
+        want, _ = reference_attention.attend(exact(queries[-1:, -place.group :])[0], one)
         return error(got[-1:, -place.group :], want)
 
     return check
@@ -394,8 +394,8 @@ def moment_inputs(place: Place, batch: int, length: int, seed: int) -> tuple[Any
     return query, *new, *place.cache(batch, length, seed), positions, random_moments(place, batch, seed), position
 
 
-def moments_of_head(moments: Moments) -> reference.momentkv.Moments:
-    return reference.momentkv.Moments(*exact(*(field[:1, :1] for field in moments)))
+def moments_of_head(moments: Moments) -> reference_momentkv.Moments:
+    return reference_momentkv.Moments(*exact(*(field[:1, :1] for field in moments)))
 
 
 def step_row(batch: int, length: int) -> Callable[[Place], Work]:
@@ -415,7 +415,7 @@ def step_row(batch: int, length: int) -> Callable[[Place], Work]:
         def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
             query, new_key, new_value, keys, values, _, moments, _ = inputs
             head = exact(query[:1, : place.group], new_key[:1, :1], new_value[:1, :1], keys[:1, :1], values[:1, :1])
-            want = reference.momentkv.decode_step(*head, moments_of_head(moments), tokens).output
+            want = reference_momentkv.decode_step(*head, moments_of_head(moments), tokens).output
             return error(got[:1, : place.group], want)
 
         state = place.head_dim**2 + 2 * place.head_dim
@@ -487,7 +487,7 @@ def mix_row(place: Place) -> Work:
     def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
         query, keys, values, kept, moments = inputs
         head = exact(query[:1, : place.group], keys[:1, :1], values[:1, :1], kept[:1, :1])
-        return error(got[:1, : place.group], reference.momentkv.attend(*head, moments_of_head(moments)))
+        return error(got[:1, : place.group], reference_momentkv.attend(*head, moments_of_head(moments)))
 
     return Work(
         make=make,
@@ -511,7 +511,7 @@ def gvote_row(place: Place) -> Work:
 
     def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
         query, keys, sampled = inputs
-        want = reference.gvote.select(*exact(query[:, : place.group], keys[:, :1], sampled[:, : place.group]), p=0.95)
+        want = reference_gvote.select(*exact(query[:, : place.group], keys[:, :1], sampled[:, : place.group]), p=0.95)
         return float((exact(got[0, 0])[0] != want[0, 0]).mean())
 
     return Work(

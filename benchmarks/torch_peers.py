@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from optimized.momentkv import Moments
-from optimized.rope import rotate
+from evictionary.optimized.momentkv import Moments
+from evictionary.optimized.rope import rotate
 
 
 def lagkv_torch(

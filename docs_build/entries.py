@@ -16,10 +16,10 @@ from pathlib import Path
 
 from markdown.extensions.toc import slugify
 
-from spec_tests.coverage import functions, ids_of
-from spec_tests.law import REQUIREMENTS, Law, Requirement
-from spec_tests.matrix import load_laws
-from spec_tests.mutants import Mutant, load_mutants
+from evictionary.spec_tests.harness.coverage import functions, ids_of
+from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, Requirement
+from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 
 ROOT = Path(__file__).parent.parent
 FORMULAS = tomllib.loads((Path(__file__).parent / "formulas.toml").read_text(encoding="utf-8"))

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from optimized.selection import top_k
-from reference.checks import as_count, as_fraction
+from evictionary.reference.checks import as_count, as_fraction
+
+from .selection import top_k
 
 
 def select(scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2) -> torch.Tensor:

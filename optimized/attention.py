@@ -6,9 +6,10 @@ import math
 
 import torch
 
-from optimized.cache import CompressedCache
-from optimized.checks import require_same_kind, require_states, runs_on_gpu, working_dtype
-from reference.checks import group_size
+from evictionary.reference.checks import group_size
+
+from .cache import CompressedCache
+from .checks import require_same_kind, require_states, runs_on_gpu, working_dtype
 
 
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +32,7 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     require_same_kind("queries", queries, "cache.keys", cache.keys)
     group = group_size(num_query_heads, num_kv_heads)
     if runs_on_gpu(queries) and runs_on_gpu(cache.values):
-        from optimized.kernels import attention as kernels
+        from .kernels import attention as kernels
 
         return kernels.attend(queries, cache)
     dtype = working_dtype(queries)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.checks import require_kept, require_same_kind, require_shape, require_states, runs_on_gpu
+from .checks import require_kept, require_same_kind, require_shape, require_states, runs_on_gpu
 
 
 class CompressedCache(NamedTuple):
@@ -36,7 +36,7 @@ def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> Co
     require_same_kind("values", values, "keys", keys)
     require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
     if runs_on_gpu(keys) and runs_on_gpu(values):
-        from optimized.kernels import cache as kernels
+        from .kernels import cache as kernels
 
         return kernels.compress(keys, values, kept)
     # Boolean indexing walks batch, head, position in that order: the order of storage.

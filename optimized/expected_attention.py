@@ -8,10 +8,11 @@ from collections.abc import Iterable
 
 import torch
 
-from optimized.checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
-from optimized.knorm import score as norm_score
-from optimized.rope import frequencies, rotate, turn
-from reference.checks import as_count
+from evictionary.reference.checks import as_count
+
+from .checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .knorm import score as norm_score
+from .rope import frequencies, rotate, turn
 
 # Tokens of a block: the product of one block with the covariances of a group stays in a processor's cache.
 BLOCK_TOKENS = 512
@@ -26,7 +27,7 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """
     require_states("queries", queries, "... N D")
     if runs_on_gpu(queries):
-        from optimized.kernels import expected_attention as kernels
+        from .kernels import expected_attention as kernels
 
         return kernels.query_statistics(queries)
     return statistics_of_blocks(block.to(working_dtype(queries)) for block in queries.split(BLOCK_TOKENS, dim=-2))
@@ -66,7 +67,7 @@ def unrotated_statistics(
     require_states("queries", queries, "... N D")
     require_rotation(queries, positions, theta)
     if runs_on_gpu(queries):
-        from optimized.kernels import expected_attention as kernels
+        from .kernels import expected_attention as kernels
 
         return kernels.unrotated_statistics(queries, positions, theta)
     dtype, length = working_dtype(queries), queries.shape[-2]
@@ -153,7 +154,7 @@ def score(
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
     if runs_on_gpu(keys) and runs_on_gpu(values):
-        from optimized.kernels import expected_attention as kernels
+        from .kernels import expected_attention as kernels
 
         return kernels.score(keys, values, query_mean, query_covariance, epsilon=epsilon)
     # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy
 import torch
 
-from optimized.checks import require_finite, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
-from optimized.tova import grouped_logits
-from reference.checks import as_fraction, group_size
+from evictionary.reference.checks import as_fraction, group_size
+
+from .checks import require_finite, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .tova import grouped_logits
 
 
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
@@ -21,7 +22,7 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
         raise ValueError(f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0")
     as_fraction("p", p)
     if attention.is_cuda and attention.dtype != torch.float64:
-        from optimized.kernels import gvote as kernels
+        from .kernels import gvote as kernels
 
         return kernels.nucleus(attention, p)
     return highest(attention, nucleus_sizes(attention, p))
@@ -44,7 +45,7 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     """
     require_budgets(scores, budgets)
     if scores.is_cuda and scores.dtype != torch.float64:
-        from optimized.kernels import gvote as kernels
+        from .kernels import gvote as kernels
 
         return kernels.top_each(scores, budgets)
     return highest(scores, budgets)
@@ -91,7 +92,7 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
     """
     require_votes(query, keys, sampled_queries)
     if runs_on_gpu(keys):
-        from optimized.kernels import gvote as kernels
+        from .kernels import gvote as kernels
 
         return kernels.select(query, keys, sampled_queries, p=p)
     keys = keys.to(working_dtype(keys))  # once, not for every sample

@@ -6,10 +6,11 @@ import math
 
 import torch
 
-from optimized.checks import working_dtype
-from optimized.selection import top_k
-from optimized.tova import grouped_logits, require_queries
-from reference.checks import as_count
+from evictionary.reference.checks import as_count
+
+from .checks import working_dtype
+from .selection import top_k
+from .tova import grouped_logits, require_queries
 
 # Entries of the attention matrix at a time, over all heads, whatever the length of the prompt. On a CPU they are 4 MiB in float32,
 # which stay in its cache.

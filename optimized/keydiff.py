@@ -7,7 +7,7 @@ import math
 import torch
 from torch.linalg import vector_norm
 
-from optimized.checks import require_finite, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .checks import require_finite, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
 
 # Between these norms the square of no component overflows float32, and what underflows is too small to count.
 SAFE_NORMS = (1e-15, 1e18)
@@ -29,7 +29,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     """
     require_states("keys", keys, "... T D", finite=False)
     if runs_on_gpu(keys):
-        from optimized.kernels import keydiff as kernels
+        from .kernels import keydiff as kernels
 
         return kernels.score(keys)
     return _scored(keys)
@@ -42,7 +42,7 @@ def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
     """
     require_states("keys", keys, "... T D", finite=False)
     if runs_on_gpu(keys):
-        from optimized.kernels import keydiff as kernels
+        from .kernels import keydiff as kernels
 
         return kernels.anchor_sum(keys)
     return _summed("keys", keys)[2]
@@ -65,7 +65,7 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     require_states("keys", keys, "... T D", finite=False)
     require_anchor("anchor", anchor, keys)
     if runs_on_gpu(keys):
-        from optimized.kernels import keydiff as kernels
+        from .kernels import keydiff as kernels
 
         return kernels.score_with_anchor(keys, anchor)
     return _minus_cosine(*_summed("keys", keys)[:2], anchor)
@@ -88,7 +88,7 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
     if len(changes) == 2:
         require_same_kind("evicted_keys", changes[1][1], "new_keys", changes[0][1])
     if changes and runs_on_gpu(changes[0][1]):
-        from optimized.kernels import keydiff as kernels
+        from .kernels import keydiff as kernels
 
         return kernels.update_anchor(anchor, new_keys, evicted_keys)
     updated = anchor.clone()

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.linalg import vector_norm
 
-from optimized.checks import require_finite, require_states, working_dtype
+from .checks import require_finite, require_states, working_dtype
 
 # Between these norms the square of no component overflows float32, and what underflows is too small to count.
 SAFE_NORMS = (1e-15, 1e18)

@@ -7,11 +7,18 @@ import math
 import torch
 from torch.linalg import vector_norm
 
-from optimized.cache import CompressedCache
-from optimized.cache import compress as gather
-from optimized.checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
-from optimized.selection import top_k
-from reference.lagkv import compression_ratio, keep_ratio_for, retained_length, tokens_per_partition, why_nothing_removed
+from evictionary.reference.lagkv import (
+    compression_ratio,
+    keep_ratio_for,
+    retained_length,
+    tokens_per_partition,
+    why_nothing_removed,
+)
+
+from .cache import CompressedCache
+from .cache import compress as gather
+from .checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .selection import top_k
 
 # Counting partitions is exact integer arithmetic: there is one of it.
 __all__ = [
@@ -65,7 +72,7 @@ def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, nex
     for name, tensor in (("values", values), ("next_keys", next_keys), ("next_values", next_values)):
         require_same_kind(name, tensor, "keys", keys)
     if _fits_kernels(keys, values, keys.shape[-2]):
-        from optimized.kernels import lagkv as kernels
+        from .kernels import lagkv as kernels
 
         return kernels.score(keys, values, next_keys, next_values)
     return variation_score(keys, next_keys) + variation_score(values, next_values)
@@ -86,7 +93,7 @@ def select(
     length = keys.shape[2]
     left = retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     if _fits_kernels(keys, values, lag_size):
-        from optimized.kernels import lagkv as kernels
+        from .kernels import lagkv as kernels
 
         return kernels.select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
@@ -111,7 +118,7 @@ def compress(
     """
     _require_cache(keys, values)
     if _fits_kernels(keys, values, lag_size):
-        from optimized.kernels import lagkv as kernels
+        from .kernels import lagkv as kernels
 
         return kernels.compress(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     kept = select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)

@@ -10,11 +10,12 @@ import torch
 from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
-from optimized.checks import require_kept, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
-from optimized.h2o import score as received_attention
-from optimized.selection import top_k
-from optimized.tova import grouped_logits
-from reference.checks import as_count, group_size
+from evictionary.reference.checks import as_count, group_size
+
+from .checks import require_kept, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .h2o import score as received_attention
+from .selection import top_k
+from .tova import grouped_logits
 
 # So many query heads of one KV head fit a tile of the kernels.
 LARGEST_GROUP = 16
@@ -74,7 +75,7 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     require_kept("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
     moments = wide(moments, keys, values)
     if _fits_kernels(keys, values, moments):
-        from optimized.kernels import momentkv as kernels
+        from .kernels import momentkv as kernels
 
         return kernels.update(moments, keys, values, evicted)
     dtype = moments.key_sum.dtype
@@ -121,7 +122,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     require_decoding(query, keys, values)
     moments = wide(moments, keys, values)
     if _fits_kernels(keys, values, moments, query):
-        from optimized.kernels import momentkv as kernels
+        from .kernels import momentkv as kernels
 
         return kernels.score(query, keys, values, moments)
     count, (_, mean_value, covariance) = _recovered(moments, keys)
@@ -150,7 +151,7 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
     moments = wide(moments, keys, values)
     if _fits_kernels(keys, values, moments, query):
-        from optimized.kernels import momentkv as kernels
+        from .kernels import momentkv as kernels
 
         return kernels.attend(query, keys, values, kept, moments)
     count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
@@ -196,7 +197,7 @@ def step(
     before = wide(moments, keys, values)
     require_slots(new_key, new_value, keys, values, positions, moments)
     if _fits_kernels(keys, values, before, query):
-        from optimized.kernels import momentkv as kernels
+        from .kernels import momentkv as kernels
 
         return kernels.step(query, new_key, new_value, keys, values, positions, moments, position)
     all_keys = torch.cat([keys, new_key[:, :, None]], dim=2)

@@ -2,6 +2,6 @@ r"""PyramidKV (arXiv 2406.02069), an allocator: budgets that fall linearly with 
 
 from __future__ import annotations
 
-from reference.pyramid_kv import budgets
+from evictionary.reference.pyramid_kv import budgets
 
 __all__ = ["budgets"]  # the budgets are exact integer arithmetic: there is one of it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from optimized.checks import require_states, working_dtype
+from .checks import require_states, working_dtype
 
 
 def frequencies(head_dim: int, theta: float = 10000.0, *, device: torch.device | None = None) -> torch.Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from optimized.checks import require_shape
-from reference.checks import as_count
-from reference.selection import budget
+from evictionary.reference.checks import as_count
+from evictionary.reference.selection import budget
+
+from .checks import require_shape
 
 __all__ = ["budget", "top_k"]  # the budget is exact integer arithmetic: there is one of it
 
@@ -29,7 +30,7 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
         if protected.device != scores.device:
             raise ValueError(f"protected: got device {protected.device}, wanted {scores.device} (that of scores)")
     if scores.is_cuda and scores.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        from optimized.kernels import selection as kernels
+        from .kernels import selection as kernels
 
         return kernels.top_k(scores, budget, protected)
     if scores.is_floating_point() and scores.isnan().any():

@@ -7,10 +7,11 @@ import math
 import torch
 from torch.nn.functional import avg_pool1d
 
-from optimized.checks import require_states, working_dtype
-from optimized.h2o import causal_attention
-from optimized.tova import require_queries
-from reference.checks import as_count
+from evictionary.reference.checks import as_count
+
+from .checks import require_states, working_dtype
+from .h2o import causal_attention
+from .tova import require_queries
 
 
 def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from optimized.checks import require_states, working_dtype
-from reference.checks import as_count
+from evictionary.reference.checks import as_count
+
+from .checks import require_states, working_dtype
 
 
 def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from optimized.checks import require_same_kind, require_states, working_dtype
-from reference.checks import group_size
+from evictionary.reference.checks import group_size
+
+from .checks import require_same_kind, require_states, working_dtype
 
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache is had for nothing.
 BLOCK = 2**20

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from reference.checks import as_count, as_fraction
-from reference.selection import top_k
+from .checks import as_count, as_fraction
+from .selection import top_k
 
 
 def select(scores: np.ndarray, budget: int, *, floor_ratio: float = 0.2) -> np.ndarray:

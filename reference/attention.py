@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.cache import CompressedCache, heads
-from reference.checks import as_float64, group_size
+from .cache import CompressedCache, heads
+from .checks import as_float64, group_size
 
 
 def softmax(logits: np.ndarray, axis: int = -1) -> np.ndarray:

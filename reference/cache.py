@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import as_float64, as_kept, require_shape
+from .checks import as_float64, as_kept, require_shape
 
 
 class CompressedCache(NamedTuple):

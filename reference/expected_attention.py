@@ -6,57 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.attention import attention_logits, softmax
-from reference.checks import as_count, as_float64, require_shape
-from reference.rope import frequencies, rotate
-from reference.selection import budget, top_k
+from .attention import softmax
+from .checks import as_count, as_float64, require_shape
+from .rope import frequencies
+from .selection import budget, top_k
 
 METHOD = "keeps the tokens that add most to the output under a Gaussian model of the queries to come"
-
-
-def project(
-    hidden: np.ndarray, w_q: np.ndarray, w_k: np.ndarray, w_v: np.ndarray, positions: np.ndarray, theta: float = 10000.0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    r"""EA-1: `q_i = R_i W_Q h_i`, `k_i = R_i W_K h_i`, `v_i = W_V h_i`.
-
-    Args: hidden [..., T, h]; w_q, w_k, w_v [D, h] (they map h to D; the paper prints the transposed shape); positions [T].
-    Returns queries, keys, values [..., T, D]. Raises ValueError for an odd D. Source: section 2.1, equation 1.
-    """
-    queries, keys, values = (hidden @ np.swapaxes(weight, -1, -2) for weight in (w_q, w_k, w_v))
-    return rotate(queries, positions, theta), rotate(keys, positions, theta), values
-
-
-def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""EA-2: `a_i = z_i / sum_j z_j`, `z_i = exp(q . k_i / sqrt(d))`. [..., D] and [..., T, D] to [..., T]. Source: equation 2."""
-    return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
-
-
-def residual_updates(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""EA-3: `dh_i = a_i W_o v_i`, what token i adds to the residual stream: `h_out = h + sum_i dh_i`.
-
-    Args: weights [..., T]; values [..., T, D]; w_o [h, D]. Returns [..., T, h]. Source: equation 3.
-    """
-    return weights[..., None] * (values @ np.swapaxes(w_o, -1, -2))
 
 
 def norm(vectors: np.ndarray) -> np.ndarray:
     r"""`|x|`, the Euclidean norm along the last axis."""
     return np.sqrt((vectors * vectors).sum(axis=-1))
-
-
-def update_norms(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""EA-4: `|dh_i| = a_i |W_o v_i|`. Arguments of `residual_updates`; returns [..., T]. Source: equation 4."""
-    return norm(residual_updates(weights, values, w_o))
-
-
-def removal_error(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""EA-4: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: how far the output moves when token i alone is evicted.
-
-    Arguments of `residual_updates`, every weight below 1; returns [..., T]. The paper calls `update_norms` optimal; this is what it
-    estimates: the weights that stay are normalised again, so a token whose value is the output can go without any loss.
-    """
-    output = (weights[..., None] * values).sum(axis=-2, keepdims=True)
-    return weights / (1 - weights) * norm((values - output) @ np.swapaxes(w_o, -1, -2))
 
 
 def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -266,38 +226,3 @@ def decode_step(
         return rows[kept].reshape(*rows.shape[:2], target, *rows.shape[3:])
 
     return grown._replace(keys=gather(keys), values=gather(values), positions=gather(positions), steps=0)
-
-
-def reconstruction_error(hidden: np.ndarray, compressed: np.ndarray) -> np.ndarray:
-    r"""EA-A: mean over the tokens of `|h - h_compr|`. [..., T, h] twice to [...]. Source: appendix A, figure 6."""
-    return norm(hidden - compressed).mean(axis=-1)
-
-
-def centre(states: np.ndarray) -> np.ndarray:
-    r"""`x - mean of x` over the tokens, [..., T, D]; exactly zero for a constant channel."""
-    # Without the first row gone the mean of equal numbers may miss them by a last bit, and that bit would then be standardised.
-    states = states - states[..., :1, :]
-    return states - states.mean(axis=-2, keepdims=True)
-
-
-def correlation(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    r"""EA-A: Pearson correlation of two rows of attention, [..., T] twice to [...]; 0 where one is constant.
-
-    Source: appendix C, figure 10.
-    """
-    observed, expected = (centre(weights[..., None])[..., 0] for weights in (observed, expected))
-    size = norm(observed) * norm(expected)
-    return (observed * expected).sum(axis=-1) / np.where(size == 0, 1, size)
-
-
-def skewness_and_kurtosis(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-A: skewness `E[z^3]` and excess kurtosis `E[z^4] - 3` of each channel; a Gaussian has 0 and 0.
-
-    z is standardised over the tokens. Args: states [..., T, D]. Returns two arrays [..., D]; a constant channel has 0 and -3.
-    Source: the measure of what appendix B shows in figures 7 to 9.
-    """
-    centred = centre(states)
-    deviation = np.sqrt((centred * centred).mean(axis=-2, keepdims=True))
-    standard = centred / np.where(deviation == 0, 1, deviation)
-    square = standard * standard
-    return (square * standard).mean(axis=-2), (square * square).mean(axis=-2) - 3

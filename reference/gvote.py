@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.attention import attention_logits, softmax
-from reference.cache import CompressedCache, compress
-from reference.checks import as_count, as_float64, as_fraction, as_kept, group_size, require_shape
-from reference.rope import frequencies
-from reference.selection import top_k
+from .attention import attention_logits, softmax
+from .cache import CompressedCache, compress
+from .checks import as_count, as_float64, as_fraction, as_kept, group_size, require_shape
+from .rope import frequencies
 
 METHOD = "keeps the union of the tokens that sampled future queries attend to most; it sets its own budget"
 
@@ -21,31 +20,6 @@ def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """
     query, keys = as_float64("query", query, "... D"), as_float64("keys", keys, "... T D")
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
-
-
-def output(attention: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""GV-2: `o = A V`. Args: attention [..., T]; values [..., T, D_v]. Returns [..., D_v]. Source: equation 2."""
-    attention, values = as_float64("attention", attention, "... T"), as_float64("values", values, "... T D_v")
-    return (attention[..., None, :] @ values)[..., 0, :]
-
-
-def importance(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""GV-3: `I_i = sum over the queries of the attention on token i`, the usual choice of the score that the paper leaves open.
-
-    Args: queries [..., M, D], all later than the keys; keys [..., T, D]. Returns [..., T], summing to M. Source: equation 3.
-    """
-    queries, keys = as_float64("queries", queries, "... M D"), as_float64("keys", keys, "... T D")
-    return softmax(attention_logits(queries, keys)).sum(axis=-2)
-
-
-def allocate(scores: np.ndarray, budget: int) -> np.ndarray:
-    r"""GV-4: `(b_1, .., b_H) = g(B, I)` with sum B, here by one top-B over the tokens of all heads.
-
-    Args: scores [..., T], all leading axes sharing the budget; budget B >= 0. Returns quotas [...], summing to min(B, all tokens).
-    Raises ValueError for NaN scores or a negative budget. Source: equation 4; the global top-k of section 2.2.
-    """
-    scores = np.asanyarray(scores)
-    return top_k(scores.reshape(-1), budget).reshape(scores.shape).sum(axis=-1)
 
 
 def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
@@ -231,22 +205,3 @@ def algorithm_1(
     # Decision: the averaged positions start at that of the next token, the length of the prompt.
     rotated = average_rotation(sampled, position=np.shape(keys)[2], horizon=horizon, theta=theta)
     return prune(keys, values, select(query, keys, rotated, p=p))
-
-
-def optimal_keep_set(attention: np.ndarray, p: float) -> np.ndarray:
-    r"""GV-O: `K* = union over the future queries of their nucleus`, what GVote estimates.
-
-    Args: attention [..., M, T], of M future queries; p in [0, 1]. Returns [..., T], the smallest set that contains every nucleus (a
-    smaller one may still hold mass p of every query). Source: section 3.1.
-    """
-    return union(nucleus(as_float64("attention", attention, "... M T"), p))
-
-
-def attention_overlap(attention: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    r"""GV-F3: `sum over the candidates of the attention of the query that came`, its recall.
-
-    Args: attention [..., T]; candidates [..., T], boolean, such as the nucleus of a synthetic query. Returns [...], from 0 to 1.
-    Source: section 3.3, figure 3.
-    """
-    attention = as_float64("attention", attention, "... T")
-    return (attention * as_kept("candidates", candidates, attention.shape, "the shape of attention")).sum(axis=-1)

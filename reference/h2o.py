@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.attention import by_group, causal_attention
-from reference.checks import as_count
-from reference.selection import top_k
+from .attention import by_group, causal_attention
+from .checks import as_count
+from .selection import top_k
 
 METHOD = "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
 

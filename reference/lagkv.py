@@ -9,65 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference import knorm
-from reference.attention import attention_logits, softmax
-from reference.checks import as_count, as_float64, as_fraction, require_shape
-from reference.selection import top_k
+from .attention import softmax
+from .checks import as_count, as_float64, as_fraction, require_shape
+from .selection import top_k
 
 METHOD = "keeps, partition by partition, the tokens that vary most against the next partition"
-
-
-def project(
-    states: np.ndarray, query_weight: np.ndarray, key_weight: np.ndarray, value_weight: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    r"""LK-1, LK-4: `Q = X W_Q, K = X W_K, V = X W_V` of one head; with a single row x, the q, k and v of a decoding step.
-
-    Args: states [..., n, d]; the weights [..., d, d_h]. Returns queries, keys and values, each [..., n, d_h].
-    Raises ValueError where a weight does not fit the states. Source: section 2.1, equations 1 and 4.
-    """
-    states = as_float64("states", states, "... n d")
-    projected = []
-    for name, weight in (("query_weight", query_weight), ("key_weight", key_weight), ("value_weight", value_weight)):
-        matrix = as_float64(name, weight, "... d d_h")
-        require_shape(name, matrix, (*matrix.shape[:-2], states.shape[-1], matrix.shape[-1]), "a row for each channel of states")
-        projected.append(states @ matrix)
-    queries, keys, values = projected
-    return queries, keys, values
-
-
-def attention_output(weights: np.ndarray, values: np.ndarray, output_weight: np.ndarray) -> np.ndarray:
-    r"""LK-2: `Y = Concat_i(A_i V_i) W_O`, the heads i side by side.
-
-    Args: weights [..., h, M, T]; values [..., h, T, d_h]; output_weight [h d_h, d]. Returns [..., M, d].
-    Raises ValueError where values or output_weight do not fit. Source: section 2.1, equation 2.
-    """
-    weights = as_float64("weights", weights, "... h M T")
-    values = as_float64("values", values, "... h T d_h")
-    num_heads, num_queries, length = weights.shape[-3:]
-    require_shape("values", values, (*weights.shape[:-2], length, values.shape[-1]), "the heads and tokens of weights")
-    output_weight = as_float64("output_weight", output_weight, "h*d_h d")
-    width = num_heads * values.shape[-1]
-    require_shape("output_weight", output_weight, (width, output_weight.shape[-1]), "one row per head and channel")
-    side_by_side = np.swapaxes(weights @ values, -2, -3)
-    return side_by_side.reshape(*weights.shape[:-3], num_queries, width) @ output_weight
-
-
-def attention_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""LK-3, LK-6: `A = softmax(Q K^T / sqrt(d_h))`, causal; the queries are those of the last M of the T tokens.
-
-    Args: queries [..., M, d_h], M <= T; keys [..., T, d_h]. Returns [..., M, T]: M = T is the prefill, M = 1 a decoding step.
-    Raises ValueError where the queries do not fit the keys. Source: section 2.1, equations 3 and 6.
-    """
-    queries = as_float64("queries", queries, "... M d_h")
-    keys = as_float64("keys", keys, "... T d_h")
-    num_queries, length = queries.shape[-2], keys.shape[-2]
-    if num_queries > length:
-        raise ValueError(f"queries: got {num_queries} of them, wanted at most the {length} tokens of keys")
-    require_shape("queries", queries, (*keys.shape[:-2], num_queries, keys.shape[-1]), "the heads and channels of keys")
-    # Decision: causal. Equation 3 is printed without a mask, with which a cached prefill would not be the uncached one.
-    own_position = length - num_queries + np.arange(num_queries)[:, None]
-    logits = attention_logits(queries, keys)
-    return softmax(np.where(np.arange(length) <= own_position, logits, -np.inf))
 
 
 def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -282,40 +228,3 @@ def step(
 
     static_length = stream.static_length + compressed * tokens_per_partition(keep_ratio, lag_size)
     return Stream(gather(keys), gather(values), gather(positions), static_length, stream.seen + new)
-
-
-def local_score(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""LK-14, LK-15: LocalKV, `score` with `min_c` and `max_c` over the tokens of Z[p] itself instead of Z[p+1]: Zbar is in [0, 1].
-
-    Args: keys [..., L, D]; values [..., L, D_v]. Returns [..., L], higher = keep. Raises ValueError where the shapes disagree.
-    Source: section 4.4, equations 14 and 15.
-    """
-    return score(keys, values, keys, values)
-
-
-def local_select(
-    keys: np.ndarray, values: np.ndarray, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
-) -> np.ndarray:
-    r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were. Source: section 4.4."""
-    sink_size = as_count("sink_size", sink_size, low=0)
-    return _kept_after(sink_size, lambda k, v, *following: local_score(k, v), keys, values, keep_ratio, lag_size)
-
-
-def norm_select(
-    keys: np.ndarray,
-    values: np.ndarray,
-    *,
-    layer: int,
-    keep_ratio: float | Fraction,
-    sink_size: int = 16,
-    lag_size: int = 1024,
-    skipped_layers: int = 2,
-) -> np.ndarray:
-    r"""LK-16: `select` with `score_i = -|k_i|`, and no eviction in the first `skipped_layers` layers.
-
-    Args: layer, counted from 0; the others as in `select`. Raises ValueError naming the argument. Source: equation 16.
-    """
-    sink_size = as_count("sink_size", sink_size, low=0)
-    skipped = as_count("layer", layer, low=0) < as_count("skipped_layers", skipped_layers, low=0)
-    kept = _kept_after(sink_size, lambda k, *others: knorm.score(k), keys, values, keep_ratio, lag_size)
-    return np.ones_like(kept) if skipped else kept

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.attention import attention_logits, by_group, causal_attention, softmax
-from reference.checks import as_count, as_float64, as_kept, group_size, require_shape
-from reference.selection import top_k
+from .attention import attention_logits, by_group, causal_attention, softmax
+from .checks import as_count, as_float64, as_kept, group_size, require_shape
+from .selection import top_k
 
 METHOD = "evicts what the moments of the evicted tokens already predict, and adds their estimate to the attention output"
 
@@ -138,11 +138,6 @@ def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
     return np.where(moments.count > 0, np.log(np.maximum(moments.count, 1)) + mean_logit, -np.inf)
 
 
-def mixing_weight(retained_partition: np.ndarray, evicted_partition: np.ndarray) -> np.ndarray:
-    r"""MK-12: `what_R = Z_R / (Z_R + Zhat_E)`, as printed; it overflows where the logits exceed 709. Source: equation 12."""
-    return retained_partition / (retained_partition + evicted_partition)
-
-
 def log_mixing_weights(log_retained: np.ndarray, log_evicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for `log what_E`, in the log domain.
 
@@ -185,18 +180,6 @@ def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.nda
     retained_weight, evicted_weight = (np.exp(log_weight)[..., None] for log_weight in log_weights)
     output = retained_weight * from_retained + evicted_weight * approximate_evicted(queries, of_each_query)
     return output.reshape(output.shape[0], -1, output.shape[-1])
-
-
-def attend_zeroth_order(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-T4: `what_R f_R(q) + (1 - what_R) vbar`, the variant of 2d numbers a head: value_key_sum plays no part.
-
-    Args and returns as `attend`. Source: table 4 ("0th").
-    """
-    keys, values = _as_tokens(keys, values, "B H_kv T")
-    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    # With S = s_v s_k^T / n_e nothing varies around the mean: Stilde is 0.
-    uncorrelated = moments.value_sum[..., :, None] * recover(moments).mean_key[..., None, :]
-    return attend(query, keys, values, kept, moments._replace(value_key_sum=uncorrelated))
 
 
 class Step(NamedTuple):

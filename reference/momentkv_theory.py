@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.attention import attention_logits, log_sum_exp, softmax
-from reference.momentkv import Moments
+from .attention import attention_logits, log_sum_exp, softmax
+from .momentkv import Moments, _as_moments, _as_tokens, attend, recover
 
 
 def norm(vectors: np.ndarray) -> np.ndarray:
@@ -320,3 +320,20 @@ def numbers_stored(head_dim: int, *, order: int = 1) -> int:
 def share_of_cache(head_dim: int, budget: int) -> float:
     r"""MK-T5: moments over retained cache, `(d^2 + 2d) / (2 L d) = (d + 2) / (2 L)`: the same for every model of this d."""
     return numbers_stored(head_dim) / (2 * budget * head_dim)
+
+
+def mixing_weight(retained_partition: np.ndarray, evicted_partition: np.ndarray) -> np.ndarray:
+    r"""MK-12: `what_R = Z_R / (Z_R + Zhat_E)`, as printed; it overflows where the logits exceed 709. Source: equation 12."""
+    return retained_partition / (retained_partition + evicted_partition)
+
+
+def attend_zeroth_order(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments) -> np.ndarray:
+    r"""MK-T4: `what_R f_R(q) + (1 - what_R) vbar`, the variant of 2d numbers a head: value_key_sum plays no part.
+
+    Args and returns as `attend`. Source: table 4 ("0th").
+    """
+    keys, values = _as_tokens(keys, values, "B H_kv T")
+    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
+    # With S = s_v s_k^T / n_e nothing varies around the mean: Stilde is 0.
+    uncorrelated = moments.value_sum[..., :, None] * recover(moments).mean_key[..., None, :]
+    return attend(query, keys, values, kept, moments._replace(value_key_sum=uncorrelated))

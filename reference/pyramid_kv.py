@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from reference.checks import as_count, as_fraction
+from .checks import as_count, as_fraction
 
 
 def budgets(budget: int, num_layers: int, *, beta: float = 20.0) -> list[int]:

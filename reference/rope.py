@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.checks import as_float64
+from .checks import as_float64
 
 
 def frequencies(head_dim: int, theta: float = 10000.0) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.checks import as_count, as_fraction, as_kept
+from .checks import as_count, as_fraction, as_kept
 
 
 def budget(length: int, compression_ratio: float) -> int:

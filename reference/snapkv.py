@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.attention import by_group, causal_attention
-from reference.checks import as_count
+from .attention import by_group, causal_attention
+from .checks import as_count
 
 METHOD = "keeps the last tokens, and those before that the last queries attend to, smoothed over neighbouring tokens"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.checks import as_count, as_float64
+from .checks import as_count, as_float64
 
 METHOD = "keeps the first tokens (attention sinks) and the most recent ones"
 

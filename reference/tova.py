@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.attention import attention_logits, by_group, softmax
+from .attention import attention_logits, by_group, softmax
 
 METHOD = "keeps the tokens that the last query attends to, averaged over all heads of the layer"
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from spec_tests import report, verdict
-from spec_tests.arithmetic import EPSILON
-from spec_tests.implementation import UnusableImplementation, load
-from spec_tests.law import REQUIREMENTS, Law
+from evictionary.spec_tests.harness import report, verdict
+from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.implementation import UnusableImplementation, load
+from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
 
 PROFILES = {"quick": 4, "student": 25, "default": 50, "thorough": 500}
 for _name, _examples in PROFILES.items():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.cases import KINDS, Case, seeds
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.harness.cases import KINDS, Case, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
 
 SELECT = "ada_kv.select"
 LAYERS = st.builds(

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference import cache as reference_cache
-from spec_tests.cases import cases, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.test_cache import draw_mask
-from spec_tests.tolerance import Violation, require_numbers
+from evictionary.reference import cache as reference_cache
+from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, require_numbers
+from evictionary.spec_tests.test_cache import draw_mask
 
 CASES = seeded_cases(max_length=33)
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from spec_tests.cases import cases, seeds
-from spec_tests.law import law
-from spec_tests.tolerance import Violation
+from evictionary.spec_tests.harness.cases import cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation
 
 
 def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from spec_tests.law import law
-from spec_tests.tolerance import Violation
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation
 
 NUMBERS = st.sampled_from([0.0, 1.0, -1.0, 0.5, 2.0])
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from spec_tests.arithmetic import EPSILON
-from spec_tests.cases import cases, seeded_cases, seeds, tiny_cases
-from spec_tests.law import law
-from spec_tests.tolerance import Allowance, Violation, check_selection, require_numbers
+from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, tiny_cases
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Allowance, Violation, check_selection, require_numbers
 
 SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
 STATISTICS = "expected_attention.query_statistics"

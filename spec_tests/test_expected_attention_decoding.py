@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.expected_attention import Decoding, average_rope, query_statistics, score
-from spec_tests.arithmetic import ACCUMULATOR, EPSILON
-from spec_tests.cases import Case, cases, seeds
-from spec_tests.law import law
-from spec_tests.tolerance import Allowance, Violation, allowance, check_selection
+from evictionary.reference.expected_attention import Decoding, average_rope, query_statistics, score
+from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.harness.cases import Case, cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Allowance, Violation, allowance, check_selection
 
 STEP, START = "expected_attention.decode_step", "expected_attention.start_decoding"
-MEASURES = "expected_attention.skewness_and_kurtosis"
+MEASURES = "expected_attention_theory.skewness_and_kurtosis"
 
 
 def states(impl, seed, group, length):
@@ -151,24 +151,24 @@ def test_bad_steps_are_refused(impl, name):
         impl.expected_attention.decode_step(state, *token.values(), **counts)
 
 
-@law("EA-A", of="expected_attention.reconstruction_error", case=cases())
+@law("EA-A", of="expected_attention_theory.reconstruction_error", case=cases())
 def test_reconstruction_error_is_the_mean_norm_of_the_difference(impl, case):
     """The mean over the tokens of |h - h_compr|: 0 where nothing was evicted."""
     size = min(case.keys.shape[2], case.next_keys.shape[2])
     hidden, compressed = case.keys[:, :, :size], case.next_keys[:, :, :size]
-    impl.agrees("expected_attention.reconstruction_error", hidden, compressed)
-    if (impl.expected_attention.reconstruction_error(hidden, hidden) != 0).any():
+    impl.agrees("expected_attention_theory.reconstruction_error", hidden, compressed)
+    if (impl.expected_attention_theory.reconstruction_error(hidden, hidden) != 0).any():
         raise Violation("equal states have a reconstruction error")
 
 
-@law("EA-A", of="expected_attention.correlation", case=cases(min_length=2), seed=seeds())
+@law("EA-A", of="expected_attention_theory.correlation", case=cases(min_length=2), seed=seeds())
 def test_correlation_is_pearsons(impl, case, seed):
     """The mean product of the standardised rows: 1 with itself, -1 with its mirror, 0 with a constant."""
     observed = impl.round(case.keys[..., 0])
     expected = impl.round(np.random.default_rng(seed).normal(size=observed.shape))
-    path = "expected_attention.correlation"
+    path = "expected_attention_theory.correlation"
     allowed = impl.allowance(path, observed, expected)
-    got = impl.expected_attention.correlation(observed, expected)
+    got = impl.expected_attention_theory.correlation(observed, expected)
     allowed.check(got, "the correlation")
     for index in np.ndindex(observed.shape[:-1]):
         constant = (observed[index] == observed[index][0]).all()
@@ -176,13 +176,13 @@ def test_correlation_is_pearsons(impl, case, seed):
         if not abs(got[index] - pearson) <= allowed.largest + 1e-9:
             raise Violation("the correlation is not Pearson's", pearson, got[index])
     mirrored = impl.allowance(path, observed, -4 * observed)
-    mirrored.check(impl.expected_attention.correlation(observed, -4 * observed), "the correlation with the mirror")
+    mirrored.check(impl.expected_attention_theory.correlation(observed, -4 * observed), "the correlation with the mirror")
 
 
 @law("EA-A", of=MEASURES, case=cases(min_length=2))
 def test_skewness_and_kurtosis_are_standardised_moments(impl, case):
     """E[z^3] and E[z^4] - 3 of each channel over the tokens."""
-    got = impl.expected_attention.skewness_and_kurtosis(case.keys)
+    got = impl.expected_attention_theory.skewness_and_kurtosis(case.keys)
     for pick, name in enumerate(("the skewness", "the excess kurtosis")):
         impl.allowance(MEASURES, case.keys, pick=pick).check(got[pick], name)
 
@@ -191,7 +191,7 @@ def test_skewness_and_kurtosis_are_standardised_moments(impl, case):
 def test_known_distributions_have_their_moments(impl):
     """Two equal points have excess kurtosis -2, a constant channel -3, (0, 0, 0, 4) skewness 2/sqrt 3 and kurtosis -2/3."""
     channels = np.array([[1.0, -1, 1, -1], [2, 2, 2, 2], [0, 0, 0, 4]]).T
-    skewness, kurtosis = impl.expected_attention.skewness_and_kurtosis(channels)
+    skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(channels)
     error = 32 * EPSILON[impl.dtype]
     Allowance(np.array([0, 0, 2 / np.sqrt(3)]), error, error).check(skewness, "the skewness")
     Allowance(np.array([-2, -3, -2 / 3]), error, error).check(kurtosis, "the excess kurtosis")
@@ -201,7 +201,7 @@ def test_known_distributions_have_their_moments(impl):
 def test_gaussian_samples_measure_near_zero(impl, seed):
     """Of 2,000 Gaussian numbers, skewness and excess kurtosis lie within six standard errors, sqrt(6/N) and sqrt(24/N), of 0."""
     sample = impl.round(np.random.default_rng(seed).normal(size=(2_000, 1)))
-    skewness, kurtosis = impl.expected_attention.skewness_and_kurtosis(sample)
+    skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(sample)
     rounding = 64 * EPSILON[impl.dtype]
     # The sample kurtosis of a Gaussian has a heavy right tail: there the bound is twice as wide.
     if abs(skewness[0]) > 6 * np.sqrt(6 / 2_000) + rounding or abs(kurtosis[0]) > 12 * np.sqrt(24 / 2_000) + rounding:

@@ -8,21 +8,20 @@ import math
 import numpy as np
 import pytest
 
-from reference.expected_attention import (
+from evictionary.reference.expected_attention import (
     Decoding,
     average_rope,
     average_rotation,
     decode_step,
     log_expected_scores,
     query_statistics,
-    removal_error,
     score,
-    update_norms,
 )
-from reference.rope import rotate
-from reference.selection import budget, top_k
-from spec_tests.cases import seeds
-from spec_tests.law import law
+from evictionary.reference.expected_attention_theory import removal_error, update_norms
+from evictionary.reference.rope import rotate
+from evictionary.reference.selection import budget, top_k
+from evictionary.spec_tests.harness.cases import seeds
+from evictionary.spec_tests.harness.law import law
 
 # Fractions removed 0, 10, 25, 50, 75, 90 %, at 4k and then at 16k tokens.
 RULER = {

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.expected_attention import average_rotation
-from reference.rope import rotate
-from spec_tests.arithmetic import ACCUMULATOR, EPSILON
-from spec_tests.cases import cases, seeds
-from spec_tests.law import law
-from spec_tests.test_expected_attention import STATISTICS, grouped, statistics, widened
-from spec_tests.tolerance import Allowance, Violation
+from evictionary.reference.expected_attention import average_rotation
+from evictionary.reference.rope import rotate
+from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.harness.cases import cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Allowance, Violation
+from evictionary.spec_tests.test_expected_attention import STATISTICS, grouped, statistics, widened
 
 ROPE = "expected_attention.average_rope"
 
@@ -173,14 +173,14 @@ def test_statistics_pass_through_a_linear_map(impl, case, seed):
         widened(allowed, size * (2 * EPSILON[impl.dtype] + 1e-12)).check(got[pick], f"{name} of the projected states", direct)
 
 
-@law("EA-1", of="expected_attention.project", seed=seeds(), shift=st.integers(0, 50))
+@law("EA-1", of="expected_attention_theory.project", seed=seeds(), shift=st.integers(0, 50))
 def test_logits_depend_on_distance_alone(impl, seed, shift):
     """Moving all positions by the same distance changes no q_i.k_j; W maps h channels to D; values carry no position."""
     generator = np.random.default_rng(seed)
     hidden, *weights = (impl.round(generator.normal(size=shape)) for shape in [(5, 6), (4, 6), (4, 6), (4, 6)])
-    path, places = "expected_attention.project", np.arange(5)
-    here = impl.expected_attention.project(hidden, *weights, places)
-    there = impl.expected_attention.project(hidden, *weights, places + shift)
+    path, places = "expected_attention_theory.project", np.arange(5)
+    here = impl.expected_attention_theory.project(hidden, *weights, places)
+    there = impl.expected_attention_theory.project(hidden, *weights, places + shift)
     angle = EPSILON[ACCUMULATOR[impl.dtype]] * (5 + shift)
     for pick, name in enumerate(("the queries", "the keys", "the values")):
         allowed = impl.allowance(path, hidden, *weights, places, pick=pick)
@@ -198,13 +198,13 @@ def test_logits_depend_on_distance_alone(impl, seed, shift):
         raise Violation("the logits change when all positions move together", logits[0], logits[1])
 
 
-@law("EA-2", of="expected_attention.attention_weights", case=cases())
+@law("EA-2", of="expected_attention_theory.attention_weights", case=cases())
 def test_attention_weights_are_the_softmax_of_scaled_logits(impl, case):
     """softmax over the tokens of q.k/sqrt d: positive, and 1 in total."""
     query = impl.round(case.next_keys[..., 0, :])
-    impl.agrees("expected_attention.attention_weights", query, case.keys)
-    allowed = impl.allowance("expected_attention.attention_weights", query, case.keys)
-    total = impl.expected_attention.attention_weights(query, case.keys).sum(axis=-1)
+    impl.agrees("expected_attention_theory.attention_weights", query, case.keys)
+    allowed = impl.allowance("expected_attention_theory.attention_weights", query, case.keys)
+    total = impl.expected_attention_theory.attention_weights(query, case.keys).sum(axis=-1)
     if np.abs(total - 1).max() > case.keys.shape[2] * allowed.largest + 1e-12:
         raise Violation("the weights do not sum to 1", 1.0, total)
 
@@ -217,13 +217,13 @@ def update_inputs(impl, case, seed):
     return weights, values, impl.round(generator.normal(size=(values.shape[-1] + 1, values.shape[-1])))
 
 
-@law("EA-3", of="expected_attention.residual_updates", case=cases(), seed=seeds())
+@law("EA-3", of="expected_attention_theory.residual_updates", case=cases(), seed=seeds())
 def test_the_updates_sum_to_the_projected_output(impl, case, seed):
     """sum_i a_i W_o v_i = W_o sum_i a_i v_i: the output is the sum of what each token adds."""
     weights, values, w_o = update_inputs(impl, case, seed)
-    path = "expected_attention.residual_updates"
+    path = "expected_attention_theory.residual_updates"
     allowed = impl.allowance(path, weights, values, w_o)
-    got = impl.expected_attention.residual_updates(weights, values, w_o)
+    got = impl.expected_attention_theory.residual_updates(weights, values, w_o)
     allowed.check(got, "the updates")
     output = (weights[..., None, :] @ values @ w_o.T)[..., 0, :]
     error = float(np.abs(got.sum(axis=2) - output).max())
@@ -231,18 +231,18 @@ def test_the_updates_sum_to_the_projected_output(impl, case, seed):
         raise Violation(f"the sum of the updates differs by {error:.3g} from the output", output, got.sum(axis=2))
 
 
-@law("EA-4", of="expected_attention.update_norms", case=cases(), seed=seeds())
+@law("EA-4", of="expected_attention_theory.update_norms", case=cases(), seed=seeds())
 def test_the_norm_of_an_update_is_weight_times_norm(impl, case, seed):
     """a_i |W_o v_i|."""
-    impl.agrees("expected_attention.update_norms", *update_inputs(impl, case, seed))
+    impl.agrees("expected_attention_theory.update_norms", *update_inputs(impl, case, seed))
 
 
-@law("EA-4", of="expected_attention.removal_error", case=cases(min_length=2), seed=seeds())
+@law("EA-4", of="expected_attention_theory.removal_error", case=cases(min_length=2), seed=seeds())
 def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
     """Attention computed again without token i differs from the full output by a/(1-a) |W_o (v - o)|."""
     weights, values, w_o = update_inputs(impl, case, seed)
     weights = weights / weights.sum(axis=-1, keepdims=True)
-    allowed = impl.allowance("expected_attention.removal_error", weights, values, w_o)
+    allowed = impl.allowance("expected_attention_theory.removal_error", weights, values, w_o)
     full = (weights[..., None] * values).sum(axis=2)
     expected = np.empty(weights.shape)
     for token in range(weights.shape[-1]):
@@ -252,7 +252,7 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
         expected[..., token] = np.linalg.norm((full - without) @ w_o.T, axis=-1)
     # The weights as the dtype holds them do not quite sum to 1, which 1 - a magnifies.
     short = EPSILON[impl.dtype] * weights.shape[-1] / (1 - weights.max()) ** 2 * float(np.abs(values).max() * np.abs(w_o).sum())
-    got = impl.expected_attention.removal_error(weights, values, w_o)
+    got = impl.expected_attention_theory.removal_error(weights, values, w_o)
     widened(allowed, 8 * short).check(got, "the removal error", expected)
 
 

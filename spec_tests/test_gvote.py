@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, reject
 from hypothesis import strategies as st
 
-from reference import cache, rope
-from spec_tests.arithmetic import ACCUMULATOR, EPSILON
-from spec_tests.cases import Case, cases, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, allowance, require_mask
+from evictionary.reference import cache, rope
+from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.harness.cases import Case, cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, allowance, require_mask
 
 WEIGHTS, SELECT = "gvote.attention_weights", "gvote.select"
 

@@ -7,21 +7,20 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from reference.cache import compress
-from reference.gvote import (
+from evictionary.reference.cache import compress
+from evictionary.reference.gvote import (
     algorithm_1,
-    attention_overlap,
     attention_weights,
     hidden_statistics,
     nucleus,
-    optimal_keep_set,
     project,
     sample_hidden_states,
     sampled_logits,
     select,
 )
-from reference.rope import rotate
-from spec_tests.law import law
+from evictionary.reference.gvote_theory import attention_overlap, optimal_keep_set
+from evictionary.reference.rope import rotate
+from evictionary.spec_tests.harness.law import law
 
 
 def one_hot(*channels, size=4):

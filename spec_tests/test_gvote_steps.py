@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from reference import gvote, rope
-from spec_tests.arithmetic import ACCUMULATOR, EPSILON
-from spec_tests.cases import cases, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.test_gvote import WEIGHTS, angle_error, drawn_queries, mass_slack, whole
-from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.reference import gvote, rope
+from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.spec_tests.test_gvote import WEIGHTS, angle_error, drawn_queries, mass_slack, whole
 
 NUCLEUS = "gvote.nucleus"
 # The p of a nucleus: sixteenths, which with weights in sixteenths leave nothing to rounding.
@@ -55,35 +55,35 @@ def test_weights_of_large_logits_are_finite(impl, size, length):
         raise Violation("equal keys do not get equal weights", 1 / length, got)
 
 
-@law("GV-2", of="gvote.output", case=cases())
+@law("GV-2", of="gvote_theory.output", case=cases())
 def test_output_is_the_weighted_sum_of_the_values(impl, case):
     """o = sum_t A_t v_t; a one-hot weight gives the value of that token."""
     weights = np.abs(case.keys[..., 0])
-    impl.agrees("gvote.output", weights, case.values)
+    impl.agrees("gvote_theory.output", weights, case.values)
     for token in range(case.keys.shape[2]):
         one_hot = np.broadcast_to(np.arange(case.keys.shape[2]) == token, weights.shape).astype(float)
-        got = impl.gvote.output(one_hot, case.values)
+        got = impl.gvote_theory.output(one_hot, case.values)
         if (got != impl.round(case.values)[:, :, token]).any():
             raise Violation(f"all weight on token {token} does not give its value", case.values[:, :, token], got)
 
 
-@law("GV-3", of="gvote.importance", case=cases())
+@law("GV-3", of="gvote_theory.importance", case=cases())
 def test_importance_is_attention_summed_over_the_queries(impl, case):
     """Every query hands out a total of 1: the scores of a head sum to the number of queries."""
-    allowed = impl.allowance("gvote.importance", case.next_keys, case.keys)
-    got = impl.gvote.importance(case.next_keys, case.keys)
+    allowed = impl.allowance("gvote_theory.importance", case.next_keys, case.keys)
+    got = impl.gvote_theory.importance(case.next_keys, case.keys)
     allowed.check(got, "the importance")
     total = got.sum(axis=-1)
     if np.abs(total - case.next_keys.shape[2]).max() > got.shape[-1] * allowed.largest + 1e-12:
         raise Violation("the scores of a head do not sum to the number of queries", case.next_keys.shape[2], total)
 
 
-@law("GV-4", of="gvote.allocate", case=cases(), share=st.integers(0, 16).map(lambda count: count / 16))
+@law("GV-4", of="gvote_theory.allocate", case=cases(), share=st.integers(0, 16).map(lambda count: count / 16))
 def test_quotas_sum_to_the_budget(impl, case, share):
     """The quotas sum to the budget; no head gets a token that scores less than one another head has to leave."""
     scores = impl.round(case.keys[..., 0])
     budget = int(share * (scores.size + 1))
-    quotas = impl.gvote.allocate(scores, budget)
+    quotas = impl.gvote_theory.allocate(scores, budget)
     if quotas.shape != scores.shape[:-1] or quotas.sum() != min(budget, scores.size):
         raise Violation("the quotas do not sum to the budget", min(budget, scores.size), quotas)
     kept = np.zeros(scores.shape, dtype=bool)
@@ -373,13 +373,13 @@ def test_pruning_gathers_keys_and_values_head_by_head(impl, case, seed):
         raise Violation("positions or lengths are not those of the kept tokens", where, got[2])
 
 
-@law("GV-O", of="gvote.optimal_keep_set", first=exact_weights(max_length=5), seed=seeds(), p=SIXTEENTHS)
+@law("GV-O", of="gvote_theory.optimal_keep_set", first=exact_weights(max_length=5), seed=seeds(), p=SIXTEENTHS)
 def test_the_optimal_set_contains_every_nucleus(impl, first, seed, p):
     """It is the smallest set that contains the nucleus of every future query: every set is tried."""
     generator = np.random.default_rng(seed)
     attention = np.stack([first, generator.permutation(first), generator.permutation(first)])
     nuclei = [set(np.flatnonzero(gvote.nucleus(row, p))) for row in attention]
-    got = impl.gvote.optimal_keep_set(attention, p)
+    got = impl.gvote_theory.optimal_keep_set(attention, p)
     require_mask(got, first.shape, "the keep set")
     subsets = (set(chosen) for size in range(1, 6) for chosen in itertools.combinations(range(first.size), size))
     smallest = next(chosen for chosen in subsets if all(nucleus <= chosen for nucleus in nuclei))
@@ -387,13 +387,15 @@ def test_the_optimal_set_contains_every_nucleus(impl, first, seed, p):
         raise Violation("the keep set is not the smallest that contains every nucleus", sorted(smallest), np.flatnonzero(got))
 
 
-@law("GV-F3", of="gvote.attention_overlap", weights=exact_weights(), seed=seeds())
+@law("GV-F3", of="gvote_theory.attention_overlap", weights=exact_weights(), seed=seeds())
 def test_overlap_is_the_attention_on_the_candidates(impl, weights, seed):
     """The sum of the weights of the candidates: 1 for all tokens, 0 for none, and never less with a candidate more."""
     candidates = np.random.default_rng(seed).random(weights.shape) < 0.5
-    got = impl.gvote.attention_overlap(weights, candidates)
+    got = impl.gvote_theory.attention_overlap(weights, candidates)
     if float(got) != sum(weight for weight, chosen in zip(weights, candidates, strict=True) if chosen):
         raise Violation("the overlap is not the attention on the candidates", None, got)
-    everything, nothing = (float(impl.gvote.attention_overlap(weights, np.full(weights.shape, value))) for value in (True, False))
+    everything, nothing = (
+        float(impl.gvote_theory.attention_overlap(weights, np.full(weights.shape, value))) for value in (True, False)
+    )
     if (everything, nothing) != (1, 0) or not nothing <= float(got) <= everything:
         raise Violation("the overlap with all tokens is not 1, or with none not 0", (1, 0), (everything, nothing))

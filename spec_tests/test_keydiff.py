@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.keydiff import anchor, pairwise_objective, relaxed_objective, score, similarity_matrix, unit
-from reference.selection import top_k
-from spec_tests.arithmetic import EPSILON
-from spec_tests.cases import cases, seeds, shares, tiny_cases
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, check_selection
+from evictionary.reference.keydiff import anchor, score, similarity_matrix, unit
+from evictionary.reference.keydiff_theory import pairwise_objective, relaxed_objective
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.cases import cases, seeds, shares, tiny_cases
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
 SCORE = "keydiff.score"
 
@@ -226,11 +227,11 @@ def test_top_k_solves_the_relaxed_problem(impl, case, share):
             raise Violation("another set of the same size is less similar to the anchor", best, row[kept[item, head]].sum())
 
 
-@law("KD-O", of=("keydiff.pairwise_objective", "keydiff.relaxed_objective"), case=cases(max_length=17), seed=seeds())
+@law("KD-O", of=("keydiff_theory.pairwise_objective", "keydiff_theory.relaxed_objective"), case=cases(max_length=17), seed=seeds())
 def test_the_objectives_are_sums_of_cosines(impl, case, seed):
     """The pairwise objective sums the cosines of all pairs in S, the relaxed one khat . mu over the tokens of S."""
     kept = np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
-    impl.agrees("keydiff.relaxed_objective", case.keys, kept)
+    impl.agrees("keydiff_theory.relaxed_objective", case.keys, kept)
     keys = impl.round(case.keys)
     expected = np.zeros(kept.shape[:2])
     for item, head in np.ndindex(kept.shape[:2]):
@@ -238,9 +239,9 @@ def test_the_objectives_are_sums_of_cosines(impl, case, seed):
         for first, second in itertools.product(rows, rows):
             norms = math.hypot(*first) * math.hypot(*second)
             expected[item, head] += first @ second / norms if norms else 0
-    allowed = impl.allowance("keydiff.pairwise_objective", keys, kept)
+    allowed = impl.allowance("keydiff_theory.pairwise_objective", keys, kept)
     assert np.abs(allowed.expected - expected).max() <= 1e-11
-    allowed.check(impl.keydiff.pairwise_objective(keys, kept), "the pairwise objective")
+    allowed.check(impl.keydiff_theory.pairwise_objective(keys, kept), "the pairwise objective")
 
 
 @law("KD-O", of=(SCORE, "selection.top_k"), case=cases(min_length=2, max_length=17))

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.keydiff import Cache, anchor, causal_attention, process_block, process_prompt, score
-from spec_tests.arithmetic import EPSILON
-from spec_tests.cases import cases, seeded_cases, seeds, tiny_cases
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, check_selection, require_numbers
+from evictionary.reference.keydiff import Cache, anchor, process_block, process_prompt, score
+from evictionary.reference.keydiff_theory import causal_attention
+from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, tiny_cases
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_numbers
 
-ATTENTION, CACHED, EVICT = "keydiff.causal_attention", "keydiff.cached_attention", "keydiff.evict"
+ATTENTION, CACHED, EVICT = "keydiff_theory.causal_attention", "keydiff_theory.cached_attention", "keydiff.evict"
 BLOCK, PROMPT, DECODE = "keydiff.process_block", "keydiff.process_prompt", "keydiff.decode"
 
 budgets = st.integers(1, 20)
@@ -62,11 +63,11 @@ def check_step(impl, before, after, budget):
             raise Violation(f"the cache's {name} are not those of the tokens at its positions", rows, states)
 
 
-@law("KD-1", of="keydiff.transformer_block", case=cases())
+@law("KD-1", of="keydiff_theory.transformer_block", case=cases())
 def test_a_block_is_attention_and_then_the_feed_forward(impl, case):
     """Y = FFN(CSA(X)): attention comes first (here doubling), the feed-forward network second (here adding one)."""
     states = np.clip(np.round(case.keys), -64, 64)  # whole numbers that every dtype doubles exactly
-    got = impl.keydiff.transformer_block(states, lambda x: x * 2, lambda x: x + 1)
+    got = impl.keydiff_theory.transformer_block(states, lambda x: x * 2, lambda x: x + 1)
     require_numbers(got, states.shape, "the block's output")
     if (got != states * 2 + 1).any():
         raise Violation("the block does not apply attention first and the feed-forward second", states * 2 + 1, got)
@@ -91,7 +92,7 @@ def test_causal_attention_in_plain_loops(impl, case):
             expected[index] += weight / sum(weights) * values[row]
     allowed = impl.allowance(ATTENTION, queries, keys, values)
     assert np.abs(allowed.expected - expected).max() <= 1e-12 * max(1, np.abs(values).max())
-    allowed.check(impl.keydiff.causal_attention(queries, keys, values), "causal attention", expected)
+    allowed.check(impl.keydiff_theory.causal_attention(queries, keys, values), "causal attention", expected)
 
 
 @law("KD-2", of=ATTENTION, case=cases(min_length=2), cut=st.floats(0, 1))
@@ -103,7 +104,7 @@ def test_no_token_sees_a_later_one(impl, case, cut):
     changed = [states.copy() for states in (queries, case.keys, case.values)]
     for states in changed:
         states[..., first:, :] = 1
-    got = impl.keydiff.causal_attention(*changed)
+    got = impl.keydiff_theory.causal_attention(*changed)
     allowed.check(got[..., :first, :], "the outputs before the change", allowed.expected[..., :first, :])
     error = np.abs(got[..., 0, :] - impl.round(case.values)[..., 0, :]).max()
     if error > EPSILON[impl.dtype] * np.abs(case.values).max():
@@ -115,7 +116,7 @@ def test_attention_is_finite_at_large_logits(impl):
     """Logits of about 1e4 do not overflow: the largest takes all the weight."""
     keys = np.array([[[[100.0, 0], [-100, 0], [0, 100]]]])
     queries = np.full((1, 1, 3, 2), 140.0)
-    got = impl.keydiff.causal_attention(queries, keys, np.array([[[[1.0], [2], [4]]]]))
+    got = impl.keydiff_theory.causal_attention(queries, keys, np.array([[[[1.0], [2], [4]]]]))
     if not np.array_equal(got[0, 0, :, 0], [1, 1, 2.5]):
         raise Violation("attention at large logits has other values", np.array([1, 1, 2.5]), got)
 
@@ -128,7 +129,7 @@ def test_cached_equals_uncached(impl, case, cut):
     allowed = impl.allowance(ATTENTION, queries, case.keys, case.values)
     cache = cache_of(impl.round(case.keys[..., :start, :]), impl.round(case.values[..., :start, :]))
     new = (states[..., start:, :] for states in (queries, case.keys, case.values))
-    allowed.check(impl.keydiff.cached_attention(*new, cache), "the cached outputs", allowed.expected[..., start:, :])
+    allowed.check(impl.keydiff_theory.cached_attention(*new, cache), "the cached outputs", allowed.expected[..., start:, :])
 
 
 @law("KD-3", of=CACHED, case=cases(min_length=4), seed=seeds())
@@ -140,7 +141,7 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
     new = tuple(states[..., old:, :] for states in (own_queries(case), case.keys, case.values))
     allowed = impl.allowance(CACHED, *new, cache)
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
-    allowed.check(impl.keydiff.cached_attention(*new, backwards), "attention to the reversed cache")
+    allowed.check(impl.keydiff_theory.cached_attention(*new, backwards), "attention to the reversed cache")
 
 
 @law("KD-3", of="keydiff.append", case=tiny_cases(min_length=2))
@@ -188,13 +189,13 @@ def test_rows_of_different_counts_are_refused(impl):
             impl.keydiff.evict(cache, kept)
 
 
-@law("KD-5", of="keydiff.attention_policy", seed=seeds(), budget=st.integers(1, 6))
+@law("KD-5", of="keydiff_theory.attention_policy", seed=seeds(), budget=st.integers(1, 6))
 def test_a_policy_keeps_the_best_of_the_aggregated_weights(impl, seed, budget):
     """phi = the last row of A keeps what the last query attends to (TOVA); phi = its column sums what all attended to (H2O)."""
     weights = np.random.default_rng(seed).integers(0, 16, size=(2, 3, 4, 5)) / 64
-    last = impl.keydiff.attention_policy(weights, budget, aggregate=lambda attention: attention[..., -1, :])
+    last = impl.keydiff_theory.attention_policy(weights, budget, aggregate=lambda attention: attention[..., -1, :])
     check_selection(last, weights[..., -1, :], min(budget, 5), what="the policy of the last row")
-    summed = impl.keydiff.attention_policy(weights, budget, aggregate=lambda attention: attention.sum(-2))
+    summed = impl.keydiff_theory.attention_policy(weights, budget, aggregate=lambda attention: attention.sum(-2))
     check_selection(summed, weights.sum(axis=-2), min(budget, 5), what="the policy of the column sums")
 
 

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference import keydiff
-from reference.attention import softmax
-from reference.selection import top_k
-from spec_tests.arithmetic import EPSILON
-from spec_tests.cases import Case, cases, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, check_selection
+from evictionary.reference import keydiff, keydiff_theory, keydiff_variants
+from evictionary.reference.attention import softmax
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.cases import Case, cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
-MEDIAN, RAW, DOT, EUCLID = (f"keydiff.{name}_score" for name in ("median", "raw_mean", "dot_product", "euclidean"))
-RECENT, STEPS, BOUND, SQUARES = (
-    f"keydiff.{name}" for name in ("select_with_recent", "score_step_by_step", "alignment_bound", "squared_cosines")
-)
+MEDIAN, RAW, DOT, EUCLID = (f"keydiff_variants.{name}_score" for name in ("median", "raw_mean", "dot_product", "euclidean"))
+RECENT, STEPS = "keydiff_variants.select_with_recent", "keydiff_theory.score_step_by_step"
+BOUND, SQUARES = "keydiff_theory.alignment_bound", "keydiff_theory.squared_cosines"
 
 
 def cosine(first, second):
@@ -42,7 +41,7 @@ def test_one_far_key_hardly_moves_the_median(impl, case, seed):
     impl.agrees(MEDIAN, tripled)
     order = np.random.default_rng(seed).permutation(tripled.shape[2])
     allowed = impl.allowance(MEDIAN, tripled)
-    allowed.check(impl.keydiff.median_score(tripled[:, :, order]), "the permuted score", allowed.expected[:, :, order])
+    allowed.check(impl.keydiff_variants.median_score(tripled[:, :, order]), "the permuted score", allowed.expected[:, :, order])
 
 
 @law("KD-T2", of=RAW, case=cases())
@@ -61,7 +60,7 @@ def test_keys_of_one_length_have_one_mean(impl, case, seed):
     raw, plain = impl.allowance(RAW, keys), impl.allowance("keydiff.score", keys)
     if np.abs(raw.expected - plain.expected).max() > 1e-6:
         return  # the keys cancel but for rounding
-    error = np.abs(impl.keydiff.raw_mean_score(keys) - impl.keydiff.score(keys)).max()
+    error = np.abs(impl.keydiff_variants.raw_mean_score(keys) - impl.keydiff.score(keys)).max()
     if error > raw.largest + plain.largest + 1e-6:
         raise Violation(f"the scores of keys of one length differ by {error:.3g}")
 
@@ -72,7 +71,7 @@ def test_the_three_anchors_are_different_methods(impl):
     keys = np.array([[[[2.0, 0], [-3, -1], [0, 4], [1, -1]]]])
     orders = [
         np.argsort(-function(keys)[0, 0], kind="stable").tolist()
-        for function in (impl.keydiff.score, impl.keydiff.raw_mean_score, impl.keydiff.median_score)
+        for function in (impl.keydiff.score, impl.keydiff_variants.raw_mean_score, impl.keydiff_variants.median_score)
     ]
     expected = [[1, 2, 3, 0], [3, 1, 0, 2], [2, 1, 0, 3]]
     if orders != expected:
@@ -93,7 +92,7 @@ def test_the_dot_product_variant_is_quadratic(impl, case, exponent):
     """Scaling all keys of a head scales its scores by the square and leaves the ranking; scaling one key does not leave it."""
     allowed = impl.allowance(DOT, case.keys)
     try:
-        got = impl.keydiff.dot_product_score(impl.round(case.keys) * 2.0**exponent) / 4.0**exponent
+        got = impl.keydiff_variants.dot_product_score(impl.round(case.keys) * 2.0**exponent) / 4.0**exponent
     except ValueError:
         return  # the dtype under test cannot hold the scaled keys
     if np.isfinite(got).all() and exponent >= 0:
@@ -117,7 +116,7 @@ def test_the_euclidean_variant_knows_no_origin(impl, case, seed):
     keys = np.clip(np.round(case.keys), -8, 8)
     shift = np.random.default_rng(seed).integers(-4, 5, size=keys.shape[-1]) * 1.0
     scores, moved = impl.allowance(EUCLID, keys), impl.allowance(EUCLID, keys + shift)
-    error = np.abs(impl.keydiff.euclidean_score(keys + shift) - scores.expected).max()
+    error = np.abs(impl.keydiff_variants.euclidean_score(keys + shift) - scores.expected).max()
     if error > scores.largest + moved.largest + 1e-12:
         raise Violation(f"moving all keys changes the scores by {error:.3g}", scores.expected, moved.expected)
 
@@ -128,7 +127,7 @@ def test_the_similarities_are_different_methods(impl):
     keys = np.array([[[[0.0, -2], [1, 0], [-3, 1], [2, 3]]]])
     orders = [
         np.argsort(-function(keys)[0, 0], kind="stable").tolist()
-        for function in (impl.keydiff.score, impl.keydiff.dot_product_score, impl.keydiff.euclidean_score)
+        for function in (impl.keydiff.score, impl.keydiff_variants.dot_product_score, impl.keydiff_variants.euclidean_score)
     ]
     expected = [[2, 0, 3, 1], [0, 1, 2, 3], [3, 2, 0, 1]]
     if orders != expected:
@@ -140,7 +139,7 @@ def test_a_share_of_the_budget_goes_to_recent_tokens(impl, case, budget, percent
     """floor(share * N) latest tokens stay; the rest of the budget goes to the best others by KD-8, scored among all keys."""
     length = case.keys.shape[2]
     scores = impl.allowance("keydiff.score", case.keys)
-    kept = impl.keydiff.select_with_recent(case.keys, budget=budget, recent_ratio=percent / 100)
+    kept = impl.keydiff_variants.select_with_recent(case.keys, budget=budget, recent_ratio=percent / 100)
     size = min(budget, length)
     latest = np.broadcast_to(np.arange(length) >= length - percent * size // 100, scores.expected.shape)
     check_selection(kept, scores.expected, size, slack=scores.largest, protected=latest)
@@ -150,7 +149,7 @@ def test_a_share_of_the_budget_goes_to_recent_tokens(impl, case, budget, percent
 def test_the_share_is_of_the_budget_and_exact(impl):
     """29 % of 100 tokens are 29, although 0.29 * 100 is less in floating point; the share is of the budget, not of the cache."""
     keys = np.ones((1, 1, 300, 2))
-    kept = impl.keydiff.select_with_recent(keys, budget=100, recent_ratio=0.29)[0, 0]
+    kept = impl.keydiff_variants.select_with_recent(keys, budget=100, recent_ratio=0.29)[0, 0]
     expected = np.arange(300) >= 271
     expected[:71] = True
     if not np.array_equal(kept, expected):
@@ -163,7 +162,7 @@ def test_bad_shares_are_refused(impl, name):
     arguments: dict[str, Any] = {"keys": np.ones((1, 1, 3, 2)), "budget": 2, "recent_ratio": 0.5}
     arguments[name] = {"keys": np.ones((1, 1, 0, 2)), "budget": 0, "recent_ratio": 1.5}[name]
     with pytest.raises(ValueError, match=name):
-        impl.keydiff.select_with_recent(arguments.pop("keys"), **arguments)
+        impl.keydiff_variants.select_with_recent(arguments.pop("keys"), **arguments)
 
 
 @law("KD-A1", of=(STEPS, "keydiff.score"), case=cases(kinds=("normal", "outlier_channel", "drift", "cancelling_keys")))
@@ -171,14 +170,14 @@ def test_the_counted_steps_give_the_score(impl, case):
     """The order of operations that the appendix counts computes KD-8; a zero key, by whose norm it would divide, is refused."""
     if (np.abs(impl.round(case.keys)).max(axis=-1) == 0).any():
         with pytest.raises(ValueError, match="keys"):
-            impl.keydiff.score_step_by_step(case.keys)
+            impl.keydiff_theory.score_step_by_step(case.keys)
         return
     allowed = impl.allowance(STEPS, case.keys)
     exact = impl.allowance("keydiff.score", case.keys)
     if np.linalg.norm(keydiff.anchor(impl.round(case.keys)), axis=-1).min() < 1e-6:
         return  # below epsilon the quotient is bounded
     assert np.abs(allowed.expected - exact.expected).max() <= 1e-8
-    allowed.check(impl.keydiff.score_step_by_step(case.keys), "the score, step by step")
+    allowed.check(impl.keydiff_theory.score_step_by_step(case.keys), "the score, step by step")
 
 
 class Counting(np.ndarray):
@@ -189,7 +188,7 @@ class Counting(np.ndarray):
     @classmethod
     def of(cls, array: np.ndarray) -> Counting:
         result = np.array(array, dtype=np.float64).view(cls)
-        result.tally = dict.fromkeys(keydiff.Operations._fields, 0)
+        result.tally = dict.fromkeys(keydiff_theory.Operations._fields, 0)
         return result
 
     def __array_finalize__(self, parent: Any) -> None:
@@ -224,26 +223,31 @@ COUNTED = {
 def count(function, length, head_dim):
     keys = Counting.of(np.random.default_rng(length).normal(size=(length, head_dim)))
     function(keys)
-    return keydiff.Operations(**keys.tally)
+    return keydiff_theory.Operations(**keys.tally)
 
 
 @law("KD-A1", length=st.integers(1, 40), head_dim=st.integers(1, 40))
 def test_the_printed_total_leaves_out_d_products(length, head_dim):
     """Counted by instrumenting the reference: 6nd + 2d + 18n + 12. Printed: d fewer, the products of the anchor with 1/n."""
-    counted = count(keydiff.score_step_by_step, length, head_dim)
-    assert counted == keydiff.operation_count(length, head_dim)
+    counted = count(keydiff_theory.score_step_by_step, length, head_dim)
+    assert counted == keydiff_theory.operation_count(length, head_dim)
     printed = 6 * length * head_dim + head_dim + 18 * length + 12
-    assert keydiff.flops(counted) == printed + head_dim
+    assert keydiff_theory.flops(counted) == printed + head_dim
 
 
-@law("KD-A1", of=("keydiff.operation_count", "keydiff.flops"), length=st.integers(1, 9000), head_dim=st.integers(1, 256))
+@law(
+    "KD-A1",
+    of=("keydiff_theory.operation_count", "keydiff_theory.flops"),
+    length=st.integers(1, 9000),
+    head_dim=st.integers(1, 256),
+)
 def test_operation_count_is_the_formula(impl, length, head_dim):
     """n(3d + 1) + 2d multiplications, 3nd - n - 1 additions, 2n + 1 divisions and n + 1 square roots."""
-    got = impl.keydiff.operation_count(length, head_dim)
+    got = impl.keydiff_theory.operation_count(length, head_dim)
     expected = (length * (3 * head_dim + 1) + 2 * head_dim, 3 * length * head_dim - length - 1, 2 * length + 1, length + 1)
     if tuple(got) != expected:
         raise Violation("the operations are counted otherwise", expected, got)
-    total = impl.keydiff.flops(keydiff.Operations(*expected))
+    total = impl.keydiff_theory.flops(keydiff_theory.Operations(*expected))
     if total != 6 * length * head_dim + 2 * head_dim + 18 * length + 12:
         raise Violation("the weighted sum is another", 6 * length * head_dim + 2 * head_dim + 18 * length + 12, total)
 
@@ -251,7 +255,7 @@ def test_operation_count_is_the_formula(impl, length, head_dim):
 @law("KD-T4")
 def test_the_anchor_makes_the_score_linear():
     """Doubling the keys doubles the operations of KD-8 but for a constant, and quadruples those of the pairwise form."""
-    linear = [sum(count(keydiff.score_step_by_step, n, 8)) for n in (64, 128, 256)]
+    linear = [sum(count(keydiff_theory.score_step_by_step, n, 8)) for n in (64, 128, 256)]
     assert linear[2] - linear[1] == 2 * (linear[1] - linear[0])
     square = [sum(count(keydiff.pairwise_score, n, 8)) for n in (64, 128, 256)]
     assert 3.9 < (square[2] - square[1]) / (square[1] - square[0]) < 4.1
@@ -289,7 +293,7 @@ def test_the_best_similarity_does_not_read_magnitudes():
 def test_alignment_bound_is_the_formula(impl, count, percent, largest):
     """a / M - 1 with a = log n + log(w / (1 - w)), in natural logarithms."""
     expected = (math.log(count) + math.log(percent) - math.log(100 - percent)) / largest - 1
-    got = float(impl.keydiff.alignment_bound(count, percent / 100, largest))
+    got = float(impl.keydiff_theory.alignment_bound(count, percent / 100, largest))
     if not abs(got - expected) <= 16 * EPSILON[impl.dtype] * (1 + 14 / largest):
         raise Violation("the bound is another number", expected, got)
 
@@ -300,7 +304,7 @@ def test_bad_bounds_are_refused(impl, name):
     every: dict[str, tuple[float, ...]] = {"count": (0,), "weight": (0.0, 1.0), "largest_norm": (0.0,)}
     for bad in every[name]:
         with pytest.raises(ValueError, match=name):
-            impl.keydiff.alignment_bound(**{"count": 3, "weight": 0.5, "largest_norm": 1.0} | {name: bad})
+            impl.keydiff_theory.alignment_bound(**{"count": 3, "weight": 0.5, "largest_norm": 1.0} | {name: bad})
 
 
 @law("KD-C1", seed=seeds(), length=st.integers(2, 40), head_dim=st.integers(1, 8), largest=st.sampled_from([0.5, 2.0, 8.0]))
@@ -312,7 +316,7 @@ def test_a_heavy_key_has_a_large_logit(seed, length, head_dim, largest):
     keys = keys * generator.uniform(0.01, 1, size=(length, 1)) * largest
     weights = softmax(keys @ query)
     for key, weight in zip(keys, weights, strict=True):
-        bound = keydiff.alignment_bound(length - 1, float(weight), largest)
+        bound = keydiff_theory.alignment_bound(length - 1, float(weight), largest)
         assert key @ query >= largest * bound - 1e-9
         if bound >= 0 or key @ query >= 0:
             assert cosine(key, query) >= bound - 1e-9
@@ -323,14 +327,14 @@ def test_the_logit_bound_is_attained():
     """With n keys at -M q the bound on the logit is an equality."""
     keys = np.array([[-3.0]] * 7 + [[1.5]])
     weight = float(softmax(keys @ np.ones(1))[-1])
-    assert 3 * keydiff.alignment_bound(7, weight, 3.0) == pytest.approx(1.5)
+    assert 3 * keydiff_theory.alignment_bound(7, weight, 3.0) == pytest.approx(1.5)
 
 
 @law("KD-C1")
 def test_the_cosine_bound_needs_its_hypothesis():
     """n = 1, M = 1, q = 1, k1 = -.99 and k* = -.01: the bound is -.02, the cosine -1."""
     weight = float(softmax(np.array([-0.99, -0.01]))[1])
-    assert keydiff.alignment_bound(1, weight, 1.0) == pytest.approx(-0.02)
+    assert keydiff_theory.alignment_bound(1, weight, 1.0) == pytest.approx(-0.02)
     assert cosine(np.array([-0.01]), np.array([1.0])) == -1
 
 
@@ -342,13 +346,13 @@ def test_a_heavy_key_need_not_be_aligned():
     weight = float(softmax(keys @ query)[-1])
     assert weight > 0.9999999
     assert cosine(keys[-1], query) == 0
-    assert keydiff.alignment_bound(10, weight, 20.0) == pytest.approx(0, abs=1e-6)
+    assert keydiff_theory.alignment_bound(10, weight, 20.0) == pytest.approx(0, abs=1e-6)
 
 
 @law("KD-C1")
 def test_the_bound_says_nothing_at_usual_sizes():
     """At 8,192 keys, half of all attention on one key and norms up to 20 the cosine is bounded by -.55 only."""
-    assert keydiff.alignment_bound(8192, 0.5, 20.0) == pytest.approx(-0.549, abs=1e-3)
+    assert keydiff_theory.alignment_bound(8192, 0.5, 20.0) == pytest.approx(-0.549, abs=1e-3)
 
 
 @law("KD-C2", of=SQUARES, case=cases(), seed=seeds())
@@ -359,7 +363,7 @@ def test_squared_cosines_with_a_basis_sum_to_one(impl, case, seed):
     size = vector.size
     basis = np.eye(size)[generator.permutation(size)] * generator.choice([-1.0, 1.0], size=(size, 1))
     allowed = impl.allowance(SQUARES, vector, basis)
-    got = impl.keydiff.squared_cosines(vector, basis)
+    got = impl.keydiff_theory.squared_cosines(vector, basis)
     allowed.check(got, "the squared cosines")
     if abs(got.sum() - float(vector.any())) > size * (allowed.largest + EPSILON[impl.dtype]):
         raise Violation("the squared cosines do not sum to 1", float(vector.any()), got.sum())
@@ -370,22 +374,22 @@ def test_the_basis_must_be_of_the_whole_space(seed, size):
     """In any orthonormal basis the squares sum to 1; leave one of its vectors out and they fall short by its own square."""
     generator = np.random.default_rng(seed)
     basis = np.linalg.qr(generator.normal(size=(size, size)))[0]
-    squares = keydiff.squared_cosines(generator.normal(size=size), basis)
+    squares = keydiff_theory.squared_cosines(generator.normal(size=size), basis)
     assert squares.sum() == pytest.approx(1)
     assert squares[1:].sum() == pytest.approx(1 - squares[0])
 
 
-@law("KD-C3", of="keydiff.anchor_cosine_bound", first=st.integers(-16, 16), second=st.integers(-16, 16))
+@law("KD-C3", of="keydiff_theory.anchor_cosine_bound", first=st.integers(-16, 16), second=st.integers(-16, 16))
 def test_anchor_cosine_bound_is_the_formula(impl, first, second):
     """1 - (bq - bk)^2 / 2: 1 where both cosines are equal, -1 where they are 1 and -1."""
-    impl.agrees("keydiff.anchor_cosine_bound", np.array([first / 16, 1.0]), np.array([second / 16, -1.0]))
+    impl.agrees("keydiff_theory.anchor_cosine_bound", np.array([first / 16, 1.0]), np.array([second / 16, -1.0]))
 
 
-@law("KD-C3", of="keydiff.anchor_cosine_bound", name=st.sampled_from(["key_query", "anchor_query"]))
+@law("KD-C3", of="keydiff_theory.anchor_cosine_bound", name=st.sampled_from(["key_query", "anchor_query"]))
 def test_what_is_no_cosine_is_refused(impl, name):
     """A number outside [-1, 1] raises ValueError."""
     with pytest.raises(ValueError, match=name):
-        impl.keydiff.anchor_cosine_bound(
+        impl.keydiff_theory.anchor_cosine_bound(
             **{"key_query": np.array([0.5]), "anchor_query": np.array([0.5])} | {name: np.array([1.5])}
         )
 
@@ -398,7 +402,7 @@ def test_a_key_near_the_query_is_far_from_the_mean(seed, head_dim, pull):
     first, second = (min(1.0, max(-1.0, cosine(vector, query))) for vector in (key, mean))
     sharp = first * second + math.sqrt((1 - first**2) * (1 - second**2))
     assert cosine(key, mean) <= sharp + 1e-9
-    assert sharp <= float(keydiff.anchor_cosine_bound(np.array(first), np.array(second))) + 1e-9
+    assert sharp <= float(keydiff_theory.anchor_cosine_bound(np.array(first), np.array(second))) + 1e-9
 
 
 @law("KD-C3")
@@ -406,7 +410,7 @@ def test_the_bound_is_attained():
     """q = (1, 0), k* = (.6, .8), kbar = (-.6, .8): both sides are .28, so the inequality is not strict."""
     key, mean = np.array([0.6, 0.8]), np.array([-0.6, 0.8])
     assert cosine(key, mean) == pytest.approx(0.28)
-    assert float(keydiff.anchor_cosine_bound(np.array(0.6), np.array(-0.6))) == pytest.approx(0.28)
+    assert float(keydiff_theory.anchor_cosine_bound(np.array(0.6), np.array(-0.6))) == pytest.approx(0.28)
 
 
 @law("KD-C3")
@@ -425,7 +429,9 @@ def test_a_smaller_cosine_of_the_mean_lowers_the_bound_only():
     near, far = np.array([-0.1, math.sqrt(0.99), 0]), np.array([-0.2, 0, math.sqrt(0.96)])
     assert cosine(key, near) == pytest.approx(-0.05)
     assert cosine(key, far) == pytest.approx(0.7485, abs=1e-4)
-    assert keydiff.anchor_cosine_bound(np.array(0.5), np.array(-0.2)) < keydiff.anchor_cosine_bound(np.array(0.5), np.array(-0.1))
+    assert keydiff_theory.anchor_cosine_bound(np.array(0.5), np.array(-0.2)) < keydiff_theory.anchor_cosine_bound(
+        np.array(0.5), np.array(-0.1)
+    )
 
 
 @law("KD-F5", seed=seeds())
@@ -452,5 +458,5 @@ def test_copies_of_a_distinct_key_are_all_kept():
 def test_a_share_of_nothing_is_keydiff():
     """With a share of 0 the variant is KeyDiff, with a share of 1 a sliding window."""
     keys = Case(length=17, num_kv_heads=2).keys
-    assert np.array_equal(keydiff.select_with_recent(keys, budget=5, recent_ratio=0), top_k(keydiff.score(keys), 5))
-    assert keydiff.select_with_recent(keys, budget=5, recent_ratio=Fraction(1))[..., -5:].all()
+    assert np.array_equal(keydiff_variants.select_with_recent(keys, budget=5, recent_ratio=0), top_k(keydiff.score(keys), 5))
+    assert keydiff_variants.select_with_recent(keys, budget=5, recent_ratio=Fraction(1))[..., -5:].all()

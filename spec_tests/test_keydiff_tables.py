@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from spec_tests.law import law
+from evictionary.spec_tests.harness.law import law
 
 CHINESE = ("MF-zh", "DuReader", "VCSum", "LSHT", "PR-zh")
 # fmt: off

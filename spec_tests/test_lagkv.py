@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.lagkv import tokens_per_partition
-from spec_tests.cases import KINDS, Case, cases, seeds, tiny_cases
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.reference.lagkv import tokens_per_partition
+from evictionary.spec_tests.harness.cases import KINDS, Case, cases, seeds, tiny_cases
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
 
 SCORE, SELECT, RETAINED = "lagkv.score", "lagkv.select", "lagkv.retained_length"
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.attention import attention_logits, softmax
-from reference.lagkv import attention_weights, compression_ratio, keep_ratio_for, normalise, retained_length, tokens_per_partition
-from spec_tests.law import law
+from evictionary.reference.attention import attention_logits, softmax
+from evictionary.reference.lagkv import compression_ratio, keep_ratio_for, normalise, retained_length, tokens_per_partition
+from evictionary.reference.lagkv_theory import attention_weights
+from evictionary.spec_tests.harness.law import law
 
 TASKS = ("SK1", "SK2", "SK3", "MK1", "MK2", "MK3", "MV", "MQ", "VT", "CWE", "FWE", "QA1", "QA2")
 # Compression ratio, method, the thirteen tasks, the average.

@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.arithmetic import EPSILON
-from spec_tests.cases import KINDS, Case, cases, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.cases import KINDS, Case, cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
 
-PROJECT, WEIGHTS, OUTPUT, APPEND = "lagkv.project", "lagkv.attention_weights", "lagkv.attention_output", "lagkv.append"
+PROJECT, WEIGHTS, OUTPUT, APPEND = (
+    "lagkv_theory.project",
+    "lagkv_theory.attention_weights",
+    "lagkv_theory.attention_output",
+    "lagkv.append",
+)
 SCORE, STEP, RETAINED = "lagkv.score", "lagkv.step", "lagkv.retained_length"
-LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = "lagkv.local_score", "lagkv.local_select", "lagkv.norm_select"
+LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = "lagkv_variants.local_score", "lagkv_variants.local_select", "lagkv_variants.norm_select"
 
 sinks = st.integers(0, 5)
 lags = st.sampled_from([1, 2, 3, 4, 7, 8])
@@ -83,7 +88,7 @@ def test_each_head_projects_with_its_own_matrices(impl, case, width, seed):
     generator = np.random.default_rng(seed)
     weights = [impl.round(generator.normal(size=(case.head_dim, width))) for _ in range(3)]
     states = impl.round(case.keys)
-    got = impl.lagkv.project(states, *weights)
+    got = impl.lagkv_theory.project(states, *weights)
     for pick, matrix in enumerate(weights):
         allowed = impl.allowance(PROJECT, states, *weights, pick=pick)
         by_hand = (states[..., None] * matrix).sum(axis=-2)
@@ -104,7 +109,7 @@ def test_heads_stand_side_by_side(impl, case, seed):
     by_head = sum(weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads))
     if np.abs(allowed.expected - by_head).max() > 1e-12 * max(1, np.abs(values).max() * np.abs(output_weight).sum()):
         raise Violation("the sum over the heads gives something else than the reference", by_head, allowed.expected)
-    allowed.check(impl.lagkv.attention_output(weights, values, output_weight), "the output")
+    allowed.check(impl.lagkv_theory.attention_output(weights, values, output_weight), "the output")
 
 
 @law("LK-3", of=WEIGHTS, case=seeded_cases(max_length=17))
@@ -112,7 +117,7 @@ def test_attention_weights_are_a_causal_softmax(impl, case):
     """Row t is the softmax of q_t . k_j / sqrt(d_h) over j <= t, and zero after t."""
     queries, keys = impl.round(case.next_keys), impl.round(case.keys)
     allowed = impl.allowance(WEIGHTS, queries, keys)
-    got = impl.lagkv.attention_weights(queries, keys)
+    got = impl.lagkv_theory.attention_weights(queries, keys)
     allowed.check(got, "the weights")
     if (got[..., ~np.tri(case.length, dtype=bool)] != 0).any():
         raise Violation("a token attends to one after it", 0.0, got)
@@ -129,7 +134,7 @@ def test_a_new_token_projects_as_in_the_prompt(impl, case, seed):
     """The q, k and v of the newest token are the last rows of Q, K and V: a projection sees one token at a time."""
     generator = np.random.default_rng(seed)
     weights = [impl.round(generator.normal(size=(case.head_dim, 3))) for _ in range(3)]
-    alone = impl.lagkv.project(case.keys[:, :, -1:], *weights)
+    alone = impl.lagkv_theory.project(case.keys[:, :, -1:], *weights)
     for pick, got in enumerate(alone):
         allowed = impl.allowance(PROJECT, case.keys, *weights, pick=pick)
         allowed.check(np.broadcast_to(got, (*got.shape[:2], 1, 3)), "the new row", allowed.expected[:, :, -1:])
@@ -151,7 +156,7 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
     allowed = impl.allowance(WEIGHTS, case.next_keys, case.keys)
     new = int(np.random.default_rng(seed).integers(1, case.length))
     cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
-    got = impl.lagkv.attention_weights(case.next_keys[:, :, -new:], cached)
+    got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
     allowed.check(got, "the weights of the newest queries", allowed.expected[:, :, -new:])
 
 
@@ -159,7 +164,7 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
 def test_more_queries_than_tokens_are_refused(impl):
     """The queries are those of the newest tokens: more of them than tokens raise ValueError."""
     with pytest.raises(ValueError, match="queries"):
-        impl.lagkv.attention_weights(np.ones((1, 1, 3, 2)), np.ones((1, 1, 2, 2)))
+        impl.lagkv_theory.attention_weights(np.ones((1, 1, 3, 2)), np.ones((1, 1, 2, 2)))
 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
@@ -246,7 +251,7 @@ def test_what_does_not_fit_the_stream_is_refused(impl, name):
 def test_local_score_is_the_score_against_itself(impl, case):
     """LocalKV takes minimum and maximum from the partition that it scores."""
     allowed = impl.allowance(SCORE, case.keys, case.values, case.keys, case.values)
-    allowed.check(impl.lagkv.local_score(case.keys, case.values), "the local score")
+    allowed.check(impl.lagkv_variants.local_score(case.keys, case.values), "the local score")
 
 
 @law("LK-15", of="lagkv.normalise", case=cases())
@@ -265,7 +270,7 @@ def test_locally_normalised_values_fill_the_unit_interval(impl, case):
 @law("LK-14", of=LOCAL_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_local_selection_keeps_the_best_of_each_partition(impl, case, percent, sink, lag):
     """LocalKV changes the score alone: sinks and window stay, the last partition is not compressed, though it could be scored."""
-    kept = impl.lagkv.local_select(case.keys, case.values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    kept = impl.lagkv_variants.local_select(case.keys, case.values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     check_partitions(impl, kept, LOCAL_SCORE, case, percent, sink, lag)
 
 
@@ -274,7 +279,7 @@ def test_the_local_range_is_not_the_next_one(impl):
     """A token at the edge of its own partition but in the middle of the next one scores differently in the two."""
     keys = np.array([[[[0.0, 0], [1, 0], [0, 1]]]])
     following = np.array([[[[0.0, 0], [8, 1], [4, 0]]]])
-    local = impl.lagkv.local_score(keys, keys)
+    local = impl.lagkv_variants.local_score(keys, keys)
     lagged = impl.allowance(SCORE, keys, keys, following, following)
     impl.allowance(LOCAL_SCORE, keys, keys).check(local, "the local score")
     if np.abs(local - lagged.expected).max() < 1e-3:
@@ -285,9 +290,9 @@ def test_the_local_range_is_not_the_next_one(impl):
 def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
     """From the third layer on each partition keeps its floor(rL) keys of smallest norm; the values play no part."""
     settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
-    kept = impl.lagkv.norm_select(case.keys, case.values, layer=2, **settings)
+    kept = impl.lagkv_variants.norm_select(case.keys, case.values, layer=2, **settings)
     check_partitions(impl, kept, "knorm.score", case, percent, sink, lag)
-    if (impl.lagkv.norm_select(case.keys, -3 * case.values[:, :, ::-1], layer=2, **settings) != kept).any():
+    if (impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], layer=2, **settings) != kept).any():
         raise Violation("other values changed what is kept", kept, None)
 
 
@@ -296,7 +301,7 @@ def test_the_first_layers_keep_everything(impl, case, layer, skipped):
     """Layers 0 and 1 are left whole, or as many as skipped_layers says; the layer after them is compressed."""
     settings = {"keep_ratio": 0, "sink_size": 0, "lag_size": 2}
     for given, first in (({}, 2), ({"skipped_layers": skipped}, skipped)):
-        kept = impl.lagkv.norm_select(case.keys, case.values, layer=layer, **given, **settings)
+        kept = impl.lagkv_variants.norm_select(case.keys, case.values, layer=layer, **given, **settings)
         if kept.all() != (layer < first or case.length < 4):
             raise Violation(f"layer {layer} with the first {first} skipped", layer < first, kept)
 
@@ -308,4 +313,4 @@ def test_bad_settings_of_the_variant_are_refused(impl, name):
         name: {"layer": -1, "keep_ratio": 1.5, "lag_size": 0}[name]
     }
     with pytest.raises(ValueError, match=name):
-        impl.lagkv.norm_select(np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)
+        impl.lagkv_variants.norm_select(np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)

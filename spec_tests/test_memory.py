@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from reference import attention, cache, momentkv
-from spec_tests.cases import KINDS, Case, seeds
-from spec_tests.implementation import ANY, Implementation, oracle, to_numpy
-from spec_tests.law import law
-from spec_tests.tolerance import Violation
+from evictionary.reference import attention, cache, momentkv
+from evictionary.spec_tests.harness.cases import KINDS, Case, seeds
+from evictionary.spec_tests.harness.implementation import ANY, Implementation, oracle, to_numpy
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation
 
 SMALL = st.builds(
     Case,

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import assume, reject
 from hypothesis import strategies as st
 
-from reference import momentkv
-from reference.attention import attention_logits, log_sum_exp
-from reference.momentkv import Moments
-from spec_tests.cases import Case, cases, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.tolerance import Allowance, Violation, allowance, require_numbers
+from evictionary.reference import momentkv
+from evictionary.reference.attention import attention_logits, log_sum_exp
+from evictionary.reference.momentkv import Moments
+from evictionary.spec_tests.harness.cases import Case, cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Allowance, Violation, allowance, require_numbers
 
 UPDATE, SCORE = "momentkv.update", "momentkv.score"
 # Whole numbers of few bits: their sums and products are exact in every dtype.

@@ -6,12 +6,23 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference import momentkv
-from reference.momentkv import Moments
-from spec_tests.cases import cases, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.test_momentkv import held, misfit, moments_of, near, scale_values, short_cases, situation, some, turn, whole
-from spec_tests.tolerance import Violation
+from evictionary.reference import momentkv, momentkv_theory
+from evictionary.reference.momentkv import Moments
+from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation
+from evictionary.spec_tests.test_momentkv import (
+    held,
+    misfit,
+    moments_of,
+    near,
+    scale_values,
+    short_cases,
+    situation,
+    some,
+    turn,
+    whole,
+)
 
 ATTEND = "momentkv.attend"
 
@@ -240,7 +251,7 @@ def test_log_weights_are_the_logarithms_of_the_weights(impl, pair, lift):
     first, second = np.array([pair[0] / 4.0]), np.array([pair[1] / 4.0])
     allowed = impl.allowance("momentkv.log_mixing_weights", first + lift, second + lift, pick=0)
     retained, evicted = impl.momentkv.log_mixing_weights(first + lift, second + lift)
-    expected = momentkv.mixing_weight(np.exp(first), np.exp(second))
+    expected = momentkv_theory.mixing_weight(np.exp(first), np.exp(second))
     rounded = impl.round(first + lift), impl.round(second + lift)
     if np.array_equal(rounded[0], first + lift) and np.array_equal(rounded[1], second + lift):
         near(np.exp(retained), expected, allowed, "the weight of the retained tokens")
@@ -253,10 +264,10 @@ def test_log_weights_are_the_logarithms_of_the_weights(impl, pair, lift):
         raise Violation("an empty set has a weight", 0.0, None)
 
 
-@law("MK-12", of="momentkv.mixing_weight", first=st.integers(1, 64), second=st.integers(0, 64))
+@law("MK-12", of="momentkv_theory.mixing_weight", first=st.integers(1, 64), second=st.integers(0, 64))
 def test_the_mixing_weight_is_a_share(impl, first, second):
     """Z_R / (Z_R + Zhat_E)."""
-    impl.agrees("momentkv.mixing_weight", np.array([first / 4]), np.array([second / 4]))
+    impl.agrees("momentkv_theory.mixing_weight", np.array([first / 4]), np.array([second / 4]))
 
 
 @law("MK-9", of="momentkv.approximate_evicted", case=cases(), seed=seeds())
@@ -294,15 +305,15 @@ def test_the_residual_is_what_the_model_leaves(impl, case, seed):
         raise Violation("the residual is not v - fhat(k)", expected, None)
 
 
-@law("MK-T4", of="momentkv.attend_zeroth_order", case=cases(), seed=seeds())
+@law("MK-T4", of="momentkv_theory.attend_zeroth_order", case=cases(), seed=seeds())
 def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
     """what_R f_R + (1 - what_R) vbar: value_key_sum may be anything, and with no covariance it is attend."""
     query, keys, values, moments = situation(impl, case, seed)
     kept = some(case, seed + 1)
-    path = "momentkv.attend_zeroth_order"
+    path = "momentkv_theory.attend_zeroth_order"
     impl.agrees(path, query, keys, values, kept, moments)
-    got = impl.momentkv.attend_zeroth_order(query, keys, values, kept, moments)
-    other = impl.momentkv.attend_zeroth_order(
+    got = impl.momentkv_theory.attend_zeroth_order(query, keys, values, kept, moments)
+    other = impl.momentkv_theory.attend_zeroth_order(
         query, keys, values, kept, moments._replace(value_key_sum=moments.value_key_sum * 0 + 1)
     )
     if not np.array_equal(got, other):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference import momentkv
-from reference.attention import attention_logits, log_sum_exp
-from reference.momentkv import Moments
-from spec_tests.cases import KINDS, cases, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.test_momentkv import either_way, moments_of, near, scoring, short_cases, situation, some, whole
-from spec_tests.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.reference import momentkv
+from evictionary.reference.attention import attention_logits, log_sum_exp
+from evictionary.reference.momentkv import Moments
+from evictionary.spec_tests.harness.cases import KINDS, cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.spec_tests.test_momentkv import either_way, moments_of, near, scoring, short_cases, situation, some, whole
 
 ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
 SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.momentkv_theory import logits_of
-from spec_tests.arithmetic import EPSILON
-from spec_tests.cases import Case, seeds
-from spec_tests.law import law
-from spec_tests.test_momentkv import either_way, near, some
-from spec_tests.tolerance import Violation
+from evictionary.reference.momentkv_theory import logits_of
+from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.cases import Case, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation
+from evictionary.spec_tests.test_momentkv import either_way, near, some
 
 heads = st.builds(
     Case,

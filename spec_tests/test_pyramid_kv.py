@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.law import law
-from spec_tests.tolerance import Violation
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation
 
 BUDGETS = "pyramid_kv.budgets"
 counts: dict[str, Any] = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.cases import Case, seeded_cases, seeds
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, require_numbers
+from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, require_numbers
 
 ROTATE, FREQUENCIES = "rope.rotate", "rope.frequencies"
 

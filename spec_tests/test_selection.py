@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from reference.lagkv import tokens_per_partition
-from reference.selection import budget
-from spec_tests.cases import KINDS, Case, seeds, shares
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, check_selection
+from evictionary.reference.lagkv import tokens_per_partition
+from evictionary.reference.selection import budget
+from evictionary.spec_tests.harness.cases import KINDS, Case, seeds, shares
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
 # Small whole numbers tie often and are the same in every dtype.
 SCORES = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 7.0]), min_size=1, max_size=9)

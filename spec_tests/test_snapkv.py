@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.cases import cases, seeded_cases, seeds, shares
-from spec_tests.law import law
-from spec_tests.test_h2o import prompt_queries
-from spec_tests.tolerance import Violation, allowance, check_selection, require_numbers
+from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection, require_numbers
+from evictionary.spec_tests.test_h2o import prompt_queries
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
 windows = st.sampled_from([1, 2, 3, 8, 32])

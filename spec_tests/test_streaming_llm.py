@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_tests.cases import cases, shares
-from spec_tests.law import law
-from spec_tests.tolerance import Violation, require_numbers
+from evictionary.spec_tests.harness.cases import cases, shares
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, require_numbers
 
 
 @law(

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-import optimized.checks
-import optimized.expected_attention
-import reference.expected_attention
-from optimized.kernels import expected_attention
-from reference.rope import rotate
+from evictionary.optimized import checks as optimized_checks
+from evictionary.optimized import expected_attention as optimized_expected_attention
+from evictionary.optimized.kernels import expected_attention
+from evictionary.reference import expected_attention as reference_expected_attention
+from evictionary.reference.rope import rotate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,7 +40,7 @@ def gaussian(batch: int, heads: int, head_dim: int) -> tuple[torch.Tensor, torch
 def compare_scores(*inputs: torch.Tensor, bound: float, epsilon: float = 0.0) -> None:
     """The scores of keys, values, mean and covariance are those of the reference, each within `bound` of itself."""
     got = expected_attention.score(*inputs, epsilon=epsilon)
-    wanted = reference.expected_attention.score(*map(exact, inputs), epsilon=epsilon)
+    wanted = reference_expected_attention.score(*map(exact, inputs), epsilon=epsilon)
     np.testing.assert_allclose(exact(got), wanted, rtol=bound, atol=1e-30)
 
 
@@ -81,7 +81,7 @@ def check_range() -> None:
         assert got.flatten().tolist() == [0.5, 0.5, 0, 0][::sign]
     keys, values = states(1, 3, 300, 16), states(1, 3, 300, 16)
     keys[0, 1, 7, 3] = torch.nan
-    optimized.checks.require_finite = lambda name, value: None  # as on a GPU, where nobody waits for the answer
+    optimized_checks.require_finite = lambda name, value: None  # as on a GPU, where nobody waits for the answer
     got = expected_attention.score(keys, values, *gaussian(1, 6, 16))
     assert got[0, 1].isnan().all() and got[0, ::2].isfinite().all()
 
@@ -103,12 +103,12 @@ def check_statistics() -> None:
             queries = states(*shape)
             queries[..., 1] += 100
             queries = queries.to(dtype)
-            wanted = reference.expected_attention.query_statistics(exact(queries))
+            wanted = reference_expected_attention.query_statistics(exact(queries))
             compare_moments(expected_attention.query_statistics(queries), wanted, bound)
     queries = states(1, 2, 90, 16)
     queries[:, :, 0] *= 1000  # the first query, of the token that all attend to, is unlike all others
     compare_moments(
-        expected_attention.query_statistics(queries), reference.expected_attention.query_statistics(exact(queries)), 1e-5
+        expected_attention.query_statistics(queries), reference_expected_attention.query_statistics(exact(queries)), 1e-5
     )
 
 
@@ -120,11 +120,11 @@ def check_rotation() -> None:
         for positions in (torch.arange(shape[2]), torch.randint(0, 200_000, shape[:3]), torch.tensor([131_071])):
             places = exact(positions)
             turned = torch.from_numpy(rotate(exact(queries), places, theta)).float()
-            wanted = reference.expected_attention.query_statistics(rotate(exact(turned), -places, theta))
+            wanted = reference_expected_attention.query_statistics(rotate(exact(turned), -places, theta))
             # Of an angle, position 200,000 may miss 2^-33 turns as often.
             bound = 1e-5 if positions.max() < 1000 else 2e-3
             compare_moments(expected_attention.unrotated_statistics(turned, positions, theta), wanted, bound)
-            got = optimized.expected_attention.unrotated_statistics(turned, positions, theta)
+            got = optimized_expected_attention.unrotated_statistics(turned, positions, theta)
             compare_moments(got, wanted, 1e-5)
 
 

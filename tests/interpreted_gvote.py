@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-import optimized.gvote
-import reference.gvote
-from optimized.kernels import gvote
+from evictionary.optimized import gvote as optimized_gvote
+from evictionary.optimized.kernels import gvote
+from evictionary.reference import gvote as reference_gvote
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,7 +60,7 @@ def check_nucleus_exact() -> None:
         weights[2] = 0
         for p in (0, 1e-9, 0.25, 0.5, 1.0):
             got = gvote.nucleus(weights.to(dtype), p)
-            assert np.array_equal(got.numpy(), reference.gvote.nucleus(exact(weights), p)), (schedule, dtype, length, p)
+            assert np.array_equal(got.numpy(), reference_gvote.nucleus(exact(weights), p)), (schedule, dtype, length, p)
 
 
 def check_nucleus_mass() -> None:
@@ -82,11 +82,11 @@ def check_logits() -> None:
         DTYPES, [(1, 64, 1), (127, 80, 3), (129, 96, 17), (65, 128, 70), (33, 256, 5), (64, 24, 2)]
     ):
         queries, keys = states(2, 2, samples, head_dim, dtype=dtype), states(2, 2, length, head_dim, dtype=dtype)
-        wanted = reference.gvote.sampled_logits(exact(queries), exact(keys))
+        wanted = reference_gvote.sampled_logits(exact(queries), exact(keys))
         np.testing.assert_allclose(exact(gvote.sampled_logits(queries, keys)), wanted, atol=1e-5)
         weights = gvote.attention_weights(queries[:, :, 0], keys)
         np.testing.assert_allclose(
-            exact(weights), reference.gvote.attention_weights(exact(queries[:, :, 0]), exact(keys)), atol=2e-6
+            exact(weights), reference_gvote.attention_weights(exact(queries[:, :, 0]), exact(keys)), atol=2e-6
         )
     rows = gvote.sampled_logits(queries[0, 0], keys[0, 0])
     assert torch.equal(rows, gvote.sampled_logits(queries, keys)[0, 0])
@@ -100,7 +100,7 @@ def check_top_each() -> None:
         for scores in (torch.randn(6, 2 * length)[:, ::2], few[torch.randint(5, (6, length))]):
             scores = scores.to(dtype)
             got = gvote.top_each(scores, budgets)
-            assert np.array_equal(got.numpy(), reference.gvote.top_each(exact(scores), budgets.numpy())), (schedule, dtype, length)
+            assert np.array_equal(got.numpy(), reference_gvote.top_each(exact(scores), budgets.numpy())), (schedule, dtype, length)
     assert torch.equal(gvote.top_each(scores.view(2, 3, -1), budgets.view(2, 3)), got.view(2, 3, -1))
 
 
@@ -113,11 +113,11 @@ def check_select() -> None:
         queries = (2 * states(batch, heads * group, samples + 1, head_dim)).round().div(4).to(dtype)
         query, sampled = queries[:, :, 0], queries[:, :, 1:]
         repeated = np.repeat(exact(keys), group, axis=1)
-        p = robust_p(reference.gvote.attention_weights(exact(query), repeated)) if length > 1 else 0.5
-        wanted = reference.gvote.select(exact(query), exact(keys), exact(sampled), p=p)
+        p = robust_p(reference_gvote.attention_weights(exact(query), repeated)) if length > 1 else 0.5
+        wanted = reference_gvote.select(exact(query), exact(keys), exact(sampled), p=p)
         got = gvote.select(query, keys, sampled, p=p)
         assert np.array_equal(got.numpy(), wanted), (schedule, dtype, case)
-        assert torch.equal(optimized.gvote.select(query, keys, sampled, p=p), got)
+        assert torch.equal(optimized_gvote.select(query, keys, sampled, p=p), got)
         of_a_sample = 4 * group * length
         for limit in (1, 2 * of_a_sample, samples * of_a_sample, 3 * samples * of_a_sample):  # samples, heads, sequences at a time
             with constants(WORKSPACE=limit):

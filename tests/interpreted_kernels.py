@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-import optimized.attention
-import optimized.cache
-import reference.attention
-import reference.cache
-import reference.keydiff
-import reference.lagkv
-import reference.selection
-from optimized.kernels import attention, cache, keydiff, lagkv, selection
+from evictionary.optimized import attention as optimized_attention
+from evictionary.optimized import cache as optimized_cache
+from evictionary.optimized.kernels import attention, cache, keydiff, lagkv, selection
+from evictionary.reference import attention as reference_attention
+from evictionary.reference import cache as reference_cache
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import lagkv as reference_lagkv
+from evictionary.reference import selection as reference_selection
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,9 +40,9 @@ def check_keydiff() -> None:
             keys[:, :, ::3] *= 1e-30
             keys[:, :, 1::3] *= 1e30
         keys[:, :, 4:5] = 0
-        np.testing.assert_allclose(exact(keydiff.score(keys)), reference.keydiff.score(exact(keys)), atol=5e-7)
+        np.testing.assert_allclose(exact(keydiff.score(keys)), reference_keydiff.score(exact(keys)), atol=5e-7)
     tiny = states(1, 1, 9, 16) * 1e-42
-    np.testing.assert_allclose(exact(keydiff.score(tiny)), reference.keydiff.score(exact(tiny)), atol=5e-7)
+    np.testing.assert_allclose(exact(keydiff.score(tiny)), reference_keydiff.score(exact(tiny)), atol=5e-7)
 
 
 def check_lagkv() -> None:
@@ -54,18 +54,18 @@ def check_lagkv() -> None:
         keys[..., 3:4] = 1
         settings = {"keep_ratio": keep_ratio, "sink_size": sink_size, "lag_size": lag}
         kept = lagkv.select(keys, values, **settings)
-        wanted = reference.lagkv.select(exact(keys), exact(values), **settings)
-        assert kept.sum(dim=-1).eq(reference.lagkv.retained_length(length, **settings)).all()
+        wanted = reference_lagkv.select(exact(keys), exact(values), **settings)
+        assert kept.sum(dim=-1).eq(reference_lagkv.retained_length(length, **settings)).all()
         if length >= sink_size + 2 * lag:
             parts = [x[:, :, sink_size : sink_size + lag] for x in (keys, values)]
             parts += [x[:, :, sink_size + lag : sink_size + 2 * lag - 3] for x in (keys, values)]
-            scores = reference.lagkv.score(*map(exact, parts))
+            scores = reference_lagkv.score(*map(exact, parts))
             np.testing.assert_allclose(exact(lagkv.score(*parts)), scores, atol=1e-6)
             # Judged by what was lost, not by which tokens: float32 may exchange two scores that nearly tie.
             first = slice(sink_size, sink_size + lag)
             regret = (scores * wanted[..., first]).sum(-1) - (scores * kept[..., first].numpy()).sum(-1)
             assert np.abs(regret).max() < 1e-6
-        for got, want in zip(lagkv.compress(keys, values, **settings), optimized.cache.compress(keys, values, kept), strict=True):
+        for got, want in zip(lagkv.compress(keys, values, **settings), optimized_cache.compress(keys, values, kept), strict=True):
             assert torch.equal(got, want)
     # On a GPU nobody looks for NaN beforehand: the kernel keeps as many tokens as it has room for, whatever it meets.
     keys = states(1, 1, 64, 16)
@@ -90,13 +90,13 @@ def check_selection() -> None:
             protected = torch.rand(2, length) < 0.1
             for budget in {0, 1, length // 3, length - 1, length, length + 4}:
                 got = selection.top_k(scores, budget)
-                assert np.array_equal(got.numpy(), reference.selection.top_k(exact(scores), budget))
+                assert np.array_equal(got.numpy(), reference_selection.top_k(exact(scores), budget))
                 if protected.sum(-1).max() <= budget:
                     got = selection.top_k(scores, budget, protected)
-                    assert np.array_equal(got.numpy(), reference.selection.top_k(exact(scores), budget, protected.numpy()))
+                    assert np.array_equal(got.numpy(), reference_selection.top_k(exact(scores), budget, protected.numpy()))
     selection.LONGEST_SHORT_ROW = 16384
     scores = torch.randn(2, 40000)[:, ::2]
-    assert np.array_equal(selection.top_k(scores, 7777).numpy(), reference.selection.top_k(exact(scores), 7777))
+    assert np.array_equal(selection.top_k(scores, 7777).numpy(), reference_selection.top_k(exact(scores), 7777))
 
 
 def check_cache() -> None:
@@ -105,7 +105,7 @@ def check_cache() -> None:
         keys, values = states(2, 3, 150, 24, dtype=dtype), states(2, 3, 150, 80, dtype=dtype)
         kept = torch.rand(2, 3, 150) < share
         kept[0, 1] = False
-        wanted = reference.cache.compress(exact(keys), exact(values), kept.numpy())
+        wanted = reference_cache.compress(exact(keys), exact(values), kept.numpy())
         for got, want in zip(cache.compress(keys, values, kept), wanted, strict=True):
             assert np.array_equal(exact(got), want)
 
@@ -116,13 +116,13 @@ def check_attention() -> None:
     for dtype, (batch, heads, group, queried, length, head_dim, value_dim) in itertools.product(DTYPES, shapes):
         kept = torch.rand(batch, heads, length) < 0.6
         kept[0, 1:2] = False
-        storage = optimized.cache.compress(
+        storage = optimized_cache.compress(
             states(batch, heads, length, head_dim, dtype=dtype), states(batch, heads, length, value_dim, dtype=dtype), kept
         )
         queries = 3 * states(batch, heads * group, queried, head_dim, dtype=dtype)
-        oracle = reference.cache.CompressedCache(*map(exact, storage[:2]), storage.positions.numpy(), storage.lengths.numpy())
-        wanted, log_wanted = reference.attention.attend(exact(queries), oracle)
-        plain, _ = optimized.attention.attend(queries, storage)
+        oracle = reference_cache.CompressedCache(*map(exact, storage[:2]), storage.positions.numpy(), storage.lengths.numpy())
+        wanted, log_wanted = reference_attention.attend(exact(queries), oracle)
+        plain, _ = optimized_attention.attend(queries, storage)
         output, log_sum_exp = attention.attend(queries, storage)
         bound = 2 * np.abs(exact(plain) - wanted).max() + torch.finfo(dtype).eps * max(1.0, np.abs(wanted).max())
         assert np.abs(exact(output) - wanted).max() <= bound
@@ -146,7 +146,7 @@ def check_addresses() -> None:
         for got, want in zip(lagkv.compress(spread, spread, **settings), lagkv.compress(near, near, **settings), strict=True):
             assert torch.equal(got, want)
     lengths = torch.tensor([[2]])
-    far, close = (optimized.cache.CompressedCache(x[0, 0], x[0, 0], lengths, lengths) for x in (scattered, near))
+    far, close = (optimized_cache.CompressedCache(x[0, 0], x[0, 0], lengths, lengths) for x in (scattered, near))
     for got, want in zip(attention.attend(near, far), attention.attend(near, close), strict=True):
         assert torch.equal(got, want)
     scores = torch.as_strided(storage, (2, 300), (2**31 + 64, 1))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import optimized.keydiff
-import reference.keydiff
-from optimized.kernels import keydiff
+from evictionary.optimized import keydiff as optimized_keydiff
+from evictionary.optimized.kernels import keydiff
+from evictionary.reference import keydiff as reference_keydiff
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -28,7 +28,7 @@ def exact(value: torch.Tensor) -> np.ndarray:
 
 def oracle_sum(keys: torch.Tensor) -> np.ndarray:
     """The sum of the unit keys in float64."""
-    return reference.keydiff.unit(exact(keys)).sum(axis=-2)
+    return reference_keydiff.unit(exact(keys)).sum(axis=-2)
 
 
 def check_sums() -> None:
@@ -40,9 +40,9 @@ def check_sums() -> None:
             keys[:, :, ::3] *= 1e-30
             keys[:, :, 1::3] *= 1e30
         keys[:, :, 4:5] = 0
-        for module in (keydiff, optimized.keydiff):
+        for module in (keydiff, optimized_keydiff):
             np.testing.assert_allclose(exact(module.anchor_sum(keys)), oracle_sum(keys), atol=2e-7 * shape[2] ** 0.5 + 1e-6)
-            np.testing.assert_allclose(exact(module.anchor(keys)), reference.keydiff.anchor(exact(keys)), atol=5e-7)
+            np.testing.assert_allclose(exact(module.anchor(keys)), reference_keydiff.anchor(exact(keys)), atol=5e-7)
     keys = states(2, 3, 5, 16)
     assert torch.equal(keydiff.anchor_sum(keys[0, 0]), keydiff.anchor_sum(keys)[0, 0])
     assert torch.equal(keydiff.anchor_sum(keys[None]), keydiff.anchor_sum(keys)[None])
@@ -53,12 +53,12 @@ def check_scores() -> None:
     for dtype, (length, head_dim) in itertools.product(DTYPES, [(1, 64), (65, 80), (300, 32), (70, 256)]):
         keys = states(2, 2, length, head_dim, dtype=dtype)
         sums = keydiff.anchor_sum(keys)
-        for module in (keydiff, optimized.keydiff):
-            wanted = reference.keydiff.score(exact(keys))
+        for module in (keydiff, optimized_keydiff):
+            wanted = reference_keydiff.score(exact(keys))
             for anchor in (sums, sums / length, sums.mT.contiguous().mT):
                 np.testing.assert_allclose(exact(module.score_with_anchor(keys, anchor)), wanted, atol=1e-6)
             foreign = torch.randn(2, 2, head_dim)
-            wanted = -reference.keydiff.cosine(exact(keys), exact(foreign))
+            wanted = -reference_keydiff.cosine(exact(keys), exact(foreign))
             np.testing.assert_allclose(exact(module.score_with_anchor(keys, foreign)), wanted, atol=1e-6)
             assert module.score_with_anchor(keys, 0 * sums).eq(0).all()
     keys = states(1, 1, 40, 16)
@@ -75,7 +75,7 @@ def check_updates() -> None:
         untouched = before.clone()
         gone = cache[:, :, :evicted]
         added, removed = oracle_sum(block), oracle_sum(gone)
-        for module in (keydiff, optimized.keydiff):
+        for module in (keydiff, optimized_keydiff):
             for arguments, change in (((block, gone), added - removed), ((block, None), added), ((None, gone), -removed)):
                 got = module.update_anchor(before, *arguments)
                 np.testing.assert_allclose(exact(got), exact(before) + change, atol=4e-6)
@@ -99,12 +99,12 @@ def check_drift() -> None:
     size = np.abs(oracle_sum(cache)).max()
     assert np.abs(exact(kept_sum) - oracle_sum(cache)).max() < 2e-6 * size
     scores = keydiff.score_with_anchor(cache, kept_sum)
-    np.testing.assert_allclose(exact(scores), reference.keydiff.score(exact(cache)), atol=2e-6)
+    np.testing.assert_allclose(exact(scores), reference_keydiff.score(exact(cache)), atol=2e-6)
     np.testing.assert_allclose(exact(scores), exact(keydiff.score(cache)), atol=2e-6)
 
 
 def check_blocks() -> None:
-    """Block prompt processing with a kept anchor ends with the cache of `reference.keydiff.process_prompt`."""
+    """Block prompt processing with a kept anchor ends with the cache of `reference_keydiff.process_prompt`."""
     budget, block = 20, 12
     keys = states(1, 1, 150, 16)
     cache = keys[:, :, :0]
@@ -116,7 +116,7 @@ def check_blocks() -> None:
             kept = keydiff.score_with_anchor(cache, kept_sum).argsort(dim=-1, descending=True, stable=True)[0, 0, :budget]
             gone = torch.ones(cache.shape[2], dtype=torch.bool).index_fill(0, kept, False)
             kept_sum, cache = keydiff.update_anchor(kept_sum, None, cache[:, :, gone]), cache[:, :, ~gone]
-    wanted = reference.keydiff.process_prompt(exact(keys), np.zeros((1, 1, 150, 1)), budget=budget, block_size=block)
+    wanted = reference_keydiff.process_prompt(exact(keys), np.zeros((1, 1, 150, 1)), budget=budget, block_size=block)
     assert np.array_equal(exact(cache), wanted.keys)
 
 
@@ -151,7 +151,7 @@ def check_addresses() -> None:
 def check_errors() -> None:
     """What does not fit is refused before a launch, by both files."""
     keys, anchor = states(1, 2, 8, 16), torch.ones(1, 2, 16)
-    for module in (keydiff, optimized.keydiff):
+    for module in (keydiff, optimized_keydiff):
         refused = [
             (lambda module=module: module.score_with_anchor(keys, anchor[:, :1]), r"anchor: got shape \(1, 1, 16\)"),
             (lambda module=module: module.score_with_anchor(keys.half(), anchor.half()), "anchor: got dtype torch.float16"),

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import optimized.cache
-import optimized.checks
-import optimized.momentkv
-import reference.momentkv
-from optimized.kernels import momentkv
-from optimized.momentkv import Moments
+from evictionary.optimized import cache as optimized_cache
+from evictionary.optimized import checks as optimized_checks
+from evictionary.optimized import momentkv as optimized_momentkv
+from evictionary.optimized.kernels import momentkv
+from evictionary.optimized.momentkv import Moments
+from evictionary.reference import momentkv as reference_momentkv
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # What one rounding of a factor may cost, in parts of the size of a sum.
@@ -38,9 +38,9 @@ def exact(value: torch.Tensor) -> np.ndarray:
     return value.double().numpy()
 
 
-def oracle(moments: Moments) -> reference.momentkv.Moments:
+def oracle(moments: Moments) -> reference_momentkv.Moments:
     """The moments for the reference."""
-    return reference.momentkv.Moments(moments.count.numpy(), *(exact(field) for field in moments[1:]))
+    return reference_momentkv.Moments(moments.count.numpy(), *(exact(field) for field in moments[1:]))
 
 
 def evicted_before(keys: torch.Tensor, values: torch.Tensor, *, length: int = 90) -> Moments:
@@ -48,7 +48,7 @@ def evicted_before(keys: torch.Tensor, values: torch.Tensor, *, length: int = 90
     others = [torch.randn(*x.shape[:2], length, x.shape[3]).to(x.dtype) for x in (keys, values)]
     evicted = torch.rand(*keys.shape[:2], length) < 0.7
     evicted[0, 0] = False
-    return optimized.momentkv.update(optimized.momentkv.no_moments(keys, values), *others, evicted)
+    return optimized_momentkv.update(optimized_momentkv.no_moments(keys, values), *others, evicted)
 
 
 def close(got: torch.Tensor, wanted: np.ndarray, dtype: torch.dtype, size: float | None = None) -> None:
@@ -64,11 +64,11 @@ def check_score_and_attend() -> None:
         keys, values = states(batch, heads, length, head_dim, dtype=dtype), states(batch, heads, length, value_dim, dtype=dtype)
         query = gapped(states(batch, heads * group, 1, head_dim, dtype=dtype)[:, :, 0])
         moments = evicted_before(keys, values)
-        wanted = reference.momentkv.score(exact(query), exact(keys), exact(values), oracle(moments))
+        wanted = reference_momentkv.score(exact(query), exact(keys), exact(values), oracle(moments))
         close(momentkv.score(query, keys, gapped(values), moments), wanted, dtype, size=float(wanted.max()))
         kept = torch.rand(batch, heads, length) < 0.6
         kept[-1, -1] = False
-        wanted = reference.momentkv.attend(exact(query), exact(keys), exact(values), kept.numpy(), oracle(moments))
+        wanted = reference_momentkv.attend(exact(query), exact(keys), exact(values), kept.numpy(), oracle(moments))
         close(momentkv.attend(query, gapped(keys), values, kept, moments), wanted, dtype)
 
 
@@ -87,7 +87,7 @@ def check_step() -> None:
             new_key, new_value = (gapped(states(batch, heads, 1, x.shape[3], dtype=dtype)[:, :, 0]) for x in (keys, values))
             all_keys, all_values = torch.cat([keys, new_key[:, :, None]], 2), torch.cat([values, new_value[:, :, None]], 2)
             before, slots = oracle(Moments(*(field.clone() for field in moments))), positions.clone()
-            scores = reference.momentkv.score(exact(query), exact(all_keys), exact(all_values), before)
+            scores = reference_momentkv.score(exact(query), exact(all_keys), exact(all_values), before)
             output = momentkv.step(query, new_key, new_value, keys, values, positions, moments, position)
             # The one slot that changed, or the new token.
             changed = positions != slots
@@ -97,12 +97,12 @@ def check_step() -> None:
             assert regret.max() <= ROUNDING[dtype] * scores.max()
             assert torch.equal(keys, torch.where(changed[..., None], new_key[:, :, None], all_keys[:, :, :-1]))
             assert torch.equal(values, torch.where(changed[..., None], new_value[:, :, None], all_values[:, :, :-1]))
-            after = reference.momentkv.update(before, exact(all_keys), exact(all_values), gone.numpy())
+            after = reference_momentkv.update(before, exact(all_keys), exact(all_values), gone.numpy())
             assert np.array_equal(moments.count.numpy(), after.count)
             for got, wanted in zip(moments[1:], after[1:], strict=True):
                 np.testing.assert_allclose(exact(got), wanted, rtol=2e-7, atol=2e-7 * np.abs(wanted).max())
             arguments = exact(query), exact(all_keys), exact(all_values), ~gone.numpy(), after
-            close(output, reference.momentkv.attend(*arguments), dtype)
+            close(output, reference_momentkv.attend(*arguments), dtype)
 
 
 def check_evicted_token_that_held_all() -> None:
@@ -113,14 +113,14 @@ def check_evicted_token_that_held_all() -> None:
         query[..., 0] = 4
         keys[0, 0, place], values[0, 0, place] = 0, 0
         keys[0, 0, place, 0] = lift
-        moments = optimized.momentkv.no_moments(keys, values)
+        moments = optimized_momentkv.no_moments(keys, values)
         left = torch.arange(71)[None, None] != place
-        after = optimized.momentkv.update(moments, keys, values, ~left)
-        wanted = reference.momentkv.attend(exact(query), exact(keys), exact(values), left.numpy(), oracle(after))
+        after = optimized_momentkv.update(moments, keys, values, ~left)
+        wanted = reference_momentkv.attend(exact(query), exact(keys), exact(values), left.numpy(), oracle(after))
         slots, new = (keys[:, :, :70].clone(), values[:, :, :70].clone()), (keys[:, :, 70], values[:, :, 70])
         output = momentkv.step(query, *new, *slots, torch.arange(70)[None, None].clone(), moments, 70)
         # The others have a millionth of the weight, and the estimate adds 0: the output must not be what rounding left of more.
-        plain = optimized.momentkv.attend(query, keys, values, left, after)
+        plain = optimized_momentkv.attend(query, keys, values, left, after)
         bound = 2 * np.abs(exact(plain) - wanted).max() + 1e-6 * np.abs(wanted).max()
         assert np.abs(exact(output) - wanted).max() <= bound
 
@@ -134,7 +134,7 @@ def check_ties() -> None:
         positions = torch.stack([torch.randperm(length), torch.randperm(length) + 5]).view(1, 2, length)
         others = torch.randn(2, 1, 2, 64, 24).round().to(dtype)
         every = torch.ones(1, 2, 64, dtype=torch.bool)
-        moments = optimized.momentkv.update(optimized.momentkv.no_moments(keys, values), *others, every)
+        moments = optimized_momentkv.update(optimized_momentkv.no_moments(keys, values), *others, every)
         before = positions.clone()
         # The new token is later than those of the first head, and earlier than most of the second.
         momentkv.step(
@@ -157,11 +157,11 @@ def check_prompt() -> None:
             if share in (0.0, 1.0) and length > 33:
                 continue
             cache, moments = momentkv.compress_prompt(keys, values, kept)
-            for got, want in zip(cache, optimized.cache.compress(keys, values, kept), strict=True):
+            for got, want in zip(cache, optimized_cache.compress(keys, values, kept), strict=True):
                 assert torch.equal(got, want)
-            before = oracle(optimized.momentkv.no_moments(keys, values))
-            once = reference.momentkv.update(before, exact(keys), exact(values), ~kept.numpy())
-            twice = reference.momentkv.update(once, exact(keys), exact(values), kept.numpy())
+            before = oracle(optimized_momentkv.no_moments(keys, values))
+            once = reference_momentkv.update(before, exact(keys), exact(values), ~kept.numpy())
+            twice = reference_momentkv.update(once, exact(keys), exact(values), kept.numpy())
             updated = momentkv.update(moments, keys, values, kept)
             for got, want in ((moments, once), (updated, twice)):
                 assert np.array_equal(got.count.numpy(), want.count)
@@ -171,7 +171,7 @@ def check_prompt() -> None:
 
 def check_nan() -> None:
     """On a GPU nobody looks for NaN beforehand: the token that has it goes, or none is left to compare, and every slot is one."""
-    optimized.checks.require_finite = lambda name, value: None
+    optimized_checks.require_finite = lambda name, value: None
     for broken in ("keys", "query", "moments"):
         storage = torch.randn(1, 2, 60, 16)
         keys, values, query = storage[:, :, 10:50], torch.randn(1, 2, 40, 16), torch.randn(1, 2, 16)
@@ -223,7 +223,7 @@ def check_errors() -> None:
     """What the kernels cannot take is refused before a launch, and before anything is written."""
     keys, query = states(1, 1, 8, 16), torch.ones(1, 2, 16)
     new, positions = torch.ones(1, 1, 16), torch.arange(8).view(1, 1, 8)
-    moments, kept = optimized.momentkv.no_moments(keys, keys), torch.ones(1, 1, 8, dtype=torch.bool)
+    moments, kept = optimized_momentkv.no_moments(keys, keys), torch.ones(1, 1, 8, dtype=torch.bool)
     strided = moments._replace(value_key_sum=torch.zeros(1, 1, 16, 16).mT)
     refused = [
         (lambda: momentkv.score(query, keys.double(), keys.double(), moments), "query: got dtype|keys: got dtype torch.float64"),

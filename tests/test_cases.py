@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from spec_tests.cases import HEAD_DIMS, KINDS, LENGTHS, Case, Tiny, cases, seeded_cases, shares, tiny_cases
-from spec_tests.matrix import load_laws
+from evictionary.spec_tests.harness.cases import HEAD_DIMS, KINDS, LENGTHS, Case, Tiny, cases, seeded_cases, shares, tiny_cases
+from evictionary.spec_tests.harness.matrix import load_laws
 
 
 def draws(strategy: SearchStrategy[Any], count: int) -> list[Any]:

@@ -14,12 +14,12 @@ from conftest import tiny_llama
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from reference.expected_attention import correlation
-from workbench import cli
-from workbench.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
-from workbench.claims.claim import NOT_SEEN, OTHER_MODEL, SEEN, Claim, Condition, mean_of, median_of
-from workbench.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_on, record
-from workbench.errors import UsageError
+from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
+from evictionary.claims.claim import NOT_SEEN, OTHER_MODEL, SEEN, Claim, Condition, mean_of, median_of
+from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_on, record
+from evictionary.cli import app as cli
+from evictionary.errors import UsageError
+from evictionary.reference.expected_attention_theory import correlation
 
 SCALE = Scale(
     prompt_tokens=96,
@@ -281,7 +281,7 @@ def test_the_stored_results_follow_from_their_rules() -> None:
 
 
 def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.claims.run.Scale", lambda: SCALE)
+    monkeypatch.setattr("evictionary.claims.run.Scale", lambda: SCALE)
     common = ["--model", model_folder, "--papers", "keydiff,momentkv", "--output", tmp_path / "claims"]
     done = CliRunner().invoke(cli.app, ["claims", *map(str, common), "--json"])
     assert done.exit_code == 0, done.output

@@ -30,14 +30,15 @@ from jsonschema import ValidationError
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner, Result
 
-from spec_tests.law import REQUIREMENTS
-from spec_tests.matrix import load_laws
-from spec_tests.mutants import load_mutants
-from workbench.classroom import assignment as assignments
-from workbench.classroom import attacks, classes, contest, formats, grading, seccomp, submissions, transcript, worker
-from workbench.classroom.child import Child, ChildDied, Limits, closed
-from workbench.classroom.synthetic import NUMPY, SOLUTION, SWEEP_SEED, bundled
-from workbench.cli import app
+from docs_build import transcript
+from evictionary.classroom import assignment as assignments
+from evictionary.classroom import attacks, classes, contest, formats, grading, seccomp, submissions, worker
+from evictionary.classroom.child import Child, ChildDied, Limits, closed
+from evictionary.classroom.synthetic import NUMPY, SOLUTION, SWEEP_SEED, bundled
+from evictionary.cli.app import app
+from evictionary.spec_tests.harness.law import REQUIREMENTS
+from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.planted import load_mutants
 
 KERNEL = """
 import torch
@@ -185,9 +186,9 @@ def test_constants_of_a_student() -> None:
 
 
 def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
-    from workbench import models
+    from evictionary.models.load import load as load_model
 
-    monkeypatch.setattr(contest, "load_model", lambda: models.load(str(model_folder)))
+    monkeypatch.setattr(contest, "load_model", lambda: load_model(str(model_folder)))
     contest.texts.cache_clear()
     source = "def score(keys, values):\n    return values.norm(dim=-1)\n"
     result = judged("contest", source, secret=None)
@@ -314,7 +315,7 @@ def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
     path = tmp_path / "keydiff.py"
     path.write_text("import time\n\n\ndef score(keys):\n    time.sleep(600)\n", encoding="utf-8")
     program = (
-        "import sys\nfrom pathlib import Path\nfrom workbench.classroom.child import Child\n"
+        "import sys\nfrom pathlib import Path\nfrom evictionary.classroom.child import Child\n"
         "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child._process.pid, flush=True)\n"
         "    child.call('score', 1)\n"
     )
@@ -364,7 +365,7 @@ def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatc
         environment, arguments, modules = child.call("seen")
     assert "A_TOKEN" not in environment
     assert "secret" not in arguments
-    for name in ("reference", "optimized", "spec_tests", "hypothesis", "workbench"):
+    for name in ("reference", "optimized", "spec_tests", "hypothesis", "evictionary"):
         assert f"'{name}'" not in modules
 
 

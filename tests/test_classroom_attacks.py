@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import reference
-from workbench.classroom import assignment as assignments
-from workbench.classroom import attacks, classes, formats, grading
+from evictionary import reference
+from evictionary.classroom import assignment as assignments
+from evictionary.classroom import attacks, classes, formats, grading
 
 ORACLE = Path(next(iter(reference.__path__))) / "keydiff.py"
 
@@ -45,7 +45,7 @@ def test_hostile_archives_are_refused(tmp_path: Path) -> None:
 
 def test_the_oracle_in_the_file_itself_would_have_full_marks() -> None:
     """What the attacks on the oracle are after is worth having: reading it is all that stands between them and full marks."""
-    from workbench.classroom.synthetic import bundled
+    from evictionary.classroom.synthetic import bundled
 
     result = grading.judge(bundled("keydiff").encode(), assignments.load("keydiff"), secret=b"a secret", examples=1)
     assert result.score == 100

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from workbench import __version__, catalogue, embedded
-from workbench.cli import ADDITIONS, app
-from workbench.errors import InstallError
+from evictionary import __version__
+from evictionary.cli.app import app
+from evictionary.cli.methods import ADDITIONS
+from evictionary.errors import InstallError
+from evictionary.methods import catalogue
+from evictionary.models import embedded
 
 
 def invoke(*arguments: object) -> Result:
@@ -27,7 +30,9 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def test_version_and_help_need_no_torch() -> None:
-    program = "import sys\nfrom workbench.cli import app\napp(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    program = (
+        "import sys\nfrom evictionary.cli.app import app\napp(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "demo" in done.stdout
     assert invoke("--version").stdout == f"evictionary {__version__}\n"

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from spec_tests.controls import load_controls
-from spec_tests.matrix import alarms
+from evictionary.spec_tests.harness.matrix import alarms
+from evictionary.spec_tests.harness.planted import load_controls
 
 CONTROLS = load_controls()
 EXAMPLES = 12

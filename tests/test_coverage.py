@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests import coverage
+from evictionary.spec_tests.harness import coverage
 
 
 def test_every_requirement_has_a_law_or_a_reason() -> None:
@@ -12,7 +12,7 @@ def test_every_requirement_has_a_law_or_a_reason() -> None:
 
 
 def test_the_coverage_page_is_up_to_date() -> None:
-    assert coverage.PAGE.read_text(encoding="utf-8") == coverage.page(), "run python -m spec_tests.coverage"
+    assert coverage.PAGE.read_text(encoding="utf-8") == coverage.page(), "run python -m spec_tests.harness.coverage"
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,13 @@ import filelock
 import pytest
 from typer.testing import CliRunner, Result
 
-from workbench import cli_eval, eval_report, evaluation, tasks
-from workbench.cli import app
-from workbench.errors import UsageError
-from workbench.evaluation import Line, Plan
+from evictionary.cli import evaluate as cli_eval
+from evictionary.cli.app import app
+from evictionary.errors import UsageError
+from evictionary.evaluation import report as eval_report
+from evictionary.evaluation import run as evaluation
+from evictionary.evaluation import tasks
+from evictionary.evaluation.run import Line, Plan
 
 NAMES = ["passkey7", "copy"]
 
@@ -124,7 +127,7 @@ def test_a_dask_cluster_of_two_workers_finds_the_same(
         distributed.Client(cluster) as client,
     ):
         lines = evaluation.run(plan_for(model_folder), tmp_path, dask=cluster.scheduler_address)
-        measured_there = client.run(lambda: sys.modules["workbench.evaluation"]._loaded.cache_info().currsize)
+        measured_there = client.run(lambda: sys.modules["evictionary.evaluation.run"]._loaded.cache_info().currsize)
     assert list(measured_there.values()) == [1, 1]
     assert without_seconds(lines) == without_seconds(finished[1])
 

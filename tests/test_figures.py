@@ -18,11 +18,14 @@ from conftest import tiny_llama
 from playwright.sync_api import Browser, Locator, Page, Request, sync_playwright
 from transformers import PreTrainedTokenizerFast
 
-from reference import h2o, keydiff, knorm, lagkv, momentkv, selection, snapkv, streaming_llm, tova
-from reference.momentkv_theory import full_output
-from workbench import catalogue, figures, methods, passkey
-from workbench.cache import CAPTURED, EvictingCache
-from workbench.questions import prefill
+from docs_build import figures
+from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import prefill
+from evictionary.methods import catalogue
+from evictionary.methods.resolve import resolve
+from evictionary.reference import h2o, keydiff, knorm, lagkv, momentkv, selection, snapkv, streaming_llm, tova
+from evictionary.reference.momentkv_theory import full_output
 
 PAGES = Path(__file__).parent.parent / "docs" / "figures"
 FIGURES = ("survivors", "moments", "keys")
@@ -84,7 +87,7 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
         }
         for step, budget in enumerate(budgets):
             states = {"keys": keys, "values": values, "queries": queries}
-            optimized = methods.resolve("keydiff").kept(states, budget=budget)
+            optimized = resolve("keydiff").kept(states, budget=budget)
             np.testing.assert_array_equal(masks["keydiff"][step, index], optimized[0].numpy())
             for name, score in scores.items():  # equal tokens may score alike, so that rounding decides between them
                 assert (masks[name][step, index].sum(axis=-1) == budget).all()
@@ -131,7 +134,7 @@ def test_the_stored_data_is_that_of_the_prompt_and_of_the_methods() -> None:
         by_position = selection.top_k(streaming_llm.score(np.ones((1, 1, length, 1))), budget)
         assert (masks["streaming_llm"][index] == by_position[0]).all()
     assert (masks["tova"] == masks["tova"][:, :, :1]).all()
-    random = methods.resolve("random")
+    random = resolve("random")
     keys = {"keys": torch.ones(1, data["heads"], length, 1)}
     for layer in range(data["layers"]):
         wanted = random.kept(keys, budget=data["budgets"][0], layer_index=layer, seed=figures.SEED)

@@ -1,52 +1,136 @@
-"""Imports run one way: reference <- spec_tests, reference <- optimized, everything <- workbench."""
+"""Imports run one way, in every folder, and nothing imports itself in a circle. The house is drawn in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-# What a package may not import, directly or through what it imports.
-FORBIDDEN = {
-    "reference": {"optimized", "spec_tests", "workbench", "torch", "triton", "transformers", "hypothesis", "pytest"},
-    "spec_tests": {"optimized", "workbench", "transformers"},
-    "optimized": {"spec_tests", "workbench", "transformers"},
-}
+import evictionary
+from evictionary import optimized, reference
 
-# Import every module of a package in a fresh interpreter and print what came along.
-PROGRAM = """
-import importlib, pkgutil, sys
-package = importlib.import_module(sys.argv[1])
-for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    importlib.import_module(module.name)
-print("\\n".join({name.split(".")[0] for name in sys.modules}))
-"""
+ROOT = Path(__file__).parent.parent
+
+ROOMS = [
+    ("reference",),
+    ("spec_tests.harness", "optimized.kernels"),
+    ("spec_tests.mutants", "optimized"),
+    ("spec_tests.controls",),
+    ("spec_tests",),
+    ("errors", "tutorials"),
+    ("models", "methods"),
+    ("cache",),
+    ("evaluation",),
+    ("claims", "classroom"),
+    ("cli",),
+]
+"""A file imports its own room and those above it in this list, never one beside or below it."""
+
+APART = {"spec_tests": {"optimized", "transformers"}, "optimized": {"spec_tests", "transformers"}}
+"""What a folder may not import at all, although the order would allow it."""
 
 
-@pytest.mark.parametrize("package", sorted(FORBIDDEN))
-def test_imports_run_one_way(package: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, package], capture_output=True, text=True, check=True)
-    assert not FORBIDDEN[package] & set(done.stdout.split())
+def files() -> dict[str, Path]:
+    """Every module under evictionary, by its name without that prefix."""
+    found = {}
+    for folder in (ROOT / "evictionary", *(ROOT / name for name in ("reference", "optimized", "spec_tests"))):
+        base = folder if folder.name == "evictionary" else folder.parent
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(base).with_suffix("").parts
+            found[".".join(part for part in parts if part != "__init__")] = path
+    found.pop("")
+    return found
+
+
+FILES = files()
+
+
+def room_of(module: str) -> str | None:
+    """The innermost room that a module stands in; `__main__` and the package itself stand in none."""
+    inside = [name for names in ROOMS for name in names if module == name or module.startswith(f"{name}.")]
+    return max(inside, key=len, default=None)
+
+
+def imports(module: str) -> set[str]:
+    """The modules of the project that a file imports, wherever in the file; for type checkers alone does not count."""
+    path = FILES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    unread = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = node.module or ""
+            if node.level:
+                steps = package.split(".")[: len(package.split(".")) - node.level + 1]
+                start = ".".join(["evictionary", *steps, *([node.module] if node.module else [])])
+            found |= {f"{start}.{alias.name}" for alias in node.names} | {start}
+    return found
+
+
+def own(names: set[str]) -> set[str]:
+    return {name.removeprefix("evictionary.") for name in names} & set(FILES)
+
+
+@pytest.mark.parametrize("module", sorted(module for module in FILES if room_of(module)))
+def test_a_file_imports_its_own_room_and_those_before_it(module: str) -> None:
+    place = {name: index for index, names in enumerate(ROOMS) for name in names}
+    room = room_of(module)
+    assert room is not None
+    for imported in own(imports(module)):
+        other = room_of(imported)
+        assert other is None or other == room or place[other] < place[room], f"{module} imports {imported}"
+    named = {each.removeprefix("evictionary.").split(".")[0] for each in imports(module)}
+    assert not named & APART.get(module.split(".")[0], set())
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    graph = {module: own(imports(module)) - {module} for module in FILES}
+    packages = {module for module, path in FILES.items() if path.name == "__init__.py"}
+    # `from evictionary.reference import keydiff` names the package too, whose file imports nothing.
+    graph = {module: {each for each in needed if each not in packages or graph[each]} for module, needed in graph.items()}
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_reference_imports_numpy_and_itself_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, "reference"], capture_output=True, text=True, check=True)
-    numpy_alone = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("walk_packages(package.__path__", "walk_packages([]"), "numpy"],
-        capture_output=True,
-        text=True,
-        check=True,
+    program = (
+        "import importlib, pkgutil, sys\npackage = importlib.import_module(sys.argv[1])\n"
+        "for module in pkgutil.walk_packages({}, package.__name__ + '.'):\n    importlib.import_module(module.name)\n"
+        "print('\\n'.join({{name.split('.')[0] for name in sys.modules}}))"
     )
-    extra = set(done.stdout.split()) - set(numpy_alone.stdout.split()) - set(sys.stdlib_module_names) - {"reference"}
-    assert extra == set()
+
+    def loaded(package: str, inside: str) -> set[str]:
+        command = [sys.executable, "-c", program.format(inside), package]
+        return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split())
+
+    extra = loaded("reference", "package.__path__") - loaded("numpy", "[]") - set(sys.stdlib_module_names)
+    assert extra == {"reference"}
 
 
 def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
-    import optimized
-    import reference
-
     stems = {module.name for module in pkgutil.iter_modules(reference.__path__)}
     extra = {module.name for module in pkgutil.iter_modules(optimized.__path__)} - stems
-    assert extra <= {"kernels"}
+    assert extra <= {"kernels", "states"}
+
+
+def test_a_light_import_stays_light() -> None:
+    program = "import sys, evictionary.cli.app, evictionary.spec_tests.harness.law\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+    assert evictionary.__version__

@@ -31,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("stem", KERNELS)
 def test_first_configuration_compiles_for_every_target(stem: str) -> None:
     """The first configuration of a kernel file keeps every rule of `compiling` on sm_80, sm_90, sm_100 and gfx942."""
-    done = run("-m", "optimized.kernels.compiling", stem)
+    done = run("-m", "evictionary.optimized.kernels.compiling", stem)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {report["target"] for report in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}, done.stderr
     broken = [f"{r['kernel']} on {r['target']}: {'; '.join(r['broken'])}" for r in found if r["broken"]]
@@ -51,7 +51,7 @@ def test_inspection_sees_what_it_is_there_for(tmp_path: pathlib.Path) -> None:
 
 PROBE = """
 import dataclasses, json, torch, triton, triton.language as tl
-from optimized.kernels import compiling
+from evictionary.optimized.kernels import compiling
 
 @triton.jit
 def probe(source, target, stride, BLOCK: tl.constexpr):

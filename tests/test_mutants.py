@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.implementation import ANY
-from spec_tests.law import REQUIREMENTS
-from spec_tests.matrix import laws_for, load_laws, outcome
-from spec_tests.mutants import load_mutants
+from evictionary.spec_tests.harness.implementation import ANY
+from evictionary.spec_tests.harness.law import REQUIREMENTS
+from evictionary.spec_tests.harness.matrix import laws_for, load_laws, outcome
+from evictionary.spec_tests.harness.planted import load_mutants
 
 MUTANTS = load_mutants()
 

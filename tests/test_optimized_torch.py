@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-import optimized.attention
-import optimized.cache
-import optimized.gvote
-import optimized.keydiff
-import optimized.knorm
-import optimized.lagkv
-import optimized.selection
-import optimized.streaming_llm
-import reference.keydiff
-import reference.knorm
-import reference.lagkv
+from evictionary.optimized import attention as optimized_attention
+from evictionary.optimized import cache as optimized_cache
+from evictionary.optimized import gvote as optimized_gvote
+from evictionary.optimized import keydiff as optimized_keydiff
+from evictionary.optimized import knorm as optimized_knorm
+from evictionary.optimized import lagkv as optimized_lagkv
+from evictionary.optimized import selection as optimized_selection
+from evictionary.optimized import streaming_llm as optimized_streaming_llm
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import knorm as reference_knorm
+from evictionary.reference import lagkv as reference_lagkv
 
 
 def states(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -28,21 +28,21 @@ def states(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 KEYS, VALUES = states(2, 3, 40, 16), states(2, 3, 40, 12, seed=1)
 KEPT = states(2, 3, 40, seed=2) > 0
-CACHE = optimized.cache.compress(KEYS, VALUES, KEPT)
+CACHE = optimized_cache.compress(KEYS, VALUES, KEPT)
 QUERIES = states(2, 6, 5, 16, seed=3)
 LAG = {"keep_ratio": 0.5, "sink_size": 4, "lag_size": 8}
 
 CALLS: dict[str, tuple[Callable[..., object], list[torch.Tensor]]] = {
-    "keydiff.score": (optimized.keydiff.score, [KEYS]),
-    "knorm.score": (optimized.knorm.score, [KEYS]),
-    "streaming_llm.score": (optimized.streaming_llm.score, [KEYS]),
-    "lagkv.score": (optimized.lagkv.score, [KEYS[:, :, :8], VALUES[:, :, :8], KEYS[:, :, 8:20], VALUES[:, :, 8:20]]),
-    "lagkv.select": (lambda keys, values: optimized.lagkv.select(keys, values, **LAG), [KEYS, VALUES]),
-    "lagkv.compress": (lambda keys, values: optimized.lagkv.compress(keys, values, **LAG), [KEYS, VALUES]),
-    "selection.top_k": (lambda scores: optimized.selection.top_k(scores, 7), [states(2, 3, 40)]),
-    "cache.compress": (optimized.cache.compress, [KEYS, VALUES, torch.ones_like(KEPT)]),
+    "keydiff.score": (optimized_keydiff.score, [KEYS]),
+    "knorm.score": (optimized_knorm.score, [KEYS]),
+    "streaming_llm.score": (optimized_streaming_llm.score, [KEYS]),
+    "lagkv.score": (optimized_lagkv.score, [KEYS[:, :, :8], VALUES[:, :, :8], KEYS[:, :, 8:20], VALUES[:, :, 8:20]]),
+    "lagkv.select": (lambda keys, values: optimized_lagkv.select(keys, values, **LAG), [KEYS, VALUES]),
+    "lagkv.compress": (lambda keys, values: optimized_lagkv.compress(keys, values, **LAG), [KEYS, VALUES]),
+    "selection.top_k": (lambda scores: optimized_selection.top_k(scores, 7), [states(2, 3, 40)]),
+    "cache.compress": (optimized_cache.compress, [KEYS, VALUES, torch.ones_like(KEPT)]),
     "attention.attend": (
-        lambda queries, keys: optimized.attention.attend(queries, CACHE._replace(keys=keys)),
+        lambda queries, keys: optimized_attention.attend(queries, CACHE._replace(keys=keys)),
         [QUERIES, CACHE.keys],
     ),
 }
@@ -77,14 +77,14 @@ def test_strides_do_not_matter(name: str) -> None:
 def test_scores_are_float32_or_wider_and_states_keep_their_dtype(dtype: torch.dtype) -> None:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     keys, values = KEYS.to(dtype), VALUES.to(dtype)
-    assert optimized.keydiff.score(keys).dtype == wide
-    assert optimized.knorm.score(keys).dtype == wide
-    assert optimized.streaming_llm.score(keys).dtype == wide
-    assert optimized.lagkv.score(keys, values, keys, values).dtype == wide
-    cache = optimized.cache.compress(keys, values, KEPT)
+    assert optimized_keydiff.score(keys).dtype == wide
+    assert optimized_knorm.score(keys).dtype == wide
+    assert optimized_streaming_llm.score(keys).dtype == wide
+    assert optimized_lagkv.score(keys, values, keys, values).dtype == wide
+    cache = optimized_cache.compress(keys, values, KEPT)
     assert (cache.keys.dtype, cache.values.dtype) == (dtype, dtype)
     assert (cache.positions.dtype, cache.lengths.dtype) == (torch.int64, torch.int64)
-    output, log_sum_exp = optimized.attention.attend(QUERIES.to(dtype), cache)
+    output, log_sum_exp = optimized_attention.attend(QUERIES.to(dtype), cache)
     assert (output.dtype, log_sum_exp.dtype) == (dtype, wide)
 
 
@@ -93,17 +93,17 @@ def test_scales_beyond_the_squares_of_float32(scale: float) -> None:
     keys = KEYS.clone()
     keys[..., ::3, :] *= scale
     keys[..., 7, :] = 0
-    wanted = reference.keydiff.score(keys.numpy())
-    np.testing.assert_allclose(optimized.keydiff.score(keys).numpy(), wanted, atol=1e-6)
-    np.testing.assert_allclose(optimized.knorm.score(keys).numpy(), reference.knorm.score(keys.numpy()), rtol=1e-5, atol=1e-44)
+    wanted = reference_keydiff.score(keys.numpy())
+    np.testing.assert_allclose(optimized_keydiff.score(keys).numpy(), wanted, atol=1e-6)
+    np.testing.assert_allclose(optimized_knorm.score(keys).numpy(), reference_knorm.score(keys.numpy()), rtol=1e-5, atol=1e-44)
 
 
 def test_votes_whose_logits_overflow_are_counted() -> None:
     keys, query = torch.tensor([[[[-1e20], [1e20], [1.0]]]]), torch.zeros(1, 1, 1)
-    kept = optimized.gvote.select(query, keys, torch.full((1, 1, 1, 1), 1e25), p=0.3)
+    kept = optimized_gvote.select(query, keys, torch.full((1, 1, 1, 1), 1e25), p=0.3)
     assert kept.tolist() == [[[False, True, False]]]
     with pytest.raises(ValueError, match="attention"):
-        optimized.gvote.select(query + 1e25, keys, torch.full((1, 1, 1, 1), 1e25), p=0.3)
+        optimized_gvote.select(query + 1e25, keys, torch.full((1, 1, 1, 1), 1e25), p=0.3)
 
 
 def test_a_token_too_far_off_for_float32_wins_its_partition() -> None:
@@ -111,9 +111,9 @@ def test_a_token_too_far_off_for_float32_wins_its_partition() -> None:
     keys = KEYS.clone()
     keys[:, :, 12:20] *= 1e-10
     keys[:, :, 6] *= 1e30
-    kept = optimized.lagkv.select(keys, VALUES, **LAG)
+    kept = optimized_lagkv.select(keys, VALUES, **LAG)
     assert kept[:, :, 6].all()
-    assert torch.equal(kept, torch.from_numpy(reference.lagkv.select(keys.numpy(), VALUES.numpy(), **LAG)))
+    assert torch.equal(kept, torch.from_numpy(reference_lagkv.select(keys.numpy(), VALUES.numpy(), **LAG)))
 
 
 NAN = KEYS.clone()
@@ -122,53 +122,53 @@ INFINITE = KEYS.clone()
 INFINITE[1, 2, 0, 0] = float("inf")
 
 WRONG: list[tuple[str, Callable[[], object], str]] = [
-    ("a list", lambda: optimized.keydiff.score(KEYS.tolist()), "keys: got list, wanted a torch tensor"),
-    ("integers", lambda: optimized.keydiff.score(KEYS.long()), "keys: got dtype torch.int64, wanted a floating dtype"),
-    ("one axis", lambda: optimized.keydiff.score(KEYS[0, 0, 0]), r"keys: got shape \(16,\), wanted \[\.\.\., T, D\]"),
-    ("no tokens", lambda: optimized.keydiff.score(KEYS[:, :, :0]), "keys: got shape .* wanted no empty axis"),
-    ("NaN", lambda: optimized.keydiff.score(NAN), "keys: got NaN or infinite numbers"),
-    ("infinity", lambda: optimized.keydiff.score(INFINITE), "keys: got NaN or infinite numbers"),
-    ("NaN norm", lambda: optimized.knorm.score(NAN), "keys: got NaN or infinite numbers"),
-    ("negative sinks", lambda: optimized.streaming_llm.score(KEYS, sink_size=-1), "sink_size: got -1"),
+    ("a list", lambda: optimized_keydiff.score(KEYS.tolist()), "keys: got list, wanted a torch tensor"),
+    ("integers", lambda: optimized_keydiff.score(KEYS.long()), "keys: got dtype torch.int64, wanted a floating dtype"),
+    ("one axis", lambda: optimized_keydiff.score(KEYS[0, 0, 0]), r"keys: got shape \(16,\), wanted \[\.\.\., T, D\]"),
+    ("no tokens", lambda: optimized_keydiff.score(KEYS[:, :, :0]), "keys: got shape .* wanted no empty axis"),
+    ("NaN", lambda: optimized_keydiff.score(NAN), "keys: got NaN or infinite numbers"),
+    ("infinity", lambda: optimized_keydiff.score(INFINITE), "keys: got NaN or infinite numbers"),
+    ("NaN norm", lambda: optimized_knorm.score(NAN), "keys: got NaN or infinite numbers"),
+    ("negative sinks", lambda: optimized_streaming_llm.score(KEYS, sink_size=-1), "sink_size: got -1"),
     (
         "fewer values",
-        lambda: optimized.lagkv.select(KEYS, VALUES[:, :, 1:], **LAG),
+        lambda: optimized_lagkv.select(KEYS, VALUES[:, :, 1:], **LAG),
         r"values: got shape .* \(the batch, heads and tokens of keys\)",
     ),
     (
         "two dtypes",
-        lambda: optimized.lagkv.select(KEYS, VALUES.double(), **LAG),
+        lambda: optimized_lagkv.select(KEYS, VALUES.double(), **LAG),
         r"values: got dtype torch.float64, wanted torch.float32",
     ),
-    ("two devices", lambda: optimized.lagkv.select(KEYS, VALUES.to("meta"), **LAG), "values: got device meta, wanted cpu"),
-    ("three axes", lambda: optimized.lagkv.select(KEYS[0], VALUES[0], **LAG), r"keys: got shape .* wanted \[B, H_kv, T, D\]"),
-    ("keep_ratio", lambda: optimized.lagkv.select(KEYS, VALUES, keep_ratio=1.5), "keep_ratio: got 1.5"),
-    ("next channels", lambda: optimized.lagkv.score(KEYS, VALUES, KEYS[..., 1:], VALUES), "next_keys: got shape"),
-    ("next tokens", lambda: optimized.lagkv.score(KEYS, VALUES, KEYS, VALUES[:, :, 1:]), "next_values: got shape"),
+    ("two devices", lambda: optimized_lagkv.select(KEYS, VALUES.to("meta"), **LAG), "values: got device meta, wanted cpu"),
+    ("three axes", lambda: optimized_lagkv.select(KEYS[0], VALUES[0], **LAG), r"keys: got shape .* wanted \[B, H_kv, T, D\]"),
+    ("keep_ratio", lambda: optimized_lagkv.select(KEYS, VALUES, keep_ratio=1.5), "keep_ratio: got 1.5"),
+    ("next channels", lambda: optimized_lagkv.score(KEYS, VALUES, KEYS[..., 1:], VALUES), "next_keys: got shape"),
+    ("next tokens", lambda: optimized_lagkv.score(KEYS, VALUES, KEYS, VALUES[:, :, 1:]), "next_values: got shape"),
     (
         "a float mask",
-        lambda: optimized.cache.compress(KEYS, VALUES, KEPT.float()),
+        lambda: optimized_cache.compress(KEYS, VALUES, KEPT.float()),
         "kept: got dtype torch.float32, wanted a boolean mask",
     ),
-    ("a short mask", lambda: optimized.cache.compress(KEYS, VALUES, KEPT[..., 1:]), "kept: got shape"),
-    ("NaN scores", lambda: optimized.selection.top_k(torch.tensor([1.0, float("nan")]), 1), "scores: got NaN"),
-    ("a negative budget", lambda: optimized.selection.top_k(torch.ones(3), -1), "budget: got -1"),
-    ("a boolean score", lambda: optimized.selection.top_k(KEPT, 1), "scores: got torch.bool"),
+    ("a short mask", lambda: optimized_cache.compress(KEYS, VALUES, KEPT[..., 1:]), "kept: got shape"),
+    ("NaN scores", lambda: optimized_selection.top_k(torch.tensor([1.0, float("nan")]), 1), "scores: got NaN"),
+    ("a negative budget", lambda: optimized_selection.top_k(torch.ones(3), -1), "budget: got -1"),
+    ("a boolean score", lambda: optimized_selection.top_k(KEPT, 1), "scores: got torch.bool"),
     (
         "too many protected",
-        lambda: optimized.selection.top_k(torch.ones(3), 1, torch.ones(3, dtype=torch.bool)),
+        lambda: optimized_selection.top_k(torch.ones(3), 1, torch.ones(3, dtype=torch.bool)),
         "protected: got 3 .* budget, 1",
     ),
-    ("an integer mask", lambda: optimized.selection.top_k(torch.ones(3), 1, torch.ones(3)), "protected: got torch.float32"),
+    ("an integer mask", lambda: optimized_selection.top_k(torch.ones(3), 1, torch.ones(3)), "protected: got torch.float32"),
     (
         "five query heads",
-        lambda: optimized.attention.attend(QUERIES[:, :5], CACHE),
+        lambda: optimized_attention.attend(QUERIES[:, :5], CACHE),
         "queries: got 5 query heads, wanted a multiple of the 3",
     ),
-    ("a query dtype", lambda: optimized.attention.attend(QUERIES.half(), CACHE), "queries: got dtype torch.float16"),
+    ("a query dtype", lambda: optimized_attention.attend(QUERIES.half(), CACHE), "queries: got dtype torch.float16"),
     (
         "query channels",
-        lambda: optimized.attention.attend(QUERIES[..., :8], CACHE),
+        lambda: optimized_attention.attend(QUERIES[..., :8], CACHE),
         r"queries: got shape .* wanted \[2, H_q, M, 16\]",
     ),
 ]

@@ -14,8 +14,8 @@ import yaml
 
 from docs_build import entries as site
 from docs_build import hooks, pages
-from spec_tests.implementation import STEMS
-from spec_tests.law import REQUIREMENTS
+from evictionary.spec_tests.harness.implementation import STEMS
+from evictionary.spec_tests.harness.law import REQUIREMENTS
 
 DOCS = site.ROOT / "docs"
 METHOD_PAGES = sorted(set(site.PAGES.values()))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from workbench import tasks
-from workbench.errors import UsageError
+from evictionary.errors import UsageError
+from evictionary.evaluation import tasks
 
 TOKENS = 1100  # of one byte each
 

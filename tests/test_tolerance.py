@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from reference import keydiff, lagkv
-from spec_tests.arithmetic import EPSILON, Rounded, round_to
-from spec_tests.cases import KINDS, Case
-from spec_tests.tolerance import Violation, allowance, check_selection
+from evictionary.reference import keydiff, lagkv
+from evictionary.spec_tests.harness.arithmetic import EPSILON, Rounded, round_to
+from evictionary.spec_tests.harness.cases import KINDS, Case
+from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection
 
 DTYPES = sorted(EPSILON)
 

@@ -12,10 +12,10 @@ import torch
 from conftest import tiny_llama
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-import reference.keydiff
-import reference.selection
-from workbench.cache import EvictingCache
-from workbench.errors import MethodError, UsageError
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.errors import MethodError, UsageError
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import selection as reference_selection
 
 QUERY_METHOD = "def score(queries, keys):\n    return (queries.reshape(*keys.shape[:2], -1, *keys.shape[2:]) ** 2).sum((2, 4))\n"
 
@@ -40,7 +40,7 @@ def write(folder: Path, text: str) -> str:
 def test_the_tensors_shrink_to_the_budget(model: LlamaForCausalLM, prompt: torch.Tensor, ratio: float) -> None:
     cache = EvictingCache(model, "keydiff", ratio)
     read(model, prompt, cache)
-    kept = reference.selection.budget(40, ratio)
+    kept = reference_selection.budget(40, ratio)
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, kept, 8)] * 2
     assert [tuple(layer.values.shape) for layer in cache.layers] == [(1, 2, kept, 8)] * 2
     assert cache.nbytes == 2 * 2 * 2 * kept * 8 * 4
@@ -53,7 +53,7 @@ def test_what_is_kept_is_what_the_method_keeps_in_position_order(model: LlamaFor
     cache = EvictingCache(model, "keydiff", 0.5)
     read(model, prompt, cache)
     for layer, whole in zip(cache.layers, full.layers, strict=True):
-        kept = reference.selection.top_k(reference.keydiff.score(whole.keys.double().numpy()), 20)
+        kept = reference_selection.top_k(reference_keydiff.score(whole.keys.double().numpy()), 20)
         for head in range(2):
             positions = kept[0, head].nonzero()[0]
             assert layer.positions[0, head].tolist() == positions.tolist()

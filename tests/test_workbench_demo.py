@@ -12,9 +12,10 @@ import torch
 from conftest import tiny_llama
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from workbench import demo, passkey, report
-from workbench.errors import UsageError
-from workbench.questions import ask, prefill, tokenize
+from evictionary.errors import UsageError
+from evictionary.evaluation import demo, passkey
+from evictionary.evaluation import demo_report as report
+from evictionary.evaluation.questions import ask, prefill, tokenize
 
 
 @pytest.fixture(scope="module")

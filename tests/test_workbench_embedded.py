@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from workbench import embedded
-from workbench.errors import InstallError
+from evictionary.errors import InstallError
+from evictionary.models import embedded
 
 
 def wheel() -> bytes:

@@ -34,15 +34,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import reference.gvote
-import reference.keydiff
-import reference.selection
-from workbench import future
-from workbench.cache import EvictingCache
-from workbench.capture import attention_modules
-from workbench.errors import UsageError
-from workbench.layers import EvictingLayer
-from workbench.questions import ask
+from evictionary.cache import future_queries
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.layers import EvictingLayer
+from evictionary.cache.model_hooks import attention_modules
+from evictionary.errors import UsageError
+from evictionary.evaluation.questions import ask
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import selection as reference_selection
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,
@@ -140,7 +139,7 @@ def test_what_is_kept_is_what_the_method_keeps(family: str) -> None:
     cache = EvictingCache.from_prefilled(model, whole, "keydiff", 0.5)
     for layer, full in zip(cache.layers, whole.layers, strict=True):
         if isinstance(layer, EvictingLayer):
-            wanted = reference.selection.top_k(reference.keydiff.score(full.keys.double().numpy()), 24)
+            wanted = reference_selection.top_k(reference_keydiff.score(full.keys.double().numpy()), 24)
             assert layer.positions[0].tolist() == [row.nonzero()[0].tolist() for row in wanted[0]]
 
 
@@ -153,10 +152,10 @@ def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family:
     index = 2
     module: Any = attention_modules(model)[index]
     recorded = whole.recorded[index]
-    got = future.unrotated(recorded["queries"], *future.rotation(model, index, torch.arange(48)))
+    got = future_queries.unrotated(recorded["queries"], *future_queries.rotation(model, index, torch.arange(48)))
     with torch.no_grad():
-        projected = future.project(model, module, recorded["hidden_states"])
-    factor = future.logit_factor(module, got.shape[-1])
+        projected = future_queries.project(model, module, recorded["hidden_states"])
+    factor = future_queries.logit_factor(module, got.shape[-1])
     torch.testing.assert_close(got, projected * factor, rtol=1e-3, atol=1e-4)
     assert (abs(factor - 1) > 0.1) == (family == "gemma3")
     assert np.isfinite(factor)

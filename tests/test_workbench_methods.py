@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-import reference.keydiff
-import reference.lagkv
-from reference import selection
-from workbench import catalogue
-from workbench.errors import MethodError, UsageError
-from workbench.methods import Method, resolve, tokens_to_keep
+from evictionary.errors import MethodError, UsageError
+from evictionary.methods import catalogue
+from evictionary.methods.method import Method, tokens_to_keep
+from evictionary.methods.resolve import resolve
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import lagkv as reference_lagkv
+from evictionary.reference import selection
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_the_file_system_is_the_registry() -> None:
 def test_optimized_is_preferred_and_agrees_with_the_reference(states: dict[str, torch.Tensor]) -> None:
     method = resolve("keydiff")
     assert method.module.__name__ == "optimized.keydiff"
-    wanted = selection.top_k(reference.keydiff.score(states["keys"].double().numpy()), 20)
+    wanted = selection.top_k(reference_keydiff.score(states["keys"].double().numpy()), 20)
     assert np.array_equal(method.kept(states, compression_ratio=0.5).numpy(), wanted)
 
 
@@ -79,12 +80,12 @@ def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.T
     options = {"sink_size": 4, "lag_size": 6}
     for ratio in (0.25, 0.5, 0.6):
         budget = selection.budget(40, ratio)
-        solved = reference.lagkv.keep_ratio_for(40, budget, **options)
-        left = reference.lagkv.retained_length(40, keep_ratio=solved, **options)
+        solved = reference_lagkv.keep_ratio_for(40, budget, **options)
+        left = reference_lagkv.retained_length(40, keep_ratio=solved, **options)
         assert left <= budget
         assert method.kept(states, compression_ratio=ratio, options=options).sum(-1).tolist() == [[left, left]]
     fixed = method.kept(states, compression_ratio=0.5, options=options | {"keep_ratio": 0.5}).sum(-1)
-    assert fixed.tolist() == [[reference.lagkv.retained_length(40, keep_ratio=0.5, **options)] * 2]
+    assert fixed.tolist() == [[reference_lagkv.retained_length(40, keep_ratio=0.5, **options)] * 2]
 
 
 def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tensor]) -> None:

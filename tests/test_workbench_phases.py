@@ -13,21 +13,21 @@ import torch
 from conftest import tiny_llama
 from transformers import DynamicCache, LlamaForCausalLM
 
-import reference.ada_kv
-import reference.expected_attention
-import reference.gvote
-import reference.keydiff
-import reference.lagkv
-import reference.momentkv
-import reference.rope
-import reference.selection
-from optimized.momentkv import Moments
-from workbench import future, mixing
-from workbench.cache import EvictingCache
-from workbench.capture import attention_modules
-from workbench.errors import UsageError
-from workbench.layers import EvictingLayer
-from workbench.methods import resolve
+from evictionary.cache import future_queries, partial_attention
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.layers import EvictingLayer
+from evictionary.cache.model_hooks import attention_modules
+from evictionary.errors import UsageError
+from evictionary.methods.resolve import resolve
+from evictionary.optimized.momentkv import Moments
+from evictionary.reference import ada_kv as reference_ada_kv
+from evictionary.reference import expected_attention as reference_expected_attention
+from evictionary.reference import gvote as reference_gvote
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import lagkv as reference_lagkv
+from evictionary.reference import momentkv as reference_momentkv
+from evictionary.reference import rope as reference_rope
+from evictionary.reference import selection as reference_selection
 
 IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
 
@@ -66,7 +66,7 @@ def test_keydiff_in_blocks_is_the_papers_and_never_holds_more_than_budget_and_bl
         cache.every = 1
         cache._compress(0)
     keys, values = first_layer(model)
-    wanted = reference.keydiff.process_prompt(keys, values, budget=12, block_size=block)
+    wanted = reference_keydiff.process_prompt(keys, values, budget=12, block_size=block)
     assert stored(cache.layers[0]) == wanted.positions[0].tolist()
     assert cache.peak_tokens <= 12 + block
     cache.close()
@@ -77,7 +77,7 @@ def test_lagkv_in_chunks_keeps_what_it_keeps_in_one(model: LlamaForCausalLM, siz
     settings = {"sink_size": 3, "lag_size": 8}
     cache = EvictingCache(model, "lagkv", 0.5, options=settings, every=1)
     read_in(model, cache, sizes)
-    wanted = reference.lagkv.select(*first_layer(model), keep_ratio=0.5, **settings)
+    wanted = reference_lagkv.select(*first_layer(model), keep_ratio=0.5, **settings)
     assert stored(cache.layers[0]) == [row.nonzero()[0].tolist() for row in wanted[0]]
     cache.close()
 
@@ -159,12 +159,12 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM) -> None:
     keys, values = first_layer(model)
     cache = EvictingCache(model, "momentkv", budget=12)
     read_in(model, cache, [30, *[1] * 15])
-    kept = reference.momentkv.select_prompt(queries[:, :, 24:30], keys[:, :, :30], values[:, :, :30], 12)
-    empty = reference.momentkv.no_moments(keys, values)
-    moments = reference.momentkv.update(empty, keys[:, :, :30], values[:, :, :30], ~kept)
+    kept = reference_momentkv.select_prompt(queries[:, :, 24:30], keys[:, :, :30], values[:, :, :30], 12)
+    empty = reference_momentkv.no_moments(keys, values)
+    moments = reference_momentkv.update(empty, keys[:, :, :30], values[:, :, :30], ~kept)
     held = [states[:, :, :30][kept].reshape(1, 2, 12, 8) for states in (keys, values)]
     for place in range(30, 45):
-        step = reference.momentkv.decode_step(
+        step = reference_momentkv.decode_step(
             queries[:, :, place], keys[:, :, place], values[:, :, place], *held, moments=moments, budget=12
         )
         held, moments = [step.keys, step.values], step.moments
@@ -173,8 +173,8 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM) -> None:
     np.testing.assert_allclose(layer.values.numpy(), held[1], atol=1e-5)
     for got, want in zip(layer.moments, moments, strict=True):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
-    output = mixing.attend(torch.from_numpy(queries[:, :, 45:46]).float(), layer)[:, :, 0]
-    wanted = reference.momentkv.attend(queries[:, :, 45], *held, np.ones((1, 2, 12), dtype=bool), moments)
+    output = partial_attention.attend(torch.from_numpy(queries[:, :, 45:46]).float(), layer)[:, :, 0]
+    wanted = reference_momentkv.attend(queries[:, :, 45], *held, np.ones((1, 2, 12), dtype=bool), moments)
     np.testing.assert_allclose(output.numpy(), wanted, rtol=1e-4, atol=1e-4)
     cache.close()
 
@@ -188,9 +188,9 @@ def test_momentkv_decodes_by_its_scores_after_a_prompt_within_the_budget(model: 
     cache = EvictingCache(model, "momentkv", budget=12)
     read_in(model, cache, [10, *[1] * 8])
     held = [states[:, :, :10] for states in (keys, values)]
-    moments = reference.momentkv.no_moments(keys, values)
+    moments = reference_momentkv.no_moments(keys, values)
     for place in range(10, 18):
-        step = reference.momentkv.decode_step(
+        step = reference_momentkv.decode_step(
             queries[:, :, place], keys[:, :, place], values[:, :, place], *held, moments=moments, budget=12
         )
         held, moments = [step.keys, step.values], step.moments
@@ -215,10 +215,10 @@ def test_future_statistics_are_those_of_the_reference(model: LlamaForCausalLM) -
     whole = EvictingCache(model, None, record=("queries",))
     read(model, IDS, whole)
     queries = whole.recorded[1]["queries"]
-    got = future.future_statistics(model, 1, queries, torch.arange(60), 60)
-    before = reference.rope.rotate(queries.double().numpy(), -np.arange(60))
-    mean, covariance = reference.expected_attention.query_statistics(before)
-    wanted = reference.expected_attention.average_rope(mean, covariance, position=60)
+    got = future_queries.future_statistics(model, 1, queries, torch.arange(60), 60)
+    before = reference_rope.rotate(queries.double().numpy(), -np.arange(60))
+    mean, covariance = reference_expected_attention.query_statistics(before)
+    wanted = reference_expected_attention.average_rope(mean, covariance, position=60)
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one.numpy(), other, rtol=1e-4, atol=1e-4)
 
@@ -227,12 +227,12 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
     hidden = torch.randn(1, 60, 32, generator=torch.Generator().manual_seed(0))
     module: Any = attention_modules(model)[1]
     with torch.no_grad():
-        got = future.sampled_queries(model, module, 1, hidden, 60, torch.Generator().manual_seed(5))
-    noise = torch.randn(1, future.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
-    mean, variance = reference.gvote.hidden_statistics(hidden.double().numpy())
+        got = future_queries.sampled_queries(model, module, 1, hidden, 60, torch.Generator().manual_seed(5))
+    noise = torch.randn(1, future_queries.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
+    mean, variance = reference_gvote.hidden_statistics(hidden.double().numpy())
     weight = module.q_proj.weight.detach().double().numpy().reshape(4, 8, 32).swapaxes(-1, -2)
-    sampled = reference.gvote.project(reference.gvote.sample_hidden_states(mean, variance, noise)[:, None], weight)
-    np.testing.assert_allclose(got.numpy(), reference.gvote.average_rotation(sampled, position=60), rtol=1e-4, atol=1e-4)
+    sampled = reference_gvote.project(reference_gvote.sample_hidden_states(mean, variance, noise)[:, None], weight)
+    np.testing.assert_allclose(got.numpy(), reference_gvote.average_rotation(sampled, position=60), rtol=1e-4, atol=1e-4)
 
 
 # ragged heads
@@ -244,7 +244,7 @@ def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaFor
     layer = cache.layers[0]
     assert layer.ragged is not None
     keys, _ = first_layer(model)
-    wanted = reference.ada_kv.select(-np.linalg.norm(keys, axis=-1), 30)
+    wanted = reference_ada_kv.select(-np.linalg.norm(keys, axis=-1), 30)
     assert stored(layer) == [row.nonzero()[0].tolist() for row in wanted[0]]
     assert cache.nbytes == 2 * 2 * 60 * 8 * 4  # K and V of 2 layers, 2 heads of 30 tokens on average, 8 float32 channels
     assert cache.tokens_kept == 30
@@ -317,16 +317,16 @@ def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) ->
     read(model, IDS, cache)
     layer = cache.layers[0]
     keys, values = first_layer(model)
-    kept = reference.selection.top_k(reference.keydiff.score(keys), 30)
-    moments = reference.momentkv.update(reference.momentkv.no_moments(keys, values), keys, values, ~kept)
+    kept = reference_selection.top_k(reference_keydiff.score(keys), 30)
+    moments = reference_momentkv.update(reference_momentkv.no_moments(keys, values), keys, values, ~kept)
     queries = np.random.default_rng(0).normal(size=(1, 4, 3, 8))
-    got = mixing.attend(torch.from_numpy(queries).float(), copy.deepcopy(layer))
+    got = partial_attention.attend(torch.from_numpy(queries).float(), copy.deepcopy(layer))
     for query in range(3):
         # attend takes the last stored tokens for the queries' own: the third query sees all of them
         seen = np.ones((1, 2, 60), dtype=bool) & kept
         for head in range(2):
             seen[0, head, np.flatnonzero(kept[0, head])[28 + query :]] = False
-        wanted = reference.momentkv.attend(queries[:, :, query], keys, values, seen, moments)
+        wanted = reference_momentkv.attend(queries[:, :, query], keys, values, seen, moments)
         np.testing.assert_allclose(got[:, :, query].numpy(), wanted, rtol=1e-4, atol=1e-4)
     cache.close()
 
@@ -337,9 +337,9 @@ def test_moments_of_nothing_change_nothing() -> None:
     keys, values = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
     layer.update(keys, values)
     queries = torch.randn(1, 4, 2, 8, generator=generator)
-    plain = mixing.attend(queries, layer)
+    plain = partial_attention.attend(queries, layer)
     layer.moments = Moments(torch.zeros(1, 2, dtype=torch.int64), *(torch.zeros(1, 2, *shape) for shape in ((8,), (8,), (8, 8))))
-    torch.testing.assert_close(mixing.attend(queries, layer), plain)
+    torch.testing.assert_close(partial_attention.attend(queries, layer), plain)
 
 
 def test_an_allocator_after_a_method_that_chooses_itself_is_refused() -> None:
@@ -403,14 +403,14 @@ def test_sampled_queries_come_from_the_last_hidden_states(model: LlamaForCausalL
     whole = EvictingCache(model, None, record=("hidden_states",))
     read(model, IDS, whole)
     given: list[torch.Tensor] = []
-    sampled = future.sampled_queries
+    sampled = future_queries.sampled_queries
 
     def spy(model: Any, module: Any, layer_index: int, hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
         if layer_index == 0:
             given.append(hidden_states)
         return sampled(model, module, layer_index, hidden_states, *rest)
 
-    monkeypatch.setattr(future, "sampled_queries", spy)
+    monkeypatch.setattr(future_queries, "sampled_queries", spy)
     cache = EvictingCache(model, "gvote", budget=1, every=1)  # the smallest, so that GVote is asked each time
     read_in(model, cache, [40, 1, 1])
     cache.close()

@@ -20,15 +20,16 @@
 import numpy as np
 from matplotlib import pyplot as plt
 
-from reference.attention import attention, softmax
-from reference.cache import compress
-from reference.keydiff import Cache, cached_attention, causal_attention
-from reference.selection import budget, top_k
-from spec_tests.mutants import load_mutants
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import ask, prefill
+from evictionary.reference.attention import attention, softmax
+from evictionary.reference.cache import compress
+from evictionary.reference.keydiff import Cache
+from evictionary.reference.keydiff_theory import cached_attention, causal_attention
+from evictionary.reference.selection import budget, top_k
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, draw_kept, embedded, report, show
-from workbench import passkey
-from workbench.cache import EvictingCache
-from workbench.questions import ask, prefill
 
 # %% [markdown]
 # ## Three tokens, by hand

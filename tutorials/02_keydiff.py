@@ -10,13 +10,13 @@
 import numpy as np
 from matplotlib import pyplot as plt
 
-from reference import keydiff
-from reference.selection import top_k
-from spec_tests.mutants import load_mutants
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import ask, prefill
+from evictionary.reference import keydiff, keydiff_theory, keydiff_variants
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, GREY, ORANGE, draw_kept, embedded, report, show
-from workbench import passkey
-from workbench.cache import EvictingCache
-from workbench.questions import ask, prefill
 
 # %% [markdown]
 # ## Four keys, by hand
@@ -75,7 +75,7 @@ print("largest difference", np.abs(keydiff.pairwise_score(many) - scale * keydif
 
 # %% tags=["predict"]
 length, head_dim = 100_000, 128
-linear = keydiff.operation_count(length, head_dim).multiplications
+linear = keydiff_theory.operation_count(length, head_dim).multiplications
 print(f"{length**2 * head_dim / linear:,.0f} times")
 
 # %% [markdown]
@@ -206,7 +206,7 @@ three_keys = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 # %%
 def check_three_keys(attempt):
     assert np.shape(attempt) == (3, 2), "three keys of two channels are wanted"
-    right, other = top_k(keydiff.score(attempt), 1), top_k(keydiff.raw_mean_score(attempt), 1)
+    right, other = top_k(keydiff.score(attempt), 1), top_k(keydiff_variants.raw_mean_score(attempt), 1)
     assert (right != other).any(), f"both keep key {right.argmax()}"
 
 

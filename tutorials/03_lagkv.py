@@ -10,13 +10,13 @@
 import numpy as np
 from matplotlib import pyplot as plt
 
-from reference import lagkv
-from reference.selection import budget
-from spec_tests.mutants import load_mutants
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import ask, prefill
+from evictionary.reference import lagkv
+from evictionary.reference.selection import budget
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, draw_kept, embedded, report, show
-from workbench import passkey
-from workbench.cache import EvictingCache
-from workbench.questions import ask, prefill
 
 # %% [markdown]
 # ## Two partitions, by hand

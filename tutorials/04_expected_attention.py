@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 
-from reference import expected_attention as ea
-from reference.attention import softmax
-from spec_tests.mutants import load_mutants
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.future_queries import future_statistics
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import prefill
+from evictionary.reference import expected_attention as ea
+from evictionary.reference.attention import softmax
+from evictionary.reference.expected_attention_theory import correlation
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, GREY, ORANGE, embedded, report, show
-from workbench import passkey
-from workbench.cache import EvictingCache
-from workbench.future import future_statistics
-from workbench.questions import prefill
 
 # %% [markdown]
 # ## Two keys, by hand
@@ -174,15 +175,15 @@ expected, mean_alone, observed = (np.array(each) for each in (expected, mean_alo
 # alone?
 
 # %% tags=["predict"] alt="Correlation of expected with observed attention in each layer, with and without the variance"
-with_variance, without = ea.correlation(observed, expected), ea.correlation(observed, mean_alone)
+with_variance, without = correlation(observed, expected), correlation(observed, mean_alone)
 print(
     "mean over layers and heads, first token included:",
     with_variance.mean().round(2),
     "and by the mean alone",
     without.mean().round(2),
 )
-rest_with = ea.correlation(observed[..., 4:], expected[..., 4:])
-rest_without = ea.correlation(observed[..., 4:], mean_alone[..., 4:])
+rest_with = correlation(observed[..., 4:], expected[..., 4:])
+rest_without = correlation(observed[..., 4:], mean_alone[..., 4:])
 print(
     "without the first 4 tokens:                      ",
     rest_with.mean().round(2),

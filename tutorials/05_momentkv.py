@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 
-from reference import keydiff, momentkv
-from reference import momentkv_theory as theory
-from reference.selection import top_k
-from spec_tests.mutants import load_mutants
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import ask, prefill
+from evictionary.reference import keydiff, momentkv
+from evictionary.reference import momentkv_theory as theory
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, ORANGE, embedded, report, show
-from workbench import passkey
-from workbench.cache import EvictingCache
-from workbench.questions import ask, prefill
 
 # %% [markdown]
 # ## Three tokens, by hand

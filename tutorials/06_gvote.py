@@ -10,12 +10,12 @@
 import numpy as np
 from matplotlib import pyplot as plt
 
-from reference import gvote
-from spec_tests.mutants import load_mutants
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import ask, prefill
+from evictionary.reference import gvote
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, GREY, ORANGE, embedded, report, show
-from workbench import passkey
-from workbench.cache import EvictingCache
-from workbench.questions import ask, prefill
 
 # %% [markdown]
 # ## How many does one query need? (GV-A2, GV-A3)

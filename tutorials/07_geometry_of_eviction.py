@@ -12,11 +12,11 @@ import itertools
 import numpy as np
 from matplotlib import pyplot as plt
 
-from reference import momentkv
-from reference import momentkv_theory as theory
-from reference.knorm import score as knorm_score
-from reference.selection import top_k
-from spec_tests.mutants import load_mutants
+from evictionary.reference import momentkv
+from evictionary.reference import momentkv_theory as theory
+from evictionary.reference.knorm import score as knorm_score
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, report, show
 
 # %% [markdown]

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from matplotlib import pyplot as plt
 
-import optimized.kernels.keydiff as kernels
-from reference import keydiff
-from spec_tests.mutants import load_mutants
+from evictionary.optimized.kernels import keydiff as kernels
+from evictionary.reference import keydiff
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, report, show
 
 # %% [markdown]

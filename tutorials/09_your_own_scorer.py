@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib import pyplot as plt
 
-from reference import keydiff
-from spec_tests import test_keydiff
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import ask, prefill
+from evictionary.reference import keydiff, keydiff_variants
+from evictionary.spec_tests import test_keydiff
 from tutorials.lesson import BLUE, ROOT, draw_kept, embedded, report, show
-from workbench import passkey
-from workbench.cache import EvictingCache
-from workbench.questions import ask, prefill
 
 # %% [markdown]
 # ## A first attempt
@@ -140,7 +140,7 @@ print("\n".join(line for line in judge("my_kernels") if line.startswith("KD-8 ")
 
 # %%
 (folder / "mine.py").write_text('''import torch
-from optimized import keydiff
+from evictionary.optimized import keydiff
 
 
 def score(keys, values, *, power=1.0):
@@ -254,7 +254,7 @@ def my_law(scorer):
 def check_my_law(attempt):
     attempt(keydiff.score)
     try:
-        attempt(keydiff.raw_mean_score)
+        attempt(keydiff_variants.raw_mean_score)
     except AssertionError:
         return
     raise AssertionError("the mean of raw keys passes your law")

@@ -13,13 +13,13 @@ import itertools
 import numpy as np
 from matplotlib import pyplot as plt
 
-from reference import expected_attention as ea
-from reference import keydiff
-from reference import momentkv_theory as theory
-from reference.attention import softmax
-from reference.selection import top_k
-from spec_tests.law import REQUIREMENTS
-from spec_tests.mutants import load_mutants
+from evictionary.reference import expected_attention as ea
+from evictionary.reference import keydiff, keydiff_theory
+from evictionary.reference import momentkv_theory as theory
+from evictionary.reference.attention import softmax
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.law import REQUIREMENTS
+from evictionary.spec_tests.harness.planted import load_mutants
 from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, report, show
 
 # %% [markdown]
@@ -37,11 +37,11 @@ from tutorials.lesson import BLUE, GREEN, GREY, ORANGE, report, show
 
 # %% tags=["predict"]
 five = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]])
-show(keydiff.pairwise_objective)
+show(keydiff_theory.pairwise_objective)
 print("KeyDiff keeps", top_k(keydiff.score(five), 2).astype(int), end=" ")
-print("with the objective", keydiff.pairwise_objective(five, top_k(keydiff.score(five), 2)))
+print("with the objective", keydiff_theory.pairwise_objective(five, top_k(keydiff.score(five), 2)))
 for pair in itertools.combinations(range(5), 2):
-    print(pair, keydiff.pairwise_objective(five, np.isin(np.arange(5), pair)), end="   ")
+    print(pair, keydiff_theory.pairwise_objective(five, np.isin(np.arange(5), pair)), end="   ")
 
 # %% [markdown]
 # KeyDiff's choice is the worst there is. So "optimal" is false for this problem. Is it a freak? Draw random keys that share a
@@ -53,7 +53,7 @@ for seed in range(60):
     keys = np.random.default_rng(seed).normal(size=(12, 4)) + 0.7
     masks = np.array([np.isin(np.arange(12), chosen) for chosen in itertools.combinations(range(12), 6)])
     objectives = ((masks.astype(float) @ keydiff.unit(keys)) ** 2).sum(axis=-1)  # |sum of the kept unit keys|^2
-    own = keydiff.pairwise_objective(keys, top_k(keydiff.score(keys), 6))
+    own = keydiff_theory.pairwise_objective(keys, top_k(keydiff.score(keys), 6))
     ranks.append((objectives < own - 1e-9).mean())
 print(
     f"the best choice in {np.mean(np.array(ranks) == 0):.0%} of the draws; half of the time among the best {np.median(ranks):.1%}"
@@ -214,7 +214,7 @@ def check_counterexample(attempt):
     key, other = attempt
     assert -1 < key < 1 and -1 < other < 1 and key != 0, "both keys lie inside (-1, 1), and the first is not 0"
     weight = softmax(np.array([key, other]))[0]
-    bound = keydiff.alignment_bound(1, weight, 1.0)
+    bound = keydiff_theory.alignment_bound(1, weight, 1.0)
     assert np.sign(key) < bound, f"the cosine is {np.sign(key):.0f}, the bound says at least {bound:.2f}: it holds"
 
 

@@ -51,7 +51,7 @@ def report(check: Callable[[Any], None], attempt: Any) -> None:
 @functools.cache
 def embedded() -> tuple[Any, Any]:
     """The embedded SmolLM2-135M-Instruct and its tokenizer, loaded once."""
-    from workbench.models import load
+    from evictionary.models.load import load
 
     return load()
 

@@ -37,11 +37,12 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.cache import CompressedCache
-from optimized.checks import require_same_kind, require_states
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import padded, require_launchable
-from reference.checks import group_size
+from evictionary.reference.checks import group_size
+
+from ..cache import CompressedCache
+from ..checks import require_same_kind, require_states
+from .compiling import Configuration
+from .launching import padded, require_launchable
 
 PROGRAMS_WANTED = 1024
 CHUNKS = (64, 4096)

@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.cache import CompressedCache
-from optimized.checks import require_kept, require_same_kind, require_shape, require_states
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import padded, require_launchable
+from ..cache import CompressedCache
+from ..checks import require_kept, require_same_kind, require_shape, require_states
+from .compiling import Configuration
+from .launching import padded, require_launchable
 
 __all__ = ["CONFIGURATIONS", "CompressedCache", "compress", "copy_kept"]
 

@@ -6,8 +6,9 @@ assemblers. A kernel file lists its `CONFIGURATIONS`, each one a call of its own
 have shapes, strides and alignment but no storage; the launch is intercepted where Triton would compile, so that the types,
 alignments and constants are those that the real call would have. One entry beside the kernel is all that a configuration takes.
 
-`python -m optimized.kernels.compiling [--every] [--target sm_90] [stem ...]` prints one JSON line for each kernel compiled and
-exits with 1 if one breaks a rule. Without `--every`, the first configuration of each file. Run it without TRITON_INTERPRET.
+`python -m evictionary.optimized.kernels.compiling [--every] [--target sm_90] [stem ...]` prints one JSON line for each kernel
+compiled and exits with 1 if one breaks a rule. Without `--every`, it takes the first configuration of each file. Run it without
+TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def stems() -> list[str]:
 
 def reports(stem: str, target: str, *, every: bool) -> Iterator[Report]:
     """Compile the kernels of one file for one target: its first configuration, or every one."""
-    configurations: list[Configuration] = importlib.import_module(f"optimized.kernels.{stem}").CONFIGURATIONS
+    configurations: list[Configuration] = importlib.import_module(f"evictionary.optimized.kernels.{stem}").CONFIGURATIONS
     for configuration in configurations if every else configurations[:1]:
         for kernel, compile_now in _intercepted(configuration.launch, target):
             yield _inspect(stem, configuration, kernel, target, compile_now())

@@ -58,11 +58,11 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.checks import require_same_kind, require_shape, require_states
-from optimized.expected_attention import average_rope, require_rotation
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import as_heads, padded, require_launchable
-from optimized.rope import frequencies
+from ..checks import require_same_kind, require_shape, require_states
+from ..expected_attention import average_rope, require_rotation
+from ..rope import frequencies
+from .compiling import Configuration
+from .launching import as_heads, padded, require_launchable
 
 __all__ = ["CONFIGURATIONS", "average_rope", "query_statistics", "score", "unrotated_statistics"]
 

@@ -53,12 +53,13 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.checks import require_same_kind, require_shape, require_states
-from optimized.gvote import require_budgets, require_votes
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import as_heads, padded, require_launchable
-from optimized.kernels.selection import byte_counts, keep_from, load_ordered, narrow, ordered
-from reference.checks import as_fraction
+from evictionary.reference.checks import as_fraction
+
+from ..checks import require_same_kind, require_shape, require_states
+from ..gvote import require_budgets, require_votes
+from .compiling import Configuration
+from .launching import as_heads, padded, require_launchable
+from .selection import byte_counts, keep_from, load_ordered, narrow, ordered
 
 WORKSPACE = 32 * 2**20  # bytes of the samples' logits that are held at a time
 LONGEST_SHORT_ROW = 8192

@@ -42,10 +42,10 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.checks import require_same_kind, require_states
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import as_heads, padded, require_launchable
-from optimized.keydiff import require_anchor
+from ..checks import require_same_kind, require_states
+from ..keydiff import require_anchor
+from .compiling import Configuration
+from .launching import as_heads, padded, require_launchable
 
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 256

@@ -34,13 +34,14 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.cache import CompressedCache
-from optimized.checks import require_same_kind, require_shape, require_states
-from optimized.kernels.cache import copy_tile
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import padded, require_launchable
-from optimized.kernels.selection import keep_highest, ordered
-from reference.lagkv import retained_length, tokens_per_partition
+from evictionary.reference.lagkv import retained_length, tokens_per_partition
+
+from ..cache import CompressedCache
+from ..checks import require_same_kind, require_shape, require_states
+from .cache import copy_tile
+from .compiling import Configuration
+from .launching import padded, require_launchable
+from .selection import keep_highest, ordered
 
 __all__ = ["CONFIGURATIONS", "LARGEST_LAG", "compress", "retained_length", "score", "select"]
 

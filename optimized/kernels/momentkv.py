@@ -52,11 +52,8 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.checks import require_kept
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import dot_dtype, is_amd, is_interpreted, padded, require_launchable
-from optimized.kernels.momentkv_prompt import as_float32, compress_prompt, update
-from optimized.momentkv import (
+from ..checks import require_kept
+from ..momentkv import (
     LARGEST_GROUP,
     Moments,
     Step,
@@ -67,6 +64,9 @@ from optimized.momentkv import (
     step_by_step,
     wide,
 )
+from .compiling import Configuration
+from .launching import dot_dtype, is_amd, is_interpreted, padded, require_launchable
+from .momentkv_prompt import as_float32, compress_prompt, update
 
 __all__ = ["CONFIGURATIONS", "LARGEST_GROUP", "Moments", "attend", "compress_prompt", "decode_step", "score", "step", "update"]
 

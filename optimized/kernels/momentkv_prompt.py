@@ -20,12 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.cache import CompressedCache
-from optimized.checks import require_kept
-from optimized.kernels.cache import copy_tile
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import dot_dtype, padded, require_launchable
-from optimized.momentkv import Moments, no_moments, require_tokens, wide
+from ..cache import CompressedCache
+from ..checks import require_kept
+from ..momentkv import Moments, no_moments, require_tokens, wide
+from .cache import copy_tile
+from .compiling import Configuration
+from .launching import dot_dtype, padded, require_launchable
 
 PROGRAMS_WANTED = 256
 LEAST_TOKENS_OF_A_SPLIT = 256

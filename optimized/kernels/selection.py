@@ -34,10 +34,11 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.compiling import Configuration
-from optimized.kernels.launching import is_amd, require_launchable
-from reference.checks import as_count
-from reference.selection import budget
+from evictionary.reference.checks import as_count
+from evictionary.reference.selection import budget
+
+from .compiling import Configuration
+from .launching import is_amd, require_launchable
 
 __all__ = ["CONFIGURATIONS", "budget", "top_k"]
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from spec_tests.controls import control
+from evictionary.spec_tests.harness.planted import control
 
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
 ALL = ("float64", "float32", "float16", "bfloat16")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from spec_tests.controls import control
+from evictionary.spec_tests.harness.planted import control
 
 STEM = "expected_attention"
 SCORE, ROPE, STEP, STATISTICS = (f"{STEM}.{name}" for name in ("score", "average_rope", "decode_step", "query_statistics"))
@@ -310,7 +310,7 @@ def factors_of_the_covariance(keys, query_mean, query_covariance):
     return np.einsum("...td,...d->...t", keys, query_mean / keys.dtype.type(math.sqrt(dim))) + quadratic / (2 * dim)
 
 
-@control(f"{STEM}.removal_error", dtypes=NUMPY)
+@control("expected_attention_theory.removal_error", dtypes=NUMPY)
 def leaving_one_out(weights, values, w_o):
     """Attention computed again without each token, from its definition."""
     full = (weights[..., None] * values).sum(axis=-2)

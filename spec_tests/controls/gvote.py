@@ -7,14 +7,14 @@ import math
 import numpy as np
 import torch
 
-from reference.cache import CompressedCache
-from spec_tests.controls import control
+from evictionary.reference.cache import CompressedCache
+from evictionary.spec_tests.harness.planted import control
 
 WEIGHTS, NUCLEUS, SELECT = "gvote.attention_weights", "gvote.nucleus", "gvote.select"
 STATISTICS, SAMPLE, PROJECT = (f"gvote.{name}" for name in ("hidden_statistics", "sample_hidden_states", "project"))
 COS_SIN, ROTATION, LOGITS = (f"gvote.{name}" for name in ("average_cos_sin", "average_rotation", "sampled_logits"))
-TOP_EACH, ALLOCATE, UNION, PRUNE = (f"gvote.{name}" for name in ("top_each", "allocate", "union", "prune"))
-ALGORITHM, OPTIMAL, OVERLAP = (f"gvote.{name}" for name in ("algorithm_1", "optimal_keep_set", "attention_overlap"))
+TOP_EACH, ALLOCATE, UNION, PRUNE = "gvote.top_each", "gvote_theory.allocate", "gvote.union", "gvote.prune"
+ALGORITHM, OPTIMAL, OVERLAP = "gvote.algorithm_1", "gvote_theory.optimal_keep_set", "gvote_theory.attention_overlap"
 NUMPY = ("float64", "float32")
 ALL = (*NUMPY, "float16", "bfloat16")
 
@@ -57,24 +57,24 @@ def torch_weights(query, keys):
     return torch.softmax((keys @ query[..., None])[..., 0] / math.sqrt(keys.shape[-1]), dim=-1)
 
 
-@control("gvote.output", dtypes=NUMPY)
+@control("gvote_theory.output", dtypes=NUMPY)
 def summed_from_the_end(attention, values):
     weighted = attention[..., None] * values
     return sum(weighted[..., token, :] for token in reversed(range(values.shape[-2])))
 
 
-@control("gvote.output", array_library="torch", dtypes=ALL)
+@control("gvote_theory.output", array_library="torch", dtypes=ALL)
 def torch_weighted_sum(attention, values):
     return torch.einsum("...t,...td->...d", attention, values)
 
 
-@control("gvote.importance", dtypes=NUMPY)
+@control("gvote_theory.importance", dtypes=NUMPY)
 def one_query_at_a_time(queries, keys):
     """The attention of one query after the other added up, from the last."""
     return sum(powers_of_two(queries[..., row, :], keys) for row in reversed(range(queries.shape[-2])))
 
 
-@control("gvote.importance", array_library="torch", dtypes=ALL)
+@control("gvote_theory.importance", array_library="torch", dtypes=ALL)
 def torch_summed_by_ones(queries, keys):
     queries, wide = widened(queries, keys)
     weights = torch.softmax(queries @ wide.mT / math.sqrt(keys.shape[-1]), dim=-1)

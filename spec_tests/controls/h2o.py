@@ -7,8 +7,8 @@ import math
 import numpy as np
 import torch
 
-from spec_tests.controls import control
-from spec_tests.controls.attention import ALL, hidden, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.controls.attention import ALL, hidden, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.harness.planted import control
 
 SCORE, SELECT = "h2o.score", "h2o.select"
 NUMPY = ("float64", "float32")

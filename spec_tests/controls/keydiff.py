@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from reference.keydiff import Cache
-from spec_tests.controls import control
+from evictionary.reference.keydiff import Cache
+from evictionary.spec_tests.harness.planted import control
 
-SCORE, ATTENTION, CACHED = "keydiff.score", "keydiff.causal_attention", "keydiff.cached_attention"
+SCORE, ATTENTION, CACHED = "keydiff.score", "keydiff_theory.causal_attention", "keydiff_theory.cached_attention"
 BLOCK, PROMPT, DECODE = "keydiff.process_block", "keydiff.process_prompt", "keydiff.decode"
 HALVES = ("float32", "float16", "bfloat16")
 
@@ -181,7 +181,7 @@ def head_by_head(cache, kept):
     return Cache(keys, values, np.take_along_axis(cache.positions, order, axis=-1), cache.seen)
 
 
-@control("keydiff.attention_policy", array_library="torch", dtypes=("float64", *HALVES))
+@control("keydiff_theory.attention_policy", array_library="torch", dtypes=("float64", *HALVES))
 def torch_policy(weights, budget, *, aggregate):
     order = aggregate(weights).argsort(dim=-1, descending=True, stable=True)
     return torch.zeros(order.shape, dtype=torch.bool).scatter(-1, order[..., :budget], True)
@@ -257,7 +257,7 @@ def worst_place_deleted(cache, key, value, *, budget, scorer=None):
     return Cache(held[0], held[1], held[2], joined.seen)
 
 
-@control("keydiff.median_score", array_library="torch", dtypes=("float64", *HALVES))
+@control("keydiff_variants.median_score", array_library="torch", dtypes=("float64", *HALVES))
 def torch_middle_of_the_sorted(keys):
     """The mean of the two in the middle of a sort, which are one where the number is odd."""
     refuse(keys)
@@ -268,7 +268,7 @@ def torch_middle_of_the_sorted(keys):
     return -(units @ torch.nn.functional.normalize(median, dim=-1, eps=1e-30)[..., None])[..., 0]
 
 
-@control("keydiff.raw_mean_score", dtypes=("float64", "float32"))
+@control("keydiff_variants.raw_mean_score", dtypes=("float64", "float32"))
 def raw_total(keys):
     """The sum for the mean: a cosine does not see the difference."""
     refuse(keys)
@@ -278,21 +278,21 @@ def raw_total(keys):
     return -np.divide(np.einsum("...td,...d->...t", keys, total), products, out=np.zeros_like(products), where=products > 0)
 
 
-@control("keydiff.dot_product_score", dtypes=("float64", "float32"))
+@control("keydiff_variants.dot_product_score", dtypes=("float64", "float32"))
 def mean_of_the_products(keys):
     """Dot products with every key, and then their mean."""
     refuse(keys)
     return -np.einsum("...td,...sd->...ts", keys, keys).mean(axis=-1)
 
 
-@control("keydiff.euclidean_score", array_library="torch", dtypes=("float64", *HALVES))
+@control("keydiff_variants.euclidean_score", array_library="torch", dtypes=("float64", *HALVES))
 def torch_distance(keys):
     refuse(keys)
     wide = keys if keys.dtype == torch.float64 else keys.float()
     return torch.linalg.vector_norm(wide - wide.mean(dim=-2, keepdim=True), dim=-1)
 
 
-@control("keydiff.select_with_recent", dtypes=("float64", "float32"))
+@control("keydiff_variants.select_with_recent", dtypes=("float64", "float32"))
 def recent_lifted(keys, *, budget, recent_ratio):
     """The recent tokens lifted above all scores, then one sort."""
     refuse(keys)
@@ -308,7 +308,7 @@ def recent_lifted(keys, *, budget, recent_ratio):
     return kept
 
 
-@control("keydiff.squared_cosines", dtypes=("float64", "float32"))
+@control("keydiff_theory.squared_cosines", dtypes=("float64", "float32"))
 def squares_divided_last(vector, basis):
     """Squared coordinates over the squared norm."""
     squares = np.einsum("...nd,...d->...n", basis, vector) ** 2
@@ -316,7 +316,7 @@ def squares_divided_last(vector, basis):
     return np.divide(squares, size, out=np.zeros_like(squares), where=size > 0)
 
 
-@control("keydiff.alignment_bound")
+@control("keydiff_theory.alignment_bound")
 def one_logarithm(count, weight, largest_norm):
     for name, value, good in (
         ("count", count, count >= 1),

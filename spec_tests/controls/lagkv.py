@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from reference.lagkv import Stream
-from spec_tests.controls import control
+from evictionary.reference.lagkv import Stream
+from evictionary.spec_tests.harness.planted import control
 
 SCORE, SELECT, RETAINED, STEP = "lagkv.score", "lagkv.select", "lagkv.retained_length", "lagkv.step"
 ALL = ("float64", "float32", "float16", "bfloat16")
@@ -268,7 +268,7 @@ def token_by_token(stream, keys, values, *, keep_ratio, sink_size=16, lag_size=1
     return Stream(rows[0], rows[1], rows[2], static, seen)
 
 
-@control("lagkv.attention_weights", array_library="torch", dtypes=("float64", "float32"))
+@control("lagkv_theory.attention_weights", array_library="torch", dtypes=("float64", "float32"))
 def torch_masked_softmax(queries, keys):
     new, length = queries.shape[-2], keys.shape[-2]
     if new > length:
@@ -277,31 +277,31 @@ def torch_masked_softmax(queries, keys):
     return logits.masked_fill(torch.ones(new, length, dtype=torch.bool).triu(length - new + 1), -torch.inf).softmax(dim=-1)
 
 
-@control("lagkv.attention_output", dtypes=("float64", "float32"))
+@control("lagkv_theory.attention_output", dtypes=("float64", "float32"))
 def head_by_head(weights, values, output_weight):
     """The sum over the heads, each with its own rows of W_O."""
     rows = np.split(output_weight, weights.shape[-3], axis=-2)
     return sum(weights[..., head, :, :] @ (values[..., head, :, :] @ own) for head, own in enumerate(rows))
 
 
-@control("lagkv.project", array_library="torch", dtypes=ALL)
+@control("lagkv_theory.project", array_library="torch", dtypes=ALL)
 def torch_one_matrix(states, query_weight, key_weight, value_weight):
     """One product with the three matrices side by side."""
     joined = torch.cat([query_weight, key_weight, value_weight], dim=-1)
     return tuple((states @ joined).split([query_weight.shape[-1], key_weight.shape[-1], value_weight.shape[-1]], dim=-1))
 
 
-@control("lagkv.local_score", dtypes=("float64", "float32"))
+@control("lagkv_variants.local_score", dtypes=("float64", "float32"))
 def sums_of_squares_against_itself(keys, values):
     return sums_of_squares(keys, values, keys, values)
 
 
-@control("lagkv.local_select", array_library="torch", dtypes=("float64", "float32", "bfloat16"))
+@control("lagkv_variants.local_select", array_library="torch", dtypes=("float64", "float32", "bfloat16"))
 def torch_local_select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
     return torch_sorted(keys, values, keep_ratio, sink_size, lag_size, lambda *parts: sum(torch_part(own, own) for own in parts))
 
 
-@control("lagkv.norm_select", array_library="torch", dtypes=ALL)
+@control("lagkv_variants.norm_select", array_library="torch", dtypes=ALL)
 def torch_norm_select(keys, values, *, layer, keep_ratio, sink_size=16, lag_size=1024, skipped_layers=2):
     if layer < 0:
         raise ValueError(f"layer: got {layer}")

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import torch
 
-from reference.momentkv import Moments, Recovered, Step
-from spec_tests.controls import control
+from evictionary.reference.momentkv import Moments, Recovered, Step
+from evictionary.spec_tests.harness.planted import control
 
 UPDATE, SCORE, ATTEND, RECOVER = (f"momentkv.{name}" for name in ("update", "score", "attend", "recover"))
 STEP, SCORE_PROMPT, SELECT_PROMPT = (f"momentkv.{name}" for name in ("decode_step", "score_prompt", "select_prompt"))

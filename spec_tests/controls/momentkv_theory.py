@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from reference.momentkv_theory import Expansion
-from spec_tests.controls import control
-from spec_tests.controls.momentkv import HALVES, SINGLE, log_sum_exp, widened
+from evictionary.reference.momentkv_theory import Expansion
+from evictionary.spec_tests.controls.momentkv import HALVES, SINGLE, log_sum_exp, widened
+from evictionary.spec_tests.harness.planted import control
 
 STEM = "momentkv_theory"
 

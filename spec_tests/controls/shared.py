@@ -9,8 +9,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from reference.cache import CompressedCache
-from spec_tests.controls import control
+from evictionary.reference.cache import CompressedCache
+from evictionary.spec_tests.harness.planted import control
 
 BUDGET, TOP_K, COMPRESS, ATTEND = "selection.budget", "selection.top_k", "cache.compress", "attention.attend"
 ALL = ("float64", "float32", "float16", "bfloat16")

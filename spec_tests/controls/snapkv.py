@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from spec_tests.controls import control
-from spec_tests.controls.attention import ALL, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.controls.attention import ALL, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.harness.planted import control
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
 NUMPY = ("float64", "float32")

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from spec_tests.controls import control
-from spec_tests.controls.attention import ALL, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.controls.attention import ALL, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.harness.planted import control
 
 SCORE = "tova.score"
 NUMPY = ("float64", "float32")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.attention import attention_logits, by_group, causal_attention, softmax
-from spec_tests.mutants import mutant
+from evictionary.reference.attention import attention_logits, by_group, causal_attention, softmax
+from evictionary.spec_tests.harness.planted import mutant
 
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.attention import attention_logits, softmax
-from reference.expected_attention import (
+from evictionary.reference.attention import attention_logits, softmax
+from evictionary.reference.expected_attention import (
     average_rope,
     average_rotation,
-    centre,
     contribution,
-    correlation,
     decode_step,
     expected_weights,
     log_expected_scores,
     norm,
-    project,
     query_statistics,
-    residual_updates,
     score,
-    skewness_and_kurtosis,
     start_decoding,
+)
+from evictionary.reference.expected_attention_theory import (
+    centre,
+    correlation,
+    project,
+    residual_updates,
+    skewness_and_kurtosis,
     update_norms,
 )
-from reference.rope import frequencies, rotate
-from reference.selection import budget, top_k
-from spec_tests.mutants import mutant
+from evictionary.reference.rope import frequencies, rotate
+from evictionary.reference.selection import budget, top_k
+from evictionary.spec_tests.harness.planted import mutant
 
 STEM = "expected_attention"
 SCORE, ROPE, STEP, LISTING = (f"{STEM}.{name}" for name in ("score", "average_rope", "decode_step", "listing_1"))
@@ -505,35 +507,37 @@ def one_pass_covariance(queries):
     return query_statistics(queries)[0], np.float64(second - mean[..., None] * mean[..., None, :])
 
 
-@mutant(f"{STEM}.project", killed_by="EA-1", misconception="the values rotated too")
+@mutant("expected_attention_theory.project", killed_by="EA-1", misconception="the values rotated too")
 def values_rotated(hidden, w_q, w_k, w_v, positions, theta=10000.0):
     queries, keys, values = project(hidden, w_q, w_k, w_v, positions, theta)
     return queries, keys, rotate(values, positions, theta)
 
 
-@mutant(f"{STEM}.project", killed_by="EA-1", misconception="the keys left without their positions")
+@mutant("expected_attention_theory.project", killed_by="EA-1", misconception="the keys left without their positions")
 def keys_not_rotated(hidden, w_q, w_k, w_v, positions, theta=10000.0):
     queries, _, values = project(hidden, w_q, w_k, w_v, positions, theta)
     return queries, hidden @ w_k.T, values
 
 
-@mutant(f"{STEM}.attention_weights", killed_by="EA-2", misconception="the scale 1/sqrt(d) left out")
+@mutant("expected_attention_theory.attention_weights", killed_by="EA-2", misconception="the scale 1/sqrt(d) left out")
 def no_scale(query, keys):
     return softmax(attention_logits(query[..., None, :], keys) * np.sqrt(keys.shape[-1]))[..., 0, :]
 
 
-@mutant(f"{STEM}.residual_updates", killed_by="EA-3", misconception="W_o reshaped to [d, h] instead of transposed")
+@mutant(
+    "expected_attention_theory.residual_updates", killed_by="EA-3", misconception="W_o reshaped to [d, h] instead of transposed"
+)
 def output_projection_reshaped(weights, values, w_o):
     return weights[..., None] * (values @ w_o.reshape(w_o.shape[::-1]))
 
 
-@mutant(f"{STEM}.update_norms", killed_by="EA-4", misconception="W_o left out of the norm")
+@mutant("expected_attention_theory.update_norms", killed_by="EA-4", misconception="W_o left out of the norm")
 def update_without_projection(weights, values, w_o):
     return weights * norm(values)
 
 
 @mutant(
-    f"{STEM}.removal_error",
+    "expected_attention_theory.removal_error",
     killed_by="EA-4",
     misconception="the size of the token's own update: the weights that stay not renormalised",
 )
@@ -541,7 +545,7 @@ def own_update(weights, values, w_o):
     return update_norms(weights, values, w_o)
 
 
-@mutant(f"{STEM}.removal_error", killed_by="EA-4", misconception="the output not subtracted: a / (1 - a) |W_o v|")
+@mutant("expected_attention_theory.removal_error", killed_by="EA-4", misconception="the output not subtracted: a / (1 - a) |W_o v|")
 def output_not_subtracted(weights, values, w_o):
     return norm(residual_updates(weights / (1 - weights), values, w_o))
 
@@ -730,30 +734,42 @@ def empty_target_accepted(state, query, key, value, **settings):
     return decode_step(state, query, key, value, **settings | {"target": max(1, settings["target"])})
 
 
-@mutant(f"{STEM}.reconstruction_error", killed_by="EA-A", misconception="summed over the tokens instead of averaged")
+@mutant(
+    "expected_attention_theory.reconstruction_error", killed_by="EA-A", misconception="summed over the tokens instead of averaged"
+)
 def error_summed(hidden, compressed):
     return norm(hidden - compressed).sum(axis=-1)
 
 
 @mutant(
-    f"{STEM}.reconstruction_error", killed_by="EA-A", misconception="the root of the mean squared norm instead of the mean norm"
+    "expected_attention_theory.reconstruction_error",
+    killed_by="EA-A",
+    misconception="the root of the mean squared norm instead of the mean norm",
 )
 def root_mean_square(hidden, compressed):
     return np.sqrt((norm(hidden - compressed) ** 2).mean(axis=-1))
 
 
-@mutant(f"{STEM}.correlation", killed_by="EA-A", misconception="the cosine of the two rows: their means not subtracted")
+@mutant(
+    "expected_attention_theory.correlation",
+    killed_by="EA-A",
+    misconception="the cosine of the two rows: their means not subtracted",
+)
 def cosine_for_correlation(observed, expected):
     size = norm(observed) * norm(expected)
     return (observed * expected).sum(axis=-1) / np.where(size == 0, 1, size)
 
 
-@mutant(f"{STEM}.correlation", killed_by="EA-A", misconception="the correlation of the ranks (Spearman) instead of the numbers")
+@mutant(
+    "expected_attention_theory.correlation",
+    killed_by="EA-A",
+    misconception="the correlation of the ranks (Spearman) instead of the numbers",
+)
 def rank_correlation(observed, expected):
     return correlation(*(weights.argsort(axis=-1).argsort(axis=-1).astype(np.float64) for weights in (observed, expected)))
 
 
-MEASURES = f"{STEM}.skewness_and_kurtosis"
+MEASURES = "expected_attention_theory.skewness_and_kurtosis"
 
 
 @mutant(MEASURES, killed_by="EA-A", misconception="the kurtosis without the 3 subtracted: a Gaussian has 3")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference import cache, gvote
-from reference.attention import attention_logits, softmax
-from reference.gvote import attention_weights, nucleus, sampled_logits, single_step_budget, top_each
-from reference.rope import frequencies, rotate
-from reference.selection import top_k
-from spec_tests.mutants import mutant
+from evictionary.reference import cache, gvote, gvote_theory
+from evictionary.reference.attention import attention_logits, softmax
+from evictionary.reference.gvote import attention_weights, nucleus, sampled_logits, single_step_budget, top_each
+from evictionary.reference.rope import frequencies, rotate
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.planted import mutant
 
 WEIGHTS, NUCLEUS, SELECT = "gvote.attention_weights", "gvote.nucleus", "gvote.select"
 STATISTICS, SAMPLE, PROJECT = (f"gvote.{name}" for name in ("hidden_statistics", "sample_hidden_states", "project"))
 COS_SIN, ROTATION, LOGITS = (f"gvote.{name}" for name in ("average_cos_sin", "average_rotation", "sampled_logits"))
-TOP_EACH, ALLOCATE, UNION, PRUNE = (f"gvote.{name}" for name in ("top_each", "allocate", "union", "prune"))
-ALGORITHM, OPTIMAL, OVERLAP = (f"gvote.{name}" for name in ("algorithm_1", "optimal_keep_set", "attention_overlap"))
+TOP_EACH, ALLOCATE, UNION, PRUNE = "gvote.top_each", "gvote_theory.allocate", "gvote.union", "gvote.prune"
+ALGORITHM, OPTIMAL, OVERLAP = "gvote.algorithm_1", "gvote_theory.optimal_keep_set", "gvote_theory.attention_overlap"
 
 
 def to_bfloat16(array):
@@ -63,38 +63,38 @@ def overflowing_softmax(query, keys):
         return weights / weights.sum(axis=-1, keepdims=True)
 
 
-@mutant("gvote.output", killed_by="GV-2", misconception="weights divided by their sum once more")
+@mutant("gvote_theory.output", killed_by="GV-2", misconception="weights divided by their sum once more")
 def normalised_again(attention, values):
     total = attention.sum(axis=-1, keepdims=True)
-    return gvote.output(attention / np.where(total == 0, 1, total), values)
+    return gvote_theory.output(attention / np.where(total == 0, 1, total), values)
 
 
-@mutant("gvote.output", killed_by="GV-2", misconception="the mean over the tokens instead of the sum")
+@mutant("gvote_theory.output", killed_by="GV-2", misconception="the mean over the tokens instead of the sum")
 def mean_over_tokens(attention, values):
-    return gvote.output(attention, values) / values.shape[-2]
+    return gvote_theory.output(attention, values) / values.shape[-2]
 
 
-@mutant("gvote.output", killed_by="GV-2", misconception="the value of the heaviest token alone")
+@mutant("gvote_theory.output", killed_by="GV-2", misconception="the value of the heaviest token alone")
 def heaviest_value(attention, values):
     return np.take_along_axis(values, attention.argmax(axis=-1)[..., None, None], axis=-2)[..., 0, :]
 
 
-@mutant("gvote.importance", killed_by="GV-3", misconception="the mean over the queries instead of the sum")
+@mutant("gvote_theory.importance", killed_by="GV-3", misconception="the mean over the queries instead of the sum")
 def mean_over_queries(queries, keys):
-    return gvote.importance(queries, keys) / queries.shape[-2]
+    return gvote_theory.importance(queries, keys) / queries.shape[-2]
 
 
-@mutant("gvote.importance", killed_by="GV-3", misconception="the softmax over the queries instead of the tokens")
+@mutant("gvote_theory.importance", killed_by="GV-3", misconception="the softmax over the queries instead of the tokens")
 def softmax_over_queries(queries, keys):
     return softmax(attention_logits(queries, keys), axis=-2).sum(axis=-2)
 
 
-@mutant("gvote.importance", killed_by="GV-3", misconception="the queries averaged before the softmax")
+@mutant("gvote_theory.importance", killed_by="GV-3", misconception="the queries averaged before the softmax")
 def queries_averaged_before_the_softmax(queries, keys):
-    return queries.shape[-2] * gvote.importance(queries.mean(axis=-2, keepdims=True), keys)
+    return queries.shape[-2] * gvote_theory.importance(queries.mean(axis=-2, keepdims=True), keys)
 
 
-@mutant("gvote.importance", killed_by="GV-3", misconception="the largest weight of the queries instead of their sum")
+@mutant("gvote_theory.importance", killed_by="GV-3", misconception="the largest weight of the queries instead of their sum")
 def largest_of_the_queries(queries, keys):
     return softmax(attention_logits(queries, keys)).max(axis=-2)
 
@@ -111,7 +111,7 @@ def budget_for_each_head(scores, budget):
 
 @mutant(ALLOCATE, killed_by="GV-4", misconception="quotas of the lowest scores")
 def lowest_scores(scores, budget):
-    return gvote.allocate(-scores, budget)
+    return gvote_theory.allocate(-scores, budget)
 
 
 @mutant(ALLOCATE, killed_by="GV-4", misconception="every score at the threshold counted: ties exceed the budget")
@@ -911,9 +911,9 @@ def share_of_candidates(attention, candidates):
 
 @mutant(OVERLAP, killed_by="GV-F3", misconception="the mean weight of the candidates instead of the sum")
 def mean_of_the_candidates(attention, candidates):
-    return gvote.attention_overlap(attention, candidates) / np.maximum(1, candidates.sum(axis=-1))
+    return gvote_theory.attention_overlap(attention, candidates) / np.maximum(1, candidates.sum(axis=-1))
 
 
 @mutant(OVERLAP, killed_by="GV-F3", misconception="the attention outside the candidates: what is missed")
 def attention_missed(attention, candidates):
-    return gvote.attention_overlap(attention, ~candidates)
+    return gvote_theory.attention_overlap(attention, ~candidates)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference import h2o
-from reference.attention import attention_logits, by_group, causal_attention, softmax
-from reference.selection import top_k
-from spec_tests.mutants import mutant
+from evictionary.reference import h2o
+from evictionary.reference.attention import attention_logits, by_group, causal_attention, softmax
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.planted import mutant
 
 SCORE, SELECT = "h2o.score", "h2o.select"
 

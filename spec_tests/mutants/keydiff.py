@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from reference import keydiff
-from reference.attention import attention_logits, softmax
-from reference.keydiff import Cache, Operations, pairwise_score, score, unit
-from reference.selection import top_k
-from spec_tests.mutants import mutant
+from evictionary.reference import keydiff, keydiff_theory, keydiff_variants
+from evictionary.reference.attention import attention_logits, softmax
+from evictionary.reference.keydiff import Cache, pairwise_score, score, unit
+from evictionary.reference.keydiff_theory import Operations
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.planted import mutant
 
 SCORE, PAIRWISE = "keydiff.score", "keydiff.pairwise_score"
-ATTENTION, CACHED, APPEND, EVICT = (f"keydiff.{name}" for name in ("causal_attention", "cached_attention", "append", "evict"))
+ATTENTION, CACHED = "keydiff_theory.causal_attention", "keydiff_theory.cached_attention"
+APPEND, EVICT = "keydiff.append", "keydiff.evict"
 BLOCK, PROMPT, DECODE = "keydiff.process_block", "keydiff.process_prompt", "keydiff.decode"
-MEDIAN, RAW, DOT, EUCLID = (f"keydiff.{name}_score" for name in ("median", "raw_mean", "dot_product", "euclidean"))
-RECENT, STEPS = "keydiff.select_with_recent", "keydiff.score_step_by_step"
+MEDIAN, RAW, DOT, EUCLID = (f"keydiff_variants.{name}_score" for name in ("median", "raw_mean", "dot_product", "euclidean"))
+RECENT, STEPS = "keydiff_variants.select_with_recent", "keydiff_theory.score_step_by_step"
 
 
 def scorer(misconception: str, *, of: str = SCORE, killed_by: str = "KD-8") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -238,34 +240,40 @@ def zero_keys_not_counted(keys):
     return unit(keys).sum(axis=-2) / np.maximum(count, 1)
 
 
-@mutant("keydiff.pairwise_objective", killed_by="KD-O", misconception="each pair counted once instead of twice, the diagonal once")
+@mutant(
+    "keydiff_theory.pairwise_objective",
+    killed_by="KD-O",
+    misconception="each pair counted once instead of twice, the diagonal once",
+)
 def each_pair_once(keys, kept):
     own = (kept & (np.abs(keys).max(axis=-1) > 0)).sum(axis=-1)
-    return (keydiff.pairwise_objective(keys, kept) + own) / 2
+    return (keydiff_theory.pairwise_objective(keys, kept) + own) / 2
 
 
-@mutant("keydiff.pairwise_objective", killed_by="KD-O", misconception="the pairs of a key with itself left out")
+@mutant("keydiff_theory.pairwise_objective", killed_by="KD-O", misconception="the pairs of a key with itself left out")
 def different_keys_only(keys, kept):
-    return keydiff.pairwise_objective(keys, kept) - (kept & (np.abs(keys).max(axis=-1) > 0)).sum(axis=-1)
+    return keydiff_theory.pairwise_objective(keys, kept) - (kept & (np.abs(keys).max(axis=-1) > 0)).sum(axis=-1)
 
 
-@mutant("keydiff.relaxed_objective", killed_by="KD-O", misconception="the mean over the kept keys instead of all keys")
+@mutant("keydiff_theory.relaxed_objective", killed_by="KD-O", misconception="the mean over the kept keys instead of all keys")
 def mean_of_the_kept(keys, kept):
-    return keydiff.pairwise_objective(keys, kept) / np.maximum(kept.sum(axis=-1), 1)
+    return keydiff_theory.pairwise_objective(keys, kept) / np.maximum(kept.sum(axis=-1), 1)
 
 
-@mutant("keydiff.relaxed_objective", killed_by="KD-O", misconception="the mean normalised: cosines with it summed")
+@mutant("keydiff_theory.relaxed_objective", killed_by="KD-O", misconception="the mean normalised: cosines with it summed")
 def cosines_with_the_mean(keys, kept):
     return -(score(keys) * kept).sum(axis=-1)
 
 
-@mutant("keydiff.transformer_block", killed_by="KD-1", misconception="the feed-forward network applied before attention")
+@mutant("keydiff_theory.transformer_block", killed_by="KD-1", misconception="the feed-forward network applied before attention")
 def feed_forward_first(states, attend, feed_forward):
     return attend(feed_forward(states))
 
 
 @mutant(
-    "keydiff.transformer_block", killed_by="KD-1", misconception="residual connections, which the equation does not have, added"
+    "keydiff_theory.transformer_block",
+    killed_by="KD-1",
+    misconception="residual connections, which the equation does not have, added",
 )
 def residuals_added(states, attend, feed_forward):
     middle = states + attend(states)
@@ -406,18 +414,22 @@ def uneven_rows_cut(cache, kept):
     return keydiff.evict(cache, kept & (np.cumsum(kept, axis=-1) <= kept.sum(axis=-1).min()))
 
 
-@mutant("keydiff.attention_policy", killed_by="KD-5", misconception="the weights averaged over the heads: one set for all")
+@mutant("keydiff_theory.attention_policy", killed_by="KD-5", misconception="the weights averaged over the heads: one set for all")
 def one_set_for_all_heads(weights, budget, *, aggregate):
     shared = np.broadcast_to(weights.mean(axis=1, keepdims=True), weights.shape)
-    return keydiff.attention_policy(shared.copy(), budget, aggregate=aggregate)
+    return keydiff_theory.attention_policy(shared.copy(), budget, aggregate=aggregate)
 
 
-@mutant("keydiff.attention_policy", killed_by="KD-5", misconception="the least attended tokens kept")
+@mutant("keydiff_theory.attention_policy", killed_by="KD-5", misconception="the least attended tokens kept")
 def least_attended(weights, budget, *, aggregate):
     return top_k(-aggregate(weights), budget)
 
 
-@mutant("keydiff.attention_policy", killed_by="KD-5", misconception="the weights transposed: what queries give, not what keys get")
+@mutant(
+    "keydiff_theory.attention_policy",
+    killed_by="KD-5",
+    misconception="the weights transposed: what queries give, not what keys get",
+)
 def queries_for_keys(weights, budget, *, aggregate):
     square = weights[..., -min(weights.shape[-2:]) :, :]
     scores = aggregate(np.swapaxes(square, -1, -2))
@@ -583,12 +595,12 @@ def dot_with_the_mean_direction(keys):
 
 @scorer("the dot product scaled by 1/sqrt(D), as in attention", of=DOT, killed_by="KD-T3")
 def scaled_dot_product(keys):
-    return keydiff.dot_product_score(keys) / math.sqrt(keys.shape[-1])
+    return keydiff_variants.dot_product_score(keys) / math.sqrt(keys.shape[-1])
 
 
 @scorer("the cosine, so that the length of a key plays no part", of=DOT, killed_by="KD-T3")
 def cosine_for_the_dot_product(keys):
-    return keydiff.raw_mean_score(keys)
+    return keydiff_variants.raw_mean_score(keys)
 
 
 @scorer("the distance to the mean of the unit keys", of=EUCLID, killed_by="KD-T3")
@@ -598,12 +610,12 @@ def distance_to_the_mean_direction(keys):
 
 @scorer("the squared distance", of=EUCLID, killed_by="KD-T3")
 def squared_distance(keys):
-    return keydiff.euclidean_score(keys) ** 2
+    return keydiff_variants.euclidean_score(keys) ** 2
 
 
 @scorer("minus the distance: what is near the mean kept", of=EUCLID, killed_by="KD-T3")
 def nearest_kept(keys):
-    return -keydiff.euclidean_score(keys)
+    return -keydiff_variants.euclidean_score(keys)
 
 
 @scorer("the distance to the origin", of=EUCLID, killed_by="KD-T3")
@@ -613,7 +625,7 @@ def distance_to_the_origin(keys):
 
 def kept_with_recent(keys, budget, recent_ratio, count, scores=None):
     """The variant of KD-T11 with a number of recent tokens, or scores, of one's own."""
-    keydiff.select_with_recent(keys, budget=budget, recent_ratio=recent_ratio)
+    keydiff_variants.select_with_recent(keys, budget=budget, recent_ratio=recent_ratio)
     length = keys.shape[-2]
     latest = np.broadcast_to(np.arange(length) >= length - count, keys.shape[:-1])
     return top_k(score(keys) if scores is None else scores, min(budget, length), latest)
@@ -632,13 +644,13 @@ def float_share(keys, *, budget, recent_ratio):
 
 @mutant(RECENT, killed_by="KD-T11", misconception="the recent tokens kept on top of the budget")
 def recent_on_top(keys, *, budget, recent_ratio):
-    kept = keydiff.select_with_recent(keys, budget=budget, recent_ratio=recent_ratio)
+    kept = keydiff_variants.select_with_recent(keys, budget=budget, recent_ratio=recent_ratio)
     return kept | top_k(score(keys), min(budget, keys.shape[-2]))
 
 
 @mutant(RECENT, killed_by="KD-T11", misconception="the first tokens kept as recent ones")
 def oldest_for_recent(keys, *, budget, recent_ratio):
-    return keydiff.select_with_recent(keys[..., ::-1, :], budget=budget, recent_ratio=recent_ratio)[..., ::-1]
+    return keydiff_variants.select_with_recent(keys[..., ::-1, :], budget=budget, recent_ratio=recent_ratio)[..., ::-1]
 
 
 @mutant(RECENT, killed_by="KD-T11", misconception="the recent tokens left out of the anchor of the others")
@@ -651,12 +663,12 @@ def anchor_of_the_older(keys, *, budget, recent_ratio):
 
 @mutant(RECENT, killed_by="KD-T11", misconception="shares outside [0, 1] and budgets below 1 clipped in silence")
 def clipped_share(keys, *, budget, recent_ratio):
-    return keydiff.select_with_recent(keys, budget=max(1, budget), recent_ratio=min(1, max(0, recent_ratio)))
+    return keydiff_variants.select_with_recent(keys, budget=max(1, budget), recent_ratio=min(1, max(0, recent_ratio)))
 
 
 def steps(keys, quotient):
     """The steps of appendix A.2.1 up to the last quotient of dots [..., T], norms [..., T] and the anchor's length [..., 1]."""
-    keydiff.score_step_by_step(keys)
+    keydiff_theory.score_step_by_step(keys)
     norms = np.sqrt((keys * keys).sum(axis=-1))
     mu = (keys / norms[..., None]).mean(axis=-2)
     return -quotient((keys @ mu[..., None])[..., 0], norms, np.sqrt((mu * mu).sum(axis=-1, keepdims=True)))
@@ -678,70 +690,82 @@ def key_norm_forgotten(keys, *, epsilon=1e-8):
 
 
 @mutant(
-    "keydiff.operation_count", killed_by="KD-A1", misconception="the paper's printed list, d products of the anchor with 1/n short"
+    "keydiff_theory.operation_count",
+    killed_by="KD-A1",
+    misconception="the paper's printed list, d products of the anchor with 1/n short",
 )
 def printed_operations(length, head_dim):
-    return keydiff.operation_count(length, head_dim)._replace(multiplications=length * (3 * head_dim + 1) + head_dim)
+    return keydiff_theory.operation_count(length, head_dim)._replace(multiplications=length * (3 * head_dim + 1) + head_dim)
 
 
-@mutant("keydiff.operation_count", killed_by="KD-A1", misconception="a sum of n terms counted as n additions instead of n - 1")
+@mutant(
+    "keydiff_theory.operation_count", killed_by="KD-A1", misconception="a sum of n terms counted as n additions instead of n - 1"
+)
 def sums_of_n_additions(length, head_dim):
-    return keydiff.operation_count(length, head_dim)._replace(additions=3 * length * head_dim + length)
+    return keydiff_theory.operation_count(length, head_dim)._replace(additions=3 * length * head_dim + length)
 
 
-@mutant("keydiff.flops", killed_by="KD-A1", misconception="every operation weighed as one")
+@mutant("keydiff_theory.flops", killed_by="KD-A1", misconception="every operation weighed as one")
 def unweighted_operations(count, *, division=5, square_root=8):
     return sum(Operations(*count))
 
 
-@mutant("keydiff.alignment_bound", killed_by="KD-C1", misconception="the logarithm of the weight instead of its odds")
+@mutant("keydiff_theory.alignment_bound", killed_by="KD-C1", misconception="the logarithm of the weight instead of its odds")
 def weight_for_odds(count, weight, largest_norm):
-    keydiff.alignment_bound(count, weight, largest_norm)
+    keydiff_theory.alignment_bound(count, weight, largest_norm)
     return (math.log(count) + math.log(weight)) / largest_norm - 1
 
 
-@mutant("keydiff.alignment_bound", killed_by="KD-C1", misconception="logarithms in base 2")
+@mutant("keydiff_theory.alignment_bound", killed_by="KD-C1", misconception="logarithms in base 2")
 def base_two(count, weight, largest_norm):
-    return (keydiff.alignment_bound(count, weight, largest_norm) + 1) / math.log(2) - 1
-
-
-@mutant("keydiff.alignment_bound", killed_by="KD-C1", misconception="the bound a - M on the logit returned for that on the cosine")
-def logit_bound(count, weight, largest_norm):
-    return keydiff.alignment_bound(count, weight, largest_norm) * largest_norm
+    return (keydiff_theory.alignment_bound(count, weight, largest_norm) + 1) / math.log(2) - 1
 
 
 @mutant(
-    "keydiff.alignment_bound", killed_by="KD-C1", misconception="weights of 0 and 1, no keys and norms of 0 moved into their range"
+    "keydiff_theory.alignment_bound",
+    killed_by="KD-C1",
+    misconception="the bound a - M on the logit returned for that on the cosine",
+)
+def logit_bound(count, weight, largest_norm):
+    return keydiff_theory.alignment_bound(count, weight, largest_norm) * largest_norm
+
+
+@mutant(
+    "keydiff_theory.alignment_bound",
+    killed_by="KD-C1",
+    misconception="weights of 0 and 1, no keys and norms of 0 moved into their range",
 )
 def arguments_moved_into_range(count, weight, largest_norm):
-    return keydiff.alignment_bound(max(1, count), min(1 - 1e-9, max(1e-9, weight)), max(largest_norm, 1e-9))
+    return keydiff_theory.alignment_bound(max(1, count), min(1 - 1e-9, max(1e-9, weight)), max(largest_norm, 1e-9))
 
 
-@mutant("keydiff.squared_cosines", killed_by="KD-C2", misconception="the cosines not squared")
+@mutant("keydiff_theory.squared_cosines", killed_by="KD-C2", misconception="the cosines not squared")
 def cosines_not_squared(vector, basis):
     return keydiff.cosine(basis, vector)
 
 
-@mutant("keydiff.squared_cosines", killed_by="KD-C2", misconception="the columns of the basis taken for its vectors")
+@mutant("keydiff_theory.squared_cosines", killed_by="KD-C2", misconception="the columns of the basis taken for its vectors")
 def columns_for_rows(vector, basis):
-    return keydiff.squared_cosines(vector, np.swapaxes(basis, -1, -2))
+    return keydiff_theory.squared_cosines(vector, np.swapaxes(basis, -1, -2))
 
 
-@mutant("keydiff.squared_cosines", killed_by="KD-C2", misconception="squared coordinates, the vector's norm not divided out")
+@mutant("keydiff_theory.squared_cosines", killed_by="KD-C2", misconception="squared coordinates, the vector's norm not divided out")
 def squared_coordinates(vector, basis):
     return (basis @ vector[..., None])[..., 0] ** 2
 
 
-@mutant("keydiff.anchor_cosine_bound", killed_by="KD-C3", misconception="the factor 1/2 dropped")
+@mutant("keydiff_theory.anchor_cosine_bound", killed_by="KD-C3", misconception="the factor 1/2 dropped")
 def half_dropped(key_query, anchor_query):
-    return 2 * keydiff.anchor_cosine_bound(key_query, anchor_query) - 1
+    return 2 * keydiff_theory.anchor_cosine_bound(key_query, anchor_query) - 1
 
 
-@mutant("keydiff.anchor_cosine_bound", killed_by="KD-C3", misconception="the sum of the two cosines instead of their difference")
+@mutant(
+    "keydiff_theory.anchor_cosine_bound", killed_by="KD-C3", misconception="the sum of the two cosines instead of their difference"
+)
 def sum_for_difference(key_query, anchor_query):
-    return keydiff.anchor_cosine_bound(key_query, -anchor_query)
+    return keydiff_theory.anchor_cosine_bound(key_query, -anchor_query)
 
 
-@mutant("keydiff.anchor_cosine_bound", killed_by="KD-C3", misconception="numbers that are no cosines clipped in silence")
+@mutant("keydiff_theory.anchor_cosine_bound", killed_by="KD-C3", misconception="numbers that are no cosines clipped in silence")
 def clipped_cosines(key_query, anchor_query):
-    return keydiff.anchor_cosine_bound(np.clip(key_query, -1, 1), np.clip(anchor_query, -1, 1))
+    return keydiff_theory.anchor_cosine_bound(np.clip(key_query, -1, 1), np.clip(anchor_query, -1, 1))

@@ -8,18 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from reference.attention import softmax
-from reference.lagkv import (
+from evictionary.reference.attention import softmax
+from evictionary.reference.lagkv import (
     Stream,
     append,
-    attention_output,
-    attention_weights,
     keep_ratio_for,
-    local_score,
-    local_select,
-    norm_select,
     normalise,
-    project,
     retained_length,
     score,
     select,
@@ -27,12 +21,14 @@ from reference.lagkv import (
     tokens_per_partition,
     variation_score,
 )
-from reference.selection import top_k
-from spec_tests.mutants import mutant
+from evictionary.reference.lagkv_theory import attention_output, attention_weights, project
+from evictionary.reference.lagkv_variants import local_score, local_select, norm_select
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.planted import mutant
 
 SCORE, SELECT, RETAINED = "lagkv.score", "lagkv.select", "lagkv.retained_length"
-WEIGHTS, APPEND, STEP = "lagkv.attention_weights", "lagkv.append", "lagkv.step"
-LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = "lagkv.local_score", "lagkv.local_select", "lagkv.norm_select"
+WEIGHTS, APPEND, STEP = "lagkv_theory.attention_weights", "lagkv.append", "lagkv.step"
+LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = "lagkv_variants.local_score", "lagkv_variants.local_select", "lagkv_variants.norm_select"
 
 
 def scored(keys, values, next_keys, next_values, part):
@@ -592,19 +588,19 @@ def window_shared_in(length, budget, *, sink_size=16, lag_size=1024):
     return Fraction(max(0, min(lag_size, (budget - sink_size - remainder) // partitions)), lag_size)
 
 
-@mutant("lagkv.project", killed_by="LK-1", misconception="the weights of keys and values exchanged")
+@mutant("lagkv_theory.project", killed_by="LK-1", misconception="the weights of keys and values exchanged")
 def keys_for_values(states, query_weight, key_weight, value_weight):
     return project(states, query_weight, value_weight, key_weight)
 
 
-@mutant("lagkv.project", killed_by="LK-1", misconception="the queries scaled by 1/sqrt(d_h) in the projection already")
+@mutant("lagkv_theory.project", killed_by="LK-1", misconception="the queries scaled by 1/sqrt(d_h) in the projection already")
 def queries_scaled(states, query_weight, key_weight, value_weight):
     queries, keys, values = project(states, query_weight, key_weight, value_weight)
     return queries / math.sqrt(queries.shape[-1]), keys, values
 
 
 @mutant(
-    "lagkv.project",
+    "lagkv_theory.project",
     killed_by="LK-4",
     misconception="the states centred over the tokens first: a token's q, k and v depend on the others",
 )
@@ -612,7 +608,7 @@ def states_centred(states, query_weight, key_weight, value_weight):
     return project(states - states.mean(axis=-2, keepdims=True), query_weight, key_weight, value_weight)
 
 
-@mutant("lagkv.attention_output", killed_by="LK-2", misconception="channels before heads in the concatenation")
+@mutant("lagkv_theory.attention_output", killed_by="LK-2", misconception="channels before heads in the concatenation")
 def channels_before_heads(weights, values, output_weight):
     attention_output(weights, values, output_weight)
     outputs = np.moveaxis(weights @ values, -3, -1)  # [..., M, d_h, h]
@@ -620,7 +616,9 @@ def channels_before_heads(weights, values, output_weight):
 
 
 @mutant(
-    "lagkv.attention_output", killed_by="LK-2", misconception="the axes of heads and queries not exchanged before they are joined"
+    "lagkv_theory.attention_output",
+    killed_by="LK-2",
+    misconception="the axes of heads and queries not exchanged before they are joined",
 )
 def heads_and_queries_mixed(weights, values, output_weight):
     right = attention_output(weights, values, output_weight)
@@ -628,7 +626,7 @@ def heads_and_queries_mixed(weights, values, output_weight):
     return outputs.reshape(*right.shape[:-1], -1) @ output_weight
 
 
-@mutant("lagkv.attention_output", killed_by="LK-2", misconception="the values of head 0 read by every head")
+@mutant("lagkv_theory.attention_output", killed_by="LK-2", misconception="the values of head 0 read by every head")
 def values_of_the_first_head(weights, values, output_weight):
     return attention_output(weights, np.broadcast_to(values[..., :1, :, :], values.shape).copy(), output_weight)
 

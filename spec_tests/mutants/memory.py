@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from reference import cache, keydiff, knorm, selection
-from spec_tests.mutants import mutant
+from evictionary.reference import cache, keydiff, knorm, selection
+from evictionary.spec_tests.harness.planted import mutant
 
 
 @mutant("keydiff.score", killed_by="MEM-1", misconception="the keys normalised in place")

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from reference import momentkv
-from reference.attention import attention_logits, softmax
-from reference.momentkv import Moments, Step, no_moments, recover, residual, residual_norm
-from reference.selection import top_k
-from spec_tests.arithmetic import round_to
-from spec_tests.implementation import oracle
-from spec_tests.mutants import mutant
+from evictionary.reference import momentkv, momentkv_theory
+from evictionary.reference.attention import attention_logits, softmax
+from evictionary.reference.momentkv import Moments, Step, no_moments, recover, residual, residual_norm
+from evictionary.reference.selection import top_k
+from evictionary.spec_tests.harness.arithmetic import round_to
+from evictionary.spec_tests.harness.implementation import oracle
+from evictionary.spec_tests.harness.planted import mutant
 
 UPDATE, MERGE, RECOVER, SCORE, ATTEND = (f"momentkv.{name}" for name in ("update", "merge", "recover", "score", "attend"))
 APPROXIMATE, RESIDUAL, NORM = "momentkv.approximate_evicted", "momentkv.residual", "momentkv.residual_norm"
-WEIGHT, LOG_WEIGHTS, LOG_EVICTED = "momentkv.mixing_weight", "momentkv.log_mixing_weights", "momentkv.log_evicted_partition"
-RETAINED, ZEROTH, STEP = "momentkv.retained_attention", "momentkv.attend_zeroth_order", "momentkv.decode_step"
+WEIGHT, LOG_WEIGHTS, LOG_EVICTED = "momentkv_theory.mixing_weight", "momentkv.log_mixing_weights", "momentkv.log_evicted_partition"
+RETAINED, ZEROTH, STEP = "momentkv.retained_attention", "momentkv_theory.attend_zeroth_order", "momentkv.decode_step"
 SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
 
 
@@ -610,7 +610,7 @@ def empty_partition_of_one(query, moments):
 
 @mutant(WEIGHT, killed_by="MK-12", misconception="the weight of the evicted part returned for that of the retained")
 def weight_of_the_evicted(retained_partition, evicted_partition):
-    return 1 - momentkv.mixing_weight(retained_partition, evicted_partition)
+    return 1 - momentkv_theory.mixing_weight(retained_partition, evicted_partition)
 
 
 @mutant(WEIGHT, killed_by="MK-12", misconception="the ratio of the two partition functions")

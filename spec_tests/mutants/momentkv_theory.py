@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference import momentkv_theory as theory
-from reference.attention import softmax
-from reference.momentkv_theory import centred_logits, logits_of, norm
-from spec_tests.mutants import mutant
-from spec_tests.mutants.momentkv import square, wrong
+from evictionary.reference import momentkv_theory as theory
+from evictionary.reference.attention import softmax
+from evictionary.reference.momentkv_theory import centred_logits, logits_of, norm
+from evictionary.spec_tests.harness.planted import mutant
+from evictionary.spec_tests.mutants.momentkv import square, wrong
 
 STEM = "momentkv_theory"
 FULL, PARTS, MASS, ERROR = (f"{STEM}.{name}" for name in ("full_output", "sub_outputs", "mass", "eviction_error"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.rope import frequencies, rotate
-from spec_tests.mutants import mutant
+from evictionary.reference.rope import frequencies, rotate
+from evictionary.spec_tests.harness.planted import mutant
 
 FREQUENCIES, ROTATE = "rope.frequencies", "rope.rotate"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference import ada_kv, attention, cache, pyramid_kv, selection
-from spec_tests.mutants import mutant
+from evictionary.reference import ada_kv, attention, cache, pyramid_kv, selection
+from evictionary.spec_tests.harness.planted import mutant
 
 BUDGET, TOP_K, COMPRESS, ATTEND = "selection.budget", "selection.top_k", "cache.compress", "attention.attend"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference import snapkv
-from reference.attention import attention_logits, by_group, causal_attention, softmax
-from reference.snapkv import average_pool
-from spec_tests.mutants import mutant
+from evictionary.reference import snapkv
+from evictionary.reference.attention import attention_logits, by_group, causal_attention, softmax
+from evictionary.reference.snapkv import average_pool
+from evictionary.spec_tests.harness.planted import mutant
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
 

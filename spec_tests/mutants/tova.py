@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference import tova
-from reference.attention import attention_logits, by_group, softmax
-from spec_tests.mutants import mutant
+from evictionary.reference import tova
+from evictionary.reference.attention import attention_logits, by_group, softmax
+from evictionary.spec_tests.harness.planted import mutant
 
 SCORE = "tova.score"
 

@@ -1,0 +1,107 @@
+"""Makes the data of the figure of survivors: `python -m docs_build.figures` reads a prompt and writes what each method keeps.
+
+The other two figures, of MomentKV and of KeyDiff and LagKV, calculate in the browser; tests compare that with `reference/`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import prefill
+from evictionary.methods import catalogue
+from evictionary.models.load import load as load_model
+
+OUTPUT = Path(__file__).parent.parent / "docs" / "figures" / "assets" / "survivors.data.js"
+PREFIX = "globalThis.evictionarySurvivors = "
+"""The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may load scripts."""
+
+OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"sink_size": 4, "lag_size": 32}}
+"""Where a method's own defaults leave a prompt of 300 tokens whole."""
+
+DEPTH, TOKENS, SEED = 0.4, 300, 0
+SMALLEST, STEP = 50, 10
+"""The budgets of the figure in tokens, all below the length of the prompt: beyond it no method is asked."""
+
+
+def survivors(
+    model: PreTrainedModel, prompt: passkey.Passkey, pieces: Sequence[str], method_names: Sequence[str], budgets: Sequence[int]
+) -> dict[str, Any]:
+    """Read the prompt once and compress it by every method to every budget; return what the figure shows, ready for JSON.
+
+    Args: pieces, the text of each token; budgets, ascending, in tokens for each head.
+    """
+    found = []
+    with EvictingCache(model, method=None, record=CAPTURED) as full:
+        prefill(model, prompt.context_ids, full)
+        for name in method_names:
+            masks = []
+            options = OPTIONS.get(name)
+            for budget in budgets:
+                with EvictingCache.from_prefilled(model, full, name, options=options, budget=budget, seed=SEED) as cache:
+                    masks.append(kept(cache))
+            found.append(
+                {
+                    "name": name,
+                    "options": options or {},
+                    "description": catalogue.description(catalogue.definition(name)),
+                    **encode(np.stack(masks)),
+                }
+            )
+    layers, heads = masks[0].shape[:2]
+    return {
+        "model": Path(str(model.config.name_or_path)).name,
+        "tokens": list(pieces),
+        "needle": list(prompt.needle),
+        "layers": layers,
+        "heads": heads,
+        "budgets": list(budgets),
+        "methods": found,
+    }
+
+
+def kept(cache: EvictingCache) -> np.ndarray:
+    """Which tokens of the prompt the cache still has, [layers, H_kv, T]."""
+    masks = np.zeros((len(cache.layers), cache.layers[0].lengths.shape[1], cache.get_seq_length()), dtype=bool)
+    for mask, layer in zip(masks, cache.layers, strict=True):
+        _, _, positions, filled = layer.contents()
+        for head in range(len(mask)):
+            mask[head, positions[0, head][filled[0, head]].cpu().numpy()] = True
+    return masks
+
+
+def encode(masks: np.ndarray) -> dict[str, str]:
+    """Masks [budgets, layers, H_kv, T] in Base64: `levels`, or `masks` where a larger budget may drop what a smaller one keeps.
+
+    levels has one byte for each layer, head and token: the index of the smallest budget that keeps it, len(budgets) for never.
+    masks has one bit for each budget, layer, head and token, the lowest bit of a byte first.
+    """
+    if (masks[:-1] <= masks[1:]).all():
+        return {"levels": _text((~masks).sum(axis=0).astype(np.uint8))}
+    return {"masks": _text(np.packbits(masks, bitorder="little"))}
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+def main() -> None:
+    """Write the data of the site's figure, with the embedded model."""
+    model, tokenizer = load_model()
+    prompt = passkey.make(tokenizer, depth=DEPTH, seed=SEED, tokens=TOKENS)
+    pieces = [tokenizer.decode([token]) for token in prompt.context_ids[0].tolist()]
+    budgets = range(SMALLEST, len(pieces), STEP)
+    data = survivors(model, prompt, pieces, [*catalogue.names(), catalogue.RANDOM], budgets)
+    OUTPUT.write_text(f"{PREFIX}{json.dumps(data, separators=(',', ':'))};\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

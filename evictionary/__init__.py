@@ -1,0 +1,34 @@
+"""An executable dictionary of KV-cache eviction: the mathematics, fast kernels, laws, and a cache for transformers models.
+
+from evictionary import EvictingCache
+
+cache = EvictingCache(model, method="keydiff", compression_ratio=0.5)
+model.generate(**inputs, past_key_values=cache)
+
+`evictionary.reference` is the mathematics, `evictionary.optimized` the fast code, `evictionary.spec_tests` the laws.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evictionary.cache.evicting_cache import EvictingCache
+
+__version__ = "0.1.0"
+__all__ = ["EvictingCache", "__version__"]
+
+# In a clone, reference/, optimized/ and spec_tests/ stand beside this folder, where a reader finds them; a wheel holds them in it.
+_CLONE = Path(__file__).resolve().parent.parent
+if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "reference").is_dir():
+    __path__.append(str(_CLONE))
+
+
+def __getattr__(name: str) -> Any:
+    # When it is asked for: torch takes seconds to import, and whoever judges NumPy functions has none.
+    if name == "EvictingCache":
+        from evictionary.cache.evicting_cache import EvictingCache
+
+        return EvictingCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""A transformers cache that physically removes what a method does not keep."""

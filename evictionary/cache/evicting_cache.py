@@ -1,0 +1,501 @@
+"""A transformers cache that physically removes what a method does not keep: after the prompt, in blocks, or while decoding."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from evictionary.cache import file, future_queries, partial_attention
+from evictionary.cache.layers import RECENT, EvictingLayer
+from evictionary.cache.model_hooks import Attention, attention_modules, watch
+from evictionary.errors import MethodError, UsageError
+from evictionary.methods.catalogue import CAPTURED_FOR
+from evictionary.methods.method import Method, tokens_to_keep
+from evictionary.methods.resolve import resolve
+from evictionary.models.load import is_sliding, require_supported
+from evictionary.optimized import momentkv
+from evictionary.optimized.checks import is_finite
+
+CAPTURED = frozenset(CAPTURED_FOR.values())
+"""The states that a cache is not handed by the model and has to capture, if a method names them."""
+READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries"})
+"""What is made of queries without their rotation, or of hidden states: future_queries.py has to do as the model does."""
+
+
+class EvictingCache(Cache):
+    """A cache for `model.generate(..., past_key_values=cache)` that compresses what has been read.
+
+    The prompt is the first thing the model reads with this cache, in one forward. Its tokens attend to one another in full;
+    then each layer keeps what `method` chooses. Later tokens are appended, at their true positions. With `every`, a layer
+    compresses again whenever that many tokens have come: so a prompt read in blocks of `every` tokens never takes more than the
+    budget and a block, and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored
+    ragged, without padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
+
+    Args: model, a decoder with rotary positions; method, a name, a `path/to/file.py[:function]`, a composition such as
+    `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything; compression_ratio, the fraction to remove of all tokens seen,
+    in [0, 1), or budget, the tokens to keep in each head, which takes its place; options, the method's own; every, 0 for the prompt
+    alone, by default what the method itself defines (MomentKV: 1); seed, for methods that draw; record, states ("queries",
+    "hidden_states") to keep for `from_prefilled`.
+    Raises UsageError for any of them that cannot be used.
+    """
+
+    layers: list[Any]
+    peak_tokens: int  # the most that any head has stored at once
+    recorded: dict[int, dict[str, torch.Tensor]]
+    _padding: torch.Tensor | None
+    _finalizer: Any
+    _handed: dict[int, torch.Tensor]  # the keys that the attention of a layer was handed and has not asked about yet
+    _captured: dict[int, dict[str, torch.Tensor]]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method | None = "keydiff",
+        compression_ratio: float = 0.5,
+        options: Mapping[str, Any] | None = None,
+        budget: int | None = None,
+        *,
+        every: int | None = None,
+        seed: int = 0,
+        record: Iterable[str] = (),
+    ) -> None:
+        require_supported(model)
+        self.method = resolve(method) if isinstance(method, str) else method
+        self.compression_ratio = compression_ratio
+        self.budget = budget
+        self.seed = seed
+        tokens_to_keep(1, compression_ratio, budget)  # refuses values out of range before the prompt is read
+        if options and self.method is None:
+            raise UsageError("options: got some without a method, wanted none")
+        self.options = self.method.typed_options(options) if self.method else {}
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
+            raise UsageError(f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone")
+        self.every = every if every is not None else (self.method.every if self.method else 0)
+        if self.every and self.method and self.method.is_recursive and budget is not None:
+            raise UsageError(
+                f"budget: got {budget} with every={self.every}, wanted a compression_ratio: {self.method.name} keeps a fraction of "
+                "each partition when it comes, so that what it keeps grows with the text"
+            )
+        if self.every and self.method and self.method.is_select and "queries" in self.method.inputs:
+            raise UsageError(
+                f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, which are gone "
+                "when it is to compress again"
+            )
+        if self.method and self.method.reads & READ_FROM_ROPE:
+            require_readable_queries(model, self.method.name)
+        self.record = frozenset(record)
+        if not self.record <= CAPTURED:
+            raise UsageError(f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}")
+        config = model.config.get_text_config()
+        layers: list[Any] = [
+            DynamicSlidingWindowLayer(config.sliding_window) if is_sliding(config, index) else EvictingLayer()
+            for index in range(config.num_hidden_layers)
+        ]
+        super().__init__(layers=layers)
+        self._model = weakref.ref(model)
+        self._wait()
+
+    @classmethod
+    def from_prefilled(cls, model: PreTrainedModel, prefilled: Cache, *arguments: Any, **named: Any) -> EvictingCache:
+        """Compress a prompt that `prefilled`, a full cache, already holds; it stays as it is.
+
+        The other arguments are those of EvictingCache. A method that reads queries or hidden_states needs a `prefilled` that
+        is an `EvictingCache(model, method=None, record=(...))`. Raises UsageError where something was removed from it.
+        """
+        cache = cls(model, *arguments, **named)
+        recorded = getattr(prefilled, "recorded", {})
+        cache._padding = getattr(prefilled, "_padding", None)
+        cache._counts_padding = getattr(prefilled, "_counts_padding", False)
+        try:
+            if len(prefilled.layers) != len(cache.layers):
+                raise UsageError(
+                    f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's {len(cache.layers)}"
+                )
+            for index, layer in enumerate(cache.layers):
+                full: Any = prefilled.layers[index]
+                if not isinstance(layer, EvictingLayer):
+                    cache.layers[index] = copy.deepcopy(full)
+                    continue
+                stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
+                if not stored or stored != seen:
+                    raise UsageError(f"prefilled: got {stored} of {seen} tokens in layer {index}, wanted all tokens of a prompt")
+                layer.update(full.keys, full.values)
+                layer.padding = getattr(full, "padding", None)
+                cache._captured[index] = dict(recorded.get(index, {}))
+                cache._compress(index)
+        except Exception:
+            cache.close()
+            raise
+        cache._close_if_settled()
+        return cache
+
+    # what the model calls
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to a layer and return what its attention is handed: everything stored, or the tokens since ragged heads."""
+        layer = self.layers[layer_idx]
+        if layer_idx in self._handed:
+            raise RuntimeError(
+                f"layer {layer_idx}: tokens were read but their queries never seen, so they could not be compressed; "
+                "does the model change them after they are cached, or was the attention implementation changed in between?"
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if isinstance(layer, EvictingLayer):
+            if layer.seen == key_states.shape[-2]:
+                layer.padding = None if self._padding is None else self._padding.to(keys.device)
+            self.peak_tokens = max(self.peak_tokens, layer.longest)
+            if self._finalizer.alive:
+                self._handed[layer_idx] = keys
+            elif not layer.is_plain or (layer.evicted_at == 0 and (self.method is not None or self.record)):
+                raise RuntimeError(f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their queries")
+        return keys, values
+
+    def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
+        """Take what the model was given before it reads `length` tokens of each row; capture.py calls this."""
+        seen = self.get_seq_length()
+        if seen == 0:
+            if padding is not None and int(padding.max()) >= length:
+                raise UsageError(
+                    f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block: each row "
+                    "of a batch has to begin in the first one"
+                )
+            self._padding = padding
+            self._counts_padding = padding is not None and position_ids is None
+        elif padding is not None and (self._padding is None or not torch.equal(padding.cpu(), self._padding.cpu())):
+            raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
+
+    def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
+        """Take the hidden states [B, M, hidden] that a layer reads; capture.py calls this."""
+        self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
+
+    def handed(self, layer_index: int, keys: torch.Tensor) -> bool:
+        """Whether the attention of a layer was handed these keys by this cache."""
+        return self._handed.get(layer_index) is keys
+
+    def attend(
+        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Answer for the attention of a layer, and compress it when it is time; capture.py calls this.
+
+        Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask.
+        """
+        del self._handed[layer_index]
+        layer = self.layers[layer_index]
+        factor = future_queries.logit_factor(module, queries.shape[-1])
+        scaled = queries if abs(factor - 1) < 1e-6 else queries * factor
+        is_prompt = layer.seen == queries.shape[2]
+        try:
+            self._observe(layer_index, scaled, is_prompt)
+            due = layer.evicted_at == 0 or (self.every > 0 and layer.seen - layer.evicted_at >= self.every)
+            # Algorithm 1 of MomentKV attends over what is left; every other method evicts what has been attended to.
+            if due and not is_prompt and queries.shape[2] == 1 and self.method is not None and "moments" in self.method.inputs:
+                self._compress(layer_index)
+                due = False
+            if is_prompt:
+                output = attention(mask)
+            elif layer.is_plain:
+                output = attention(_mask(layer, queries))
+            else:
+                output = partial_attention.attend(scaled, layer).transpose(1, 2).contiguous(), None
+            if due:
+                self._compress(layer_index)
+        except Exception:
+            self.close()  # what was read is lost, and the model is to be as it was
+            raise
+        self._captured.pop(layer_index, None)
+        self._close_if_settled()
+        return output
+
+    # compression
+
+    def _observe(self, layer_index: int, queries: torch.Tensor, is_prompt: bool) -> None:
+        """Keep the queries and hidden states that the method reads: those of the prompt, later the recent ones."""
+        layer = self.layers[layer_index]
+        captured = self._captured.setdefault(layer_index, {})
+        if "queries" in self._names:
+            captured["queries"] = queries
+        if not self.every:
+            return
+        for name, kept_as, axis in (("queries", "recent", 2), ("hidden_states", "recent_hidden", 1)):
+            if name not in self._names:
+                continue
+            before, new = getattr(layer, kept_as), captured[name].detach()
+            recent = new if before is None else torch.cat([before, new], dim=axis)
+            recent = recent.narrow(axis, max(0, recent.shape[axis] - RECENT), min(RECENT, recent.shape[axis])).clone()
+            setattr(layer, kept_as, recent)
+            if not is_prompt:
+                captured[name] = recent
+
+    def _compress(self, layer_index: int) -> None:
+        layer = self.layers[layer_index]
+        captured = self._captured.get(layer_index, {})
+        if self.record and layer.evicted_at == 0:
+            self.recorded[layer_index] = {name: captured[name] for name in self.record}
+        if self.method is None:
+            layer.evicted_at = layer.seen
+            return
+        keys, values, positions, filled = layer.contents()
+        _require_finite(layer_index, keys, values)
+        is_full = bool(filled.all())
+        if self.method.is_recursive and self.every and layer.static is None:
+            layer.static = [self.options.get("sink_size", self.method.options["sink_size"])] * keys.shape[0]
+        states: dict[str, Any] = {"keys": keys, "values": values, **captured}
+        padding = torch.zeros(keys.shape[0], dtype=torch.int32) if self._padding is None else self._padding
+        if layer.seen > keys.shape[2]:
+            states["positions"] = positions - padding.to(positions)[:, None, None]
+        if self.method.corrected:
+            states["moments"] = layer.moments if layer.moments is not None else momentkv.no_moments(keys, values)
+        kept = self.method.kept(
+            states,
+            compression_ratio=self.compression_ratio,
+            budget=self.budget,
+            options=self.options,
+            layer_index=layer_index,
+            num_layers=len(self.layers),
+            seed=self.seed,
+            filled=None if is_full else filled,
+            seen=[layer.seen - count for count in padding.tolist()],
+            is_prompt=layer.evicted_at == 0,
+            static=layer.static,
+            supply=self._supply(layer_index),
+        )
+        if layer.static is not None:
+            lengths = filled[:, 0].sum(dim=-1).tolist()
+            layer.static = [
+                self.method.static_after(length, static, self.compression_ratio, self.options)
+                for length, static in zip(lengths, layer.static, strict=True)
+            ]
+        evicted = filled & ~kept
+        if self.method.corrected:
+            layer.moments = momentkv.update(states["moments"], keys, values, evicted)
+        if evicted.any() or not is_full:
+            layer.evict(kept)
+        layer.evicted_at = layer.seen
+
+    def _supply(self, layer_index: int) -> Callable[[str, Mapping[str, Any], int], dict[str, Any]]:
+        """What only the model knows, made of what was captured, by name; nothing where that is missing."""
+
+        def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
+            model, source = self._model(), CAPTURED_FOR.get(name)
+            if model is None or source is None or states.get(source) is None:
+                return {}
+            if self._counts_padding:
+                raise UsageError(f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them")
+            if name == "sampled_queries":
+                module = attention_modules(model)[layer_index]
+                sampled = future_queries.sampled_queries(
+                    model, module, layer_index, states["hidden_states"], position, states["generator"]
+                )
+                return {name: sampled.to(states["keys"].dtype)}
+            queries = states["queries"]
+            positions = torch.arange(position - queries.shape[2], position, device=queries.device)
+            mean, covariance = future_queries.future_statistics(model, layer_index, queries, positions, position)
+            return {"query_mean": mean, "query_covariance": covariance}
+
+        return supply
+
+    # the life of the cache
+
+    def _wait(self) -> None:
+        """Wait for a prompt: watch the model until the cache has no more need of it, is closed, or is dropped."""
+        self._handed, self._captured, self.recorded = {}, {}, {}
+        self._padding = None
+        self._counts_padding = False
+        self.peak_tokens = 0
+        self._names = self.record | (self.method.captured if self.method else frozenset())
+        self._watch()
+
+    def _watch(self) -> None:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this cache is gone")
+        self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
+
+    def _close_if_settled(self) -> None:
+        """Let go of the model once its own attention can do the rest."""
+        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        if self.method is not None and self.every:
+            return
+        if any(layer.evicted_at == 0 for layer in layers) or not all(layer.is_plain for layer in layers):
+            return
+        # One mask serves all layers of a model, so it must fit them all; and it knows nothing of padding that is gone.
+        unpadded = self._padding is None or self.method is None
+        if unpadded and len({layer.longest for layer in layers}) == 1:
+            self.close()
+
+    def close(self) -> None:
+        """Take every hook out of the model again. Happens by itself when it can, and when the cache is dropped."""
+        self._finalizer()
+        self._handed.clear()
+
+    def __enter__(self) -> EvictingCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        super().batch_select_indices(indices)
+        if self._padding is not None:
+            self._padding = self._padding[indices.to(self._padding.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        super().batch_repeat_interleave(repeats)
+        if self._padding is not None:
+            self._padding = self._padding.repeat_interleave(repeats)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Reorder the batch for beam search."""
+        super().reorder_cache(beam_idx)
+        if self._padding is not None:
+            self._padding = self._padding[beam_idx.to(self._padding.device)]
+
+    def reset(self) -> None:
+        """Forget everything and wait for a new prompt."""
+        self.close()
+        for layer in self.layers:  # older versions of transformers would keep as many zeros instead
+            layer.keys, layer.values, layer.is_initialized = None, None, False
+        super().reset()
+        self._wait()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
+        """A cache with tensors of its own, for another question; the method and the model are shared."""
+        if self.get_seq_length() == 0:
+            raise ValueError("deepcopy: the cache has not read its prompt yet")
+        twin = copy.copy(self)
+        twin.layers = copy.deepcopy(self.layers, memo)
+        twin._handed, twin._captured = {}, {}
+        if self._finalizer.alive:
+            twin._watch()
+        return twin
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a safetensors file, to be loaded again with the same model.
+
+        Raises ValueError before the prompt, and UsageError for a path that cannot be written.
+        """
+        file.write(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
+        """Read a cache that `save` wrote, for the same model. Raises UsageError for another file or a model that does not fit."""
+        settings, tensors = file.read(path, str(model.device))
+        arguments = {name: settings[name] for name in ("compression_ratio", "options", "budget", "every", "seed")}
+        cache = cls(model, settings["method"], **arguments)
+        file.restore(cache, model, settings, tensors, path)
+        cache._close_if_settled()
+        return cache
+
+    # what it takes
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the keys and values really allocate: the sizes of their storages, each counted once."""
+        states = [state for layer in self.layers for state in _states(layer)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states}
+        return sum(storages.values())
+
+    @property
+    def nbytes_full(self) -> int:
+        """The bytes that the same tokens would take if nothing had been removed."""
+        total = 0
+        for layer in self.layers:
+            seen = layer.get_seq_length()
+            for state in (layer.keys, layer.values):
+                if state is not None:
+                    batch, heads, stored, width = state.shape
+                    total += batch * heads * (seen if isinstance(layer, EvictingLayer) else stored) * width * state.element_size()
+        return total
+
+    @property
+    def nbytes_beside(self) -> int:
+        """The bytes beside keys and values: positions, lengths, moments and recent queries."""
+        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        everything = sum(tensor.nbytes for layer in layers for tensor in layer.tensors().values())
+        return everything - sum(state.nbytes for layer in layers for state in _states(layer))
+
+    @property
+    def tokens_kept(self) -> float:
+        """The tokens stored in each head, on average over the batch, the heads and the layers without a sliding window."""
+        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer) and layer.keys is not None]
+        if not layers:
+            return 0
+        mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in layers]).mean())
+        return int(mean) if mean == int(mean) else mean
+
+
+_readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+def require_readable_queries(model: PreTrainedModel, name: str) -> None:
+    """Raise UsageError where hidden states do not give the queries of this model by future_queries.py: tried once, on a few tokens.
+
+    RoPE may be paired in another way, left out of some layers, or followed by a norm, and no configuration says so.
+    """
+    if model not in _readable:
+        _readable[model] = _has_readable_queries(model)
+    if not _readable[model]:
+        raise UsageError(
+            f"model: got {type(model).__name__}, whose queries are not its projected hidden states turned by RoPE in two halves; "
+            f"wanted a method that reads no future queries in place of {name}"
+        )
+
+
+@torch.no_grad()
+def _has_readable_queries(model: PreTrainedModel) -> bool:
+    probe = torch.arange(1, 5, device=model.device)[None]
+    modules = attention_modules(model)
+    with EvictingCache(model, None, record=CAPTURED) as cache:
+        try:
+            model.base_model(probe, past_key_values=cache, use_cache=True)
+            for index, states in cache.recorded.items():
+                factor = future_queries.logit_factor(modules[index], states["queries"].shape[-1])
+                queries = future_queries.unrotated(
+                    states["queries"], *future_queries.rotation(model, index, torch.arange(4, device=model.device))
+                )
+                projected = future_queries.project(model, modules[index], states["hidden_states"]).float() * factor
+                # Wrong ones are off by their own size, and bfloat16 by a hundredth of it.
+                if not (queries - projected).abs().max() <= 0.1 * projected.abs().max():
+                    return False
+        except (KeyError, UsageError):  # it calls its hidden states otherwise, or has no projection of its own for queries
+            return False
+    return True
+
+
+def _states(layer: Any) -> list[torch.Tensor]:
+    """The tensors of keys and values of a layer, the flat ones of ragged heads among them."""
+    ragged = getattr(layer, "ragged", None)
+    states = [layer.keys, layer.values, *((ragged.keys, ragged.values) if ragged is not None else ())]
+    return [state for state in states if state is not None]
+
+
+def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
+    """The mask of the last M tokens over what a layer stores, to be added to the logits [B, 1, M, stored]; None for all to see."""
+    assert layer.keys is not None
+    num_queries, stored = queries.shape[2], layer.keys.shape[2]
+    if num_queries == 1 and layer.padding is None:
+        return None
+    visible = partial_attention.causal(num_queries, stored, queries.device)[None, None]
+    if layer.padding is not None:  # nothing has been evicted yet
+        visible = visible & (torch.arange(stored, device=queries.device) >= layer.padding[:, None, None, None])
+    return torch.zeros(visible.shape, dtype=queries.dtype, device=queries.device).masked_fill(
+        ~visible, torch.finfo(queries.dtype).min
+    )
+
+
+def _require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    for name, states in (("keys", keys), ("values", values)):
+        if not is_finite(states):
+            raise MethodError(f"{name}: got NaN or infinite numbers in layer {layer_index}, wanted finite ones")

@@ -1,0 +1,98 @@
+"""A cache as a safetensors file: its tensors, and in the file's metadata what it was made with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from evictionary.cache.layers import EvictingLayer
+from evictionary.errors import UsageError
+from evictionary.optimized.cache import CompressedCache
+from evictionary.optimized.momentkv import Moments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from evictionary.cache.evicting_cache import EvictingCache
+
+SCHEMA = "evictionary/cache/1"
+
+
+def write(cache: EvictingCache, path: str | Path) -> None:
+    """Write a cache that has read its prompt. Raises ValueError before that, and UsageError for a path that cannot be written."""
+    if cache.get_seq_length() == 0:
+        raise ValueError("save: the cache has not read its prompt yet")
+    tensors: dict[str, torch.Tensor] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, EvictingLayer):
+            layers.append({"seen": layer.seen, "evicted_at": layer.evicted_at, "static": layer.static})
+            own = layer.tensors()
+        else:  # a sliding window
+            layers.append({"cumulative_length": layer.cumulative_length})
+            own = {"keys": layer.keys, "values": layer.values}
+        tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
+    settings = {
+        "schema": SCHEMA,
+        "method": cache.method.name if cache.method else None,
+        "compression_ratio": cache.compression_ratio,
+        "budget": cache.budget,
+        "options": cache.options,
+        "every": cache.every,
+        "seed": cache.seed,
+        "padding": None if cache._padding is None else cache._padding.tolist(),
+        "counts_padding": cache._counts_padding,
+        "layers": layers,
+    }
+    try:
+        save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
+    except SafetensorError as error:
+        raise UsageError(f"path: got {path}, wanted a file that can be written: {error}") from error
+
+
+def read(path: str | Path, device: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The settings and the tensors of a file that `write` wrote. Raises UsageError for any other."""
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            settings = json.loads((file.metadata() or {}).get("evictionary", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise UsageError(f"path: got {path}, wanted a file that EvictingCache.save wrote: {error}") from error
+    if settings.get("schema") != SCHEMA:
+        raise UsageError(f"path: got {path} of schema {settings.get('schema')}, wanted {SCHEMA}")
+    return settings, tensors
+
+
+def restore(
+    cache: EvictingCache, model: PreTrainedModel, settings: dict[str, Any], tensors: dict[str, torch.Tensor], path: str | Path
+) -> None:
+    """Put what `read` found into an empty cache. Raises UsageError, and closes the cache, where the model does not fit."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    if len(settings["layers"]) != len(cache.layers) or tensors["0.keys"].shape[1] != heads:
+        cache.close()
+        raise UsageError(f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in {path}")
+    for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
+        own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+        _fill(layer, own)
+        for name, value in numbers.items():
+            setattr(layer, name, value)
+    if settings["padding"] is not None:
+        cache._padding = torch.tensor(settings["padding"], device=model.device)
+    cache._counts_padding = settings["counts_padding"]
+
+
+def _fill(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Put the tensors of `EvictingLayer.tensors` back."""
+    layer.lazy_initialization(tensors["keys"], tensors["values"])
+    for part, kind in (("ragged", CompressedCache), ("moments", Moments)):
+        fields = {name.partition(".")[2]: tensors.pop(name) for name in list(tensors) if name.startswith(f"{part}.")}
+        if fields:
+            setattr(layer, part, kind(**fields))
+    for name, tensor in tensors.items():
+        setattr(layer, name, tensor)

@@ -1,0 +1,128 @@
+"""What methods want to know of queries that have not come yet: their Gaussian before RoPE, and samples of it.
+
+Everything goes through the model's own modules (its rotary embedding, its query projection and norm), so that scaled or partial
+RoPE and QK-norm come out as the model has them; on plain RoPE it equals the reference (EA-6, GV-A4 to GV-A8; tested).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from evictionary.errors import UsageError
+from evictionary.optimized.expected_attention import BLOCK_TOKENS, statistics_of_blocks
+
+HORIZON = 512
+"""The future positions that RoPE is averaged over, in both papers."""
+SAMPLES = 8
+"""Sampled queries for each query head: GVote's paper takes 8 or more."""
+SINKS = 4
+"""First tokens whose hidden states are not counted (GV-A4)."""
+
+
+def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [..., R] of the model's RoPE at positions [...], of any integer dtype; R, at most D, is even."""
+    rotary = next((module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")), None)
+    if rotary is None:
+        raise UsageError(f"model: found no rotary embedding in {type(model).__name__}, which this method reads")
+    # Some families turn sliding and full layers by different angles.
+    extra = {}
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        kinds = getattr(model.config.get_text_config(), "layer_types", None)
+        extra["layer_type"] = kinds[layer_index] if kinds else "full_attention"
+    like = torch.empty(0, device=positions.device, dtype=torch.float32)
+    # a copy, as some variants of RoPE remember the longest position that they were asked for
+    cos, sin = copy.deepcopy(rotary)(like, positions.reshape(1, -1), **extra)
+    return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+
+
+def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE in transformers' pairing on the first R channels of states; the rest passes."""
+    rotated, passed = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    return torch.cat([rotated * cos + torch.cat([-second, first], dim=-1) * sin, passed], dim=-1)
+
+
+def unrotated(queries: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Undo RoPE: queries [..., N, D] with cos and sin [..., N, R] at their positions, in float32."""
+    # Some RoPE variants scale cosine and sine; their squares then sum to the square of the scale.
+    scale = cos * cos + sin * sin
+    return _turned(queries.float(), cos / scale, -sin / scale)
+
+
+def _average_rotation(
+    model: PreTrainedModel, layer_index: int, position: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean cosine and sine [R] over the HORIZON positions from `position` on."""
+    cos, sin = rotation(model, layer_index, torch.arange(position, position + HORIZON, device=device))
+    return cos.mean(dim=0), sin.mean(dim=0)
+
+
+def future_statistics(
+    model: PreTrainedModel, layer_index: int, queries: torch.Tensor, positions: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """EA-5, EA-6: mean [B, H_q, D] and covariance [B, H_q, D, D] of the queries, averaged over the next positions.
+
+    Args: queries [B, H_q, N, D], after RoPE, at positions [N]; position, that of the next token.
+    """
+    parts = (queries, *rotation(model, layer_index, positions))
+    blocks = zip(*(part.split(BLOCK_TOKENS, dim=-2) for part in parts), strict=True)
+    mean, covariance = statistics_of_blocks(unrotated(*block) for block in blocks)
+    cos, sin = _average_rotation(model, layer_index, position, queries.device)
+    by_rows = _turned(covariance, cos, sin)
+    return _turned(mean, cos, sin), _turned(by_rows.mT, cos, sin).mT.contiguous()
+
+
+def sampled_queries(
+    model: PreTrainedModel,
+    module: torch.nn.Module,
+    layer_index: int,
+    hidden_states: torch.Tensor,
+    position: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """GV-A4 to GV-A8: queries [B, H_q, S, D] of hidden states sampled from those of the prompt, averaged over the next positions.
+
+    Args: module, the attention layer; hidden_states [B, M, C], what it read of the last M tokens; position, that of the next token;
+    generator, for the noise, which the heads share.
+    """
+    num_tokens = hidden_states.shape[1]
+    sinks = max(0, SINKS - (position - num_tokens))  # the last tokens of a long text hold none
+    observed = hidden_states[:, min(sinks, num_tokens - 1) :].float()
+    mean = observed.mean(dim=1, keepdim=True)
+    # In blocks that stay in a processor's cache: torch.var over an axis that is not the last takes ten times as long on a CPU.
+    squares = sum((block - mean).square_().sum(dim=1, keepdim=True) for block in observed.split(128, dim=1))
+    variance = squares / observed.shape[1]
+    noise = torch.randn(observed.shape[0], SAMPLES, observed.shape[2], generator=generator)
+    states = mean + variance.sqrt() * noise.to(observed.device)
+    queries = project(model, module, states.to(hidden_states.dtype)).float()
+    cos, sin = _average_rotation(model, layer_index, position, queries.device)
+    return _turned(queries, cos, sin) * logit_factor(module, queries.shape[-1])
+
+
+def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """GV-A6: the model's queries [B, H_q, S, D] before RoPE of hidden states [B, S, C], its QK-norm included."""
+    config = model.config.get_text_config()
+    num_heads, head_dim = config.num_attention_heads, module.head_dim
+    if hasattr(module, "q_proj"):
+        queries = module.q_proj(hidden_states)
+    elif hasattr(module, "qkv_proj"):  # one matrix for all three; the queries come first
+        queries = module.qkv_proj(hidden_states)[..., : num_heads * head_dim]
+    else:
+        raise UsageError(f"model: {type(module).__name__} has no q_proj, which this method samples queries with")
+    norm = getattr(module, "q_norm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is not None and weight is not None and weight.shape[-1] != head_dim:  # over all heads at once
+        queries, norm = norm(queries), None
+    queries = queries.view(*hidden_states.shape[:2], num_heads, head_dim).transpose(1, 2)
+    return queries if norm is None else norm(queries)
+
+
+def logit_factor(module: Any, head_dim: int) -> float:
+    """What queries are multiplied with so that `q . k / sqrt(D)` is the model's logit: 1 but for models that scale otherwise."""
+    return float(getattr(module, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)

@@ -1,0 +1,188 @@
+"""Lets a cache see what only the model sees (its padding, the hidden states, the queries) and answer for the attention.
+
+Three of transformers' and torch's own extension points, in place only as long as a cache needs them: a forward pre-hook on the
+decoder, forward pre-hooks on its attention modules, and an attention function registered beside the model's.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from evictionary.errors import UsageError
+
+PREFIX = "evictionary_"
+
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""The model's own attention: called with another mask, it gives the output [B, M, H_q, D_v] and the weights or None."""
+
+
+class Watcher(Protocol):
+    """What a cache does with what it is shown."""
+
+    def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None: ...
+    def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
+    def handed(self, layer_index: int, keys: torch.Tensor) -> bool: ...
+    def attend(
+        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+
+_watching: weakref.WeakSet[Any] = weakref.WeakSet()
+_replaced: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()
+"""For each model with our attention: the implementation to go back to, and how many caches need ours."""
+
+
+def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
+    """Show `cache` what `model` reads with it, and ask it for the attention, until the returned function is called.
+
+    Nothing here keeps the cache alive. Raises UsageError for a model whose attention is fixed.
+    """
+    reference: weakref.ref[Any] = weakref.ref(cache)
+    modules = list(attention_modules(model).values()) if hidden_states else []
+    _start(model)
+    _watching.add(cache)
+    # nothing below raises, so whatever is put in place is also taken out
+    hook = _hidden_states_hook(reference)
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    handles.append(model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True))
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+        alive = reference()
+        if alive is not None:  # the set has dropped a dead one by itself
+            _watching.discard(alive)
+        _stop(model)
+
+    return stop
+
+
+def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """The attention modules of a decoder by layer: those whose class says so and that know their layer."""
+    found = {
+        _layer_index(module): module
+        for module in model.modules()
+        if "Attention" in type(module).__name__ and hasattr(module, "layer_idx")
+    }
+    if not found:
+        raise UsageError(f"model: found no attention modules with a layer index in {type(model).__name__}")
+    return found
+
+
+def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable[..., None]:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+    def check(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        cache = named.get("past_key_values")
+        if cache is None or cache is not reference():
+            return
+        watcher: Any = cache
+        tokens = named.get("input_ids")
+        tokens = named.get("inputs_embeds") if tokens is None else tokens
+        tokens = arguments[0] if tokens is None and arguments else tokens
+        if tokens is None:
+            return
+        require_prompt(tokens.shape[1], longest)
+        mask = named.get("attention_mask")
+        padding = left_padding(mask) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+        watcher.see_batch(padding, named.get("position_ids"), tokens.shape[1])
+
+    return check
+
+
+def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
+    """How many tokens each row of an attention mask [B, T] is padded with on the left, [B], or None without any padding.
+
+    Raises UsageError for padding anywhere else. A row of nothing but padding is the watcher's to judge.
+    """
+    real = mask.bool()
+    if real.all():
+        return None
+    if (real[:, :-1] & ~real[:, 1:]).any():
+        raise UsageError("attention_mask: got padding after tokens, wanted it before them: tokenizer.padding_side = 'left'")
+    return (~real).sum(dim=1)
+
+
+def require_prompt(length: int, longest: int | None) -> None:
+    """Raise UsageError for an empty prompt, or one of more tokens than the model has positions."""
+    if length == 0:
+        raise UsageError("prompt: got no tokens, wanted at least one")
+    if longest is not None and length > longest:
+        raise UsageError(f"prompt: got {length} tokens, wanted at most the model's context of {longest}")
+
+
+def _layer_index(module: Any) -> int:
+    return int(module.layer_idx)
+
+
+def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        cache = reference()
+        is_its_own = named.get("past_key_values") is cache
+        if cache is not None and is_its_own:
+            hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
+            cache.see_hidden_states(_layer_index(module), hidden_states)
+
+    return hook
+
+
+def _start(model: PreTrainedModel) -> None:
+    # a model that shares its config with a watched one has our attention already
+    underlying, count = _replaced.get(model, (model.config._attn_implementation.removeprefix(PREFIX), 0))
+    if underlying not in ("sdpa", "eager"):
+        raise UsageError(
+            f"model: got {type(model).__name__} with the attention {underlying}, wanted attn_implementation='sdpa' or 'eager'"
+        )
+    if count == 0:
+        AttentionInterface.register(PREFIX + underlying, _answering_attention(underlying))
+        if underlying in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(PREFIX + underlying, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
+        model.set_attn_implementation(PREFIX + underlying)
+        if model.config._attn_implementation != PREFIX + underlying:
+            raise UsageError(f"model: {type(model).__name__} has a fixed attention, so no method can read its queries")
+    _replaced[model] = (underlying, count + 1)
+
+
+def _stop(model: PreTrainedModel) -> None:
+    underlying, count = _replaced.pop(model)
+    if count > 1:
+        _replaced[model] = (underlying, count - 1)
+    elif model.config._attn_implementation == PREFIX + underlying and not any(other.config is model.config for other in _replaced):
+        model.set_attn_implementation(underlying)
+
+
+def _answering_attention(underlying: str) -> Callable[..., Any]:
+    """The attention function of that name, which leaves the answer to the cache that the keys came from."""
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        if underlying == "eager":  # each modeling file has its own
+            function = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            function = ALL_ATTENTION_FUNCTIONS[underlying]
+
+        def model_attention(mask: torch.Tensor | None) -> Any:
+            return function(module, query, key, value, mask, *rest, **named)
+
+        index = _layer_index(module)
+        for cache in list(_watching):
+            if cache.handed(index, key):
+                return cache.attend(index, module, query, attention_mask, model_attention)
+        return model_attention(attention_mask)
+
+    return attention

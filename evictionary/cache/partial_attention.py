@@ -1,0 +1,76 @@
+"""Attention over a cache in parts: ragged heads, the tokens since, and the moments of what was evicted, mixed by their masses.
+
+Each part gives its output and the log-sum-exp of its logits, and the softmax over all of them is the mean of the outputs weighted
+by exp(log-sum-exp).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from evictionary.cache.layers import EvictingLayer
+from evictionary.optimized import attention
+from evictionary.optimized.momentkv import Moments, recover
+
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def attend(queries: torch.Tensor, layer: EvictingLayer) -> torch.Tensor:
+    """The attention of the layer's last M tokens over all that it stores and, with moments, over what they stand for.
+
+    Args: queries [B, H_q, M, D], such that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended.
+    Returns [B, H_q, M, D_v] in the dtype of queries.
+    """
+    assert layer.keys is not None and layer.values is not None
+    parts = []
+    if layer.keys.shape[2]:
+        parts.append(attend_dense(queries, layer.keys, layer.values))
+    if layer.ragged is not None:
+        parts.append(attention.attend(queries, layer.ragged))
+    if layer.moments is not None:
+        parts.append(attend_moments(queries, layer.moments))
+    return mix(parts).to(queries.dtype)
+
+
+def attend_dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Part:
+    """Output and log-sum-exp of M queries over keys [B, H_kv, T, D] that end with their own, each seeing none after its own."""
+    batch, num_query_heads, num_queries, head_dim = queries.shape
+    num_kv_heads, length = keys.shape[1:3]
+    grouped = queries.float().reshape(batch, num_kv_heads, -1, head_dim)  # the query heads of a group and their queries, as rows
+    logits = (grouped @ keys.float().mT / math.sqrt(head_dim)).view(batch, num_kv_heads, -1, num_queries, length)
+    if num_queries > 1:
+        logits = logits.masked_fill(~causal(num_queries, length, keys.device), -math.inf)
+    log_sum_exp = logits.logsumexp(dim=-1)
+    weights = (logits - log_sum_exp[..., None]).exp().flatten(2, 3)
+    output = weights @ values.float()
+    return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(batch, num_query_heads, num_queries)
+
+
+def causal(num_queries: int, length: int, device: torch.device) -> torch.Tensor:
+    """[M, T], True where the i-th of the last M tokens may look: at everything stored up to itself."""
+    places = torch.arange(length, device=device)
+    return places <= places[length - num_queries :, None]
+
+
+def attend_moments(queries: torch.Tensor, moments: Moments) -> Part:
+    """MK-9, MK-11: what the moments say of the evicted tokens, for each query: output [B, H_q, M, D_v], log-sum-exp [B, H_q, M]."""
+    batch, num_query_heads, num_queries, head_dim = queries.shape
+    num_kv_heads = moments.count.shape[1]
+    mean_key, mean_value, covariance = recover(moments)
+    grouped = queries.to(mean_key.dtype).reshape(batch, num_kv_heads, -1, head_dim)
+    count = moments.count.clamp(min=1)[..., None].to(mean_key.dtype)
+    log_sum_exp = count.log() + (grouped @ mean_key[..., None]).squeeze(-1) / math.sqrt(head_dim)
+    log_sum_exp = log_sum_exp.masked_fill(moments.count[..., None] == 0, -math.inf)
+    output = mean_value[:, :, None] + grouped @ covariance.mT / (count[..., None] * math.sqrt(head_dim))
+    return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(batch, num_query_heads, num_queries)
+
+
+def mix(parts: list[Part]) -> torch.Tensor:
+    """MK-2, ATT-3: the outputs weighted by the softmax of their log-sum-exps. An empty part has -inf and no weight."""
+    if len(parts) == 1:
+        return parts[0][0]
+    weights = torch.stack([log_sum_exp.float() for _, log_sum_exp in parts]).softmax(dim=0)
+    outputs = torch.stack([output.float() for output, _ in parts])
+    return (weights[..., None] * outputs).sum(dim=0)

@@ -1,0 +1,272 @@
+"""LagKV (arXiv 2504.04704): retrieval of a 64-digit number by the tokens kept of each partition, and against LocalKV and L2."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from transformers import DynamicCache
+
+from evictionary.claims.claim import Claim, Condition, Findings, mean_of
+from evictionary.claims.pictures import legend
+from evictionary.claims.recording import Lab, as_array, compressed, read_on
+from evictionary.evaluation.passkey import ANSWER_START, QUESTION, filler
+from evictionary.evaluation.questions import prefill, tokenize
+from evictionary.optimized import lagkv as fast
+from evictionary.reference import lagkv as paper
+from evictionary.reference import lagkv_variants as variants
+
+ARXIV = "2504.04704"
+TITLE = "LagKV"
+SINKS = 16
+SPARE = 6  # tokens beside the digits that an answer may begin with
+METHODS = ("lagkv", "local", "norm")
+LABELS = {"lagkv": "LagKV", "local": "LocalKV", "norm": "L2 norm"}
+
+TASK = (
+    "A number of 64 digits, one token each in SmolLM2, stands once in 1552 tokens of filler, at eight depths; the "
+    "cache is compressed before the question; S = 16, L = 128 and 256, r = 1/8, 1/4 and 1/2. Partial match: the longest "
+    "run of the number's digits in the answer, divided by 64 (0.06 by chance)"
+)
+ABLE = (Condition("full_partial", ">=", 0.5),)
+
+CLAIMS = (
+    Claim(
+        id="LK-12 (rL)",
+        source="section 4.2, figure 2",
+        statement="Retrieval of the 64-digit number depends on rL, the tokens kept of each partition: below the "
+        "number's own length of 64 tokens it fails.",
+        measured=f"{TASK}. Mean at rL >= 64 less the mean at rL < 64, at least 0.1; and the larger L has to be better at equal r.",
+        seen_if=(Condition("gain_above_64", ">=", 0.1), Condition("gain_of_larger_lag", ">", 0)),
+        possible_if=ABLE,
+        beside=("gain_of_smaller_lag_at_equal_rL", "partial_above_64", "partial_below_64", "full_exact"),
+    ),
+    Claim(
+        id="LK-14 (best)",
+        source="section 4.4, figures 5 and 6",
+        statement="LagKV is the best of LagKV, LocalKV (the partition's own range) and the L2 norm in the same scheme.",
+        measured=f"{TASK}. Mean difference of the partial match over all setups; 0.05, three digits, and more counts as better.",
+        seen_if=(Condition("over_local", ">=", 0.05), Condition("over_norm", ">=", 0.05)),
+        possible_if=ABLE,
+        beside=("partial_lagkv", "partial_local", "partial_norm", "exact_lagkv", "exact_local", "exact_norm"),
+    ),
+    Claim(
+        id="LK-14 (LocalKV)",
+        source="section 4.4, figures 5 and 6",
+        statement="LocalKV comes close to LagKV while little is removed, and falls behind when much is.",
+        measured=f"{TASK}. LagKV's partial match less LocalKV's: within 0.1 at r = 1/2, at least 0.1 at r = 1/8.",
+        seen_if=(Condition("size_of_gap_at_largest_ratio", "<=", 0.1), Condition("over_local_at_smallest_ratio", ">=", 0.1)),
+        possible_if=ABLE,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts, all of T tokens: keys and values [P, H_kv, T, D] of each layer, the question's ids [P, M], the numbers."""
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    question_ids: torch.Tensor
+    answers: list[str]
+    length: int
+
+
+def make_text(tokenizer: Any, *, digits: int, depth: float, seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Return context ids [1, tokens], question ids [1, M] and the number, which stands at `depth` of the filler."""
+    draw = random.Random(f"{seed}/{depth}/{digits}")
+    answer = "".join(draw.choice("0123456789") for _ in range(digits))
+    needle = f"The secret number is {answer}."
+    introduction = "A long secret number is hidden in the following text. Find it and remember all of its digits."
+
+    def size(text: str) -> int:
+        return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
+
+    sentences: list[str] = []
+    length = size(introduction) + size(needle)
+    while length < tokens:
+        sentences.append(filler(draw))
+        length += size(sentences[-1])
+    place = round(depth * len(sentences))
+    text = " ".join([introduction, *sentences[:place], needle, *sentences[place:]])
+    context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
+    return context_ids[:, :tokens], question_ids, answer
+
+
+def partial_match(text: str, answer: str) -> float:
+    """The longest run of the answer's digits in a text, as a share of the answer; spaces and commas aside."""
+    plain = text.replace(" ", "").replace(",", "")
+    return SequenceMatcher(None, plain, answer, autojunk=False).find_longest_match().size / len(answer)
+
+
+def setups(lab: Lab) -> list[tuple[int, float]]:
+    """(lag size, keep ratio) of every setup."""
+    return [(lag, ratio) for lag in lab.scale.lag_sizes for ratio in lab.scale.keep_ratios]
+
+
+def steps(lab: Lab) -> int:
+    """How often `measure` will say what it does next."""
+    return len(lab.scale.passkey_depths) + 1 + len(METHODS) * len(setups(lab))
+
+
+def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
+    """Measure every claim of the paper on prompts of its own, all of them in one batch."""
+    prompts = _read(lab, advance)
+    everything = [torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) for keys, _ in prompts.layers]
+    advance("LagKV: asking the full cache")
+    full = answers(lab, prompts, everything)
+    texts: dict[str, dict[tuple[int, float], list[str]]] = {method: {} for method in METHODS}
+    for lag, ratio in setups(lab):
+        for method in METHODS:
+            advance(f"{LABELS[method]}: L = {lag}, r = {ratio:g}")
+            texts[method][lag, ratio] = answers(lab, prompts, _masks(prompts, method, lag, ratio))
+    return _findings(lab, prompts, full, texts)
+
+
+def _read(lab: Lab, advance: Callable[[str], None]) -> Prompts:
+    scale, stored, questions, numbers = lab.scale, [], [], []
+    for index, depth in enumerate(scale.passkey_depths):
+        advance(f"LagKV: reading prompt {index + 1} of {len(scale.passkey_depths)}")
+        context_ids, question_ids, number = make_text(
+            lab.tokenizer, digits=scale.passkey_digits, depth=depth, seed=lab.seed, tokens=scale.passkey_tokens
+        )
+        cache = DynamicCache()
+        prefill(lab.model, context_ids, cache)
+        in_layers: list[Any] = cache.layers
+        stored.append([(layer.keys, layer.values) for layer in in_layers])
+        questions.append(question_ids)
+        numbers.append(number)
+    layers = []
+    while stored[0]:  # the last layer first; each is let go of as soon as it is copied
+        keys, values = zip(*(each.pop() for each in stored), strict=True)
+        layers.append((torch.cat(keys), torch.cat(values)))
+    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers, scale.passkey_tokens)
+
+
+def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.Tensor]:
+    """The kept mask [P, H_kv, T] of every layer. LocalKV and L2 exist in the reference alone."""
+    settings: dict[str, Any] = {"keep_ratio": ratio, "sink_size": SINKS, "lag_size": lag}
+    if method == "lagkv":
+        return [fast.select(keys, values, **settings) for keys, values in prompts.layers]
+    masks = []
+    for index, (keys, values) in enumerate(prompts.layers):
+        arrays = as_array(keys), as_array(values)
+        kept = (
+            variants.local_select(*arrays, **settings)
+            if method == "local"
+            else variants.norm_select(*arrays, layer=index, **settings)
+        )
+        masks.append(torch.as_tensor(kept, device=keys.device))
+    return masks
+
+
+@torch.no_grad()
+def answers(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> list[str]:
+    """The greedy answers to all prompts in one batch, from what `kept` [P, H_kv, T] leaves of each layer."""
+    cache = compressed(prompts.layers, kept)
+    position = prompts.length
+    # The causal mask is made for the first layer's length, so layers of other lengths have to read one token at a time.
+    lengths = {cache.get_seq_length(index) for index in range(len(kept))}
+    block = prompts.question_ids.shape[1] if len(lengths) == 1 else 1
+    for part in prompts.question_ids.split(block, dim=1):
+        output = read_on(lab.model, part, cache, position, logits_to_keep=1)
+        position += part.shape[1]
+    generated: list[torch.Tensor] = []
+    for _ in range(lab.scale.passkey_digits + SPARE):
+        generated.append(output.logits[:, -1].argmax(dim=-1, keepdim=True))
+        output = read_on(lab.model, generated[-1], cache, position, logits_to_keep=1)
+        position += 1
+    return lab.tokenizer.batch_decode(torch.cat(generated, dim=1))
+
+
+def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict[tuple[int, float], list[str]]]) -> Findings:
+    def partial(answers: list[str]) -> list[float]:
+        return [partial_match(text, answer) for text, answer in zip(answers, prompts.answers, strict=True)]
+
+    def exact(answers: list[str]) -> list[float]:
+        return [float(each == 1) for each in partial(answers)]
+
+    places = setups(lab)
+    lags, ratios, digits = lab.scale.lag_sizes, lab.scale.keep_ratios, lab.scale.passkey_digits
+    # [setups, prompts] each
+    score = {method: np.array([partial(each[place]) for place in places]) for method, each in texts.items()}
+    hits = {method: np.array([exact(each[place]) for place in places]) for method, each in texts.items()}
+    kept_each = np.array([paper.tokens_per_partition(ratio, lag) for lag, ratio in places])
+    above = kept_each >= digits
+    by_lag = score["lagkv"].reshape(len(lags), len(ratios), -1)
+    pairs = combinations(range(len(places)), 2)
+    equal = [(one, other) for one, other in pairs if kept_each[one] == kept_each[other]]
+    over_local, over_norm = (score["lagkv"] - score[other] for other in ("local", "norm"))
+    at = {name: [ratio == pick(ratios) for _, ratio in places] for name, pick in (("smallest", min), ("largest", max))}
+    numbers = {
+        "full_partial": mean_of(partial(full), "partial match with the full cache, over prompts"),
+        "full_exact": mean_of(exact(full), "share of exact answers with the full cache"),
+        "partial_above_64": mean_of(score["lagkv"][above], f"LagKV's partial match at rL >= {digits}"),
+        "partial_below_64": mean_of(score["lagkv"][~above], f"LagKV's partial match at rL < {digits}"),
+        "gain_above_64": mean_of(
+            score["lagkv"][above].mean(axis=0) - score["lagkv"][~above].mean(axis=0), "the first less the second, over prompts"
+        ),
+        "gain_of_larger_lag": mean_of(
+            by_lag[-1] - by_lag[0], f"LagKV's partial match at L = {lags[-1]} less that at L = {lags[0]}, at equal r"
+        ),
+        "gain_of_smaller_lag_at_equal_rL": mean_of(
+            [score["lagkv"][one] - score["lagkv"][other] for one, other in equal],
+            "LagKV's partial match at the smaller L less that at the larger where rL is equal; 0 if rL alone mattered",
+        ),
+        "over_local": mean_of(over_local, "LagKV's partial match less LocalKV's, over setups and prompts"),
+        "over_norm": mean_of(over_norm, "LagKV's partial match less that of the L2 norm, over setups and prompts"),
+        "over_local_at_smallest_ratio": mean_of(over_local[at["smallest"]], f"LagKV less LocalKV at r = {min(ratios):g}"),
+        "size_of_gap_at_largest_ratio": mean_of(
+            [abs(over_local[at["largest"]].mean())], f"size of the mean of LagKV less LocalKV at r = {max(ratios):g}"
+        ),
+    }
+    for method, label in LABELS.items():
+        numbers[f"partial_{method}"] = mean_of(score[method], f"partial match of {label}, over setups and prompts")
+        numbers[f"exact_{method}"] = mean_of(hits[method], f"share of exact answers of {label}")
+    series = {
+        "digits": digits,
+        "full": float(np.mean(partial(full))),
+        "setups": [
+            {"lag_size": lag, "keep_ratio": ratio, "rL": int(kept)} for (lag, ratio), kept in zip(places, kept_each, strict=True)
+        ],
+        "partial": {method: each.tolist() for method, each in score.items()},
+        "exact": {method: each.tolist() for method, each in hits.items()},
+    }
+    return Findings(numbers, series)
+
+
+def draw(figure: Figure, series: dict[str, Any]) -> None:
+    """Two panels: LagKV's score against rL for each L, and the three variants setup by setup."""
+    scale, variants = figure.subplots(1, 2)
+    places, lagkv = series["setups"], np.array(series["partial"]["lagkv"])
+    for lag in sorted({place["lag_size"] for place in places}):
+        rows = [row for row, place in enumerate(places) if place["lag_size"] == lag]
+        across = [places[row]["rL"] for row in rows]
+        (line,) = scale.plot(across, lagkv[rows].mean(axis=1), marker="o", label=f"L = {lag}, mean over prompts")
+        for row, x in zip(rows, across, strict=True):
+            scale.plot([x] * lagkv.shape[1], lagkv[row], ".", color=line.get_color(), alpha=0.4)
+    scale.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
+    scale.axvline(series["digits"], color="grey", linestyle=":", linewidth=1, label="tokens of the number")
+    scale.set_xscale("log", base=2)
+    ticks = sorted({place["rL"] for place in places})
+    scale.set_xticks(ticks, [str(tick) for tick in ticks])
+    scale.set_ylim(-0.02, 1.05)
+    scale.set_xlabel("rL, tokens kept of each partition (log scale)")
+    scale.set_ylabel("partial match")
+    scale.set_title("LagKV: retrieval against rL")
+    legend(scale)
+    for offset, (method, label) in enumerate(LABELS.items()):
+        means = np.array(series["partial"][method]).mean(axis=1)
+        variants.bar(np.arange(len(places)) + 0.27 * offset, means, width=0.25, label=label)
+    variants.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
+    variants.set_xticks(np.arange(len(places)) + 0.27, [f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places])
+    variants.set_ylim(0, 1.05)
+    variants.set_ylabel("partial match, mean over prompts")
+    variants.set_title("LagKV, LocalKV and the L2 norm")
+    legend(variants)

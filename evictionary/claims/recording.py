@@ -1,0 +1,178 @@
+"""Records what one forward over a text shows in every layer, and reads on from a cache of which tokens were removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.claims import texts
+from evictionary.errors import UsageError
+from evictionary.reference.attention import by_group, causal_attention
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured; the defaults take about ten minutes of one core with the embedded model."""
+
+    prompt_tokens: int = 768
+    later_tokens: int = 256
+    seeds: int = 2
+    passkey_tokens: int = 1552
+    passkey_digits: int = 64
+    passkey_depths: tuple[float, ...] = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
+    lag_sizes: tuple[int, ...] = (128, 256)
+    keep_ratios: tuple[float, ...] = (0.125, 0.25, 0.5)
+    budgets: tuple[int, ...] = (24, 64, 128, 256)
+    main_budget: int = 128
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer over the T tokens of a text; queries and keys are those after RoPE.
+
+    queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads them (after the
+    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, cos and sin [1, 1, T, D], the model's own RoPE.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    hidden_states: torch.Tensor
+    query_weight: torch.Tensor
+    query_bias: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @property
+    def plain_queries(self) -> torch.Tensor:
+        """The queries before RoPE, [1, H_q, T, D]: the model's rotation, backwards."""
+        first, second = self.queries.chunk(2, dim=-1)
+        return self.queries * self.cos - torch.cat([-second, first], dim=-1) * self.sin
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One text of T tokens, the `number`-th of its kind; the first `split` tokens are the prompt, the others come later.
+
+    residual [layers - 1, M / 2, C] is the residual stream between the layers, of the first half of the M later tokens; theta
+    the base of RoPE.
+    """
+
+    kind: str
+    number: int
+    input_ids: torch.Tensor
+    split: int
+    theta: float
+    layers: list[Layer]
+    residual: torch.Tensor
+
+    @property
+    def later(self) -> int:
+        """How many tokens come after the prompt."""
+        return self.input_ids.shape[1] - self.split
+
+
+@dataclass
+class Lab:
+    """The model and how much to measure on it."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    scale: Scale = field(default_factory=Scale)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a paper's module measured on one text: arrays of any shape, the first axis being the layer where there is one."""
+
+    kind: str
+    values: dict[str, Any]
+
+
+def by_layer(texts: Sequence[Observed], name: str) -> np.ndarray:
+    """One quantity of all texts, [texts, layers, ...flattened]."""
+    stacked = np.stack([text.values[name] for text in texts])
+    return stacked.reshape(*stacked.shape[:2], -1)
+
+
+def spread_by_layer(texts: Sequence[Observed], name: str) -> list[list[float]]:
+    """The 10th percentile, the median and the 90th percentile of each layer, over texts and heads."""
+    return np.percentile(by_layer(texts, name), [10, 50, 90], axis=(0, 2)).tolist()
+
+
+def rope_theta(model: PreTrainedModel) -> float:
+    """The base of the model's RoPE. Raises UsageError for a scaled one, whose averages over positions the reference has not."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if parameters.get("rope_type", "default") != "default" or "rope_theta" not in parameters:
+        raise UsageError(f"model: got RoPE of type {parameters.get('rope_type')!r}, wanted plain RoPE with one base")
+    return float(parameters["rope_theta"])
+
+
+@torch.no_grad()
+def record(lab: Lab, kind: str, number: int = 0) -> Recording:
+    """Read one text in one forward and keep the states of every layer. Raises UsageError for a model that cannot be recorded."""
+    model, scale = lab.model, lab.scale
+    theta = rope_theta(model)
+    length = scale.prompt_tokens + scale.later_tokens
+    input_ids = texts.make(lab.tokenizer, kind, seed=lab.seed + number, tokens=length).to(model.device)
+    cache = EvictingCache(model, method=None, record=("queries", "hidden_states"))
+    output = model(input_ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
+    base: Any = model.base_model
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    cos, sin = (table[:, None] for table in base.rotary_emb(output.hidden_states[0], positions))
+    layers = []
+    for index, (stored, block) in enumerate(zip(cache.layers, base.layers, strict=True)):
+        states = cache.recorded[index]
+        assert stored.keys is not None and stored.values is not None
+        weight, bias = _query_projection(block.self_attn, states["queries"].shape[1])
+        layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, cos, sin))
+    # The last one has been through the final norm, so it is no longer the residual stream.
+    half = slice(scale.prompt_tokens, scale.prompt_tokens + scale.later_tokens // 2)
+    residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
+    return Recording(kind, number, input_ids, scale.prompt_tokens, theta, layers, residual)
+
+
+def _query_projection(attention: Any, num_query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """W_Q as [H_q, C, D] and its bias as [H_q, D]."""
+    if not hasattr(attention, "q_proj") or hasattr(attention, "q_norm"):
+        raise UsageError(f"model: got {type(attention).__name__}, wanted queries that are a linear map of the hidden states")
+    weight, bias = attention.q_proj.weight, attention.q_proj.bias
+    heads = weight.reshape(num_query_heads, -1, weight.shape[1]).mT
+    return heads, None if bias is None else bias.reshape(num_query_heads, -1)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as a float64 array."""
+    return tensor.detach().double().cpu().numpy()
+
+
+def later_attention(recording: Recording, layer: Layer) -> np.ndarray:
+    """The attention [H_kv, G, M, T] of the M later queries over all T tokens, causal."""
+    queries, keys = by_group(as_array(layer.queries[:, :, recording.split :]), as_array(layer.keys))
+    return causal_attention(queries, keys)[0]
+
+
+def compressed(layers: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Sequence[torch.Tensor]) -> DynamicCache:
+    """A cache of the kept tokens of each layer, in position order: keys and values [B, H_kv, T, D], kept [B, H_kv, T].
+
+    All rows of a layer keep the same number of tokens.
+    """
+    cache = DynamicCache()
+    for index, ((keys, values), mask) in enumerate(zip(layers, kept, strict=True)):
+        batch, heads, _, width = keys.shape
+        cache.update(keys[mask].reshape(batch, heads, -1, width), values[mask].reshape(batch, heads, -1, values.shape[-1]), index)
+    return cache
+
+
+@torch.no_grad()
+def read_on(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache, position: int, **named: Any) -> Any:
+    """The model's output for ids [B, M] that stand at position .. position + M - 1, whatever the cache still holds before them."""
+    positions = torch.arange(position, position + input_ids.shape[1], device=input_ids.device)[None]
+    return model(input_ids, past_key_values=cache, position_ids=positions, use_cache=True, **named)

@@ -1,0 +1,177 @@
+"""Measures the claims of the chosen papers on one model and writes the numbers, the pictures and a page for each paper."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from jinja2 import Environment, PackageLoader, select_autoescape
+from transformers import PreTrainedModel
+
+from evictionary import __version__
+from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
+from evictionary.claims.claim import Findings
+from evictionary.claims.recording import Lab, Observed, Scale, record
+from evictionary.errors import UsageError
+
+SCHEMA_VERSION = 1
+PAPERS: dict[str, ModuleType] = {
+    module.__name__.rpartition(".")[2]: module for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
+}
+ROWS = {"keydiff": 2, "momentkv": 2, "gvote": 2}
+"""Rows of panels in a paper's picture, where it is more than one."""
+
+
+@dataclass
+class Report:
+    """What was measured for each paper, and how; cpu_seconds are those of the whole process."""
+
+    model: str
+    weights: str
+    command: str
+    seed: int
+    scale: Scale
+    findings: dict[str, Findings]
+    seconds: float
+    cpu_seconds: float
+    date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the verdicts, as results.json holds it."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "weights": self.weights,
+            "command": self.command,
+            "date": self.date,
+            "seed": self.seed,
+            "seconds": round(self.seconds),
+            "cpu_seconds": round(self.cpu_seconds),
+            "versions": {
+                "evictionary": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "numpy": np.__version__,
+            },
+            "scale": asdict(self.scale),
+            "papers": [self._paper(name, findings) for name, findings in self.findings.items()],
+        }
+
+    def _paper(self, name: str, findings: Findings) -> dict[str, Any]:
+        module = PAPERS[name]
+        claims = [
+            {
+                "id": claim.id,
+                "source": claim.source,
+                "statement": claim.statement,
+                "measured": claim.measured,
+                "rule": claim.rule,
+                "verdict": claim.verdict(findings.numbers),
+                "numbers": {number: asdict(findings.numbers[number]) for number in claim.numbers},
+            }
+            for claim in module.CLAIMS
+        ]
+        return {
+            "paper": name,
+            "title": module.TITLE,
+            "arxiv": module.ARXIV,
+            "picture": f"{name}.png",
+            "shown": module.draw.__doc__.strip(),
+            "claims": claims,
+            "series": _rounded(findings.series),
+        }
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with five significant digits, which is more than any of them is worth."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def check_papers(names: Sequence[str] | None) -> list[str]:
+    """The papers of these names, all of them for None. Raises UsageError for an unknown name or none."""
+    chosen = list(PAPERS) if names is None else list(dict.fromkeys(names))
+    unknown = [name for name in chosen if name not in PAPERS]
+    if unknown or not chosen:
+        raise UsageError(f"papers: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(PAPERS)}")
+    return chosen
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    model_name: str,
+    papers: Sequence[str] | None = None,
+    seed: int = 0,
+    scale: Scale | None = None,
+    command: str = "evictionary claims",
+    plan: Callable[[int], None] = lambda steps: None,
+    advance: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Measure the claims of the papers. Raises UsageError for an unknown paper or a model that cannot be recorded.
+
+    `plan` is told once how many steps there are and `advance` what each of them is about to do.
+    """
+    start = time.perf_counter()
+    chosen = check_papers(papers)
+    lab = Lab(model, tokenizer, scale or Scale(), seed)
+    observing = [name for name in chosen if name != "lagkv"]
+    wanted = [(kind, number) for number in range(lab.scale.seeds) for kind in texts.KINDS] if observing else []
+    plan(len(wanted) * (1 + len(observing)) + (lagkv.steps(lab) if "lagkv" in chosen else 0))
+    observed: dict[str, list[Observed]] = {name: [] for name in observing}
+    for index, (kind, number) in enumerate(wanted):
+        place = f"text {index + 1} of {len(wanted)} ({kind})"
+        advance(f"{place}: reading")
+        recording = record(lab, kind, number)  # some 200 MB: one at a time
+        for name in observing:
+            advance(f"{place}: {PAPERS[name].TITLE}")
+            observed[name].append(PAPERS[name].observe(lab, recording))
+    findings = {
+        name: PAPERS[name].conclude(lab, observed[name]) if name in observed else lagkv.measure(lab, advance) for name in chosen
+    }
+    weights = Path(str(model.config.name_or_path)).name
+    seconds = time.perf_counter() - start
+    return Report(model_name, weights, command, seed, lab.scale, findings, seconds, time.process_time())
+
+
+def write(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Write what `Report.as_json` gives: results.json, a picture and a page for each paper, index.md, and claims.html with all.
+
+    Returns the paths.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True)
+    environment.filters["short"] = short
+    pages = {"results.json": json.dumps(result, indent=1) + "\n"}
+    pages["claims.html"] = environment.get_template("claims.html").render(result=result)
+    pages["index.md"] = environment.get_template("claims_index.md").render(result=result)
+    for paper in result["papers"]:
+        name = paper["paper"]
+        pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=ROWS.get(name, 1))
+        pages[f"{name}.md"] = environment.get_template("claims.md").render(result=result, paper=paper)
+    for name, text in pages.items():
+        partial = folder / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, folder / name)
+    return [folder / name for name in pages] + [folder / paper["picture"] for paper in result["papers"]]
+
+
+def short(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:.3g}"

@@ -1,0 +1,234 @@
+"""A class: many submissions graded by several processes, with progress; what is done already is not done again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evictionary import __version__
+from evictionary.classroom import assignment as assignments
+from evictionary.classroom import formats, grading, submissions, worker
+from evictionary.classroom.assignment import Assignment
+from evictionary.classroom.child import clean
+from evictionary.errors import UsageError
+
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a class is graded: what every submission has in common."""
+
+    assignment: str
+    secret: bytes
+    examples: int
+    formats: tuple[str, ...]
+    personal: bool = False
+    seconds: float | None = None
+
+    @property
+    def seed_id(self) -> str:
+        """Says whether two runs had the same seeds, and nothing about them."""
+        return hashlib.sha256(b"evictionary/" + self.secret).hexdigest()[:16]
+
+
+def find(
+    paths: Sequence[Path], file: str, output: Path | None = None, leave_out: Callable[[Path], None] = lambda path: None
+) -> dict[str, Path]:
+    """The submissions by student: each path itself, or, for a folder without the assignment's `file`, what lies in it.
+
+    leave_out is told of each entry of a folder that is no submission; hidden ones and the folder `output` are passed over.
+    Raises UsageError where a path does not exist or two submissions have one name.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"submission: got {path}, wanted a file or folder that exists")
+        entries = [path]
+        if path.is_dir() and not os.path.lexists(path / Path(file).name):
+            entries = []
+            for each in sorted(path.iterdir()):
+                if each.name.startswith((".", "__")) or (output is not None and each.resolve() == output.resolve()):
+                    continue
+                if each.is_dir() or each.name.endswith(submissions.ENDINGS):
+                    entries.append(each)
+                else:
+                    leave_out(each)
+        for each in entries:
+            student = submissions.student_of(each)
+            if student in ("", ".", "..", SUMMARY):
+                raise UsageError(
+                    f"submission: {each} gives the id {student!r}, wanted one that can be the name of a folder of its own"
+                )
+            if student in found:
+                raise UsageError(f"submission: {each} and {found[student]} have one name, {student!r}")
+            found[student] = each
+    if not found:
+        raise UsageError(f"submission: got none, wanted {submissions.KINDS}")
+    return found
+
+
+def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
+    """The content of grade.json for one submission, whatever becomes of it."""
+    assignment = assignments.load(order.assignment)
+    constants = assignment.constants_of(student) if order.personal else {}
+    digest = ""
+    try:
+        source = submissions.read(path, assignment)
+        digest = hashlib.sha256(source).hexdigest()
+        judgement = grading.judge(
+            source,
+            assignment,
+            secret=order.secret,
+            examples=order.examples,
+            constants=constants,
+            origin=assignment.file,
+            seconds=order.seconds,
+        )
+    except submissions.BadSubmission as error:
+        judgement = grading.empty(assignment, clean(error))
+    except Exception as error:
+        return _failed(order, student, error)
+    return _as_json(order, assignment, student, digest, constants, judgement)
+
+
+def _failed(order: Order, student: str, error: Exception) -> dict[str, Any]:
+    assignment = assignments.load(order.assignment)
+    why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
+    return _as_json(order, assignment, student, "", {}, grading.empty(assignment, why))
+
+
+def _as_json(
+    order: Order, assignment: Assignment, student: str, digest: str, constants: dict[str, float], judgement: grading.Judgement
+) -> dict[str, Any]:
+    return {
+        "schema": formats.SCHEMA,
+        "suite": __version__,
+        "assignment": assignment.name,
+        "title": assignment.title,
+        "student": student,
+        "source_sha256": digest,
+        "seed_id": order.seed_id,
+        "examples": order.examples,
+        "constants": constants,
+        "graded_at": formats.now(),
+        **judgement.as_json(),
+    }
+
+
+def run(
+    order: Order, found: dict[str, Path], output: Path, jobs: int, advance: Callable[[str], None] = lambda student: None
+) -> Iterator[dict[str, Any]]:
+    """Grade the submissions, write their folders under `output`, and give each grade as it is done.
+
+    One that has been graded with the same file, seeds and settings is read from its folder.
+    """
+    waiting = {}
+    for student, path in found.items():
+        done = _stored(order, student, path, output)
+        if done is None:
+            waiting[student] = path
+        else:
+            advance(student)
+            yield done
+
+    def finish(grade: dict[str, Any]) -> dict[str, Any]:
+        try:
+            formats.write(grade, output / grade["student"], list(order.formats))
+        except OSError:  # nothing can be written there
+            raise
+        except Exception as error:
+            grade = _failed(order, grade["student"], error)
+            formats.write(grade, output / grade["student"], list(order.formats))
+        advance(grade["student"])
+        return grade
+
+    if jobs == 1:
+        for student, path in waiting.items():
+            yield finish(grade_one(order, student, path))
+        return
+    broken = {}
+    for student, result in _in_processes(order, waiting, jobs):
+        if isinstance(result, BrokenProcessPool):
+            broken[student] = waiting[student]
+        else:
+            yield finish(_failed(order, student, result) if isinstance(result, Exception) else result)
+    # A process that ends takes the others of its pool with it: each gets a pool of its own, so that none suffers for another.
+    for student, path in broken.items():
+        for _, result in _in_processes(order, {student: path}, 1):
+            yield finish(_failed(order, student, result) if isinstance(result, Exception) else result)
+
+
+def _in_processes(order: Order, waiting: dict[str, Path], jobs: int) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
+    futures: dict[Future[dict[str, Any]], str] = {}
+    try:
+        for student, path in waiting.items():
+            futures[pool.submit(grade_one, order, student, path)] = student
+        for future in as_completed(futures):
+            error = future.exception()
+            yield futures[future], error if isinstance(error, Exception) else future.result()
+    except BaseException:
+        # Interrupted: what is under way is ended, what waits is not begun. The next run goes on from here.
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _leave_interrupts() -> None:
+    """In a process of the pool: Ctrl-C is for the parent, which says when to end; temporary folders are tidied up then."""
+    worker.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
+def _stored(order: Order, student: str, path: Path, output: Path) -> dict[str, Any] | None:
+    try:
+        grade = json.loads((output / student / "grade.json").read_text(encoding="utf-8"))
+        formats.validator("grade").validate(grade)
+        assignment = assignments.load(order.assignment)
+        digest = hashlib.sha256(submissions.read(path, assignment)).hexdigest()
+    except Exception:  # nothing there, or nothing that can be trusted: it is graded
+        return None
+    constants = assignment.constants_of(student) if order.personal else {}
+    wanted = (formats.SCHEMA, __version__, order.assignment, digest, order.seed_id, order.examples, constants)
+    keys = ("schema", "suite", "assignment", "source_sha256", "seed_id", "examples", "constants")
+    same = all(grade[key] == value for key, value in zip(keys, wanted, strict=True))
+    has_files = all((output / student / formats.FORMATS[name][0]).exists() for name in order.formats)
+    return grade if same and has_files and not grade["error"] else None
+
+
+def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How the class did: the distribution of the points, how many pass each step, which misconceptions are frequent."""
+    steps: dict[str, Counter[str]] = {}
+    for grade in grades:
+        for line in grade["lines"]:
+            steps.setdefault(line["name"], Counter())[line["verdict"]] += 1
+    mistakes = Counter(mistake for grade in grades for line in grade["lines"] for mistake in line["misconceptions"])
+    return {
+        "submissions": len(grades),
+        "errors": sum(bool(grade["error"]) for grade in grades),
+        "unjudged": sorted(grade["student"] for grade in grades if grade["error"]),
+        "distribution": dict(sorted(Counter(grade["score"] for grade in grades).items())),
+        "steps": {name: dict(counts) for name, counts in steps.items()},
+        "walls_missing": [
+            name
+            for name in ("landlock", "system calls")
+            if any(grade["walls"] and not grade["walls"].get(name) for grade in grades)
+        ],
+        "misconceptions": dict(mistakes.most_common(10)),
+        "grading_seconds": round(sum(grade["seconds"] for grade in grades), 1),
+    }

@@ -1,0 +1,409 @@
+"""Puts the laws to one submission: the parent holds oracle, seeds and verdict, the student's code answers from a child process."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib
+import inspect
+import pickle
+import shutil
+import tempfile
+import time
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
+
+from evictionary.classroom.assignment import Assignment, Step
+from evictionary.classroom.child import Child, ChildDied, StudentError, clean
+from evictionary.spec_tests.harness import report
+from evictionary.spec_tests.harness.cases import Case
+from evictionary.spec_tests.harness.implementation import Implementation, oracle
+from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
+from evictionary.spec_tests.harness.matrix import load_laws, outcome, prepared
+from evictionary.spec_tests.harness.tolerance import Allowance, Violation
+
+CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
+TIMED_SHAPE = (1, 8, 2**16, 128)  # the keys that a kernel is timed with: 256 MiB in float32
+LONGEST_TEXT = 20_000
+
+
+@dataclass
+class Line:
+    """The verdict on one step: passed, failed or not judged yet, its points, the laws, and for a failure what a student reads."""
+
+    name: str
+    requirement: str
+    title: str
+    max_points: int
+    verdict: str = "not judged yet"
+    points: int = 0
+    laws: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    message: str = ""
+    misconceptions: list[str] = field(default_factory=list)
+    read: str = ""
+    repro: str = ""
+
+
+@dataclass
+class Judgement:
+    """What became of one submission. `error` says why nothing could be judged; `walls` what stood around the child."""
+
+    lines: list[Line]
+    error: str = ""
+    walls: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    leaderboard: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def score(self) -> int:
+        return sum(line.points for line in self.lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "score": self.score, "max_score": sum(line.max_points for line in self.lines)}
+
+
+def empty(assignment: Assignment, error: str = "") -> Judgement:
+    """No step judged."""
+    lines = [Line(step.name, step.requirement, step.title, step.points, read=step.read) for step in assignment.steps]
+    return Judgement(lines, error)
+
+
+def judge(
+    source: bytes,
+    assignment: Assignment,
+    *,
+    secret: bytes | None = None,
+    examples: int = CHECK_EXAMPLES,
+    constants: dict[str, float] | None = None,
+    origin: str = "",
+    seconds: float | None = None,
+    explain: bool = True,
+) -> Judgement:
+    """Judge the text of a student's file, step by step.
+
+    secret None draws the public inputs, which are the same each time; otherwise each law has a seed of its own made from it.
+    constants are the student's own defaults, where the course uses them. origin is the path that the repro names; seconds bounds
+    the waiting for the child in each step. explain looks for the smallest counterexample of the first failure.
+    """
+    started = time.monotonic()
+    result = empty(assignment)
+    folder = Path(tempfile.mkdtemp(prefix="evictionary-"))
+    try:
+        folder.chmod(0o755)
+        path = folder / f"{assignment.stem}.py"
+        path.write_bytes(source)
+        path.chmod(0o644)
+        run = _Run(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds)
+        if assignment.contest:
+            from evictionary.classroom import contest
+
+            contest.judge(run, result)
+        else:
+            with _inputs_of_the_seed_alone(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a law that divides by a student's zero says so by failing
+                _judge_steps(run, result, explained=not explain)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for line in result.lines:
+        line.reason, line.message, line.repro = (clean(each, LONGEST_TEXT) for each in (line.reason, line.message, line.repro))
+    result.seconds = round(time.monotonic() - started, 2)
+    return result
+
+
+def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
+    verdicts: dict[str, str] = {}
+    for step, line in zip(run.assignment.steps, result.lines, strict=True):
+        missing = [name for name in step.needs if verdicts.get(name) != "passed"]
+        if missing:
+            line.reason = f"needs {', '.join(missing)} first"
+        elif run.unloadable:
+            line.verdict, line.reason, line.message = "failed", run.unloadable, run.unloadable
+        else:
+            explained = run.judge(step, line, result, explained)
+        verdicts[step.name] = line.verdict
+
+
+@contextlib.contextmanager
+def _inputs_of_the_seed_alone() -> Iterator[None]:
+    """Let a seed draw the same inputs whatever has run before.
+
+    Hypothesis also draws numbers that stand in the modules which happen to be loaded, and stores them in the working folder: the
+    hundredth student would have other inputs than the first.
+    """
+    before = providers._get_local_constants
+    providers.CONSTANTS_CACHE.cache.clear()
+    providers._get_local_constants = Constants
+    try:
+        yield
+    finally:
+        providers._get_local_constants = before
+        providers.CONSTANTS_CACHE.cache.clear()
+
+
+def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
+    """The median time of the student's score on the GPU of this machine, in a child without limits: CUDA needs them gone."""
+    keys = np.random.default_rng(0).standard_normal(TIMED_SHAPE, dtype=np.float32)
+    with Child(path, assignment.stem, library="torch", limits=assignment.limits(300), device="cuda", confine=False) as child:
+        return float(child.call("score", keys, time_it=True))
+
+
+# What the oracle gave for an input: a class is graded with the same seeds, so most inputs come again with the next submission.
+_remembered: dict[bytes, Allowance] = {}
+MOST_REMEMBERED = 20_000
+
+
+class _Judged(Implementation):
+    """An implementation that asks the oracle once for each input."""
+
+    def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
+        key = hashlib.sha256(pickle.dumps((path, self.dtype, pick, args, kwargs))).digest()
+        if key not in _remembered:
+            if len(_remembered) >= MOST_REMEMBERED:
+                _remembered.clear()
+            _remembered[key] = super().allowance(path, *args, pick=pick, **kwargs)
+        return _remembered[key]
+
+
+@dataclass
+class _Run:
+    assignment: Assignment
+    path: Path
+    origin: str
+    secret: bytes | None
+    examples: int
+    constants: dict[str, float]
+    seconds: float | None
+    unloadable: str = ""  # why the file cannot even be imported
+    is_slow: bool = False  # a step has run out of time twice
+
+    def child(self, patience: int = 1) -> Child:
+        one = self.assignment
+        limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
+        named = _named(one.stem)
+        return Child(self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named)
+
+    def seed(self, name: str) -> int | None:
+        if self.secret is None:
+            return None
+        return int.from_bytes(hashlib.sha256(self.secret + name.encode()).digest()[:8], "big")
+
+    def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
+        """Judge one step; returns whether a failure has been explained by now.
+
+        What runs out of time is judged once more with three times as much, for the machine may have been busy.
+        """
+        failing, late = self._try(step, line, result, patience=1)
+        if late and not self.is_slow:
+            line.laws, line.reason, line.message = {}, "", ""
+            failing, self.is_slow = self._try(step, line, result, patience=3)
+        if failing is None or explained:
+            return explained
+        # In another child, for this takes more calls than judging; the verdict stands whatever becomes of this one.
+        with contextlib.suppress(Exception), self.child(patience=3) as child:
+            self.explain(failing, self.implementation(child, by_paper=step.check != "constants"), line, step)
+        return True
+
+    def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
+        """Put the laws of a step to a child; returns the first that fails by what it was answered, and whether time ran out."""
+        line.verdict, failing, loaded = "failed", None, False
+        try:
+            with self.child(patience=patience) as child:
+                loaded = True
+                result.walls = child.walls
+                implementation = self.implementation(child, by_paper=step.check != "constants")
+                for law in self.laws(step):
+                    missing = law.missing(implementation)[1]
+                    word, message = ("failed", missing) if missing else self.outcome(law, implementation, step)
+                    line.laws[law.name] = word
+                    if word != "passed" and not line.reason:
+                        died = message.startswith(ChildDied.__name__)
+                        message = message.removeprefix(f"{ChildDied.__name__}: ")
+                        line.reason = message if missing or died else law.sentence
+                        line.message = message
+                        failing = None if missing or died else law
+                if line.laws and all(word == "passed" for word in line.laws.values()):
+                    line.verdict, line.points = "passed", step.points
+                return failing, child.is_late or "timed out" in line.laws.values()
+        except (ChildDied, StudentError) as error:
+            line.reason = line.message = str(error)
+            is_late = isinstance(error, ChildDied) and error.is_late
+            if not loaded and not (is_late and patience == 1):
+                self.unloadable = line.reason = line.message = f"your file cannot be loaded: {error}"
+            return None, is_late
+
+    def implementation(self, child: Child, by_paper: bool) -> Implementation:
+        """The functions of the child as an implementation; its arrays cross as NumPy, whatever it computes with.
+
+        by_paper gives the paper's defaults where a law leaves them out, for a student's own may be others.
+        """
+        one = self.assignment
+        module = types.ModuleType(one.stem)
+        for name in child.functions:
+            setattr(module, name, _proxy(child, name, self.paper_defaults(name) if by_paper else {}, self.returned(name)))
+        dtype = one.dtype
+        return _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", dtype)
+
+    def paper_defaults(self, name: str) -> dict[str, Any]:
+        """The defaults that the reference has for those arguments of a function which are constants of a student's own."""
+        function = getattr(importlib.import_module(f"evictionary.reference.{self.assignment.stem}"), name, None)
+        parameters = inspect.signature(function).parameters if function and self.constants else {}
+        return {key: one.default for key, one in parameters.items() if key in self.constants}
+
+    def returned(self, name: str) -> Any:
+        """What the reference's function of this name returns, as its annotation has it; None where there is no such function."""
+        function = getattr(importlib.import_module(f"evictionary.reference.{self.assignment.stem}"), name, None)
+        return typing.get_type_hints(function).get("return") if isinstance(function, types.FunctionType) else None
+
+    def laws(self, step: Step) -> list[Law]:
+        found = load_laws()
+        laws = [found[name] for name in step.laws]
+        if step.check == "constants":
+            laws.append(_constants_law(self.assignment, step, self.constants))
+        if step.check == "kernel":
+            laws.append(_kernel_law(step, self.path))
+        return laws
+
+    def outcome(self, law: Law, implementation: Implementation, step: Step) -> tuple[str, str]:
+        return outcome(law, implementation, max_examples=step.thoroughness * self.examples, seed=self.seed(law.name))
+
+    def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
+        """Run a failing law once more with shrinking, and say what a student reads."""
+        test = prepared(law, max_examples=step.thoroughness * self.examples, seed=self.seed(law.name), shrinks=True)
+        try:
+            test(impl=implementation)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            told = _innermost(error)
+            lines = report.sentence(law, implementation, told).replace(f"{StudentError.__name__}: ", "").splitlines()
+            # The grader's own files and laws are nothing that a student can open or run.
+            line.message = "\n".join(each for each in lines if "classroom/" not in each and "grader.py::" not in each)
+            calls = implementation.calls
+            line.repro = report.repro(implementation, calls[-1].function) if calls else ""
+            if calls and self.assignment.interpret:
+                line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
+            line.misconceptions = [match.misconception for match in report.misconceptions(implementation)]
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What really happened, where hypothesis reports that a dead child made the test flaky."""
+    if isinstance(error, BaseExceptionGroup):
+        return _innermost(error.exceptions[0])
+    return error
+
+
+def _proxy(child: Child, name: str, defaults: dict[str, Any], returned: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _of_its_kind(name, child.call(name, *args, **{**defaults, **kwargs}), returned)
+
+    return call
+
+
+def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
+    """The result, where it has as many parts as `returned` says, and names for them; whether they are right the laws say."""
+    wanted: tuple[str, ...] | None = getattr(returned, "_fields", None)
+    count = len(typing.get_args(returned)) if typing.get_origin(returned) is tuple else len(wanted or ())
+    parts = result if isinstance(result, tuple) else (result,)
+    is_right = len(parts) == count and getattr(result, "_fields", None) == wanted if count else not isinstance(result, tuple)
+    if is_right and all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in parts):
+        return result
+    shown = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"one {type(result).__name__}"
+    if wanted:
+        expected = f"{returned.__name__}({', '.join(wanted)})"
+    else:
+        expected = f"a tuple of {count} arrays" if count else "one array or number"
+    raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
+
+
+def _named(stem: str) -> Callable[[str, list[str]], Any]:
+    """The named tuples of the reference by name, so that what comes back is of a class that the laws know; others are plain."""
+    try:
+        module = importlib.import_module(f"evictionary.reference.{stem}")
+    except ModuleNotFoundError:  # a method that no paper has
+        module = types.ModuleType(stem)
+
+    def of(name: str, fields: list[str]) -> Any:
+        known = getattr(module, name, None)
+        return known if getattr(known, "_fields", None) == tuple(fields) else lambda *items: tuple(items)
+
+    return of
+
+
+# Checks of the grader's own, written as laws
+
+
+def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None]) -> Law:
+    def judging(impl: Implementation) -> None:
+        impl.calls.clear()
+        check(impl)
+
+    return Law(REQUIREMENTS[step.requirement], functions, f"grader::{step.name}", sentence, "", judging, {}, lambda one: "")
+
+
+def _constants_law(assignment: Assignment, step: Step, constants: dict[str, Any]) -> Law:
+    """The defaults of the student's functions: the student's own constants, or those of the paper."""
+    functions = {
+        "lagkv": ("lagkv.retained_length", "lagkv.select"),
+        "expected_attention": ("expected_attention.score",),
+    }[assignment.stem]
+
+    def check(impl: Implementation) -> None:
+        if assignment.stem == "lagkv":
+            _lagkv_defaults(impl, constants)
+            return
+        path = functions[0]
+        case = Case(seed=3, num_kv_heads=2, length=9)
+        query_mean = case.queries[:, :, 0]
+        covariance = np.broadcast_to(np.eye(case.head_dim), (*query_mean.shape, case.head_dim))
+        arguments = (case.keys, case.values, query_mean, covariance.copy())
+        impl.allowance(path, *arguments, **constants).check(impl.expected_attention.score(*arguments), "the score")
+
+    shown = ", ".join(f"{name} {value}" for name, value in constants.items()) or "those of the paper"
+    return _own_law(step, functions, f"The defaults are {shown}.", check)
+
+
+def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
+    """Lengths at which another sink or lag size shows: the first that is compressed, the one before it, and the next of both."""
+    defaults = inspect.signature(oracle("lagkv.select")).parameters
+    sink, lag = (constants.get(name, defaults[name].default) for name in ("sink_size", "lag_size"))
+    for length in (sink + 2 * lag - 1, sink + 2 * lag, sink + 3 * lag - 1, sink + 3 * lag):
+        expected = oracle("lagkv.retained_length")(length, keep_ratio=0.5, sink_size=sink, lag_size=lag)
+        got = impl.lagkv.retained_length(length, keep_ratio=0.5)
+        if got != expected:
+            raise Violation(f"retained_length({length}, keep_ratio=0.5) = {got}, wanted {expected}", expected, got)
+        states = np.random.default_rng(length).standard_normal((1, 1, length, 2))
+        left = int(impl.lagkv.select(states, states, keep_ratio=0.5).sum())
+        if left != expected:
+            raise Violation(f"select keeps {left} of {length} tokens with keep_ratio=0.5, wanted {expected}", expected, left)
+
+
+def _kernel_law(step: Step, path: Path) -> Law:
+    """A Triton kernel is in the file and is launched: read from the file, not run."""
+
+    def check(impl: Implementation) -> None:
+        tree = ast.parse(path.read_bytes())
+        kernels = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+        }
+        launched = {
+            node.func.value.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+        }
+        if not kernels & launched:
+            raise Violation("no function with @triton.jit is launched as kernel[grid](...)", "a kernel", sorted(kernels))
+
+    return _own_law(step, ("keydiff.score",), "The scores come from a Triton kernel that the file defines and launches.", check)

@@ -1,0 +1,188 @@
+"""A class that never was: right, wrong and hostile submissions, to see that the grader grades.
+
+`python -m evictionary.classroom.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every attack of
+`attacks.py`, and of the rest one half right and the other with one planted mistake each.
+`evictionary grade FOLDER --assignment keydiff` grades them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from evictionary import reference
+from evictionary.classroom import assignment as assignments
+from evictionary.classroom import attacks, grading
+from evictionary.classroom.assignment import Assignment, Step
+from evictionary.spec_tests.harness.implementation import STEMS
+from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+
+SWEEP_SEED = b"the seeds of the sweep"
+NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote")
+# A right answer as a student would write it; the docs show how it came about.
+SOLUTION = Path(__file__).parents[2] / "docs" / "classroom" / "transcript" / "3_right.py"
+
+_LOADER = '''"""A whole package in one file: what a student hands in who has it right, or who has made one mistake."""
+
+import sys
+import types
+
+SOURCES = {sources!r}
+for name, source in SOURCES.items():
+    module = sys.modules[name] = types.ModuleType(name)
+    parent, _, stem = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], stem, module)
+    else:
+        module.__path__ = []
+    exec(compile(source, name, "exec"), vars(module))
+for name, value in vars(sys.modules["bundled.{stem}"]).items():
+    if not name.startswith("_"):
+        globals()[name] = value
+{last}
+'''
+_MUTANT_STUB = "def mutant(*args, **kwargs):\n    return lambda function: function\n"
+
+
+def bundled(stem: str, mutant: Mutant | None = None) -> str:
+    """The reference of a method as one file that imports NumPy alone; a mutant takes the place of the right function."""
+    sources = {"bundled": ""}
+    for name in STEMS:
+        _add(name, sources)
+    last = ""
+    if mutant is not None:
+        spec_tests = importlib.import_module("evictionary.spec_tests")
+        tests = Path(next(iter(spec_tests.__path__)))
+        sources["bundled.oracle"] = (
+            "import importlib\ndef oracle(path):\n    stem, name = path.split('.')\n"
+            "    return getattr(importlib.import_module(f'bundled.{stem}'), name)\n"
+        )
+        sources["bundled.arithmetic"] = _renamed((tests / "harness" / "arithmetic.py").read_text(encoding="utf-8"))
+        sources["bundled.planted"] = _MUTANT_STUB
+        source_file = inspect.getsourcefile(inspect.unwrap(mutant.function)) or ""
+        sources["bundled.wrong"] = _renamed(Path(source_file).read_text(encoding="utf-8"))
+        function = mutant.of.split(".")[1]
+        last = f'{function} = vars(sys.modules["bundled.wrong"])["{mutant.name.split(".")[1]}"]'
+    return _LOADER.format(sources=sources, stem=stem, last=last)
+
+
+def _add(name: str, sources: dict[str, str]) -> None:
+    """Add a module of the reference after those that it imports."""
+    source = (Path(next(iter(reference.__path__))) / f"{name}.py").read_text(encoding="utf-8")
+    for module, listed in re.findall(r"^from \.(\w*) import \(?([\w, ]*)", source, flags=re.MULTILINE):
+        for needed in [module] if module else re.findall(r"\w+", listed):
+            if f"bundled.{needed}" not in sources:
+                _add(needed, sources)
+    sources.setdefault(f"bundled.{name}", _renamed(source))
+
+
+def _renamed(source: str) -> str:
+    source = source.replace("evictionary.spec_tests.harness.implementation", "bundled.oracle").replace(".harness.", ".")
+    source = re.sub(r"^from \.(\w*) import", lambda found: f"from bundled.{found[1]} import".replace(". ", " "), source, flags=re.M)
+    return re.sub(r"\bfrom evictionary\.(reference|spec_tests)\b", "from bundled", source)
+
+
+def mutants_of(assignment: Assignment) -> list[Mutant]:
+    """The planted mistakes that the assignment asks about: in one of its functions, against one of its requirements."""
+    laws = load_laws()
+    functions = {function for step in assignment.steps for name in step.laws for function in laws[name].functions}
+    requirements = {laws[name].requirement.id for step in assignment.steps for name in step.laws}
+    return [one for one in load_mutants().values() if one.of in functions and one.killed_by in requirements]
+
+
+def write_class(folder: Path, count: int) -> dict[str, int]:
+    """Write `count` submissions to the KeyDiff assignment into a folder; returns how many of each kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hostile = attacks.archives(folder, Path(next(iter(reference.__path__))) / "keydiff.py")
+    for name, source in attacks.SOURCES.items():
+        hostile[name] = folder / f"hostile {name}.py".replace(" ", "_").replace("'", "")
+        hostile[name].write_text(source, encoding="utf-8")
+    left = max(0, count - len(hostile))
+    mistakes = itertools.cycle(mutants_of(assignments.load("keydiff")))
+    for number in range(left // 2):
+        mutant = next(mistakes)
+        path = folder / f"wrong_{number:03}_{mutant.name.split('.')[1]}.py"
+        path.write_text(bundled("keydiff", mutant), encoding="utf-8")
+    for number in range(left - left // 2):
+        source = (SOLUTION.read_text(encoding="utf-8"), bundled("keydiff"))[number % 2]
+        (folder / f"right_{number:03}.py").write_text(source, encoding="utf-8")
+    return {"hostile": len(hostile), "wrong": left // 2, "right": left - left // 2}
+
+
+def hand_in(assignment: Assignment, mutant: Mutant, secret: bytes) -> tuple[bool, bool]:
+    """Submit a planted mistake; returns whether a step of its requirement is lost, and whether its misconception is named.
+
+    Only the steps of that requirement are judged: the others say nothing about it and take most of the time.
+    """
+    steps = tuple(replace(step, needs=()) for step in assignment.steps if _judges(step, mutant.killed_by))
+    judgement = grading.judge(
+        bundled(assignment.stem, mutant).encode(),
+        replace(assignment, steps=steps),
+        secret=secret,
+        examples=grading.GRADE_EXAMPLES,
+    )
+    told = [each for line in judgement.lines for each in line.misconceptions]
+    return any(line.verdict == "failed" for line in judgement.lines), mutant.misconception in told
+
+
+def _in_whole(assignment: Assignment, mutant: Mutant) -> str:
+    """What the whole assignment makes of a mistake that the steps of its requirement let pass or do not name."""
+    source = bundled(assignment.stem, mutant).encode()
+    judgement = grading.judge(source, assignment, secret=SWEEP_SEED, examples=grading.GRADE_EXAMPLES)
+    failed = [line.name for line in judgement.lines if line.verdict == "failed"]
+    told = [each for line in judgement.lines for each in line.misconceptions]
+    named = "named" if mutant.misconception in told else "not named"
+    return f"in the whole assignment {judgement.score} points, failed {', '.join(failed) or 'nothing'}, misconception {named}"
+
+
+def _judges(step: Step, requirement: str) -> bool:
+    return any(load_laws()[name].requirement.id == requirement for name in step.laws)
+
+
+def sweep() -> None:
+    """Submit every planted mistake to its assignment and write docs/classroom/mistakes.md."""
+    lines = [
+        "# Every planted mistake, handed in",
+        "",
+        "Each mistake of the bank that lies in a function of an assignment, submitted by a student who has the rest right.",
+        "`python -m evictionary.classroom.synthetic --sweep` made this page.",
+        "",
+        "| assignment | handed in | lost the points of its requirement | was told its misconception |",
+        "|---|---|---|---|",
+    ]
+    exceptions = []
+    for name in NUMPY:
+        assignment = assignments.load(name)
+        mutants = mutants_of(assignment)
+        outcomes = {mutant.name: hand_in(assignment, mutant, SWEEP_SEED) for mutant in mutants}
+        lost, told = (sum(outcome[place] for outcome in outcomes.values()) for place in (0, 1))
+        lines.append(f"| {name} | {len(mutants)} | {lost} | {told} |")
+        print(lines[-1], flush=True)
+        for mutant in mutants:
+            if not all(outcomes[mutant.name]):
+                exceptions.append(f"- {name}, {mutant.killed_by}: {mutant.misconception}: {_in_whole(assignment, mutant)}")
+    if exceptions:
+        lines += ["", "The exceptions, at these seeds:", "", *exceptions]
+    (SOLUTION.parents[1] / "mistakes.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("handed_in"))
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--sweep", action="store_true", help="submit every planted mistake and write the page about it")
+    arguments = parser.parse_args()
+    if arguments.sweep:
+        sweep()
+        return
+    print(", ".join(f"{count} {kind}" for kind, count in write_class(arguments.folder, arguments.count).items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The command `evictionary`: its subcommands, each in a file of its own that imports no other."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from evictionary import __version__
+from evictionary.cli import claims, classroom, demo, evaluate, methods, run
+
+# torch and transformers take seconds to import, so each command imports what it needs when it runs.
+
+app = typer.Typer(
+    help="An executable dictionary of KV-cache eviction: run any method inside a real language model.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"evictionary {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Run any KV-cache eviction method inside a real language model."""
+    # Before torch is loaded: threads that spin while they wait make everything ten times slower on a machine that is busy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+for _commands in (methods, demo, run, evaluate, claims, classroom):
+    app.add_typer(_commands.app)

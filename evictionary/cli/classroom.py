@@ -1,0 +1,317 @@
+"""The commands `evictionary start`, `check`, `submit` and `grade`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from evictionary.cli.console import AsJson, exit_codes, messages, names_in, progress
+from evictionary.errors import UsageError
+
+if TYPE_CHECKING:
+    from evictionary.classroom.assignment import Assignment
+    from evictionary.classroom.grading import Judgement
+
+app = typer.Typer()
+
+Name = Annotated[str, typer.Argument(help="keydiff, lagkv, expected_attention, momentkv, gvote, kernel or contest.")]
+Work = Annotated[Path, typer.Option(help="The folder of your own files.")]
+Student = Annotated[str | None, typer.Option(help="Your id, where the course draws constants from it.")]
+COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow"}
+
+
+@contextmanager
+def _writing(argument: str, path: Path, wanted: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{argument}: got {path}, wanted {wanted}: {error.strerror}") from None
+
+
+@app.command(epilog="Example: [bold]evictionary start keydiff[/]")
+def start(assignment: Name, work: Work = Path("work"), student: Student = None, as_json: AsJson = False) -> None:
+    """Begin an assignment: write its starter file, with the functions to fill in."""
+    with exit_codes():
+        from evictionary.classroom import assignment as assignments
+
+        chosen = assignments.load(assignment)
+        path = work / chosen.file
+        if path.exists():
+            raise UsageError(f"assignment: {path} is there already, and may hold your work; move it away to begin anew")
+        with _writing("--work", work, "a folder that can be written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(chosen.starter_for(student), encoding="utf-8")
+    handout = chosen.folder / "README.md"
+    if as_json:
+        typer.echo(json.dumps({"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/]."
+    )
+    console.print(f"The handout: {escape(str(handout))}")
+    console.print(f"Then: [bold]{escape(_command('check', chosen, work, student))}[/]")
+
+
+@app.command(epilog="Example: [bold]evictionary check keydiff[/]")
+def check(assignment: Name, work: Work = Path("work"), student: Student = None, as_json: AsJson = False) -> None:
+    """Judge your file on public inputs: the points of each step and, for the first failure, what to do about it.
+
+    The exit code is 0 with full marks and 1 below.
+    """
+    with exit_codes():
+        from evictionary.classroom import assignment as assignments
+        from evictionary.classroom import grading, submissions
+
+        chosen = assignments.load(assignment)
+        path = _started(work, chosen)
+        try:
+            source = submissions.read(path, chosen)
+        except submissions.BadSubmission as error:
+            raise UsageError(f"assignment: got {path}, wanted what the grader takes: {error}") from None
+        constants = chosen.constants_of(student) if student else {}
+        # A quarter of the grader's patience, so that an endless loop does not keep a student for minutes.
+        judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4)
+    hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
+    if as_json:
+        typer.echo(json.dumps(judged.as_json() | {"hidden_cases": hidden}, indent=1))
+    else:
+        _print(chosen, judged, path)
+        _print_rest(chosen, hidden, path)
+    if judged.score < chosen.max_score:
+        raise typer.Exit(1)
+
+
+def _started(work: Path, chosen: Assignment) -> Path:
+    path = work / chosen.file
+    if not path.is_file():
+        raise UsageError(f"--work: got {work}, wanted a folder with {chosen.file}; `{_command('start', chosen, work)}` writes it")
+    return path
+
+
+def _command(name: str, chosen: Assignment, work: Path, student: str | None = None) -> str:
+    """What to type next, in the folder and with the id of this command."""
+    options = ("" if work == Path("work") else f" --work {work}") + (f" --student {student}" if student else "")
+    return f"evictionary {name} {chosen.name}{options}"
+
+
+def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
+    console = Console(highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=chosen.title, title_justify="left")
+    for header in ("step", "requirement", "points", "verdict"):
+        table.add_column(header, justify="right" if header == "points" else "left")
+    for line in judged.lines:
+        verdict = f"[{COLOURS[line.verdict]}]{line.verdict}[/]"
+        shown = f"{verdict}, {escape(line.reason)}" if line.verdict == "not judged yet" or chosen.contest else verdict
+        table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
+    console.print(table)
+    console.print(f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s")
+    first = next((line for line in judged.lines if line.verdict == "failed"), None)
+    if first is None:
+        return
+    console.print(f"\n[bold]First failure: {first.name}[/]")
+    console.print(first.message or first.reason, markup=False, soft_wrap=True)
+    if first.read:
+        console.print(f"  to read         {first.read}", markup=False)
+    if first.repro:
+        script = path.parent / f"see_{path.stem}.py"
+        try:
+            script.write_text(first.repro + "\n", encoding="utf-8")
+        except OSError as error:
+            console.print(f"  as a script     not written: {error}", markup=False)
+        else:
+            console.print(f"  as a script     {script}", markup=False, soft_wrap=True)
+
+
+def _print_rest(chosen: Assignment, hidden: int, path: Path) -> None:
+    from evictionary.classroom.grading import GRADE_EXAMPLES
+
+    console = Console(highlight=False)
+    laws = sum(len(step.laws) for step in chosen.steps)
+    if laws:
+        each = GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps)
+        console.print(
+            f"\nThe grader puts the same {laws} laws to your file with up to {each} secret inputs each: "
+            f"up to {hidden} hidden cases, and no hidden rule."
+        )
+    elif chosen.contest:
+        console.print("\nThe grader asks five longer texts with numbers and places that nobody knows beforehand.")
+    if chosen.interpret:
+        _print_time(chosen, path)
+
+
+def _print_time(chosen: Assignment, path: Path) -> None:
+    """Where there is a GPU, how long the kernel takes; it is not graded."""
+    import torch
+
+    if not torch.cuda.is_available():
+        Console().print("No GPU here: the kernel ran in Triton's interpreter and was not timed.")
+        return
+    from evictionary.classroom import grading
+
+    Console().print(
+        f"On {torch.cuda.get_device_name()}: {grading.gpu_milliseconds(chosen, path):.4f} ms for 65,536 tokens of 8 heads."
+    )
+
+
+@app.command(epilog="Example: [bold]evictionary submit keydiff[/]")
+def submit(
+    assignment: Name,
+    work: Work = Path("work"),
+    output: Annotated[Path | None, typer.Option(help="The archive to write; the assignment's name with .zip by default.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pack what is handed in: your file and a manifest, and nothing else."""
+    with exit_codes():
+        from evictionary.classroom import assignment as assignments
+        from evictionary.classroom import submissions
+
+        chosen = assignments.load(assignment)
+        target = output or Path(f"{chosen.name}.zip")
+        path = _started(work, chosen)
+        if target.suffix != ".zip":
+            raise UsageError(f"--output: got {target}, wanted a name that ends in .zip")
+        try:
+            with _writing("--output", target, "a file in a folder that can be written"):
+                packed = submissions.pack(chosen, work, target)
+        except submissions.BadSubmission as error:
+            raise UsageError(f"assignment: got {path}, wanted what the grader takes: {error}") from None
+    if as_json:
+        typer.echo(json.dumps({"assignment": chosen.name, "archive": str(target), "files": packed}))
+        return
+    Console(highlight=False, soft_wrap=True).print(f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in.")
+
+
+@app.command(epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]")
+def grade(
+    submission: Annotated[list[Path], typer.Argument(help="Files, archives or folders; a folder of them counts as its entries.")],
+    assignment: Annotated[str, typer.Option(help="Which assignment they answer.")],
+    seed_file: Annotated[Path | None, typer.Option(help="A file of any secret bytes; without it, new seeds are drawn.")] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format", "--formats", help="gradescope, classroom50, junit, markdown, with commas between; all by default."
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="A folder for each student is written into it.")] = Path("grades"),
+    jobs: Annotated[int, typer.Option(help="How many submissions at a time.")] = 1,
+    examples: Annotated[int | None, typer.Option(help="Inputs that each law draws; 25 by default.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Seconds of waiting for a student's code in each step.")] = None,
+    personal: Annotated[bool, typer.Option(help="Draw sink size, lag size and epsilon from each student's id.")] = False,
+    student: Annotated[str | None, typer.Option(help="The id of a single submission, in place of its file's name.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Grade submissions with secret seeds: grade.json for each, and the files that platforms read.
+
+    Run again with the same seed file, it goes on where it stopped.
+    """
+    with exit_codes():
+        from evictionary.classroom import assignment as assignments
+        from evictionary.classroom import classes, submissions
+        from evictionary.classroom import formats as written
+        from evictionary.classroom.grading import GRADE_EXAMPLES
+
+        chosen = assignments.load(assignment)
+        wanted = names_in(formats) or list(written.FORMATS)
+        for name in wanted:
+            if name not in written.FORMATS:
+                raise UsageError(f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}")
+        for argument, count in (("--jobs", jobs), ("--examples", examples)):
+            if count is not None and count < 1:
+                raise UsageError(f"{argument}: got {count}, wanted at least 1")
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UsageError(f"--seconds: got {seconds}, wanted more than 0")
+        left_out: list[Path] = []
+        found = classes.find(submission, chosen.file, output, left_out.append)
+        if left_out:
+            messages.print(
+                f"Left out, for a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}",
+                style="yellow",
+                markup=False,
+            )
+        if student is not None:
+            if len(found) != 1:
+                raise UsageError(f"--student: got one id for {len(found)} submissions")
+            if not student.strip() or student in (".", "..") or not {"/", "\\", "\0"}.isdisjoint(student):
+                raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder")
+            found = {student: next(iter(found.values()))}
+        secret = _secret(seed_file)
+        with _writing("--output", output, "a folder that can be written"):
+            output.mkdir(parents=True, exist_ok=True)
+        order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds)
+        started = time.monotonic()
+        with progress() as (plan, advance):
+            plan(len(found))
+            grades: list[dict[str, Any]] = []
+            try:
+                grades.extend(classes.run(order, found, output, jobs, lambda name: advance(name)))
+            except KeyboardInterrupt:
+                messages.print(f"Stopped. {_GO_ON if seed_file else _BEGIN_ANEW}", style="yellow")
+                raise typer.Exit(130) from None
+        result = classes.summary(grades) | {
+            "left_out": [str(path) for path in left_out],
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        (output / classes.SUMMARY).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        _print_class(result, output)
+
+
+_GO_ON = "What is graded is written; the same command goes on from there."
+_BEGIN_ANEW = "Without a --seed-file the next run begins anew."
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _secret(seed_file: Path | None) -> bytes:
+    if seed_file is None:
+        messages.print("No --seed-file: the seeds are new, and a second run will have others.", style="yellow")
+        return os.urandom(32)
+    try:
+        secret = seed_file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--seed-file: got {seed_file}, wanted a file that can be read: {error.strerror}") from None
+    if len(secret.strip()) < 8:
+        raise UsageError(f"--seed-file: got {seed_file} with {len(secret)} bytes, wanted at least 8 that nobody guesses")
+    return secret
+
+
+def _print_class(result: dict[str, Any], output: Path) -> None:
+    console = Console(highlight=False)
+    count, largest = result["submissions"], max(result["distribution"].values())
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{count} submission" + "s" * (count != 1), title_justify="left")
+    table.add_column("points", justify="right")
+    table.add_column("submissions", justify="right")
+    table.add_column("")
+    for points, count in result["distribution"].items():
+        table.add_row(str(points), str(count), "█" * max(1, round(40 * count / largest)))
+    console.print(table)
+    for name, counts in result["steps"].items():
+        console.print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
+    for mistake, count in result["misconceptions"].items():
+        console.print(f"{count} did: {mistake}", style="dim", markup=False)
+    if result["errors"]:
+        shown = _few(result["unjudged"])
+        console.print(
+            f"{result['errors']} could not be judged, error in grade.json says why: {shown}", style="yellow", markup=False
+        )
+    if result["walls_missing"]:
+        missing = ", ".join(result["walls_missing"])
+        console.print(f"Walls missing here: {missing}. Grade in a container; docs/classroom/isolation.md says why.", style="yellow")
+    console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")

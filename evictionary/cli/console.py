@@ -1,0 +1,132 @@
+"""What the commands share: options, messages, exit codes, progress."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from evictionary.errors import InstallError, MethodError, UsageError
+
+messages = Console(stderr=True)
+
+
+def whole(text: str) -> int:
+    """Read an option's whole number; the message then says what was got, as that of every other option does."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"got {text!r}, wanted a whole number") from None
+
+
+def number(text: str) -> float:
+    """Read an option's number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"got {text!r}, wanted a number") from None
+
+
+def whole_number(help: str) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(parser=whole, metavar="<int>", help=help)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
+
+
+ModelName = Annotated[
+    str, typer.Option("--model", help="A Hugging Face name, a local folder, or 'embedded' for SmolLM2-135M-Instruct.")
+]
+
+
+@contextmanager
+def exit_codes(stopped: str = "") -> Iterator[None]:
+    """2 for an argument that cannot be used, 1 for a failure, 130 for Ctrl-C; one line each, no traceback.
+
+    What a user's method prints meanwhile goes to standard error: standard output is for results. `stopped` says what to do after
+    Ctrl-C.
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except KeyboardInterrupt:
+        messages.print(f"[bold red]stopped[/] {stopped}", highlight=False)
+        raise typer.Exit(130) from None
+    except UsageError as error:
+        messages.print(f"[bold red]usage error[/] {escaped(error)}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+    except (MethodError, InstallError, OSError) as error:
+        messages.print(f"[bold red]failed[/] {escaped(error)}", soft_wrap=True, highlight=False)
+        raise typer.Exit(1) from None
+
+
+def escaped(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(str(error).split()))
+
+
+def names_in(texts: list[str] | None) -> list[str] | None:
+    return [name.strip() for name in ",".join(texts or []).split(",") if name.strip()] or None
+
+
+def given_names(argument: str, texts: list[str] | None) -> list[str] | None:
+    """The names of an option, or None where it was not given. Raises UsageError where it was, without a name in it."""
+    names = names_in(texts)
+    if texts and not names:
+        raise UsageError(f"{argument}: got {','.join(texts)!r}, wanted at least one name")
+    return names
+
+
+def numbers_in(argument: str, texts: list[str]) -> list[float]:
+    text = ",".join(texts)
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{argument}: got {text!r}, wanted numbers with commas between them, such as 0.25,0.5") from None
+
+
+def require_writable(output: Path) -> None:
+    if output.is_dir() or not can_write_into(output.resolve().parent):
+        raise UsageError(f"--output: got {output}, wanted a file in a folder that exists and can be written")
+
+
+def can_write_into(folder: Path) -> bool:
+    """Whether a file can really be made in the folder: not every file system tells by its permissions."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def require_folder(output: Path) -> None:
+    """Raise UsageError, before hours of work, where the folder `output` cannot be made or written."""
+    existing = next(folder for folder in (output.resolve(), *output.resolve().parents) if folder.exists())
+    if not can_write_into(existing):
+        raise UsageError(f"--output: got {output}, wanted a folder that can be written, or made")
+
+
+@contextmanager
+def progress() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
+    """A progress bar on stderr, as (plan, advance): the number of steps, then what each step is about to do."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=messages, transient=True) as progress:
+        task = progress.add_task("preparing", total=None, completed=-1)
+        yield (
+            lambda steps: progress.update(task, total=steps),
+            lambda text: progress.update(task, advance=1, description=text),
+        )
+
+
+def mebibytes(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.1f}"

@@ -1,0 +1,109 @@
+"""The command `evictionary demo`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from evictionary.cli.console import (
+    AsJson,
+    ModelName,
+    exit_codes,
+    given_names,
+    mebibytes,
+    numbers_in,
+    progress,
+    require_writable,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    from evictionary.evaluation.demo import Result
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Examples: [bold]evictionary demo[/]   [bold]evictionary demo --methods keydiff,my_scorer.py --ratios 0.5 --json[/]"
+)
+def demo(
+    output: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("report.html"),
+    model: ModelName = "embedded",
+    methods: Annotated[
+        list[str] | None, typer.Option(help="Names or files, with commas between them or given several times; all by default.")
+    ] = None,
+    ratios: Annotated[list[str], typer.Option(help="Fractions to remove, likewise.")] = ["0.25,0.5,0.75"],  # noqa: B006
+    depths: Annotated[list[str], typer.Option(help="Where the number stands in the text, as fractions, likewise.")] = [  # noqa: B006
+        "0.1,0.3,0.5,0.7,0.9"
+    ],
+    tokens: Annotated[int, whole_number("About how many tokens each text has.")] = 1500,
+    seed: Annotated[int, whole_number("Draws the texts, the numbers and the random baseline.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Hide a number in a long text, compress the cache with every method, and ask for the number."""
+    with exit_codes():
+        removed, places = numbers_in("--ratios", ratios), numbers_in("--depths", depths)
+        names = given_names("--methods", methods)
+        require_writable(output)
+        from evictionary.evaluation import demo as experiment
+        from evictionary.evaluation import demo_report as report
+        from evictionary.models.load import load as load_model
+
+        loaded, tokenizer = load_model(model)
+        with progress() as (plan, advance):
+            result = experiment.run(
+                loaded,
+                tokenizer,
+                method_names=names,
+                ratios=removed,
+                depths=places,
+                seed=seed,
+                tokens=tokens,
+                plan=plan,
+                advance=advance,
+            )
+            advance("writing the report")
+            report.write(result, output)
+    if as_json:
+        typer.echo(json.dumps(result.as_json() | {"report": str(output)}, indent=1))
+    else:
+        Console().print(_demo_table(result))
+        for name, reason in result.left_out.items():
+            Console().print(f"Left out: {name} {reason}", style="dim", markup=False)
+        Console().print(f"The report, with pictures of which tokens survive: [bold]{output}[/]")
+
+
+def _demo_table(result: Result) -> Table:
+    table = Table(
+        title="A number in a long text, asked for after compression",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("method", no_wrap=True)
+    for header in ("removed", "KV MiB", "right", "|h - h_c|", "rel.", "sec."):
+        table.add_column(header, justify="right", no_wrap=True)
+    previous = result.rows[0].label
+    for row in result.rows:
+        if row.label != previous:
+            table.add_section()
+            previous = row.label
+        each = row.summary()
+        colour = {each["of"]: "green", 0: "red"}.get(each["right"], "yellow")
+        table.add_row(
+            row.label,
+            row.asked,
+            f"{mebibytes(each['bytes_before'])} → {mebibytes(each['bytes_after'])}",
+            f"[{colour}]{each['right']}/{each['of']}[/]",
+            f"{each['error']:.1f}",
+            f"{each['relative_error']:.3f}",
+            f"{each['seconds']:.2f}",
+        )
+    return table

@@ -1,0 +1,209 @@
+"""The command `evictionary eval`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from evictionary.cli.console import (
+    AsJson,
+    ModelName,
+    escaped,
+    exit_codes,
+    messages,
+    names_in,
+    numbers_in,
+    require_folder,
+    whole_number,
+)
+from evictionary.errors import UsageError
+
+if TYPE_CHECKING:
+    from evictionary.evaluation.run import Progress
+
+app = typer.Typer()
+
+# written out, because the tasks import torch and the help is not to wait for it; a test compares
+TASKS = "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,variables,common_words,frequent_words,copy"
+
+
+class Format(StrEnum):
+    """How the results are printed."""
+
+    TABLE = "table"
+    MARKDOWN = "markdown"
+    JSON = "json"
+
+
+@app.command(
+    "eval",
+    epilog="Examples: [bold]evictionary eval --methods keydiff,lagkv:lag_size=128,sink_size=4 --ratios 0.5,0.75 "
+    "--tasks passkey64,variables --lengths 500,1000 --samples 5 --jobs 2[/]   "
+    "[bold]evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy --jobs 2 --dask local[/]",
+)
+def evaluate(
+    output: Annotated[
+        Path, typer.Option(help="The folder for results.jsonl, which is continued, and the tables, plots and report.")
+    ] = Path("evaluation"),
+    model: ModelName = "embedded",
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names, files or compositions (keydiff+moments), with commas between them or given several times; options follow "
+            "a colon: lagkv:lag_size=128,sink_size=4. All by default; the full cache and random eviction always take part."
+        ),
+    ] = None,
+    ratios: Annotated[
+        list[str] | None, typer.Option(help="Fractions to remove, likewise.", show_default="0.25,0.5,0.75 without --budgets")
+    ] = None,
+    budgets: Annotated[list[str] | None, typer.Option(help="Tokens to keep in each head, likewise.")] = None,
+    tasks: Annotated[list[str], typer.Option(help=f"Some of {TASKS.replace(',', ', ')}.")] = [TASKS],  # noqa: B006
+    lengths: Annotated[list[str], typer.Option("--lengths", "--tokens", help="Tokens of text and question, likewise.")] = ["1000"],  # noqa: B006
+    samples: Annotated[int, whole_number("Prompts for each task and length; five try all five depths.")] = 5,
+    seed: Annotated[int, whole_number("The seed of the first prompt; the next has the next.")] = 0,
+    jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
+    dask: Annotated[
+        str | None,
+        typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
+    ] = None,
+    format: Annotated[Format, typer.Option(help="What to print at the end.")] = Format.TABLE,
+    as_json: AsJson = False,
+) -> None:
+    """Measure methods on tasks. A run that was stopped goes on where it was, given the same command.
+
+    Exits with 1 if a method failed on a prompt; its other measurements and the other methods go on.
+    """
+    with exit_codes("the same command goes on where it was"):
+        if samples < 1:
+            raise UsageError(f"--samples: got {samples}, wanted at least 1")
+        kept = [_whole("--budgets", number) for number in numbers_in("--budgets", budgets)] if budgets else []
+        removed = numbers_in("--ratios", ratios) if ratios else [] if kept else [0.25, 0.5, 0.75]
+        sizes = [_whole("--lengths", number) for number in numbers_in("--lengths", lengths)]
+        asked = parse_methods(methods) if methods else None
+        require_folder(output)
+        from evictionary.evaluation import report as eval_report
+        from evictionary.evaluation import run as evaluation
+
+        plan = evaluation.Plan(
+            model=model,
+            methods=asked or _all_methods(),
+            tasks=names_in(tasks) or [],
+            lengths=sizes,
+            seeds=range(seed, seed + samples),
+            ratios=removed,
+            budgets=kept,
+        )
+        with _progress() as advance:
+            lines = evaluation.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        found = eval_report.write(lines, output)
+    if as_json or format is Format.JSON:
+        typer.echo(json.dumps(found | {"output": str(output)}, indent=1))
+    elif format is Format.MARKDOWN:
+        typer.echo(eval_report.markdown(found["rows"]))
+    else:
+        _print_tables(found["rows"])
+        Console().print(f"Everything measured, plots and a report: [bold]{output}[/]")
+    for failure in found["failures"]:
+        text = f"{failure['label']}, {failure['count']} times: {failure['error']}"
+        messages.print(f"[bold red]failed[/] {escaped(RuntimeError(text))}", soft_wrap=True, highlight=False)
+    if found["failures"]:
+        raise typer.Exit(1)
+
+
+def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Read 'keydiff,lagkv:lag_size=128,sink_size=4' as [('keydiff', {}), ('lagkv', {'lag_size': '128', 'sink_size': '4'})].
+
+    A part with '=' but no ':' before it is one more option of the method before it. Raises UsageError where there is none.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    for part in ",".join(texts).split(","):
+        left, equals, value = part.strip().partition("=")
+        if not left:
+            continue
+        name, colon, option = left.rpartition(":") if equals else (left, "", "")
+        if equals and not colon:
+            if not found:
+                raise UsageError(
+                    f"--methods: got {part.strip()!r} first, wanted a method's name before its options: lagkv:lag_size=128"
+                )
+            found[-1][1][left.strip()] = value.strip()
+            continue
+        found.append((name.strip(), {option.strip(): value.strip()} if equals else {}))
+    if not found:
+        raise UsageError(f"--methods: got {','.join(texts)!r}, wanted at least one name")
+    return found
+
+
+def _all_methods() -> list[tuple[str, dict[str, Any]]]:
+    """Every method that the demo runs by itself, with the demo's options."""
+    from evictionary.evaluation import demo
+    from evictionary.methods.resolve import resolve
+
+    names, _ = demo.default_methods()
+    return [(name, {key: value for key, value in demo.DEMO_OPTIONS.items() if key in resolve(name).options}) for name in names]
+
+
+def _whole(argument: str, number: float) -> int:
+    if not number.is_integer():
+        raise UsageError(f"{argument}: got {number}, wanted a whole number of tokens")
+    return int(number)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar with the time left on stderr; in a log file, a line every half minute."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), console=messages, transient=True) as bar:
+        task = bar.add_task("loading the model", total=None)
+        told = time.monotonic()
+
+        def advance(progress: Progress) -> None:
+            nonlocal told
+            left = (
+                f"{progress.seconds_left / 60:.0f} min left"
+                if progress.seconds_left > 90
+                else f"{progress.seconds_left:.0f} s left"
+            )
+            bar.update(task, completed=progress.done, total=progress.total, description=f"{progress.text}; {left}")
+            if not messages.is_terminal and time.monotonic() - told > 30:
+                told = time.monotonic()
+                messages.print(f"{progress.done} of {progress.total}: {progress.text}; {left}", markup=False, soft_wrap=True)
+
+        yield advance
+
+
+def _print_tables(rows: list[dict[str, Any]]) -> None:
+    """The pivot of each length, cut into tables that are no wider than the terminal."""
+    from evictionary.evaluation import report as eval_report
+
+    console = Console()
+    for length in dict.fromkeys(row["length"] for row in rows):
+        names, table = eval_report.pivot([row for row in rows if row["length"] == length])
+        room = console.width - 25 - max(len(row["label"]) for row in table)
+        columns = max(2, room // 13)
+        console.print(f"{length} tokens: partial score (share of exact answers)", style="italic")
+        for start in range(0, len(names), columns):
+            here = slice(start, start + columns)
+            is_last = here.stop >= len(names)
+            shown = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+            shown.add_column("method", overflow="fold")
+            for header in ("asked", "removed", *names[here], *(["mean"] if is_last else [])):
+                shown.add_column(header.replace("_", "\n"), justify="right", no_wrap=True)
+            for row in table:
+                cells = [eval_report.cell_text(cell) for cell in row["cells"][here]]
+                cells += [eval_report.number(row["mean"])] if is_last else []
+                asked = row["asked"].removesuffix(" removed").removesuffix(" kept")
+                shown.add_row(row["label"], asked, eval_report.percent(row["removed"]), *cells)
+            console.print(shown)

@@ -1,0 +1,47 @@
+"""The command `evictionary methods`."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from evictionary.cli.console import AsJson
+
+app = typer.Typer()
+
+ADDITIONS = {
+    "ada_kv": "an allocator for any method with scores: the heads of a layer share its budget",
+    "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
+    "moments": "MomentKV's correction beside any selection: moments of what was evicted join the attention",
+}
+"""What may follow a method's name after a +."""
+
+
+@app.command(epilog="Example: [bold]evictionary methods --json[/]")
+def methods(as_json: AsJson = False) -> None:
+    """List the methods: what they keep, their paper, their seams and their options.
+
+    They compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads of a layer share its
+    budget, pyramid_kv gives more to lower layers, and moments adds MomentKV's correction for what was evicted:
+    snapkv+pyramid_kv+ada_kv, keydiff+moments. A file of your own, path/to/file.py, composes likewise.
+    """
+    from evictionary.methods.catalogue import RANDOM, describe, names
+
+    found = [describe(name) for name in [*names(), RANDOM]]
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    table = Table.grid(padding=(0, 2))
+    for each in found:
+        paper = f"arXiv {each['paper']}; " if each["paper"] else ""
+        options = "".join(f"; {name}={value}" for name, value in each["options"].items())
+        table.add_row(f"[bold]{each['name']}[/]", each["description"])
+        table.add_row("", f"[dim]{paper}{', '.join(each['seams'])}{options}[/]")
+    for name, meaning in ADDITIONS.items():
+        table.add_row(f"[bold]+{name}[/]", meaning)
+    console = Console()
+    console.print(table)
+    console.print("\nThey compose: a method, then allocators, then moments, such as snapkv+pyramid_kv+ada_kv or keydiff+moments.")

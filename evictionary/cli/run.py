@@ -1,0 +1,147 @@
+"""The command `evictionary run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from evictionary.cli.console import AsJson, ModelName, exit_codes, mebibytes, number, progress, whole_number
+from evictionary.errors import UsageError
+
+if TYPE_CHECKING:
+    from evictionary.cache.evicting_cache import EvictingCache
+    from evictionary.evaluation.questions import Answer
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: [bold]evictionary run --method lagkv --option lag_size=128 --compression-ratio 0.5 --prompt-file book.txt "
+    '--question "Who wrote it?" --question "When?"[/]'
+)
+def run(
+    prompt_file: Annotated[Path, typer.Option(help="A UTF-8 text file: the context to compress.")],
+    question: Annotated[list[str], typer.Option(help="A question about it; may be given several times.")],
+    model: ModelName = "embedded",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="A method's name, path/to/file.py[:function], or a composition: snapkv+pyramid_kv+ada_kv, keydiff+moments."
+        ),
+    ] = "keydiff",
+    compression_ratio: Annotated[
+        float, typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1).")
+    ] = 0.5,
+    budget: Annotated[int | None, whole_number("Tokens to keep in each head, in place of the ratio.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")] = None,
+    every: Annotated[
+        int | None,
+        whole_number("Compress again after so many new tokens, reading the text in blocks of them; by default the prompt alone."),
+    ] = None,
+    max_new_tokens: Annotated[int, whole_number("The longest answer, in tokens.")] = 64,
+    seed: Annotated[int, whole_number("For methods that draw.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compress the cache of a text once, then answer several questions from it."""
+    with exit_codes():
+        options = _options(option or [])
+        text = _read(prompt_file)
+        if max_new_tokens < 1:
+            raise UsageError(f"--max-new-tokens: got {max_new_tokens}, wanted at least 1")
+        from evictionary.cache.evicting_cache import EvictingCache
+        from evictionary.evaluation.questions import ask, prefill, tokenize
+        from evictionary.methods.method import tokens_to_keep
+        from evictionary.methods.resolve import resolve
+        from evictionary.models.load import load as load_model
+
+        chosen = resolve(method)
+        options = chosen.typed_options(options)
+        tokens_to_keep(1, compression_ratio, budget)
+        loaded, tokenizer = load_model(model)
+        asked = [tokenize(tokenizer, text, each) for each in question]
+        with progress() as (plan, advance):
+            plan(1 + len(question))
+            context_ids = asked[0][0]
+            advance(f"reading {context_ids.shape[1]} tokens")
+            cache = EvictingCache(loaded, chosen, compression_ratio, options, budget, every=every, seed=seed)
+            prefill(loaded, context_ids, cache, every)
+            before, after = cache.nbytes_full, cache.nbytes
+            answers = []
+            for index, (_, question_ids) in enumerate(asked):
+                advance(f"answering question {index + 1} of {len(question)}")
+                answers.append(ask(loaded, tokenizer, cache, question_ids, max_new_tokens))
+        note = _note(cache)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "model": model,
+                    "method": chosen.name,
+                    "options": options,
+                    "compression_ratio": compression_ratio if budget is None else None,
+                    "budget": budget,
+                    "every": cache.every,
+                    "tokens": cache.get_seq_length(),
+                    "tokens_kept": cache.tokens_kept,
+                    "bytes_before": before,
+                    "bytes_after": after,
+                    "peak_tokens": cache.peak_tokens,
+                    "note": note,
+                    "answers": [{"question": each, "answer": answer.text} for each, answer in zip(question, answers, strict=True)],
+                },
+                indent=1,
+            )
+        )
+    else:
+        _print_run(cache, question, answers, note, before, after)
+
+
+def _print_run(
+    cache: EvictingCache, questions: list[str], answers: list[Answer], note: str | None, before: int, after: int
+) -> None:
+    console = Console(highlight=False)
+    assert cache.method is not None
+    kept, seen = cache.tokens_kept, cache.get_seq_length()
+    sizes = f"{mebibytes(before)} MiB became {mebibytes(after)} MiB"
+    console.print(f"{cache.method.name}: {kept:.5g} of {seen} tokens kept in each head, {sizes}")
+    if note:
+        console.print(note, style="yellow", markup=False)
+    for asked, answer in zip(questions, answers, strict=True):
+        console.print(f"\n{asked}", style="bold", markup=False)
+        console.print(answer.text, markup=False)
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    options = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise UsageError(f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
+        options[name.strip()] = value.strip()
+    return options
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompt-file: got {path}, wanted a readable UTF-8 text file: {error}") from None
+
+
+def _note(cache: EvictingCache) -> str | None:
+    """Why nothing was removed although compression was asked for."""
+    length = cache.get_seq_length()
+    from evictionary.methods.method import tokens_to_keep
+
+    asked = tokens_to_keep(length, cache.compression_ratio, cache.budget) < length
+    if not asked or cache.tokens_kept < length:
+        return None
+    assert cache.method is not None
+    reason = cache.method.why_nothing_removed(length, cache.options)
+    known = ", ".join(f"{name}={value}" for name, value in (cache.method.options | cache.options).items())
+    advice = f"; smaller options may help (now {known}): --option name=value" if known else ""
+    return f"Nothing was removed: {reason or f'{cache.method.name} chose to keep every token'}{advice}"

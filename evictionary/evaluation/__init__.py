@@ -1,0 +1,1 @@
+"""Tasks, their evaluation with every method, and the reports."""

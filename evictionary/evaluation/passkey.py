@@ -1,0 +1,82 @@
+"""A retrieval task that a 135M model can do: a seven-digit number in a long text of everyday sentences."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evictionary.errors import UsageError
+from evictionary.evaluation.questions import tokenize
+
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Where the number stands, as a fraction of the text."""
+
+PLACES = ("harbour", "orchard", "station", "library", "market", "bakery", "valley", "old mill", "garden", "village square")
+PEOPLE = ("The baker", "A fisherman", "The teacher", "Her neighbour", "The postman", "A young girl", "The gardener", "A painter")
+DEEDS = ("walked slowly to", "waited quietly near", "looked across", "told a story about", "came home from", "sat down beside")
+SKIES = ("The sky was grey.", "A soft rain fell.", "The wind was mild.", "The sun came out.", "It was a calm day.")
+
+QUESTION = "What is the secret number mentioned in the text? Answer with the number only."
+ANSWER_START = "The secret number mentioned in the text is"
+"""What the model says first of its own accord; starting there halves the tokens to generate."""
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """One text with a number in it; `needle` is the range of token positions of the sentence that says the number."""
+
+    context_ids: torch.Tensor
+    question_ids: torch.Tensor
+    answer: str
+    depth: float
+    needle: tuple[int, int]
+
+    def is_right(self, text: str) -> bool:
+        """Right iff the seven digits appear in the answer, thousands separators and spaces aside."""
+        return self.answer in text.replace(",", "").replace(" ", "")
+
+
+def filler(draw: random.Random) -> str:
+    """One short everyday sentence or two."""
+    sentence = f"{draw.choice(PEOPLE)} {draw.choice(DEEDS)} the {draw.choice(PLACES)}."
+    return f"{sentence} {draw.choice(SKIES)}" if draw.random() < 0.3 else sentence
+
+
+def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> Passkey:
+    """Return the text with the number at `depth`, about `tokens` tokens long. The same arguments give the same text.
+
+    Raises UsageError for a depth outside [0, 1] or fewer than 100 tokens.
+    """
+    if not 0 <= depth <= 1:
+        raise UsageError(f"depth: got {depth}, wanted a number in [0, 1]")
+    if tokens < 100:
+        raise UsageError(f"tokens: got {tokens}, wanted at least 100")
+    draw = random.Random(f"{seed}/{depth}")
+    answer = str(draw.randrange(10**6, 10**7))
+    sentences: list[str] = []
+    length = 0
+    while length < tokens - 80:  # the chat frame, the introduction and the needle take about 80
+        sentences.append(filler(draw))
+        length += len(tokenizer(f" {sentences[-1]}", add_special_tokens=False)["input_ids"])
+    place = round(depth * len(sentences))
+    needle = f"The secret number is {answer}. Remember it: {answer} is the secret number."
+    introduction = "A secret number is hidden in the following text. Find it and remember it."
+    text = " ".join([introduction, *sentences[:place], needle, *sentences[place:]])
+    context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
+    return Passkey(context_ids, question_ids, answer, depth, locate(tokenizer, context_ids, needle))
+
+
+def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:
+    """The first and the one-past-last token position of the needle in context ids [1, T], counted in decoded characters."""
+    pieces = [tokenizer.decode([token]) for token in context_ids[0].tolist()]
+    start = "".join(pieces).index(needle)
+    ends, total = [], 0
+    for piece in pieces:
+        total += len(piece)
+        ends.append(total)
+    first = next(index for index, end in enumerate(ends) if end > start)
+    last = next(index for index, end in enumerate(ends) if end >= start + len(needle))
+    return first, last + 1

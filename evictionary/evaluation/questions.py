@@ -1,0 +1,93 @@
+"""Asks questions about a context that has already been read into a cache."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from evictionary.cache.model_hooks import require_prompt
+from evictionary.errors import UsageError
+
+SPLIT = "<evictionary:question>"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The greedy answer, and the final hidden states [M, hidden] over the question's tokens."""
+
+    text: str
+    token_ids: list[int]
+    hidden_states: torch.Tensor
+
+
+def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (context ids [1, T], question ids [1, M]) of one user turn, in the model's chat format where it has one.
+
+    The cut lies between the two, so that the context can be compressed before the question is known. `answer_start` is put
+    into the model's mouth: the question's tokens end with it and the answer goes on from there.
+    Raises UsageError for an empty context or question.
+    """
+    for name, text in (("prompt", context), ("question", question)):
+        if not text.strip():
+            raise UsageError(f"{name}: got no text, wanted some")
+    if getattr(tokenizer, "chat_template", None):
+        turn = [{"role": "user", "content": f"{context.strip()}\n\n{SPLIT}{question.strip()}"}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        before, _, after = text.rpartition(SPLIT)
+        after += answer_start
+    else:
+        before, after = f"{context.strip()}\n\n", f"{question.strip()}\nAnswer: {answer_start}".rstrip()
+        before = (tokenizer.bos_token or "") + before
+    first, second = (tokenizer(part, return_tensors="pt", add_special_tokens=False)["input_ids"] for part in (before, after))
+    return first, second
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, block_size: int | None = None) -> None:
+    """Read the context [1, T] into the cache, in one forward or in blocks, without computing logits that nobody reads."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    require_prompt(context_ids.shape[1], longest)
+    for block in context_ids.to(model.device).split(block_size or context_ids.shape[1], dim=1):
+        model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+@torch.no_grad()
+def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torch.Tensor, max_new_tokens: int = 32) -> Answer:
+    """Answer one question greedily and leave the cache as it was, ready for the next question.
+
+    Raises UsageError where context, question and answer together exceed the model's context.
+    """
+    # What evicts while it decodes, by a method or by a sliding window, cannot give back what is gone.
+    is_copied = bool(getattr(cache, "every", 0)) or any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+    if is_copied:
+        cache = copy.deepcopy(cache)
+    before = cache.get_seq_length()
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    require_prompt(before + question_ids.shape[1] + max_new_tokens, longest)
+    stops = _stop_ids(model, tokenizer)
+    token_ids: list[int] = []
+    try:
+        output = model(question_ids.to(model.device), past_key_values=cache, use_cache=True, output_hidden_states=True)
+        hidden_states = output.hidden_states[-1][0]
+        while True:
+            following = int(output.logits[0, -1].argmax())
+            if following in stops:
+                break
+            token_ids.append(following)
+            if len(token_ids) == max_new_tokens:
+                break
+            output = model(torch.tensor([[following]], device=model.device), past_key_values=cache, use_cache=True)
+    finally:
+        if not is_copied:
+            cache.crop(before - cache.get_seq_length())
+    return Answer(tokenizer.decode(token_ids, skip_special_tokens=True).strip(), token_ids, hidden_states)
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    declared = model.generation_config.eos_token_id if model.generation_config else None
+    stops = set(declared) if isinstance(declared, list) else {declared}
+    return {stop for stop in (*stops, tokenizer.eos_token_id) if stop is not None}

@@ -1,0 +1,293 @@
+"""Sums up an evaluation's lines as JSON, Markdown tables, plots and one HTML page that asks the network for nothing."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jinja2 import Environment, PackageLoader, select_autoescape
+from matplotlib.figure import Figure
+
+from evictionary.evaluation import tasks
+from evictionary.evaluation.run import FULL, Line, label
+from evictionary.methods.catalogue import RANDOM
+
+Row = dict[str, Any]
+
+MARKERS = "osD^vP*Xh<>"
+
+
+def summarise(lines: Sequence[Line]) -> list[Row]:
+    """One row for each task, length, method and setting: means over the prompts, in the order of the tables.
+
+    removed is the fraction of the cache's bytes that really went away. Measurements that failed are counted in `failed` and are
+    in no mean; where all of them failed the means are None.
+    """
+    groups: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
+    for line in lines:
+        groups[line["task"], line["length"], *_place(line)].append(line)
+    rows = []
+    for group in groups.values():
+        good = [line for line in group if line["error"] is None]
+        first = group[0]
+        rows.append(
+            {
+                **{name: first[name] for name in ("task", "length", "method", "options", "ratio", "budget")},
+                "label": label(first),
+                "exact": _mean(line["exact"] for line in good),
+                "partial": _mean(line["partial"] for line in good),
+                "removed": _mean(1 - line["bytes_after"] / line["bytes_before"] for line in good),
+                "tokens_kept": _mean(line["tokens_kept"] for line in good),
+                "seconds": _mean(line["seconds"] for line in good),
+                "prompts": len(good),
+                "failed": len(group) - len(good),
+            }
+        )
+    known = list(tasks.TASKS)
+    return sorted(rows, key=lambda row: (row["length"], known.index(row["task"]), *_place(row)))
+
+
+def summary(lines: Sequence[Line]) -> dict[str, Any]:
+    """What summary.json holds: the model, the versions that the lines come from, the failures, and the rows."""
+    failures: dict[tuple[str, str], int] = defaultdict(int)
+    for line in lines:
+        if line["error"] is not None:
+            failures[label(line), line["error"]] += 1
+    seen = {json.dumps(line["versions"], sort_keys=True): line["versions"] for line in lines}
+    return {
+        "model": lines[0]["model"],
+        "versions": list(seen.values()),
+        "measurements": len(lines),
+        "failures": [{"label": name, "error": error, "count": count} for (name, error), count in failures.items()],
+        "rows": summarise(lines),
+    }
+
+
+def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
+    """Write summary.json, table.md, scores and heatmap as .png and .svg, and report.html into the folder; return the summary."""
+    found = summary(lines)
+    rows = found["rows"]
+    _put(folder / "summary.json", (json.dumps(found, indent=1) + "\n").encode())
+    _put(folder / "table.md", markdown(rows).encode())
+    images = {}
+    for name, figure in (("scores", scores_figure), ("heatmap", heatmap_figure)):
+        for kind in ("png", "svg"):
+            data = drawn(figure(rows), kind)  # a new figure each time: a legend outside the axes shrinks them at every drawing
+            _put(folder / f"{name}.{kind}", data)
+        images[name] = "data:image/svg+xml;base64," + base64.b64encode(data).decode("ascii")
+    environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape())
+    page = environment.get_template("evaluation.html").render(
+        found=found,
+        model=found["model"].replace("\\", "/").rstrip("/").rpartition("/")[2],
+        tables=[(length, *pivot(group)) for length, group in _by_length(rows)],
+        descriptions={row["task"]: tasks.TASKS[row["task"]].description for row in rows},
+        prompts=sorted({row["prompts"] + row["failed"] for row in rows}),
+        images=images,
+    )
+    _put(folder / "report.html", page.encode())
+    return found
+
+
+def pivot(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return (task names, one dictionary for each method and setting) of rows of one length.
+
+    A dictionary has label, asked ('50% removed' or '256 tokens kept'), removed, cells (for each task a row or None), and mean:
+    the partial score as a mean over the tasks, or None unless every task has one.
+    """
+    names = list(dict.fromkeys(row["task"] for row in rows))
+    table = []
+    ordered = sorted(rows, key=_place)
+    for _, group in groupby(ordered, key=_place):
+        by_task = {row["task"]: row for row in group}
+        cells = [by_task.get(name) for name in names]
+        scores = [None if cell is None else cell["partial"] for cell in cells]
+        any_row = next(iter(by_task.values()))
+        table.append(
+            {
+                "label": any_row["label"],
+                "asked": asked(any_row),
+                "removed": _mean(row["removed"] for row in by_task.values() if row["removed"] is not None),
+                "cells": cells,
+                "mean": None if None in scores else _mean(scores),
+            }
+        )
+    return names, table
+
+
+def asked(row: Mapping[str, Any]) -> str:
+    """'50% removed' or '256 tokens kept', or a dash for the full cache."""
+    if row["method"] == FULL:
+        return "-"
+    return f"{100 * row['ratio']:g}% removed" if row["budget"] is None else f"{row['budget']} tokens kept"
+
+
+def cell_text(row: Row | None) -> str:
+    """'0.75 (50%)': the partial score and how many answers were exact; 'failed' or a dash where there is none."""
+    if row is None:
+        return "-"
+    if row["partial"] is None:
+        return "failed"
+    return f"{row['partial']:.2f} ({row['exact']:.0%})" + (f", {row['failed']} failed" if row["failed"] else "")
+
+
+def percent(value: float | None) -> str:
+    """'50.0%', or a dash."""
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table for each length."""
+    parts = []
+    for length, group in _by_length(rows):
+        names, table = pivot(group)
+        parts.append(f"## {length} tokens\n\nPartial score, and in brackets the share of exact answers.\n")
+        head = ["method", "asked", "cache removed", *names, "mean"]
+        body = [
+            [row["label"], row["asked"], percent(row["removed"]), *map(cell_text, row["cells"]), number(row["mean"])]
+            for row in table
+        ]
+        ruler = ["---", "---", *["---:"] * (len(head) - 2)]
+        parts.append("\n".join("| " + " | ".join(each) + " |" for each in (head, ruler, *body)) + "\n")
+    return "\n".join(parts)
+
+
+def number(value: float | None) -> str:
+    """'0.75', or a dash."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def scores_figure(rows: Sequence[Row]) -> Figure:
+    """Partial score against the fraction of the cache removed: a panel for each task and length, a line for each method."""
+    lengths = sorted({row["length"] for row in rows})
+    names = [name for name in tasks.TASKS if any(row["task"] == name for row in rows)]
+    labels = list(dict.fromkeys(row["label"] for row in sorted(rows, key=_place) if row["method"] != FULL))
+    columns = min(3, len(names))
+    deep = -(-len(names) // columns)
+    figure = Figure(
+        figsize=(4.1 * columns, 0.6 + 2.9 * deep * len(lengths) + 0.22 * len(labels) / columns), dpi=110, layout="constrained"
+    )
+    grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
+    colours = [f"C{index}" for index in range(10) if index != 7]  # C7 is grey, which random eviction has
+    for at, length in enumerate(lengths):
+        for index in range(deep * columns):
+            axes = grid[at * deep + index // columns][index % columns]
+            if index >= len(names):
+                axes.set_axis_off()
+                continue
+            here = [row for row in rows if (row["task"], row["length"]) == (names[index], length) and row["partial"] is not None]
+            for full in (row for row in here if row["method"] == FULL):
+                axes.axhline(full["partial"], color="black", linestyle="--", linewidth=1, label="full cache")
+            for which, name in enumerate(labels):
+                mine = sorted((row for row in here if row["label"] == name), key=lambda row: row["removed"])
+                is_random = name == RANDOM
+                axes.plot(
+                    [100 * row["removed"] for row in mine],
+                    [row["partial"] for row in mine],
+                    label=name,
+                    color="grey" if is_random else colours[which % len(colours)],
+                    linestyle=":" if is_random else "-",
+                    marker=MARKERS[which % len(MARKERS)],
+                    markersize=5,
+                    linewidth=1.4,
+                    alpha=0.85,
+                    clip_on=False,
+                )
+            axes.set_title(names[index] if len(lengths) == 1 else f"{names[index]}, {length} tokens", fontsize=10)
+            axes.set_xlabel("cache removed, % of its bytes", fontsize=8)
+            axes.set_xlim(0, 100)
+            axes.set_ylim(-0.03, 1.03)
+            axes.grid(alpha=0.25)
+            axes.tick_params(labelsize=8, labelbottom=True, labelleft=True)
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.supylabel("score (partial)", fontsize=9)
+    handles = {_short(name): handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=max(1, int(figure.get_figwidth() / (0.9 + 0.07 * max(map(len, handles))))),
+        fontsize=8,
+        frameon=False,
+    )
+    return figure
+
+
+def heatmap_figure(rows: Sequence[Row]) -> Figure:
+    """Partial score of each method and setting (down) on each task (across), a panel for each length."""
+    tables = [(length, *pivot(group)) for length, group in _by_length(rows)]
+    labels = [
+        [_short(row["label"]) if row["asked"] == "-" else f"{_short(row['label'])}, {row['asked']}" for row in table]
+        for _, _, table in tables
+    ]
+    width = 2 + sum(0.75 * len(names) + 0.08 * max(map(len, texts)) for (_, names, _), texts in zip(tables, labels, strict=True))
+    height = 1.9 + 0.27 * max(len(table) for _, _, table in tables)
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#d0d0d0")
+    grid = figure.subplots(1, len(tables), squeeze=False)[0]
+    for axes, (length, names, table), texts in zip(grid, tables, labels, strict=True):
+        scores = [
+            [np.nan if cell is None or cell["partial"] is None else cell["partial"] for cell in row["cells"]] for row in table
+        ]
+        image = axes.imshow(np.ma.masked_invalid(scores), cmap=colours, vmin=0, vmax=1, aspect="auto")
+        for down, row in enumerate(scores):
+            for across, score in enumerate(row):
+                text = "-" if np.isnan(score) else f"{score:.2f}"
+                axes.text(
+                    across,
+                    down,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="black" if score > 0.6 or np.isnan(score) else "white",
+                )
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
+        axes.set_yticks(range(len(table)), texts, fontsize=8)
+        axes.set_title(f"{length} tokens", fontsize=10)
+    figure.colorbar(image, ax=list(grid), label="score (partial)", fraction=0.05)
+    return figure
+
+
+def _short(name: str) -> str:
+    """A label that fits into a figure: of the path to a user's file the end says most."""
+    return name if len(name) <= 40 else f"...{name[-37:]}"
+
+
+def drawn(figure: Figure, kind: str) -> bytes:
+    """The figure as the bytes of a "png" or "svg" file."""
+    buffer = io.BytesIO()
+    # a fixed salt and no date: the same results give the same file
+    with matplotlib.rc_context({"svg.hashsalt": "evictionary"}):
+        figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write the file completely or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+def _by_length(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
+    return [(length, list(group)) for length, group in groupby(rows, key=lambda row: row["length"])]
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The full cache first, random eviction last, the methods between them by name; the weakest compression first."""
+    amount = (row["budget"] is not None, row["ratio"] if row["budget"] is None else -row["budget"])
+    return row["method"] == RANDOM, row["method"] != FULL, row["method"], json.dumps(row["options"], sort_keys=True), *amount
+
+
+def _mean(values: Any) -> float | None:
+    found = list(values)
+    return float(np.mean(found)) if found else None

@@ -1,0 +1,398 @@
+"""Runs methods on tasks, many at once if wanted, and keeps every finished measurement.
+
+One unit of work is a prompt: a task, a length and a seed. Its text is read once, and every method at every setting then
+compresses a copy of the same cache. Each measurement is one line of `results.jsonl`, which only ever grows by whole lines, so a
+run that was killed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import filelock
+import joblib
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer
+
+from evictionary import __version__
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.model_hooks import require_prompt
+from evictionary.errors import MethodError, UsageError
+from evictionary.evaluation import tasks
+from evictionary.evaluation.questions import ask, prefill
+from evictionary.methods.catalogue import RANDOM
+from evictionary.methods.method import tokens_to_keep
+from evictionary.methods.resolve import resolve
+from evictionary.models import embedded
+from evictionary.models.load import EMBEDDED
+from evictionary.models.load import load as load_model
+
+FULL = "full"
+"""The name of the baseline that removes nothing."""
+
+RESULTS = "results.jsonl"
+LOCK = ".lock"
+
+SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "source", "versions")
+"""What the line of a measurement that did not fail has, beside what identifies it."""
+
+Line = dict[str, Any]
+"""One measurement. What identifies it: model, task, length, seed, method, options, ratio, budget. What was found: exact,
+partial, answer, expected, tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and
+answer), error (None, or why the method failed; then there are no scores). And source, a digest of a user's own file, and the
+versions."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method with its options, and the fraction to remove or else the tokens to keep in each head."""
+
+    method: str
+    options: dict[str, Any] = field(hash=False, default_factory=dict)
+    ratio: float | None = None
+    budget: int | None = None
+
+    @property
+    def source(self) -> str | None:
+        """A digest of the user's files that the method names, so that an edited one is measured anew."""
+        files = re.findall(r"[^+:]+\.py\b", self.method)
+        contents = b"".join(Path(file).read_bytes() for file in files)
+        return hashlib.sha256(contents).hexdigest()[:12] if files else None
+
+
+class Unit(NamedTuple):
+    """One prompt."""
+
+    task: str
+    length: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything to measure: each method at each ratio and each budget, and the two baselines, on each prompt.
+
+    `methods` are pairs of a name and options; lengths are in tokens, of context and question together.
+    Raises UsageError for what is unknown, out of range or empty.
+    """
+
+    model: str
+    methods: Sequence[tuple[str, Mapping[str, Any]]]
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    seeds: Sequence[int]
+    ratios: Sequence[float] = ()
+    budgets: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("methods", "tasks", "lengths", "seeds"):
+            if not getattr(self, name):
+                raise UsageError(f"{name}: got none, wanted at least one")
+        if not self.ratios and not self.budgets:
+            raise UsageError("ratios: got none and no budgets, wanted at least one")
+        for name in self.tasks:
+            tasks.get(name)
+        for length in self.lengths:
+            if length < 1:
+                raise UsageError(f"lengths: got {length}, wanted at least 1")
+        for ratio in self.ratios:
+            tokens_to_keep(1, ratio)
+        for budget in self.budgets:
+            tokens_to_keep(1, 0.0, budget)
+
+    def settings(self) -> list[Setting]:
+        """The full cache, each method at each ratio and budget, and random eviction likewise; none of them twice."""
+        found = [Setting(FULL, ratio=0.0)]
+        for name, options in [*self.methods, (RANDOM, {})]:
+            typed = resolve(name).typed_options(options)
+            for ratio in self.ratios:
+                found.append(Setting(name, typed, ratio=float(ratio)))
+            for budget in self.budgets:
+                found.append(Setting(name, typed, budget=budget))
+        return [setting for index, setting in enumerate(found) if setting not in found[:index]]
+
+    def units(self) -> list[Unit]:
+        """Every prompt once."""
+        every = [Unit(task, length, seed) for task in self.tasks for length in self.lengths for seed in self.seeds]
+        return list(dict.fromkeys(every))
+
+
+class Progress(NamedTuple):
+    """Measurements done and planned in this run, what the last one was, and the seconds left at the speed so far."""
+
+    done: int
+    total: int
+    text: str
+    seconds_left: float
+
+
+def run(
+    plan: Plan, folder: Path, *, jobs: int = 1, dask: str | None = None, advance: Callable[[Progress], None] = lambda progress: None
+) -> list[Line]:
+    """Measure what `folder / results.jsonl` does not have yet, and return every line of that file, sorted.
+
+    `jobs` processes share the prompts; `dask`, a scheduler's address, or "local" for a cluster of `jobs` workers on this machine,
+    sends them to Dask workers instead. One process stores each measurement at once, several each prompt at once. Measurements
+    that failed before are tried again, and so are those of a method whose file has changed.
+    Raises UsageError for an unusable folder, length or cluster, or a folder with the results of another model.
+    """
+    if jobs < 1:
+        raise UsageError(f"jobs: got {jobs}, wanted at least 1")
+    path = folder / RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        found = read(path)
+        others = {line["model"] for line in found.values()} - {plan.model}
+        if others:
+            raise UsageError(f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for {plan.model}")
+        work = _missing(plan, found)
+        _require_lengths(plan.model, [unit for unit, _ in work])
+        total = sum(len(settings) for _, settings in work)
+        start = time.perf_counter()
+        for done, line in enumerate(_measured(plan.model, work, jobs, dask), start=1):
+            append(path, line)
+            found[identity(line)] = line
+            text = f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
+            advance(Progress(done, total, text, (time.perf_counter() - start) / done * (total - done)))
+        lines = sorted(found.values(), key=_order)
+        rewrite(path, lines)
+    return lines
+
+
+def label(line: Mapping[str, Any]) -> str:
+    """'lagkv (lag_size=128)', for a line or anything with its method and options."""
+    options = ", ".join(f"{name}={value}" for name, value in line["options"].items())
+    return f"{line['method']} ({options})" if options else line["method"]
+
+
+def identity(line: Mapping[str, Any]) -> str:
+    """What tells two measurements apart, as JSON."""
+    names = ("model", "task", "length", "seed", "method", "options", "ratio", "budget")
+    return json.dumps([line[name] for name in names], sort_keys=True)
+
+
+def read(path: Path) -> dict[str, Line]:
+    """The lines of a results file by their identity, the last one where there are several.
+
+    A last line without an end, from a write that was cut off, is taken out of the file. Raises UsageError for any other line
+    that is no measurement.
+    """
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    whole = data.rpartition(b"\n")
+    if whole[2]:
+        os.truncate(path, len(data) - len(whole[2]))
+    found = {}
+    for number, text in enumerate(whole[0].splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            if line["error"] is None:
+                _ = [line[name] for name in SCORED]
+            found[identity(line)] = line
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(f"output: line {number} of {path} is no measurement; wanted a file that this command wrote") from None
+    return found
+
+
+def append(path: Path, line: Line) -> None:
+    """Add one line in one write, and return when it is on the disk."""
+    data = (json.dumps(line) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if os.write(descriptor, data) != len(data):
+            raise OSError(f"{path}: a line could not be written whole; is the disk full?")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rewrite(path: Path, lines: Sequence[Line]) -> None:
+    """Put the lines in the place of the file, completely or not at all: the order no longer tells who finished first."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def measure(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterator[Line]:
+    """Read one prompt, then yield the line of each setting on it."""
+    model, tokenizer = _loaded(model_name)
+    prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+    chosen = {setting.method: resolve(setting.method) for setting in settings if setting.method != FULL}
+    record = frozenset().union(*(method.captured for method in chosen.values()))
+    full = EvictingCache(model, method=None, record=record)
+    prefill(model, prompt.context_ids, full)
+    for setting in settings:
+        line: Line = {
+            "model": model_name,
+            **unit._asdict(),
+            "method": setting.method,
+            "options": setting.options,
+            "ratio": setting.ratio,
+            "budget": setting.budget,
+            "source": setting.source,
+            "expected": list(prompt.answers),
+            "tokens": prompt.context_ids.shape[1],
+        }
+        start = time.perf_counter()
+        try:
+            line |= _answered(model, tokenizer, prompt, full, setting, chosen.get(setting.method), unit.seed)
+        except MethodError as error:
+            line["error"] = str(error)
+        yield line | {"seconds": time.perf_counter() - start, "versions": versions()}
+
+
+def _answered(
+    model: Any, tokenizer: Any, prompt: tasks.Prompt, full: EvictingCache, setting: Setting, method: Any, seed: int
+) -> Line:
+    cache = full
+    if method is not None:
+        ratio = 0.0 if setting.ratio is None else setting.ratio
+        cache = EvictingCache.from_prefilled(model, full, method, ratio, setting.options, setting.budget, seed=seed)
+    found = {"tokens_kept": cache.tokens_kept, "bytes_before": full.nbytes, "bytes_after": cache.nbytes}
+    with cache:
+        answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
+    return {**found, **prompt.score(answer.text)._asdict(), "answer": answer.text, "error": None}
+
+
+def versions() -> dict[str, str]:
+    """The versions that can change a result."""
+    return {
+        "evictionary": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+_one_at_a_time = threading.Lock()
+"""A Dask worker may run several threads, but they would share one model and its attention."""
+
+
+def _whole_unit(model_name: str, unit: Unit, settings: Sequence[Setting]) -> list[Line]:
+    # what a method prints in a worker is not for the standard output of the command, which may be JSON
+    with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
+        return list(measure(model_name, unit, settings))
+
+
+@cache
+def _loaded(model_name: str) -> tuple[Any, Any]:
+    """The model and the tokenizer, loaded once in each process."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a worker process would draw its own into ours
+    return load_model(model_name)
+
+
+def _measured(model_name: str, work: Sequence[tuple[Unit, list[Setting]]], jobs: int, dask: str | None) -> Iterator[Line]:
+    if not work:
+        return
+    if jobs == 1 and dask is None:
+        for unit, settings in work:
+            yield from measure(model_name, unit, settings)
+        return
+    with _workers(jobs, dask):
+        parallel = joblib.Parallel(return_as="generator_unordered", batch_size=1)
+        calls = (joblib.delayed(_whole_unit)(model_name, unit, settings) for unit, settings in work)
+        try:
+            for lines in parallel(calls):
+                yield from lines
+        except BrokenProcessPool as error:
+            raise OSError(
+                "a worker process died, perhaps for lack of memory: the same command goes on, with fewer --jobs"
+            ) from error
+
+
+@contextlib.contextmanager
+def _workers(jobs: int, dask: str | None) -> Iterator[None]:
+    """Let joblib use processes of this machine, or the workers of a Dask cluster, while the context lasts."""
+    with contextlib.ExitStack() as stack:
+        if dask is None:
+            stack.enter_context(joblib.parallel_config(backend="loky", n_jobs=jobs))
+        else:
+            client = stack.enter_context(_client(jobs, dask))
+            stack.enter_context(joblib.parallel_config(backend="dask", client=client))
+        yield
+
+
+@contextlib.contextmanager
+def _client(jobs: int, dask: str) -> Iterator[Any]:
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        raise UsageError(f"dask: got {dask!r} but Dask is not installed, wanted: pip install 'evictionary[cluster]'") from None
+    if dask == "local":
+        with LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+            yield client
+        return
+    try:
+        client = Client(dask, timeout=10)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"dask: got {dask!r}, wanted 'local' or the address of a scheduler that answers: {error}") from None
+    with client:
+        yield client
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two runs that wrote into one folder would measure everything twice. A killed run leaves no lock behind."""
+    try:
+        with filelock.FileLock(folder / LOCK, timeout=0):
+            yield
+    except filelock.Timeout:
+        raise UsageError(f"output: {folder} is being written by another run, wanted another folder") from None
+
+
+def _missing(plan: Plan, found: Mapping[str, Line]) -> list[tuple[Unit, list[Setting]]]:
+    """The units that are not finished, each with the settings that it lacks."""
+    settings = [(setting, setting.source) for setting in plan.settings()]
+    work = []
+    for unit in plan.units():
+        lacking = []
+        for setting, source in settings:
+            key = identity({"model": plan.model, **unit._asdict(), **vars(setting)})
+            line = found.get(key)
+            if line is None or line["error"] is not None or line["source"] != source:
+                lacking.append(setting)
+        if lacking:
+            work.append((unit, lacking))
+    return work
+
+
+def _require_lengths(model_name: str, units: Sequence[Unit]) -> None:
+    """Raise UsageError, before hours of work, for a length that is too short for a task or too long for the model."""
+    if not units:
+        return
+    folder = str(embedded.install()) if model_name == EMBEDDED else model_name
+    try:
+        tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError):
+        return  # loading the model will say what is wrong with it
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    for unit in {(unit.task, unit.length): unit for unit in units}.values():
+        prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+        require_prompt(prompt.context_ids.shape[1] + prompt.question_ids.shape[1] + prompt.max_new_tokens, longest)
+
+
+def _order(line: Line) -> tuple[Any, ...]:
+    amount = (line["ratio"] is None, line["budget"] if line["ratio"] is None else line["ratio"])
+    return line["task"], line["length"], line["seed"], line["method"], json.dumps(line["options"], sort_keys=True), amount

@@ -1,0 +1,305 @@
+"""Tasks made offline from a seed: passkeys, needles, variables, word counts and copying.
+
+The kinds are those of RULER (arXiv 2404.06654) and of LagKV's 64-digit passkey (arXiv 2504.04704), in words of our own. All of
+them ask after the context, so that a cache can be compressed before the question is known.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+
+from evictionary.errors import UsageError
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import tokenize
+
+_NOUNS = """
+acorn anchor apple arrow autumn bakery balloon banana barrel basket beach beaver bench berry bicycle blanket boat bottle bridge
+broom bucket butter button cabin camel candle canyon carpet carrot castle cellar chain chair cherry chimney circle clock cloud
+coffee copper corner cotton cradle cricket crown curtain daisy desert diamond dinner dolphin donkey dragon drawer drum eagle
+engine falcon feather fence fiddle finger flute forest fountain fox garlic gate ginger glacier glove goat granite guitar hammer
+harvest hazel helmet hill honey horse hotel island ivory jacket jewel jungle kettle king kitchen ladder lake lantern lemon
+letter lion lizard magnet maple marble meadow medal melon mirror monkey moon mountain museum needle nest nickel oak oasis ocean
+olive onion orange orchid otter oven owl paddle palace paper parrot peach pearl pebble pencil pepper piano pillow pilot pine
+planet pocket pond poplar potato prince pumpkin puzzle queen rabbit radio raven ribbon river rocket roof rope rose saddle sailor
+salmon sand scarf school shadow shell shovel silver snow soap spider spoon spring squirrel star statue stove summer sunset swan
+table teapot temple tent thunder tiger timber tower train tulip tunnel turtle umbrella valley velvet vessel violin volcano
+wagon walnut water whale wheat window winter wolf wood yard
+"""
+WORDS = _NOUNS.split()
+"""Everyday nouns: the keys of needles, the words to count and the words to copy."""
+
+
+class Score(NamedTuple):
+    """exact is 1 for an answer without a mistake and else 0; partial, in [0, 1], is the share that is right."""
+
+    exact: float
+    partial: float
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One text with a question about it.
+
+    context_ids [1, T] and question_ids [1, M] together have at most the tokens asked for. `needles` are the ranges of context
+    positions [first, one past last) that hold the answer; there are none where the whole text does.
+    """
+
+    context_ids: torch.Tensor
+    question_ids: torch.Tensor
+    answers: tuple[str, ...]
+    needles: tuple[tuple[int, int], ...]
+    max_new_tokens: int
+    score: Callable[[str], Score]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A generator of prompts: `make(tokenizer, tokens, seed)`. The same arguments give the same prompt.
+
+    It raises UsageError for too few tokens to hold the question and what it asks for.
+    """
+
+    name: str
+    description: str
+    make: Callable[[Any, int, int], Prompt]
+
+
+def get(name: str) -> Task:
+    """The task of that name. Raises UsageError for an unknown one."""
+    if name not in TASKS:
+        close = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"tasks: got {name!r}{hint}, wanted some of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def score_number(answer: str, text: str) -> Score:
+    """Exact iff the number appears, thousands separators and spaces aside; partial: its digits that stand in their places.
+
+    Of several numbers in the text the best one counts. A random number has a tenth of its digits in place.
+    """
+    joined = re.sub(r"[,\s]", "", text)
+    if answer in joined:
+        return Score(1.0, 1.0)
+    in_place = (sum(a == b for a, b in zip(answer, number, strict=False)) for number in re.findall(r"\d+", joined))
+    return Score(0.0, max(in_place, default=0) / len(answer))
+
+
+def score_all(answers: Sequence[str], text: str) -> Score:
+    """Exact iff every answer appears, as a whole word, in any order; partial: the share that does."""
+    joined = re.sub(r"[,\s]", "", text)
+    found = sum(
+        answer in joined if answer.isdigit() else re.search(rf"\b{re.escape(answer)}\b", text, re.IGNORECASE) is not None
+        for answer in answers
+    )
+    return Score(float(found == len(answers)), found / len(answers))
+
+
+def score_copy(answer: str, text: str) -> Score:
+    """Exact iff the words appear one after the other with nothing between; partial: the share that appears in order."""
+    wanted, got = answer.lower().split(), re.findall(r"\w+", text.lower())
+    whole = any(got[start : start + len(wanted)] == wanted for start in range(len(got)))
+    blocks = difflib.SequenceMatcher(None, wanted, got, autojunk=False).get_matching_blocks()
+    return Score(float(whole), sum(block.size for block in blocks) / len(wanted))
+
+
+def _passkey(tokenizer: Any, tokens: int, seed: int, *, digits: int) -> Prompt:
+    draw = random.Random(f"passkey/{digits}/{seed}")
+    answer = _number(draw, digits)
+    needle = f"The secret number is {answer}. Remember it: {answer} is the secret number."
+    introduction = "A secret number is hidden in the following text. Find it and remember it."
+    hidden = {needle: _depth(seed)}
+    ask = (passkey.QUESTION, passkey.ANSWER_START)
+    return _in_filler(tokenizer, tokens, draw, introduction, hidden, ask, (answer,), partial(score_number, answer))
+
+
+def _needles(tokenizer: Any, tokens: int, seed: int, *, keys: int, values: int) -> Prompt:
+    """`keys` things with `values` numbers each; all numbers of the first thing are asked for."""
+    draw = random.Random(f"needles/{keys}/{values}/{seed}")
+    things = draw.sample(WORDS, keys)
+    numbers = {_number(draw, 7): thing for thing in things for _ in range(values)}
+    said = {number: f"The ticket number of the {thing} is {number}." for number, thing in numbers.items()}
+    order = draw.sample(sorted(said), len(said))
+    depths = [_depth(seed)] if len(said) == 1 else _spread(draw, len(said))
+    hidden = {said[number]: depth for number, depth in zip(order, depths, strict=True)}
+    answers = tuple(number for number, thing in numbers.items() if thing == things[0])
+    introduction = "Some ticket numbers are hidden in the following text. Remember them."
+    if values == 1:
+        question = f"What is the ticket number of the {things[0]} mentioned in the text? Answer with the number only."
+        ask = (question, f"The ticket number of the {things[0]} mentioned in the text is")
+        score = partial(score_number, answers[0])
+    else:
+        question = f"What are all {values} ticket numbers of the {things[0]} mentioned in the text? Answer with the numbers only."
+        ask = (question, f"The {values} ticket numbers of the {things[0]} mentioned in the text are")
+        score = partial(score_all, answers)
+    needles = tuple(said[answer] for answer in answers)
+    return _in_filler(tokenizer, tokens, draw, introduction, hidden, ask, answers, score, needles)
+
+
+def _variables(tokenizer: Any, tokens: int, seed: int) -> Prompt:
+    """One chain of five variables: the first is given a number, each other one the variable before it."""
+    draw = random.Random(f"variables/{seed}")
+    names = _distinct(5, lambda: "".join(draw.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 5)))
+    value = _number(draw, 5)
+    lines = [f"Set {name} = {before}." for name, before in zip(names, [value, *names], strict=False)]
+    hidden = dict(zip(lines, _spread(draw, len(lines)), strict=True))
+    introduction = "Variables are set in the following text. Keep track of their values."
+    question = f"Which {len(names)} variables have the value {value} in the end? Answer with their names only."
+    ask = (question, f"The {len(names)} variables with the value {value} are {names[0]},")
+    answers = tuple(names[1:])
+    return _in_filler(tokenizer, tokens, draw, introduction, hidden, ask, answers, partial(score_all, answers))
+
+
+def _copy(tokenizer: Any, tokens: int, seed: int) -> Prompt:
+    draw = random.Random(f"copy/{seed}")
+    words = draw.sample(WORDS, 16)
+    hidden = {f'The sign at the gate says: "{" ".join(words)}".': _depth(seed)}
+    answer = " ".join(words[2:])
+    introduction = "A sign is quoted in the following text. Remember every word on it."
+    ask = ("What does the sign at the gate say? Copy its words exactly.", f'The sign at the gate says: "{words[0]} {words[1]}')
+    return _in_filler(tokenizer, tokens, draw, introduction, hidden, ask, (answer,), partial(score_copy, answer))
+
+
+def _common_words(tokenizer: Any, tokens: int, seed: int) -> Prompt:
+    """A list of words of which five occur five times as often as the others."""
+    draw = random.Random(f"common words/{seed}")
+    words = draw.sample(WORDS, len(WORDS))
+    common, others = words[:5], words[5:]
+
+    def counts(total: int) -> dict[str, int]:
+        times = max(2, ceil(total / len(others)))
+        return {**dict.fromkeys(others[: total // times], times), **dict.fromkeys(common, 5 * times)}
+
+    return _in_list(tokenizer, tokens, draw, "Words", common, counts, range(20, max(21, tokens)))
+
+
+def _frequent_words(tokenizer: Any, tokens: int, seed: int) -> Prompt:
+    """A list of made-up words whose counts fall with the square of their rank (Zipf's law with exponent 2)."""
+    draw = random.Random(f"frequent words/{seed}")
+    words = _distinct(tokens, lambda: "".join(draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(3)))
+
+    def counts(total: int) -> dict[str, int]:
+        # total is the count of the first word; below 32 the third and the fourth word would occur equally often or nearly so
+        return {word: total // rank**2 for rank, word in enumerate(words, start=1) if rank**2 <= total}
+
+    return _in_list(tokenizer, tokens, draw, "Code words", words[:3], counts, range(32, max(33, tokens)))
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("passkey7", "a number of 7 digits in a long text", partial(_passkey, digits=7)),
+        Task("passkey64", "a number of 64 digits in a long text", partial(_passkey, digits=64)),
+        Task("needle_single", "one thing has a number", partial(_needles, keys=1, values=1)),
+        Task("needle_multikey", "four things have a number each, and one is asked for", partial(_needles, keys=4, values=1)),
+        Task("needle_multivalue", "one thing has four numbers, and all are asked for", partial(_needles, keys=1, values=4)),
+        Task("variables", "a chain of five variables, each set to the one before it", _variables),
+        Task("common_words", "a list of words, of which five occur five times as often as the others", _common_words),
+        Task("frequent_words", "a list of made-up words, of which the three most frequent are asked for", _frequent_words),
+        Task("copy", "sixteen words in a long text, to be repeated", _copy),
+    )
+}
+"""Every task by its name, in the order of the tables."""
+
+
+def _number(draw: random.Random, digits: int) -> str:
+    return str(draw.randrange(10 ** (digits - 1), 10**digits))
+
+
+def _distinct(count: int, make: Callable[[], str]) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[make()] = None
+    return list(found)
+
+
+def _depth(seed: int) -> float:
+    """Where a lone needle stands: five seeds in a row try all five depths."""
+    return passkey.DEPTHS[seed % len(passkey.DEPTHS)]
+
+
+def _spread(draw: random.Random, count: int) -> list[float]:
+    """Ascending depths, one drawn from each of `count` equal parts of the text."""
+    return [(part + draw.random()) / count for part in range(count)]
+
+
+def _in_filler(
+    tokenizer: Any,
+    tokens: int,
+    draw: random.Random,
+    introduction: str,
+    hidden: dict[str, float],
+    ask: tuple[str, str],
+    answers: tuple[str, ...],
+    score: Callable[[str], Score],
+    needles: Sequence[str] | None = None,
+) -> Prompt:
+    """The sentences `hidden`, each at its depth, among everyday ones; `needles` are those of them that hold the answer."""
+    everyday = [passkey.filler(draw) for _ in range(tokens // 8)]  # none of them is shorter than eight tokens
+
+    def text(length: int) -> str:
+        sentences = everyday[:length]
+        for sentence, depth in reversed(hidden.items()):  # from the last, so that the places of the others stay
+            sentences.insert(round(depth * length), sentence)
+        return " ".join([introduction, *sentences])
+
+    context_ids, question_ids = _longest(tokenizer, tokens, text, ask, range(len(everyday) + 1))
+    places = tuple(passkey.locate(tokenizer, context_ids, needle) for needle in needles or hidden)
+    return Prompt(context_ids, question_ids, answers, places, _answer_tokens(tokenizer, answers), score)
+
+
+def _in_list(
+    tokenizer: Any,
+    tokens: int,
+    draw: random.Random,
+    title: str,
+    answers: Sequence[str],
+    counts: Callable[[int], dict[str, int]],
+    totals: range,
+) -> Prompt:
+    """A shuffled list in which each word occurs as often as counts(total) says, and a question for the most frequent ones."""
+    order = draw.getrandbits(64)
+
+    def text(total: int) -> str:
+        words = [word for word, count in counts(total).items() for _ in range(count)]
+        random.Random(order).shuffle(words)
+        return f"{title}, some of which occur more often than others: {' '.join(words)}."
+
+    question = f"Which {len(answers)} words occur most often in the list? Answer with the words only."
+    ask = (question, f"The {len(answers)} words that occur most often in the list are")
+    context_ids, question_ids = _longest(tokenizer, tokens, text, ask, totals)
+    return Prompt(
+        context_ids, question_ids, tuple(answers), (), _answer_tokens(tokenizer, answers), partial(score_all, tuple(answers))
+    )
+
+
+def _longest(
+    tokenizer: Any, tokens: int, text: Callable[[int], str], ask: tuple[str, str], sizes: range
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Context and question ids with the largest of the sizes at which both together have at most `tokens` tokens."""
+
+    def length(size: int) -> int:
+        return sum(ids.shape[1] for ids in tokenize(tokenizer, text(size), *ask))
+
+    index = bisect_right(sizes, tokens, key=length) - 1
+    while index > 0 and length(sizes[index]) > tokens:  # the length need not grow with every step
+        index -= 1
+    if length(sizes[max(index, 0)]) > tokens:
+        raise UsageError(f"tokens: got {tokens}, wanted at least {length(sizes[0])} for this task with this tokenizer")
+    return tokenize(tokenizer, text(sizes[max(index, 0)]), *ask)
+
+
+def _answer_tokens(tokenizer: Any, answers: Sequence[str]) -> int:
+    """How long an answer may be: the right one with a few tokens around each of its parts."""
+    text = " " + ", ".join(answers)
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 4 * (1 + len(answers))

@@ -1,0 +1,118 @@
+"""Calls a method's function with tensors or arrays, reads its options, and checks what comes back."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from evictionary.errors import MethodError, UsageError
+
+
+def typed_option(name: str, value: Any, default: Any) -> Any:
+    """Return `value` in the type of the option's default; text, as the command line gives it, is read as that type.
+
+    Raises UsageError naming the option where the value does not fit.
+    """
+    wanted = type(default)
+    if isinstance(value, str) and wanted is not str:
+        with contextlib.suppress(ValueError, SyntaxError):  # it stays text, which only an option without a typed default accepts
+            value = ast.literal_eval(value.capitalize() if wanted is bool else value)
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if default is not None and type(value) is not wanted:
+        raise UsageError(f"option {name}: got {value!r}, wanted {_article(wanted)} such as {default!r}")
+    return value
+
+
+def _article(wanted: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(wanted, f"a {wanted.__name__}")
+
+
+def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any], *, as_torch: bool) -> Any:
+    """Call a method's function with tensors, or with NumPy float64 arrays where it knows no torch.
+
+    Positional-only arguments work too. Raises MethodError with the file and line for whatever the function raises, and for a
+    function that writes into the cache: what it is handed is what the model will read.
+    """
+    before = {name: _writes(value) for name, value in arguments.items()}
+    given = {name: value if as_torch else _as_numpy(value) for name, value in arguments.items()}
+    positional = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY and name in given:
+            positional.append(given.pop(name))
+    try:
+        with torch.no_grad():
+            result = function(*positional, **given)
+    except Exception as error:
+        raise MethodError(f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}") from error
+    changed = [name for name, value in arguments.items() if _writes(value) != before[name]]
+    if changed:
+        raise MethodError(f"{label} writes into {', '.join(changed)}, wanted a function that changes a copy: x = x.clone()")
+    return result
+
+
+def _writes(value: Any) -> int:
+    """How often a tensor has been written to; tensors of inference mode do not count."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def describe_exception(error: BaseException, source: str | None) -> str:
+    """Return 'TypeError at file.py, line 7: message', the line being the deepest one inside `source`."""
+    message = f"{type(error).__name__}"
+    if isinstance(error, SyntaxError):
+        return f"{message} at {Path(error.filename or '?').name}, line {error.lineno}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if source and Path(frame.filename) == Path(source)] or frames
+    place = f" at {Path(own[-1].filename).name}, line {own[-1].lineno}" if own else ""
+    return f"{message}{place}: {error}"
+
+
+def _as_numpy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    array = value.detach().cpu()
+    return (array.to(torch.float64, copy=True) if array.is_floating_point() else array).numpy()
+
+
+def _as_tensor(label: str, result: Any, wanted: str, device: torch.device) -> torch.Tensor:
+    if isinstance(result, np.ndarray) and not result.flags.writeable:
+        result = result.copy()  # torch has no tensors that cannot be written to
+    try:
+        return torch.as_tensor(result, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise MethodError(f"{label} returned {type(result).__name__}, wanted {wanted}") from None
+
+
+def checked_scores(label: str, result: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the scores as a tensor [B, H_kv, T]. Raises MethodError for another shape, no real numbers, or NaN."""
+    wanted = f"scores of shape {list(shape)} ([B, H_kv, T]), real numbers, higher = keep"
+    scores = _as_tensor(label, result, wanted, device)
+    if tuple(scores.shape) != shape:
+        raise MethodError(f"{label} returned shape {list(scores.shape)}, wanted {wanted}")
+    if scores.dtype == torch.bool or scores.is_complex():
+        raise MethodError(f"{label} returned dtype {scores.dtype}, wanted {wanted}; a kept mask comes from a `select`")
+    if scores.isnan().any():
+        batch, head, token = (int(index) for index in scores.isnan().nonzero()[0])
+        raise MethodError(f"{label} returned NaN (batch {batch}, head {head}, token {token}), wanted {wanted}")
+    return scores
+
+
+def checked_kept(label: str, result: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the kept mask as a tensor [B, H_kv, T]. Raises MethodError for another shape or dtype, or an empty row."""
+    wanted = f"a boolean mask of shape {list(shape)} ([B, H_kv, T]), True = keep"
+    kept = _as_tensor(label, result, wanted, device)
+    if tuple(kept.shape) != shape:
+        raise MethodError(f"{label} returned shape {list(kept.shape)}, wanted {wanted}")
+    if kept.dtype != torch.bool:
+        raise MethodError(f"{label} returned dtype {kept.dtype}, wanted {wanted}")
+    if not kept.any(dim=-1).all():
+        raise MethodError(f"{label} keeps no token at all in some head, wanted at least one in each")
+    return kept

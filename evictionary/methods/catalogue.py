@@ -1,0 +1,124 @@
+"""Which methods there are, read from the file system, and what their functions read. It runs without torch.
+
+A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else registers it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from evictionary import reference
+
+SEAMS = ("score", "select", "compress", "attend")
+RANDOM = "random"
+
+INPUTS = {
+    "keys": "[B, H_kv, T, D], cached, after RoPE",
+    "values": "[B, H_kv, T, D_v]",
+    "queries": "[B, H_q, M, D], after RoPE: of every prompt token, later of the last 128 tokens",
+    "query": "[B, H_q, D], the last of them",
+    "query_mean": "[B, H_q, D], of the queries so far, averaged over the next 512 positions (EA-6)",
+    "query_covariance": "[B, H_q, D, D], likewise",
+    "sampled_queries": "[B, H_q, 8, D], samples of future queries (GV-A8)",
+    "moments": "momentkv.Moments of the evicted tokens",
+    "hidden_states": "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",
+    "positions": "[T], of the tokens in the text",
+    "length": "T, the tokens in the cache",
+    "layer_index": "0 to num_layers - 1",
+    "num_layers": "layers of the model",
+    "budget": "tokens to keep in each head",
+    "compression_ratio": "fraction to remove",
+    "keep_ratio": "fraction to keep",
+    "generator": "a seeded torch.Generator, one for each layer",
+}
+"""Everything that a function can name in its signature, and what it then receives."""
+
+
+CAPTURED_FOR = {
+    "queries": "queries",
+    "query": "queries",
+    "query_mean": "queries",
+    "query_covariance": "queries",
+    "hidden_states": "hidden_states",
+    "sampled_queries": "hidden_states",
+}
+"""Of the inputs that only the running model has: which of its states each is made of."""
+
+
+def allocators() -> list[str]:
+    """The modules of the dictionary that share a budget out, among layers (`budgets`) or heads (`select(scores, budget)`)."""
+    found = []
+    for module in pkgutil.iter_modules(reference.__path__):
+        loaded = importlib.import_module(f"evictionary.reference.{module.name}")
+        select = getattr(loaded, "select", None)
+        if hasattr(loaded, "budgets") or (select and next(iter(inspect.signature(select).parameters)) == "scores"):
+            found.append(module.name)
+    return found
+
+
+def names() -> list[str]:
+    """The methods of the dictionary, in alphabetical order."""
+    stems = sorted(module.name for module in pkgutil.iter_modules(reference.__path__))
+    return [stem for stem in stems if hasattr(importlib.import_module(f"evictionary.reference.{stem}"), "METHOD")]
+
+
+def definition(name: str) -> ModuleType:
+    """The module that defines a method of the dictionary, or the random baseline."""
+    return importlib.import_module("evictionary.methods.random_baseline" if name == RANDOM else f"evictionary.reference.{name}")
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Name, description, paper (arXiv number or None), seams, inputs and options with their defaults, of a known method."""
+    module = definition(name)
+    function = entry(module)
+    inputs, options, _ = split_signature(function) if function else ([], {}, [])
+    return {
+        "name": name,
+        "description": description(module),
+        "paper": paper(module),
+        "seams": list(seams(module)),
+        "inputs": inputs,
+        "options": options,
+    }
+
+
+def description(module: ModuleType) -> str:
+    """METHOD, or the first line of the module's docstring."""
+    return getattr(module, "METHOD", None) or (module.__doc__ or "a method of your own").strip().splitlines()[0]
+
+
+def paper(module: ModuleType) -> str | None:
+    """The arXiv number that the module's docstring names first."""
+    found = re.search(r"arXiv[: ]*(\d{4}\.\d{4,5})", module.__doc__ or "")
+    return found and found.group(1)
+
+
+def seams(module: ModuleType) -> tuple[str, ...]:
+    """The contract's functions that the module has."""
+    return tuple(seam for seam in SEAMS if callable(getattr(module, seam, None)))
+
+
+def entry(module: ModuleType) -> Callable[..., Any] | None:
+    """The function that decides what stays: `select` if there is one, else `score`."""
+    return getattr(module, "select", None) or getattr(module, "score", None)
+
+
+def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return (inputs it reads, its options with their defaults, arguments that nobody can supply)."""
+    inputs, options, missing = [], {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in INPUTS:
+            inputs.append(name)
+        elif parameter.default is not parameter.empty:
+            options[name] = parameter.default
+        else:
+            missing.append(name)
+    return inputs, options, missing

@@ -1,0 +1,133 @@
+"""Finds methods: by name in `optimized/` and `reference/`, in a user's file, or composed of several."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from evictionary.errors import UsageError
+from evictionary.methods import catalogue
+from evictionary.methods.calling import describe_exception
+from evictionary.methods.catalogue import INPUTS, RANDOM
+from evictionary.methods.method import Method
+
+MOMENTS = "moments"
+
+
+def resolve(method: str) -> Method:
+    """Return the method of that name, or of that user file: `path/to/file.py` or `path/to/file.py:function`.
+
+    A name means the module of that stem in `optimized/`, or in `reference/` where there is none. Names with `+` between them
+    compose: after the method come allocators (`ada_kv`, `pyramid_kv`) and `moments`, MomentKV's correction. Raises UsageError for
+    an unknown name, a file that cannot be imported, or a function that names an argument which nobody can supply.
+    """
+    parts = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
+    base, additions = parts.groups() if parts else (method, "")
+    found = _resolve_one(base)
+    composed = additions.split("+")[1:]
+    for index, addition in enumerate(composed):
+        if addition in composed[:index]:
+            raise UsageError(f"method: got {addition!r} twice in {method!r}, wanted it once")
+        found = _compose(found, addition)
+    return replace(found, name=method)
+
+
+def _compose(method: Method, addition: str) -> Method:
+    allocators = catalogue.allocators()
+    if addition == MOMENTS:
+        return replace(method, corrected=True)
+    if addition not in allocators:
+        wanted = ", ".join([*allocators, MOMENTS])
+        raise UsageError(f"method: got {addition!r} after the +, wanted one of {wanted}")
+    module = importlib.import_module(f"evictionary.optimized.{addition}")
+    if hasattr(module, "budgets"):
+        return replace(method, layer_budgets=module.budgets)
+    if method.is_select:
+        raise UsageError(
+            f"method: {method.name} chooses its tokens itself, and {addition} shares a budget out by scores; wanted a scorer first"
+        )
+    return replace(method, head_budgets=module.select)
+
+
+def _resolve_one(method: str) -> Method:
+    path, function_name = _split_path(method)
+    if path is not None:
+        return _from_module(_import_file(path), method, function_name)
+    known = [*catalogue.names(), RANDOM]
+    if method in [*catalogue.allocators(), MOMENTS]:
+        raise UsageError(f"method: got {method!r} first, wanted a method before it, such as keydiff+{method}")
+    if method not in known:
+        close = difflib.get_close_matches(method, known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"method: got {method!r}{hint}, wanted one of {', '.join(known)}, or path/to/file.py")
+    if method != RANDOM and importlib.util.find_spec(f"evictionary.optimized.{method}"):
+        optimized = importlib.import_module(f"evictionary.optimized.{method}")
+        if catalogue.entry(optimized):
+            return _from_module(optimized, method)
+    return _from_module(catalogue.definition(method), method)
+
+
+def _split_path(method: str) -> tuple[Path | None, str | None]:
+    head, colon, tail = method.rpartition(":")
+    if colon and head.endswith(".py") and tail.isidentifier():
+        return Path(head), tail
+    return (Path(method), None) if method.endswith(".py") else (None, None)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"method: got {path}, wanted a Python file that exists")
+    spec = importlib.util.spec_from_file_location(f"user_method_{path.stem}", path.resolve())
+    if spec is None or spec.loader is None:
+        raise UsageError(f"method: got {path}, wanted a Python file that can be imported")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"method: {path} cannot be imported: {describe_exception(error, str(path.resolve()))}") from error
+    return module
+
+
+def _from_module(module: ModuleType, name: str, function_name: str | None = None) -> Method:
+    function = getattr(module, function_name, None) if function_name else catalogue.entry(module)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        wanted = f"a function {function_name}" if function_name else "a function score or select"
+        raise UsageError(f"method: got {name}, wanted {wanted} in it; it has {', '.join(own) or 'no functions'}")
+    inputs, options, missing = catalogue.split_signature(function)
+    if missing:
+        raise UsageError(
+            f"method: {name} names the argument {', '.join(missing)} in {function.__name__}, which cannot be supplied; wanted "
+            f"some of {', '.join(INPUTS)}, or an argument with a default, which becomes an option"
+        )
+    package, _, stem = module.__name__.rpartition(".")
+    # a module of `optimized/` leaves its description and its paper to the reference
+    described = catalogue.definition(stem) if package == "evictionary.optimized" else module
+    imports_torch = re.search(r"^\s*(import|from)\s+(torch|triton)\b", inspect.getsource(module), re.MULTILINE)
+    return Method(
+        name=name,
+        description=catalogue.description(described),
+        paper=catalogue.paper(described),
+        seams=catalogue.seams(module),
+        module=module,
+        function=function,
+        is_select=function.__name__.startswith("select"),
+        inputs=tuple(inputs),
+        options=options,
+        as_torch=package == "evictionary.optimized" or imports_torch is not None,
+        prompt_function=_prompt_function(module, described),
+        corrected="moments" in inputs,
+    )
+
+
+def _prompt_function(*modules: ModuleType) -> Callable[..., Any] | None:
+    """The `select_prompt` of a method that reads the prompt in another way than what comes after it."""
+    return next((module.select_prompt for module in modules if hasattr(module, "select_prompt")), None)

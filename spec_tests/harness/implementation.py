@@ -1,0 +1,286 @@
+"""What is judged: a package, a folder or a file that mirrors `reference/`, called with NumPy arrays whatever it computes with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import types
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import reject
+
+from evictionary import reference
+from evictionary.spec_tests.harness.arithmetic import round_to
+from evictionary.spec_tests.harness.tolerance import Allowance, allowance
+
+STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
+# The packages of this project, which go by these names on the command line.
+OWN = ("reference", "optimized")
+# The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
+NOT_SEAMS = ("checks",)
+# In place of a function, for laws that hold of every function that an implementation provides.
+ANY = "*"
+
+
+class UnusableImplementation(Exception):
+    """The implementation cannot be loaded or provides nothing; the message says why."""
+
+
+@dataclass
+class Call:
+    """One call that a law made: `keydiff.score`, its arguments by name, and what came back (None where it raised)."""
+
+    function: str
+    arguments: dict[str, Any]
+    result: Any = None
+
+
+@dataclass(repr=False)
+class Implementation:
+    """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and returns NumPy.
+
+    modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy" or
+    "torch"; calls are those of the example at hand, history the latest of all.
+    """
+
+    name: str
+    modules: dict[str, types.ModuleType]
+    origin: str = ""
+    array_library: str = "numpy"
+    device: str = "cpu"
+    dtype: str = "float64"
+    calls: list[Call] = field(default_factory=list)
+    history: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.array_library}, {self.device}, {self.dtype})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would print every field, the history of calls among them
+
+    def __getattr__(self, stem: str) -> Any:
+        if stem.startswith("_") or stem not in STEMS:
+            raise AttributeError(f"{stem}: not a file of reference/")
+        return _Stem(self, stem)
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether arguments can be refused for their numbers: on a GPU that would mean to wait for it."""
+        return self.device == "cpu"
+
+    def functions(self) -> list[str]:
+        """The functions of `reference` that this implementation provides, as `stem.function`."""
+        return [
+            f"{stem}.{name}"
+            for stem in STEMS
+            if stem in self.modules and stem not in NOT_SEAMS
+            for name, value in vars(importlib.import_module(f"evictionary.reference.{stem}")).items()
+            if isinstance(value, types.FunctionType)
+            and value.__module__ == f"evictionary.reference.{stem}"
+            and callable(getattr(self.modules[stem], name, None))
+        ]
+
+    def missing(self, functions: tuple[str, ...]) -> str:
+        """Say why one of `functions` cannot be judged, or return an empty string where all are provided."""
+        for path in functions:
+            if path == ANY:
+                continue
+            stem, name = path.split(".")
+            if stem not in self.modules:
+                return f"no file {stem}.py"
+            if not callable(getattr(self.modules[stem], name, None)):
+                return f"no function {name} in {stem}.py"
+        return ""
+
+    def round(self, array: np.ndarray) -> np.ndarray:
+        """Return float64 numbers that the dtype under test represents exactly, so that both sides see the same input."""
+        return round_to(np.asarray(array, dtype=np.float64), self.dtype)
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `path` of the implementation: NumPy in (rounded to the dtype), NumPy out. The call is recorded."""
+        stem, name = path.split(".")
+        function = getattr(self.modules[stem], name)
+        call = Call(path, self._rounded_arguments(path, args, kwargs))
+        self.calls.append(call)
+        self.history.append(call)
+        call.result = to_numpy(
+            function(
+                *(self.native(argument) for argument in args),
+                **{key: self.native(argument) for key, argument in kwargs.items()},
+            )
+        )
+        return call.result
+
+    def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
+        """What the oracle gives for these arguments, rounded to the dtype under test, and the error allowed on it."""
+        args, kwargs = self.rounded(args), {key: self.rounded(value) for key, value in kwargs.items()}
+        allowed = allowance(oracle(path), *args, dtype=self.dtype, pick=pick, **kwargs)
+        if not np.isfinite(allowed.largest):
+            reject()  # the dtype cannot hold this case, which says nothing about the implementation
+        return allowed
+
+    def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
+        """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
+        got = self.call(path, *args, **kwargs)
+        if not isinstance(got, tuple):
+            self.allowance(path, *args, **kwargs).check(got, path)
+            return
+        for place, entry in enumerate(got):
+            self.allowance(path, *args, pick=place, **kwargs).check(entry, f"entry {place} of {path}")
+
+    def _rounded_arguments(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = inspect.signature(oracle(path)).bind(*args, **kwargs).arguments
+        return {name: self.rounded(value) for name, value in bound.items()}
+
+    def rounded(self, value: Any) -> Any:
+        """`round` for arrays, alone or in a tuple; anything else as it is."""
+        if isinstance(value, tuple):
+            rounded = [self.rounded(entry) for entry in value]
+            return type(value)(*rounded) if hasattr(value, "_fields") else tuple(rounded)
+        return self.round(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
+
+    def native(self, value: Any) -> Any:
+        """NumPy arrays, alone or in a tuple, as what the implementation computes with: rounded to its dtype, on its device."""
+        if isinstance(value, tuple):
+            converted = [self.native(entry) for entry in value]
+            return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
+        if not isinstance(value, np.ndarray):
+            return value
+        if value.dtype.kind == "f":
+            value = self.round(value)
+        if self.array_library == "numpy":
+            return value.astype(self.dtype) if value.dtype.kind == "f" else value.copy()
+        import torch
+
+        tensor = torch.from_numpy(np.array(value, order="C"))  # a copy: torch refuses negative strides
+        dtype = getattr(torch, self.dtype) if value.dtype.kind == "f" else tensor.dtype
+        return tensor.to(device=self.device, dtype=dtype, copy=True)
+
+
+@dataclass
+class _Stem:
+    implementation: Implementation
+    stem: str
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.implementation.call(f"{self.stem}.{name}", *args, **kwargs)
+
+        return call
+
+
+def oracle(path: str) -> Callable[..., Any]:
+    """Return the function of `reference` that `path` names, such as `keydiff.score`."""
+    stem, name = path.split(".")
+    return getattr(importlib.import_module(f"evictionary.reference.{stem}"), name)
+
+
+def load(target: str, *, device: str = "cpu", dtype: str | None = None) -> Implementation:
+    """Load an implementation: a package name, a folder with files named as in `reference/`, or one such file.
+
+    dtype None means float64 for NumPy and float32 for torch. Whether it computes with NumPy or torch is read from its attribute
+    `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch.
+    Raises UnusableImplementation, saying what was looked for, where nothing can be judged.
+    """
+    path = Path(target)
+    if path.suffix == ".py" or path.is_dir():
+        modules, package = _load_path(path)
+        name = path.stem
+    else:
+        modules, package = _load_package(target)
+        name = target
+    library = getattr(package, "ARRAY_LIBRARY", None) or _array_library(modules)
+    if library not in ("numpy", "torch"):
+        raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
+    implementation = Implementation(
+        name, modules, target, library, device, dtype or ("float64" if library == "numpy" else "float32")
+    )
+    if not implementation.functions():
+        raise UnusableImplementation(
+            f"{target}: provides no function of the contract; wanted a file named like one of {', '.join(STEMS)} "
+            "with a function of the same name as there, such as keydiff.py with score(keys)"
+        )
+    if library == "numpy" and (implementation.dtype == "bfloat16" or device != "cpu"):
+        raise UnusableImplementation(f"{target}: computes with NumPy, which has no {implementation.dtype} on {device}")
+    return implementation
+
+
+def _load_package(target: str) -> tuple[dict[str, types.ModuleType], types.ModuleType]:
+    if target.split(".")[0] in OWN:
+        target = f"evictionary.{target}"
+    try:
+        package = importlib.import_module(target)
+    except ImportError as error:
+        raise UnusableImplementation(f"{target}: neither a folder, a .py file nor an importable package ({error})") from error
+    if not hasattr(package, "__path__"):
+        raise UnusableImplementation(f"{target}: a module, not a package; give its file (path/to/keydiff.py) instead")
+    provided = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    return {stem: _import(f"{target}.{stem}") for stem in STEMS if stem in provided}, package
+
+
+def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleType | None]:
+    if not path.exists():
+        raise UnusableImplementation(f"{path}: no such file or folder")
+    path = path.resolve()
+    if path.is_dir() and (path / "__init__.py").exists():
+        sys.path.insert(0, str(path.parent))
+        return _load_package(path.name)
+    files = [path] if path.is_file() else sorted(path.glob("*.py"))
+    files = [file for file in files if file.stem in STEMS]
+    if path.is_file() and not files:
+        raise UnusableImplementation(f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}")
+    sys.path.insert(0, str(path if path.is_dir() else path.parent))
+    modules = {}
+    for file in files:
+        # A name of its own: `keydiff` alone could shadow an installed module, and two implementations could collide.
+        name = f"_judged_{abs(hash(str(file)))}_{file.stem}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise UnusableImplementation(f"{file.name}: importing it raised {type(error).__name__}: {error}") from error
+        modules[file.stem] = module
+    return modules, None
+
+
+def _import(name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UnusableImplementation(f"{name}: importing it raised {type(error).__name__}: {error}") from error
+
+
+def _array_library(modules: dict[str, types.ModuleType]) -> str:
+    for module in modules.values():
+        for value in list(vars(module).values()):
+            home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            if isinstance(home, str) and home.split(".")[0] == "torch":
+                return "torch"
+            scope = getattr(value, "__globals__", {})
+            if any(isinstance(used, types.ModuleType) and used.__name__ == "torch" for used in list(scope.values())):
+                return "torch"
+    return "numpy"
+
+
+def to_numpy(value: Any) -> Any:
+    """What an implementation returned, as NumPy: floating point as float64, tuples entry by entry."""
+    if isinstance(value, tuple):
+        converted = [to_numpy(entry) for entry in value]
+        return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
+    if isinstance(value, np.ndarray):
+        return value.astype(np.float64) if value.dtype.kind == "f" else value
+    if type(value).__module__.split(".")[0] == "torch":
+        value = value.detach().cpu()
+        return value.double().numpy() if value.is_floating_point() else value.numpy()
+    return value

@@ -1,0 +1,115 @@
+"""A law: a test of one requirement, quantified over drawn inputs, that any implementation can be put to."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis.strategies import SearchStrategy
+
+REQUIREMENTS_FOLDER = Path(__file__).parent.parent / "requirements"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are given.
+
+    `verdict` says what became of the paper's statement: definition, true, false, restored (its text was lost) or measured.
+    `no_law` says why a requirement has no law, where it has none.
+    """
+
+    id: str
+    paper: str
+    statement: str
+    where: str = ""
+    verdict: str = "definition"
+    no_law: str = ""
+
+    @property
+    def source(self) -> str:
+        """The paper and the place in it."""
+        return f"{self.paper}, {self.where}" if self.where else self.paper
+
+
+def _read_requirements() -> dict[str, Requirement]:
+    found = {}
+    for path in sorted(REQUIREMENTS_FOLDER.glob("*.toml")):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        paper = content.pop("paper")
+        for identifier, fields in content.items():
+            found[identifier] = Requirement(id=identifier, paper=paper, **fields)
+    return found
+
+
+REQUIREMENTS = _read_requirements()
+
+
+@dataclass(frozen=True)
+class Law:
+    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself."""
+
+    requirement: Requirement
+    functions: tuple[str, ...]
+    name: str
+    sentence: str
+    why: str
+    check: Callable[..., None]
+    drawn: dict[str, SearchStrategy]
+    not_for: Callable[[Any], str]
+
+    def missing(self, implementation: Any) -> tuple[str, str]:
+        """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason), or two empty strings."""
+        if reason := implementation.missing(self.functions):
+            return "not provided", reason
+        if reason := self.not_for(implementation):
+            return "not applicable", reason
+        return "", ""
+
+    def test(self) -> Callable[..., None]:
+        """The check quantified over its inputs, as hypothesis runs it; a new one each time, so that settings can differ."""
+        return given(**self.drawn)(self.check) if self.drawn else self.check
+
+
+LAWS: dict[str, Law] = {}
+
+
+def law(
+    requirement: str,
+    *,
+    of: str | tuple[str, ...] = (),
+    why: str = "",
+    not_for: Callable[[Any], str] = lambda implementation: "",
+    **drawn: SearchStrategy,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test function the law of a requirement.
+
+    With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample, a recomputed figure):
+    it takes no `impl` and runs once.
+
+    Args: requirement, an id of `requirements/*.toml`; of, the function or functions of the implementation that the law calls (an
+    implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
+    not_for, given an implementation, says why the law does not apply to it (an empty string: it does); drawn, a hypothesis
+    strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments. The first line of
+    its docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement.
+    """
+    functions = (of,) if isinstance(of, str) else of
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def judging(impl: Any, **arguments: Any) -> None:
+            impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
+            test(impl, **arguments)
+
+        check: Callable[..., None] = judging if functions else test
+        sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
+        name = f"{Path(test.__code__.co_filename).stem}::{test.__name__}"
+        LAWS[name] = Law(REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for)
+        return pytest.mark.law(LAWS[name])(LAWS[name].test())
+
+    return decorate

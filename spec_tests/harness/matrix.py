@@ -1,0 +1,245 @@
+"""Laws against mutants: who kills whom. `python -m spec_tests.harness.matrix` writes the whole matrix as JSON and as a page.
+
+A mutant is killed only by an assertion of a law. A crash, a hang or a law that found nothing to judge is not a kill and is counted
+apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as with_seed
+
+from evictionary import spec_tests
+from evictionary.spec_tests.harness.implementation import ANY, Implementation
+from evictionary.spec_tests.harness.law import LAWS, Law
+from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+
+SECONDS = 60
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+class _TimedOut(Exception):
+    pass
+
+
+@contextmanager
+def _time_limit(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise _TimedOut
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def load_laws() -> dict[str, Law]:
+    """Import every `test_*.py` beside this file and return the laws by name."""
+    for module in pkgutil.iter_modules(spec_tests.__path__):
+        if module.name.startswith("test_"):
+            importlib.import_module(f"evictionary.spec_tests.{module.name}")
+    return LAWS
+
+
+def prepared(law: Law, *, max_examples: int, seed: int | None, shrinks: bool = False) -> Callable[..., None]:
+    """The test of a law with so many inputs, drawn from a seed or else always the same; it stores nothing."""
+    test = law.test()
+    if not law.drawn:
+        return test
+    profile = settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        derandomize=seed is None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+        # Where the kill counts and not its smallest form, nothing is shrunk.
+        phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if shrinks else [])],
+    )
+    test = profile(test)
+    return test if seed is None else with_seed(seed)(test)
+
+
+def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None) -> tuple[str, str]:
+    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out", the message)."""
+    test = prepared(law, max_examples=max_examples, seed=seed)
+    try:
+        with _time_limit(SECONDS):
+            test(impl=implementation)
+    except _TimedOut:
+        return "timed out", f"no verdict within {SECONDS} s"
+    except AssertionError as error:
+        return "killed", str(error)
+    except BaseException as error:
+        # pytest.raises reports "did not raise" with an exception of its own, which is an assertion all the same.
+        if type(error).__name__ == "Failed":
+            return "killed", str(error)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return "crashed", f"{type(error).__name__}: {error}"
+    return "passed", ""
+
+
+def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
+    """The laws that call the mutant's function, of one requirement or of all; those of its own requirement come first."""
+    found = [law for law in load_laws().values() if mutant.of in law.functions or ANY in law.functions]
+    found = [law for law in found if requirement is None or law.requirement.id == requirement]
+    return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
+
+
+def row(name: str, max_examples: int) -> dict[str, Any]:
+    """One mutant against every law that calls its function."""
+    mutant = load_mutants()[name]
+    implementation = mutant.implementation()
+    laws = [law for law in laws_for(mutant) if not law.missing(implementation)[0]]
+    outcomes = {law.name: outcome(law, implementation, max_examples=max_examples)[0] for law in laws}
+    mine = [law for law in laws if law.requirement.id == mutant.killed_by]
+    if all(outcomes[law.name] == "passed" for law in mine):
+        # A mistake that few inputs show gets a longer look before it counts as a survivor, as in the tests.
+        outcomes |= {law.name: outcome(law, implementation, max_examples=20 * max_examples)[0] for law in mine}
+    own = {outcomes[law.name] for law in mine}
+    verdict = next((word for word in ("killed", "timed out", "crashed") if word in own), "survived")
+    return {
+        "mutant": name,
+        "of": mutant.of,
+        "killed_by": mutant.killed_by,
+        "misconception": mutant.misconception,
+        "verdict": verdict,
+        "laws": outcomes,
+    }
+
+
+def _controls() -> list[str]:
+    """What the last run of the correct variants found, as a paragraph; nothing where there was none."""
+    stored = DOCS / "controls.json"
+    if not stored.exists():
+        return []
+    content = json.loads(stored.read_text(encoding="utf-8"))
+    mended = [f"- Mended since, and silent when run again: {alarm}" for alarm in content.get("mended", [])]
+    return [
+        "",
+        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds (each",
+        f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law):",
+        f"{len(content['alarms'])} alarms in {content['runs']} runs",
+        f"(`python -m spec_tests.harness.matrix --controls {content['seeds']}`).",
+        "",
+        *mended,
+    ]
+
+
+def page(rows: list[dict[str, Any]], max_examples: int) -> str:
+    """The matrix as Markdown: what was planted, whether its own requirement kills it, and how many of its laws do."""
+    verdicts = Counter(entry["verdict"] for entry in rows)
+    lines = [
+        "# Kill matrix",
+        "",
+        "Each planted mistake against every law that calls its function. A kill is an assertion of a law of the requirement that",
+        "the mistake names; crashes and hangs are counted apart. `python -m spec_tests.harness.matrix` made this page, with",
+        f"{max_examples} inputs a law (twenty times as many where none of its own laws saw the mistake);",
+        "the whole matrix is [kill_matrix.json](kill_matrix.json).",
+        "",
+        ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",
+        *_controls(),
+        "",
+        "| function | planted mistake | must die by | outcome | laws that kill it |",
+        "|---|---|---|---|---|",
+    ]
+    for entry in rows:
+        kills = sorted(name.split("::")[1] for name, word in entry["laws"].items() if word == "killed")
+        shown = "<br>".join(kills[:3]) + (f"<br>and {len(kills) - 3} more" if len(kills) > 3 else "")
+        total = f"{len(kills)} of {len(entry['laws'])}"
+        cells = (f"`{entry['of']}`", entry["misconception"], entry["killed_by"], entry["verdict"], f"{total}: {shown}")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def alarms(name: str, dtype: str, seed: int, max_examples: int) -> list[str]:
+    """The laws that a correct variant fails at one seed, each with what it said; none is what they are for."""
+    from evictionary.spec_tests.harness.planted import load_controls
+
+    control = load_controls()[name]
+    implementation = control.implementation(dtype)
+    found = []
+    for law in load_laws().values():
+        if control.of in law.functions and not law.missing(implementation)[0]:
+            word, message = outcome(law, implementation, max_examples=max_examples, seed=seed)
+            if word != "passed":
+                found.append(f"{name} at {dtype}, seed {seed}: {law.name} {word}: {message}")
+    return found
+
+
+def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
+    """Run every correct variant over the seeds; print each alarm at once, write docs/controls.json, return how many there were.
+
+    Each seed takes one of the dtypes that the variant claims, in turn.
+    """
+    from joblib import Parallel, delayed
+    from rich.console import Console
+    from rich.progress import track
+
+    from evictionary.spec_tests.harness.planted import load_controls
+
+    controls = sorted(load_controls().items())
+    console, found = Console(), []
+    with Parallel(n_jobs=jobs, batch_size=20) as parallel:
+        for seed in track(range(seeds), description="seeds", console=console):
+            runs = [(name, control.dtypes[seed % len(control.dtypes)], seed) for name, control in controls]
+            for line in [line for lines in parallel(delayed(alarms)(*run, max_examples) for run in runs) for line in lines]:
+                found.append(line)
+                console.print(line, markup=False, soft_wrap=True)
+            content = {
+                "schema": "evictionary/controls/1",
+                "controls": len(controls),
+                "seeds": seed + 1,
+                "max_examples": max_examples,
+                "runs": (seed + 1) * len(controls),
+                "alarms": found,
+            }
+            # After each seed, so that a run that is stopped keeps what it had.
+            (DOCS / "controls.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console.print(f"{len(found)} alarms in {seeds} seeds of {len(controls)} correct variants, {max_examples} inputs a law")
+    return bool(found)
+
+
+def main() -> None:
+    from joblib import Parallel, delayed
+    from rich.progress import track
+
+    parser = argparse.ArgumentParser(
+        description="Run every planted mistake against every law; write docs/kill_matrix.json and .md."
+    )
+    parser.add_argument("--max-examples", type=int, help="inputs that each law draws (default 30, and 4 for --controls)")
+    parser.add_argument("--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    arguments = parser.parse_args()
+    if arguments.controls:
+        raise SystemExit(run_controls(arguments.controls, arguments.max_examples or 4, arguments.jobs))
+    max_examples = arguments.max_examples or 30
+    names = sorted(load_mutants())
+    work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, max_examples) for name in names)
+    rows = list(track(work, total=len(names), description="mutants"))
+    content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
+    (DOCS / "kill_matrix.json").write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+    (DOCS / "kill_matrix.md").write_text(page(rows, max_examples), encoding="utf-8")
+    survivors = [entry["mutant"] for entry in rows if entry["verdict"] != "killed"]
+    print("not killed: " + ", ".join(survivors) if survivors else f"all {len(rows)} killed by their own laws")
+    raise SystemExit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The sentence of a failing law: what does not hold, the smallest input, the misconception that it matches, and a repro."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from typing import Any
+
+import numpy as np
+
+from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
+from evictionary.spec_tests.harness.law import Law
+from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.harness.tolerance import Violation
+
+
+def sentence(law: Law, implementation: Implementation, error: BaseException) -> str:
+    """Say what does not hold, for which input, and how to see it again."""
+    requirement = law.requirement
+    lines = [
+        f"{requirement.id} does not hold for {' and '.join(law.functions)} of {implementation}",
+        f"  the law         {law.sentence}",
+        f"  the equation    {requirement.statement} ({requirement.source})",
+    ]
+    calls = implementation.calls
+    if calls:
+        lines.append("  smallest input  " + _indented(_arguments(calls[-1].arguments)))
+    if isinstance(error, Violation):
+        lines.append(f"  what is wrong   {error.message}")
+        if error.expected is not None:
+            lines.append("  expected        " + _indented(_show(error.expected)))
+        if error.got is not None:
+            lines.append("  got             " + _indented(_show(error.got)))
+    else:
+        lines.append(f"  what is wrong   {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        lines.append(f"  raised in       {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}")
+    for match in misconceptions(implementation):
+        lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by})")
+    if calls:
+        lines += [
+            "  to see it again, run",
+            *(f"    {line}" for line in repro(implementation, calls[-1].function).splitlines()),
+        ]
+    lines.append(f"  this law alone  pytest spec_tests/{law.name.replace('::', '.py::', 1)} --impl {implementation.origin}")
+    return "\n".join(lines)
+
+
+def misconceptions(implementation: Implementation) -> list[Mutant]:
+    """The planted mistakes that give this implementation's numbers, on the counterexample and on what else it was asked of late.
+
+    A few other answers may differ: where a sum cancels, two programs with one mistake disagree in the noise.
+    """
+    found = []
+    for mutant in load_mutants().values():
+        calls = [call for call in implementation.calls if call.function == mutant.of and call.result is not None]
+        past = [call for call in implementation.history if call.function == mutant.of and call.result is not None]
+        wrong = [call for call in calls if _differs(oracle(call.function), call, implementation.dtype)]
+        if wrong and not any(_differs(mutant.function, call, implementation.dtype) for call in wrong):
+            alike = sum(not _differs(mutant.function, call, implementation.dtype) for call in past)
+            if alike >= 0.75 * len(past):
+                found.append(mutant)
+    return found
+
+
+def _differs(function: Any, call: Call, dtype: str) -> bool:
+    try:
+        with np.errstate(all="ignore"):
+            numbers = function(**copy.deepcopy(call.arguments))  # some planted mistakes write into their inputs
+    except Exception:
+        return True
+    mine, theirs = (value if isinstance(value, tuple) else (value,) for value in (call.result, numbers))
+    if len(mine) != len(theirs):
+        return True
+    for got, other in zip(mine, theirs, strict=True):
+        got, other = np.asarray(got), np.asarray(other)
+        if got.shape != other.shape:
+            return True
+        if got.dtype.kind != "f" or other.dtype.kind != "f":
+            if not np.array_equal(got, other):
+                return True
+            continue
+        # The mutant computes in float64: the numbers agree to what the dtype can hold.
+        size = np.abs(other[np.isfinite(other)]).max(initial=0)
+        if not np.allclose(got, other, rtol=0, atol=64 * EPSILON[dtype] * size, equal_nan=True):
+            return True
+    return False
+
+
+def repro(implementation: Implementation, path: str) -> str:
+    """A program that makes the last recorded call of `path` again and prints it beside the reference."""
+    call = implementation.calls[-1]
+    stem, name = path.split(".")
+    arguments = ", ".join(f"{key}={key}" for key in call.arguments)
+    return "\n".join(
+        [
+            "import numpy as np",
+            *sorted({line for value in call.arguments.values() for line in _imports(value)}),
+            *(["from numpy import inf, nan"] if any(_has_no_literal(value) for value in call.arguments.values()) else []),
+            "from spec_tests.implementation import load, oracle",
+            *(f"{key} = {_literal(value)}" for key, value in call.arguments.items()),
+            f'impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")',
+            f'print("expected", oracle("{path}")({arguments}))',
+            f'print("got     ", impl.{stem}.{name}({arguments}))',
+        ]
+    )
+
+
+def _has_no_literal(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind == "f" and not np.isfinite(value).all()
+
+
+def _imports(value: Any) -> list[str]:
+    """The line that `_literal` needs for a named tuple."""
+    return [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = ", ".join(f"{key}={_literal(entry)}" for key, entry in zip(value._fields, value, strict=True))
+        return f"{type(value).__name__}({fields})"
+    if isinstance(value, np.ndarray):
+        dtype = "" if value.dtype == np.float64 else f", dtype=np.{value.dtype.name}"
+        return f"np.array({value.tolist()}{dtype}).reshape({value.shape})"
+    return repr(value)
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    return "\n".join(f"{name} = {_show(value)}" for name, value in arguments.items())
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "\n".join(f"{name} = {_show(entry)}" for name, entry in zip(value._fields, value, strict=True))
+    if isinstance(value, np.ndarray):
+        with np.printoptions(precision=9, suppress=True, threshold=60, edgeitems=3, linewidth=110):
+            return f"{value!s}" + (f"   shape {value.shape}" if value.size > 1 else "")
+    return str(value)
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n" + " " * 18)

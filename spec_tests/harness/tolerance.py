@@ -1,0 +1,213 @@
+r"""What counts as equal: the one place where a tolerance is made.
+
+An implementation passes if its error against the float64 oracle is at most `FACTOR` times the error of the plain computation in the
+same dtype, plus the rounding of the output; the largest error and the mean error are both bound. The plain computation is the
+reference itself, run in the arithmetic of the dtype (`arithmetic.py`): once rounding to the nearest, and a few times rounding at
+random, of which the largest counts. NaN never passes. Selections are judged by how many tokens they keep and by what those score,
+not by positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON, Rounded
+
+RANDOM_RUNS = 6
+# Twice, as is usual in kernel tests, and twice again because the largest of seven runs falls short of the largest error.
+FACTOR = 4.0
+
+
+class Violation(AssertionError):
+    """A law does not hold; `expected`, `got` and `difference` are what the report shows."""
+
+    def __init__(self, message: str, expected: Any = None, got: Any = None) -> None:
+        super().__init__(message)
+        self.message, self.expected, self.got = message, expected, got
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The oracle's numbers and the error allowed on them; `largest` is infinite where the dtype cannot hold the result."""
+
+    expected: np.ndarray
+    largest: float
+    mean: float
+
+    def check(self, got: Any, what: str = "the result", expected: np.ndarray | None = None) -> None:
+        """Raise Violation unless `got` equals the expected numbers within the allowance."""
+        expected = self.expected if expected is None else expected
+        require_numbers(got, expected.shape, what)
+        same = (got == expected) | (~np.isfinite(expected) & (np.sign(got) == np.sign(expected)) & np.isinf(got))
+        error = np.where(same, 0, np.abs(got - np.where(np.isfinite(expected), expected, 0)))
+        error = np.where(np.isfinite(expected) | same, error, np.inf)
+        largest, mean = float(error.max(initial=0)), float(error.mean()) if error.size else 0.0
+        if largest > self.largest or mean > self.mean:
+            raise Violation(
+                f"{what} differs by {largest:.3g} at most and {mean:.3g} on average; "
+                f"allowed are {self.largest:.3g} and {self.mean:.3g}",
+                expected,
+                got,
+            )
+
+
+def require_numbers(got: Any, shape: tuple[int, ...], what: str) -> None:
+    """Raise Violation unless `got` is an array of real numbers of that shape without NaN."""
+    if not isinstance(got, np.ndarray) or got.dtype.kind not in "fiu":
+        raise Violation(f"{what} is {_describe(got)}, wanted an array of real numbers of shape {shape}", None, got)
+    if got.shape != shape:
+        raise Violation(f"{what} has shape {got.shape}, wanted {shape}", None, got)
+    if np.isnan(got).any():
+        raise Violation(f"{what} holds {int(np.isnan(got).sum())} NaN", None, got)
+
+
+def allowance(function: Callable[..., Any], *args: Any, dtype: str, pick: int | None = None, **kwargs: Any) -> Allowance:
+    """Return what `function` of the reference gives on these inputs and the error that `dtype` is allowed.
+
+    pick selects one entry of a tuple result. Arrays among the arguments must be representable in `dtype`.
+    """
+    runs = _runs(function, args, kwargs, dtype)
+    expected, *others = (
+        None if result is None else np.asarray(result if pick is None else result[pick], dtype=np.float64).view(np.ndarray)
+        for result in runs
+    )
+    assert expected is not None
+    expected = expected.copy()  # the runs are remembered, and a law may write into what it is given
+    finite = np.isfinite(expected)
+    largest = mean = 0.0
+    for other in others:
+        if other is None or not np.isfinite(other[finite]).all():
+            return Allowance(expected, np.inf, np.inf)
+        error = np.abs(other[finite] - expected[finite])
+        largest, mean = max(largest, float(error.max(initial=0))), max(mean, float(error.mean()) if error.size else 0.0)
+    size = np.abs(expected[finite])
+    # Where these runs made no error at all, another way may: exp(-log 64) is not 1/64 to the last bit.
+    rounding = FACTOR * EPSILON[ACCUMULATOR[dtype]] if largest == 0 else EPSILON[dtype] / 2
+    return Allowance(
+        expected,
+        FACTOR * largest + rounding * float(size.max(initial=0)),
+        FACTOR * mean + rounding * (float(size.mean()) if size.size else 0.0),
+    )
+
+
+# A suite that judges many implementations draws the same inputs for each, and the runs below are most of what a law costs.
+_REMEMBERED = 4096
+_remembered: OrderedDict[bytes, list[Any]] = OrderedDict()
+
+
+def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str) -> list[Any]:
+    """What `function` gives in float64, and then in the arithmetic of `dtype`: to the nearest, and at random a few times.
+
+    A run in which the reference refuses what overflowed in this arithmetic is None.
+    """
+    key = _key(function, args, kwargs, dtype)
+    lasting = (
+        getattr(sys.modules.get(function.__module__), function.__name__, None) is function
+    )  # a lambda may be another next time
+    if lasting and key in _remembered:
+        _remembered.move_to_end(key)
+        return _remembered[key]
+
+    def run(wrap: Callable[[np.ndarray], np.ndarray]) -> Any:
+        def wrapped(value: Any) -> Any:
+            if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+                return wrap(value)
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*(wrapped(entry) for entry in value))
+            return value
+
+        with np.errstate(all="ignore"):
+            return function(*(wrapped(value) for value in args), **{name: wrapped(value) for name, value in kwargs.items()})
+
+    results = [run(lambda value: value)]
+    for seed in range(-1, RANDOM_RUNS):
+        generator = None if seed < 0 else np.random.default_rng(seed)
+        try:
+            results.append(run(functools.partial(Rounded.of, dtype=dtype, generator=generator)))
+        except ValueError:
+            results.append(None)
+            break
+    if lasting:
+        _remembered[key] = results
+    if len(_remembered) > _REMEMBERED:
+        _remembered.popitem(last=False)
+    return results
+
+
+def _key(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str) -> bytes:
+    """A fingerprint of a call: the name of the function, the dtype, and every number of the arguments."""
+    digest = hashlib.blake2b(f"{function.__module__}.{function.__name__} {dtype}".encode(), digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype} {value.shape}".encode())
+            digest.update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, tuple | list):
+            digest.update(f"{type(value).__name__} {len(value)}".encode())
+            for entry in value:
+                add(entry)
+        else:
+            digest.update(repr(value).encode())
+
+    add(args)
+    add([entry for name in sorted(kwargs) for entry in (name, kwargs[name])])
+    return digest.digest()
+
+
+def check_selection(
+    kept: Any,
+    scores: np.ndarray,
+    budget: int,
+    *,
+    slack: float = 0.0,
+    protected: np.ndarray | None = None,
+    what: str = "the selection",
+) -> None:
+    """Raise Violation unless `kept` is a boolean mask that keeps `budget` of each row, and among the best by `scores`.
+
+    slack is the error allowed on one score: an evicted token may score more than a kept one by twice that. Protected tokens must be
+    kept and are not compared.
+    """
+    require_mask(kept, scores.shape, what)
+    count = kept.sum(axis=-1)
+    if (count != budget).any():
+        raise Violation(f"{what} keeps {_few(count)} tokens of a head, wanted {budget}", budget, count)
+    if protected is not None and not kept[protected].all():
+        raise Violation(f"{what} evicts a protected token", protected, kept)
+    free = scores if protected is None else np.where(protected, np.inf, scores)
+    # The worst kept score may not lie below the best evicted one by more than both may be wrong.
+    worst = np.where(kept, free, np.inf).min(axis=-1, initial=np.inf)
+    best = np.where(kept, -np.inf, free).max(axis=-1, initial=-np.inf)
+    gap = np.where(np.isfinite(worst) & np.isfinite(best), best - np.where(np.isfinite(worst), worst, 0), -np.inf)
+    gap = np.where((best == np.inf) & (worst < np.inf), np.inf, gap)
+    if (gap > 2 * slack).any():
+        raise Violation(
+            f"{what} evicts a token that scores {float(gap.max()):.3g} more than one it keeps (allowed: {2 * slack:.3g})",
+            scores,
+            kept,
+        )
+
+
+def require_mask(kept: Any, shape: tuple[int, ...], what: str) -> None:
+    """Raise Violation unless `kept` is a boolean array of that shape."""
+    if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_:
+        raise Violation(f"{what} is {_describe(kept)}, wanted a boolean mask of shape {shape}", None, kept)
+    if kept.shape != shape:
+        raise Violation(f"{what} has shape {kept.shape}, wanted {shape}", None, kept)
+
+
+def _describe(value: Any) -> str:
+    return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+def _few(counts: np.ndarray) -> str:
+    different = np.unique(counts)
+    return ", ".join(str(int(value)) for value in different[:4]) + (", ..." if different.size > 4 else "")

@@ -1,5 +1,0 @@
-"""`python -m workbench` is the command `evictionary`."""
-
-from workbench.cli import app
-
-app()
