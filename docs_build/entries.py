@@ -156,6 +156,9 @@ def law_definition(law: Law) -> Definition:
     return definitions(f"spec_tests/{file}.py")[name]
 
 
-def mutant_definition(mutant: Mutant) -> Definition:
-    """Where a planted mistake is written."""
-    return definitions(mutant.function.__module__.replace(".", "/") + ".py")[mutant.function.__name__]
+def mutant_definition(mutant: Mutant) -> Definition | None:
+    """Where a planted mistake is written as a function; None where it is an edit of the right one."""
+    if mutant.written is None:
+        return None
+    module = mutant.written.__module__.removeprefix("evictionary.")
+    return definitions(module.replace(".", "/") + ".py")[mutant.written.__name__]

@@ -167,10 +167,19 @@ def _card(page: str, entry: Entry, last: dict[Definition, str]) -> str:
         )
         lines += [f'??? failure "{title}"', ""]
         for mutant in entry.mutants:
-            at = mutant_definition(mutant)
-            lines.append(f"    - [{escaped(mutant.misconception)}]({relative(page, source_uri(at.path, at.name))})")
+            if at := mutant_definition(mutant):
+                lines.append(f"    - [{escaped(mutant.misconception)}]({relative(page, source_uri(at.path, at.name))})")
+                continue
+            lines.append(f"    - {escaped(mutant.misconception)}")
+            for was, now in mutant.edits:
+                shown = f"became `{_one_line(now)}`" if now.strip() else "left out"
+                lines[-1] += f"<br>`{_one_line(was)}` {shown}"
         lines.append("")
     return "\n".join(lines)
+
+
+def _one_line(code: str) -> str:
+    return " ".join(code.split())
 
 
 def _quoted(page: str, identifier: str, found: Iterable[Definition], last: dict[Definition, str]) -> str:

@@ -19,9 +19,9 @@ from evictionary import reference
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import attacks, grading
 from evictionary.classroom.assignment import Assignment, Step
-from evictionary.spec_tests.harness.implementation import STEMS
+from evictionary.spec_tests.harness.implementation import STEMS, oracle
 from evictionary.spec_tests.harness.matrix import load_laws
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.harness.planted import Mutant, edited_source, load_mutants
 
 SWEEP_SEED = b"the seeds of the sweep"
 NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote")
@@ -56,7 +56,11 @@ def bundled(stem: str, mutant: Mutant | None = None) -> str:
     for name in STEMS:
         _add(name, sources)
     last = ""
-    if mutant is not None:
+    if mutant is not None and mutant.edits:
+        path = mutant.edited or mutant.of
+        module = f"bundled.{path.split('.')[0]}"
+        sources[module] = sources[module].replace(inspect.getsource(oracle(path)), edited_source(path, mutant.edits))
+    elif mutant is not None:
         spec_tests = importlib.import_module("evictionary.spec_tests")
         tests = Path(next(iter(spec_tests.__path__)))
         sources["bundled.oracle"] = (

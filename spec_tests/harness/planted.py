@@ -6,14 +6,18 @@ implementation fails with the numbers of a mutant, the report names that mistake
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import pkgutil
+import tomllib
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from evictionary.spec_tests.harness.implementation import STEMS, Implementation
+from evictionary.spec_tests.harness.implementation import STEMS, Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
 
@@ -25,14 +29,24 @@ def _import_files(folder: str) -> None:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong implementation of the function `of`; `killed_by` is the requirement whose laws must kill it."""
+    """A wrong implementation of the function `of`; `killed_by` is the requirement whose laws must kill it.
+
+    It is written as a function, or as the right one with `edits`: pairs of a text of its source and what stands there instead.
+    """
 
     name: str
     of: str
     killed_by: str
     misconception: str
-    function: Callable[..., Any]
+    written: Callable[..., Any] | None = None
     array_library: str = "numpy"
+    edits: tuple[tuple[str, str], ...] = ()
+    edited: str = ""  # the function whose source is edited, where that is not `of`
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """What is called in the place of the right function."""
+        return self.written or edited(self.of, self.edited or self.of, self.edits)
 
     def implementation(self) -> Implementation:
         """The reference with this one function replaced."""
@@ -49,21 +63,66 @@ def mutant(
     """Plant the decorated function as a wrong `of`; the misconception completes "your numbers equal those of: ..."."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = f"{of.split('.')[0]}.{function.__name__}"
-        if killed_by not in REQUIREMENTS:
-            raise KeyError(f"{name}: killed_by={killed_by!r} is no requirement")
-        if name in MUTANTS:
-            raise KeyError(f"{name}: planted twice")
-        MUTANTS[name] = Mutant(name, of, killed_by, misconception, function, array_library)
+        _plant(Mutant(f"{of.split('.')[0]}.{function.__name__}", of, killed_by, misconception, function, array_library))
         return function
 
     return decorate
 
 
+def _plant(mutant: Mutant) -> None:
+    if mutant.killed_by not in REQUIREMENTS:
+        raise KeyError(f"{mutant.name}: killed_by={mutant.killed_by!r} is no requirement")
+    if mutant.name in MUTANTS:
+        raise KeyError(f"{mutant.name}: planted twice")
+    MUTANTS[mutant.name] = mutant
+
+
 def load_mutants() -> dict[str, Mutant]:
-    """Import every file of `mutants/` and return the mutants by name."""
+    """Read every file of `mutants/`, functions (.py) and edits (.toml), and return the mutants by name."""
     _import_files("mutants")
+    _plant_edits()
     return MUTANTS
+
+
+@functools.cache
+def _plant_edits() -> None:
+    for path in sorted((Path(__file__).parent.parent / "mutants").glob("*.toml")):
+        for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
+            was, now = entry.pop("was"), entry.pop("is")
+            edits = tuple(zip(was, now, strict=True)) if isinstance(was, list) else ((was, now),)
+            _plant(Mutant(f"{entry['of'].split('.')[0]}.{name}", edited=entry.pop("in", ""), edits=edits, **entry))
+
+
+def edited_source(path: str, edits: tuple[tuple[str, str], ...]) -> str:
+    """The source of the function `path` of the reference, with the edits made.
+
+    Raises ValueError where a text to be replaced does not stand in it exactly once.
+    """
+    source = inspect.getsource(oracle(path))
+    for was, now in edits:
+        if source.count(was) != 1:
+            raise ValueError(f"{path}: got {source.count(was)} places of {was!r}, wanted exactly one to edit")
+        source = source.replace(was, now)
+    return source
+
+
+def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+    """The function `of` of the reference where the source of the function `path`, itself or one that it calls, is edited."""
+    module, target = (importlib.import_module(f"evictionary.reference.{each.split('.')[0]}") for each in (of, path))
+    source = edited_source(path, edits)
+    # The functions of the module once more, with globals of their own: what calls the edited function finds it.
+    scope = dict(vars(module))
+    for name, member in vars(module).items():
+        if isinstance(member, types.FunctionType) and member.__globals__ is vars(module):
+            scope[name] = types.FunctionType(member.__code__, scope, name, member.__defaults__, member.__closure__)
+            scope[name].__kwdefaults__ = member.__kwdefaults__
+    if target is module:
+        exec("from __future__ import annotations\n" + source, scope)
+    else:
+        own = dict(vars(target))
+        exec("from __future__ import annotations\n" + source, own)
+        scope[path.split(".")[1]] = own[path.split(".")[1]]
+    return scope[of.split(".")[1]]
 
 
 def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any) -> Implementation:

@@ -66,12 +66,6 @@ def keys_alone(keys, values, next_keys, next_values):
     return 2 * variation_score(normalise(keys, next_keys))
 
 
-@mutant(SCORE, killed_by="LK-11", misconception="only the values scored")
-def values_alone(keys, values, next_keys, next_values):
-    score(keys, values, next_keys, next_values)
-    return 2 * variation_score(normalise(values, next_values))
-
-
 @mutant(SCORE, killed_by="LK-11", misconception="the scores of keys and values multiplied instead of added")
 def scores_multiplied(keys, values, next_keys, next_values):
     score(keys, values, next_keys, next_values)
