@@ -47,7 +47,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Hide a number in a long text, compress the cache with every method, and ask for the number."""
-    with exit_codes():
+    with exit_codes(extra="model"):
         removed, places = numbers_in("--ratios", ratios), numbers_in("--depths", depths)
         names = given_names("--methods", methods)
         require_writable(output)

@@ -83,7 +83,7 @@ def evaluate(
 
     Exits with 1 if a method failed on a prompt; its other measurements and the other methods go on.
     """
-    with exit_codes("the same command goes on where it was"):
+    with exit_codes("the same command goes on where it was", extra="model"):
         if samples < 1:
             raise UsageError(f"--samples: got {samples}, wanted at least 1")
         kept = [_whole("--budgets", number) for number in numbers_in("--budgets", budgets)] if budgets else []
