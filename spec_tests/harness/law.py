@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis.strategies import SearchStrategy
+
+from evictionary.spec_tests.harness.domain import Domain, OutsideDomain
+
+MATHEMATICS, EDGE, REFUSAL = KINDS = ("mathematics", "edge", "refusal")
+"""What the equation says on generic inputs; what we decided of a degenerate input; that bad input raises."""
 
 REQUIREMENTS_FOLDER = Path(__file__).parent.parent / "requirements"
 
@@ -62,6 +67,8 @@ class Law:
     check: Callable[..., None]
     drawn: dict[str, SearchStrategy]
     not_for: Callable[[Any], str]
+    kind: str = MATHEMATICS
+    brute_force: bool = False
 
     def missing(self, implementation: Any) -> tuple[str, str]:
         """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason), or two empty strings."""
@@ -69,6 +76,9 @@ class Law:
             return "not provided", reason
         if reason := self.not_for(implementation):
             return "not applicable", reason
+        domain: Domain = implementation.domain
+        if self.brute_force and max(domain.min_length, domain.length_multiple_of) > 5:
+            return "not applicable", "it tries every choice among a few tokens, fewer than the domain allows"
         return "", ""
 
     def test(self) -> Callable[..., None]:
@@ -85,6 +95,8 @@ def law(
     of: str | tuple[str, ...] = (),
     why: str = "",
     not_for: Callable[[Any], str] = lambda implementation: "",
+    kind: str = MATHEMATICS,
+    brute_force: bool = False,
     **drawn: SearchStrategy,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function the law of a requirement.
@@ -94,9 +106,11 @@ def law(
 
     Args: requirement, an id of `requirements/*.toml`; of, the function or functions of the implementation that the law calls (an
     implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
-    not_for, given an implementation, says why the law does not apply to it (an empty string: it does); drawn, a hypothesis
-    strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments. The first line of
-    its docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement.
+    not_for, given an implementation, says why the law does not apply to it (an empty string: it does); kind, one of mathematics,
+    edge (a degenerate input whose meaning is our decision) and refusal (bad input raises); brute_force, for a law that tries
+    every choice among few tokens; drawn, a hypothesis strategy for each further argument. The test receives `impl`, the
+    implementation, and the drawn arguments. The first line of its docstring is the sentence that a failure prints. Raises
+    KeyError for an unknown requirement or kind.
     """
     functions = (of,) if isinstance(of, str) else of
 
@@ -104,12 +118,21 @@ def law(
         @functools.wraps(test)
         def judging(impl: Any, **arguments: Any) -> None:
             impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
-            test(impl, **arguments)
+            impl.is_refusing = kind == REFUSAL
+            try:
+                test(impl, **impl.domain.fitted(arguments))
+            except OutsideDomain as error:
+                impl.outside = str(error)
+                if drawn:
+                    reject()
+                raise
 
         check: Callable[..., None] = judging if functions else test
         sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
         name = f"{Path(test.__code__.co_filename).stem}::{test.__name__}"
-        LAWS[name] = Law(REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for)
+        if kind not in KINDS:
+            raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
+        LAWS[name] = Law(REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for, kind, brute_force)
         return pytest.mark.law(LAWS[name])(LAWS[name].test())
 
     return decorate

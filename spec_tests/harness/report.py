@@ -98,7 +98,7 @@ def repro(implementation: Implementation, path: str) -> str:
             "import numpy as np",
             *sorted({line for value in call.arguments.values() for line in _imports(value)}),
             *(["from numpy import inf, nan"] if any(_has_no_literal(value) for value in call.arguments.values()) else []),
-            "from spec_tests.implementation import load, oracle",
+            "from evictionary.spec_tests.harness.implementation import load, oracle",
             *(f"{key} = {_literal(value)}" for key, value in call.arguments.items()),
             f'impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")',
             f'print("expected", oracle("{path}")({arguments}))',
