@@ -90,6 +90,12 @@ def pytest_configure(config: pytest.Config) -> None:
         ]
         path = config.getoption("--expected-failures")
         config.stash[EXPECTED] = verdict.read_expected(Path(path)) if path else {}
+        if any(each.domain.excludes_small for each in config.stash[verdict.JUDGED]):
+            # What must be large does not shrink to something that a person checks by hand: the time goes into other inputs.
+            settings.register_profile(
+                "large", settings.get_profile(config.getoption("--profile")), phases=[Phase.explicit, Phase.generate]
+            )
+            settings.load_profile("large")
     except UnusableImplementation as error:
         raise pytest.UsageError(f"--impl {error}") from None
     except BadDomain as error:

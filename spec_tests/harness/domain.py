@@ -98,6 +98,11 @@ class Domain:
         plain = Domain()
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != getattr(plain, each.name)}
 
+    @property
+    def excludes_small(self) -> bool:
+        """Whether nothing in the domain is so small that it can be checked by hand."""
+        return min(self.head_dim, default=1) > 8 or self.length(1) > 8
+
     def length(self, wanted: int) -> int:
         """The allowed length nearest to `wanted` from above; from below where there is none above."""
         step = self.length_multiple_of

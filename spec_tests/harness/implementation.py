@@ -19,6 +19,7 @@ from hypothesis import reject
 
 from evictionary import reference
 from evictionary.spec_tests.harness.arithmetic import round_to
+from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation, allowance, require_numbers
 
@@ -49,9 +50,10 @@ class Implementation:
     """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and returns NumPy.
 
     modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy" or
-    "torch"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`), variants maps a function that it
-    declares to be another one to that one. is_refusing while bad input is tried; outside says what was asked outside the domain.
-    calls are those of the example at hand, history the latest of all.
+    "torch"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`); variants maps a function that it
+    declares to be another one to that one. asking is the class of the law at hand; compares_order while scores count as an order;
+    outside says what was asked outside the domain; drawn are the inputs of the example at hand. calls are those of the example at
+    hand, history the latest of all.
     """
 
     name: str
@@ -63,9 +65,10 @@ class Implementation:
     domain: Domain = field(default_factory=Domain)
     conventions: frozenset[str] = frozenset()
     variants: dict[str, str] = field(default_factory=dict)
-    is_refusing: bool = False
+    asking: str = ""
     compares_order: bool = False
     outside: str = ""
+    drawn: dict[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     history: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
 
@@ -118,8 +121,10 @@ class Implementation:
         stem, name = path.split(".")
         function = getattr(self.modules[stem], name)
         call = Call(path, self._rounded_arguments(path, args, kwargs))
-        if not self.is_refusing and (reason := self.domain.excludes(call.arguments)):
+        if self.asking != REFUSAL and (reason := self.domain.excludes(call.arguments)):
             raise OutsideDomain(reason)
+        if self.asking == MATHEMATICS and (reason := degenerate(path, call.arguments)):
+            raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")
         self.calls.append(call)
         self.history.append(call)
         if "ranks" in self.conventions and name.endswith("score") and not self.compares_order:
@@ -130,7 +135,8 @@ class Implementation:
                 raise OutsideDomain("its rows protect equally many tokens, beside the budget")
             args, kwargs = (), {**call.arguments, "budget": int(call.arguments["budget"] - counts[0])}
         given = [self.native(argument) for argument in args]
-        answer = to_numpy(function(*given, **{key: self.native(argument) for key, argument in kwargs.items()}))
+        with np.errstate(all="warn" if self.origin.split(".")[0] in OWN else "ignore"):
+            answer = to_numpy(function(*given, **{key: self.native(argument) for key, argument in kwargs.items()}))
         call.result = self._in_our_form(call, answer)
         return call.result
 

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given, reject
 from hypothesis.strategies import SearchStrategy
 
+from evictionary.spec_tests.harness.degenerate import KINDS, MATHEMATICS
 from evictionary.spec_tests.harness.domain import Domain, OutsideDomain
-
-MATHEMATICS, EDGE, REFUSAL = KINDS = ("mathematics", "edge", "refusal")
-"""What the equation says on generic inputs; what we decided of a degenerate input; that bad input raises."""
 
 REQUIREMENTS_FOLDER = Path(__file__).parent.parent / "requirements"
 
@@ -118,9 +116,10 @@ def law(
         @functools.wraps(test)
         def judging(impl: Any, **arguments: Any) -> None:
             impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
-            impl.is_refusing = kind == REFUSAL
+            impl.asking = kind
+            impl.drawn = impl.domain.fitted(arguments)
             try:
-                test(impl, **impl.domain.fitted(arguments))
+                test(impl, **impl.drawn)
             except OutsideDomain as error:
                 impl.outside = str(error)
                 if drawn:

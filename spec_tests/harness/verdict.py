@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from evictionary.spec_tests.harness.coverage import functions as functions_by_requirement
+from evictionary.spec_tests.harness.degenerate import EDGE, KINDS, MATHEMATICS, REFUSAL
 from evictionary.spec_tests.harness.implementation import Implementation
-from evictionary.spec_tests.harness.law import EDGE, KINDS, MATHEMATICS, REFUSAL, REQUIREMENTS
+from evictionary.spec_tests.harness.law import REQUIREMENTS
 
 SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
