@@ -188,7 +188,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"--expected-failures: {name} did not fail", yellow=True)
     if folder := config.getoption("--report"):
         found.write_files(Path(folder))
-        terminalreporter.write_line(f"wrote conformance.json, junit.xml and badge.json to {folder}")
+        if not config.getoption("--brief"):
+            terminalreporter.write_line(f"wrote conformance.json, junit.xml and badge.json to {folder}")
     for line in found.missing(config.getoption("--require") or []):
         terminalreporter.write_line(line, red=True)
 
