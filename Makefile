@@ -38,7 +38,6 @@ measure: .venv/installed
 
 # The pages that are made from the code and the stored measurements; a test says when one of them is out of date.
 pages: .venv/installed
-	$(BIN)/python -m spec_tests.harness.coverage
 	$(BIN)/python -m docs_build.figures
 
 # The kept tokens beside those of kvpress, which gets an environment of its own: an optional check.

@@ -11,13 +11,15 @@ from mkdocs.structure.files import File, Files
 
 from docs_build import pages
 from docs_build.entries import PAGES
+from evictionary.spec_tests.harness import coverage
 
 # Pages whose tables need the width of the navigation, with the class by which the style sheet knows their columns.
 WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each module (the API) and for each source file."""
+    """Add the coverage page, a page for each module (the API) and one for each source file."""
+    files.append(File.generated(config, "coverage.md", content=coverage.page()))
     for uri, content in pages.api_pages().items():
         files.append(File.generated(config, uri, content=content))
     for path in pages.source_files():

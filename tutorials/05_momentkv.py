@@ -219,7 +219,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# In [the workbench](../workbench.md) the correction goes with any method: write `+moments` behind its name.
+# In [a real model](../in_a_model.md) the correction goes with any method: write `+moments` behind its name.
 
 # %%
 context = EvictingCache(model, method=None)

@@ -24,7 +24,7 @@ class Requirement:
     """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are given.
 
     `verdict` says what became of the paper's statement: definition, true, false, restored (its text was lost) or measured.
-    `no_law` says why a requirement has no law, where it has none.
+    `no_law` says why a requirement has no law, where it has none. An equation has a `name`, and `tex`, the formula that pages show.
     """
 
     id: str
@@ -33,6 +33,8 @@ class Requirement:
     where: str = ""
     verdict: str = "definition"
     no_law: str = ""
+    name: str = ""
+    tex: str = ""
 
     @property
     def source(self) -> str:
