@@ -5,37 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from evictionary.reference import cache, keydiff, knorm, selection
 from evictionary.spec_tests.harness.planted import mutant
-
-
-@mutant("keydiff.score", killed_by="MEM-1", misconception="the keys normalised in place")
-def normalised_in_place(keys):
-    scores = keydiff.score(keys)
-    keys /= np.maximum(np.linalg.norm(keys, axis=-1, keepdims=True), 1e-300)
-    return scores
-
-
-@mutant("selection.top_k", killed_by="MEM-1", misconception="the scores of protected tokens overwritten in place")
-def scores_overwritten(scores, budget, protected=None):
-    kept = selection.top_k(scores, budget, protected)
-    scores[~kept] = -np.inf
-    return kept
-
-
-@mutant(
-    "cache.compress", killed_by="MEM-2", misconception="nothing copied where every token is kept: the cache is a view of its input"
-)
-def view_where_all_is_kept(keys, values, kept):
-    stored = cache.compress(keys, values, kept)
-    if kept.all():
-        stored = stored._replace(keys=keys.reshape(-1, keys.shape[-1]))
-    return stored
-
-
-@mutant("knorm.score", killed_by="MEM-3", misconception="noise from a hidden generator added to break ties")
-def hidden_generator(keys):
-    return knorm.score(keys) * (1 + 1e-3 * np.random.random(keys.shape[:-1]))  # noqa: NPY002
 
 
 @mutant(
