@@ -138,7 +138,7 @@ def run(
     rows: dict[str, list[Row]] = {}
     for method in chosen:
         options = {name: value for name, value in DEMO_OPTIONS.items() if name in method.options}
-        asked = [None] if method.sets_own_budget else ratios
+        asked = [None] if "own_budget" in method.traits else ratios
         rows[method.name] = [Row(method.name, options, ratio) for ratio in asked]
     pictures: list[Picture] = []
     plan(len(prompts) * (2 + sum(map(len, rows.values()))))
