@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from jinja2 import Environment, PackageLoader, select_autoescape
 from transformers import PreTrainedModel
 
 from evictionary import __version__
@@ -24,6 +22,7 @@ from evictionary.claims import expected_attention, gvote, keydiff, lagkv, moment
 from evictionary.claims.claim import Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import UsageError
+from evictionary.evaluation import pages
 
 SCHEMA_VERSION = 1
 PAPERS: dict[str, ModuleType] = {
@@ -156,22 +155,15 @@ def write(result: dict[str, Any], folder: Path) -> list[Path]:
     Returns the paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True)
-    environment.filters["short"] = short
-    pages = {"results.json": json.dumps(result, indent=1) + "\n"}
-    pages["claims.html"] = environment.get_template("claims.html").render(result=result)
-    pages["index.md"] = environment.get_template("claims_index.md").render(result=result)
+    contents = {
+        "results.json": json.dumps(result, indent=1) + "\n",
+        "claims.html": pages.render("claims.html", result=result),
+        "index.md": pages.render("claims_index.md", result=result),
+    }
     for paper in result["papers"]:
         name = paper["paper"]
         pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=ROWS.get(name, 1))
-        pages[f"{name}.md"] = environment.get_template("claims.md").render(result=result, paper=paper)
-    for name, text in pages.items():
-        partial = folder / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, folder / name)
-    return [folder / name for name in pages] + [folder / paper["picture"] for paper in result["papers"]]
-
-
-def short(value: float) -> str:
-    """Three significant digits."""
-    return f"{value:.3g}"
+        contents[f"{name}.md"] = pages.render("claims.md", result=result, paper=paper)
+    for name, text in contents.items():
+        pages.put(folder / name, text)
+    return [folder / name for name in contents] + [folder / paper["picture"] for paper in result["papers"]]

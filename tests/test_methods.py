@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods import catalogue
-from evictionary.methods.method import Method, tokens_to_keep
+from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.reference import keydiff as reference_keydiff
 from evictionary.reference import lagkv as reference_lagkv
@@ -42,9 +44,9 @@ def test_the_file_system_is_the_registry() -> None:
 
 def test_optimized_is_preferred_and_agrees_with_the_reference(states: dict[str, torch.Tensor]) -> None:
     method = resolve("keydiff")
-    assert method.module.__name__ == "optimized.keydiff"
+    assert method.module.__name__ == "evictionary.optimized.keydiff"
     wanted = selection.top_k(reference_keydiff.score(states["keys"].double().numpy()), 20)
-    assert np.array_equal(method.kept(states, compression_ratio=0.5).numpy(), wanted)
+    assert np.array_equal(method.kept(states, Request(compression_ratio=0.5)).numpy(), wanted)
 
 
 def test_every_input_arrives_under_its_name(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
@@ -59,20 +61,20 @@ def score(keys, values, queries, hidden_states, positions, length, layer_index, 
     return keys.sum(-1)
 """
     more = {"queries": torch.ones(1, 4, 40, 4), "hidden_states": torch.ones(1, 40, 6)}
-    kept = user_method(tmp_path, text).kept(states | more, compression_ratio=0.9, layer_index=1, num_layers=3)
+    kept = user_method(tmp_path, text).kept(states | more, Request(compression_ratio=0.9, layer_index=1, num_layers=3))
     assert kept.sum(-1).tolist() == [[4, 4]]
 
 
 def test_a_file_that_imports_torch_receives_tensors(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
     text = "import torch\ndef score(keys, /):\n    assert isinstance(keys, torch.Tensor)\n    return keys[..., 0]\n"
-    kept = user_method(tmp_path, text).kept(states, compression_ratio=0.5)
+    kept = user_method(tmp_path, text).kept(states, Request(compression_ratio=0.5))
     assert torch.equal(kept, torch.from_numpy(selection.top_k(states["keys"][..., 0].numpy(), 20)))
 
 
 def test_select_goes_before_score_and_a_function_can_be_named(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
     text = "def score(keys):\n    return keys[..., 0]\ndef select(keys):\n    return keys[..., 0] == keys[..., 0]\n"
-    assert user_method(tmp_path, text).kept(states, compression_ratio=0.5).all()
-    assert user_method(tmp_path, text, ":score").kept(states, compression_ratio=0.5).sum(-1).tolist() == [[20, 20]]
+    assert user_method(tmp_path, text).kept(states, Request(compression_ratio=0.5)).all()
+    assert user_method(tmp_path, text, ":score").kept(states, Request(compression_ratio=0.5)).sum(-1).tolist() == [[20, 20]]
 
 
 def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.Tensor]) -> None:
@@ -83,14 +85,14 @@ def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.T
         solved = reference_lagkv.keep_ratio_for(40, budget, **options)
         left = reference_lagkv.retained_length(40, keep_ratio=solved, **options)
         assert left <= budget
-        assert method.kept(states, compression_ratio=ratio, options=options).sum(-1).tolist() == [[left, left]]
-    fixed = method.kept(states, compression_ratio=0.5, options=options | {"keep_ratio": 0.5}).sum(-1)
+        assert method.kept(states, Request(compression_ratio=ratio, options=options)).sum(-1).tolist() == [[left, left]]
+    fixed = method.kept(states, Request(compression_ratio=0.5, options=options | {"keep_ratio": 0.5})).sum(-1)
     assert fixed.tolist() == [[reference_lagkv.retained_length(40, keep_ratio=0.5, **options)] * 2]
 
 
 def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tensor]) -> None:
     method = resolve("lagkv")
-    assert method.kept(states, compression_ratio=0.5).all()
+    assert method.kept(states, Request(compression_ratio=0.5)).all()
     assert "2064" in str(method.why_nothing_removed(40))
     assert method.why_nothing_removed(40, {"lag_size": "8", "sink_size": 4}) is None
     assert resolve("keydiff").why_nothing_removed(40) is None
@@ -117,6 +119,67 @@ def test_options_of_other_types(tmp_path: Path) -> None:
         method.typed_options({"strict": "perhaps"})
     with pytest.raises(UsageError, match="one of share, strict, mode, window"):
         method.typed_options({"shares": 1})
+
+
+SINKS_AND_NEWEST = """
+import numpy as np
+def select(keys, values, *, keep_ratio, sink_size=4):
+    place, length = np.arange(keys.shape[2]), keys.shape[2]
+    kept = (place < sink_size) | (place >= length - max(1, int(length * keep_ratio)))
+    return np.broadcast_to(kept, keys.shape[:3])
+"""
+
+
+def test_arguments_like_lagkvs_do_not_make_a_method_recursive(
+    tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor
+) -> None:
+    """keep_ratio and sink_size say what a function reads; that it is recursive is for TRAITS alone to say."""
+    method = user_method(tmp_path, SINKS_AND_NEWEST)
+    assert method.traits == frozenset()
+    with EvictingCache(model, method, 0.5, {"sink_size": 2}, every=4) as cache:
+        for block in prompt.split(8, dim=1):
+            model(block, past_key_values=cache, use_cache=True)
+        layer = cache.layers[0]
+        assert layer.static is None
+        assert layer.positions[0, 0, :2].tolist() == [0, 1]
+        assert layer.positions[0, 0, -1] == 39
+    with EvictingCache(model, method, budget=10, every=4):  # of a recursive method a budget is refused
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "traits"),
+    [
+        ("lagkv", {"recursive"}),
+        ("gvote", {"own_budget"}),
+        ("h2o", {"prompt_only"}),
+        ("momentkv", {"every_token", "evicts_first"}),
+        ("keydiff", set()),
+    ],
+)
+def test_what_a_method_is_stands_in_its_module(name: str, traits: set[str]) -> None:
+    assert resolve(name).traits == traits
+
+
+def test_what_a_users_method_is_stands_in_its_file(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    score = "def score(keys):\n    return keys.sum(-1)\n"
+    with EvictingCache(model, user_method(tmp_path, f"TRAITS = {{'every_token'}}\n{score}")) as cache:
+        assert cache.every == 1
+    with pytest.raises(UsageError, match=r"every: got 5, wanted 0: .*mine.py reads the queries of all tokens"):
+        EvictingCache(model, user_method(tmp_path, f"TRAITS = {{'prompt_only'}}\n{score}"), every=5)
+    with pytest.raises(UsageError, match=r"TRAITS of mine.py: got \{'recursiv'\}, wanted a set of every_token, evicts_first"):
+        user_method(tmp_path, f"TRAITS = {{'recursiv'}}\n{score}")
+    with pytest.raises(UsageError, match=r"TRAITS of .*mine.py: got 'recursive', wanted select to take lag_size then"):
+        user_method(tmp_path, f"TRAITS = {{'recursive'}}{SINKS_AND_NEWEST}")
+    recursive = SINKS_AND_NEWEST.replace("sink_size=4", "sink_size=4, lag_size=8")
+    assert user_method(tmp_path, f"TRAITS = ('recursive',){recursive}").traits == {"recursive"}
+
+
+def test_an_allocator_leaves_a_mask_as_it_is(states: dict[str, torch.Tensor]) -> None:
+    """MomentKV selects from a prompt by a mask of its own, so there are no scores for ada_kv to share a budget out by."""
+    states["queries"] = torch.randn(1, 4, 40, 4, generator=torch.Generator().manual_seed(0))
+    alone, composed = (resolve(name).kept(states, Request(budget=8)) for name in ("momentkv", "momentkv+ada_kv"))
+    assert torch.equal(alone, composed)
 
 
 def test_unknown_names_and_files(tmp_path: Path) -> None:
@@ -165,7 +228,7 @@ def test_a_file_that_exits_is_named(tmp_path: Path) -> None:
 def test_wrong_scores_are_named(tmp_path: Path, states: dict[str, torch.Tensor], body: str, message: str) -> None:
     method = user_method(tmp_path, f"def score(keys):\n    {body}\n")
     with pytest.raises(MethodError, match=message):
-        method.kept(states, compression_ratio=0.5)
+        method.kept(states, Request(compression_ratio=0.5))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +242,7 @@ def test_wrong_scores_are_named(tmp_path: Path, states: dict[str, torch.Tensor],
 def test_wrong_kept_masks_are_named(tmp_path: Path, states: dict[str, torch.Tensor], body: str, message: str) -> None:
     method = user_method(tmp_path, f"def select(keys):\n    {body}\n")
     with pytest.raises(MethodError, match=message):
-        method.kept(states, compression_ratio=0.5)
+        method.kept(states, Request(compression_ratio=0.5))
 
 
 @pytest.mark.parametrize("module", ["torch", "numpy"])
@@ -189,23 +252,23 @@ def test_the_cache_is_not_written_to(tmp_path: Path, states: dict[str, torch.Ten
     states = {name: value.double() for name, value in states.items()}
     before = states["keys"].clone()
     if module == "numpy":
-        method.kept(states, compression_ratio=0.5)
+        method.kept(states, Request(compression_ratio=0.5))
         assert torch.equal(states["keys"], before)
         return
     with pytest.raises(MethodError, match=r"score in mine.py writes into keys, wanted a function that changes a copy"):
-        method.kept(states, compression_ratio=0.5)
+        method.kept(states, Request(compression_ratio=0.5))
 
 
 def test_methods_run_in_inference_mode(tmp_path: Path) -> None:
     method = user_method(tmp_path, "import torch\ndef score(keys):\n    return keys.sum(-1)\n")
     with torch.inference_mode():
         states = {name: torch.randn(1, 2, 40, 4) for name in ("keys", "values")}
-        assert method.kept(states, compression_ratio=0.5).sum(-1).tolist() == [[20, 20]]
+        assert method.kept(states, Request(compression_ratio=0.5)).sum(-1).tolist() == [[20, 20]]
 
 
 def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
     text = "def score(keys):\n    scores = keys[..., 0].copy()\n    scores[..., 5] = float('inf')\n    return scores\n"
-    assert user_method(tmp_path, text).kept(states, budget=1)[..., 5].all()
+    assert user_method(tmp_path, text).kept(states, Request(budget=1))[..., 5].all()
 
 
 @pytest.mark.parametrize(("ratio", "budget", "kept"), [(0.9, None, 1), (0.5, 3, 3), (0.5, 99, 10), (0.0, None, 10)])

@@ -12,9 +12,8 @@ import torch
 from conftest import tiny_llama
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from evictionary.errors import UsageError
+from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation import demo, passkey
-from evictionary.evaluation import demo_report as report
 from evictionary.evaluation.questions import ask, prefill, tokenize
 
 
@@ -91,16 +90,17 @@ def test_asking_is_greedy_and_leaves_the_cache_as_it_was(tokenizer: PreTrainedTo
 def test_every_method_has_a_row_and_a_picture(result: demo.Result) -> None:
     assert [row.label for row in result.rows] == ["full cache", "keydiff", "lagkv (lag_size=128)", "random"]
     full, keydiff, _, _ = result.rows
-    assert full.bytes_after == full.bytes_before
-    assert full.error == [0.0, 0.0]
-    for before, after, tokens in zip(keydiff.tokens_before, keydiff.tokens_after, keydiff.bytes_after, strict=True):
+    assert full.measured["bytes_after"] == full.measured["bytes_before"]
+    assert full.measured["error"] == [0.0, 0.0]
+    numbers = (keydiff.measured[name] for name in ("tokens_before", "tokens_after", "bytes_after"))
+    for before, after, nbytes in zip(*numbers, strict=True):
         assert after == before // 2
-        assert tokens == after * 2 * 2 * 2 * 8 * 4
-    assert all(error > 0 for error in keydiff.error)
+        assert nbytes == after * 2 * 2 * 2 * 8 * 4
+    assert all(error > 0 for error in keydiff.measured["error"])
     assert [picture.label for picture in result.pictures] == [row.label for row in result.rows[1:]]
     for picture, row in zip(result.pictures, result.rows[1:], strict=True):
-        assert picture.kept.shape == (4, row.tokens_before[1])
-        assert picture.kept.sum(axis=1).tolist() == [row.tokens_after[1]] * 4
+        assert picture.kept.shape == (2, 2, row.measured["tokens_before"][1])
+        assert (picture.kept.sum(axis=-1) == row.measured["tokens_after"][1]).all()
     assert json.loads(json.dumps(result.as_json()))["rows"][1]["summary"]["of"] == 2
 
 
@@ -108,7 +108,7 @@ def test_a_method_that_sets_its_own_budget_is_asked_once(tokenizer: PreTrainedTo
     model = tiny_llama(max_position_embeddings=2048)
     found = demo.run(model, tokenizer, method_names=["gvote", "knorm"], ratios=(0.25, 0.5), depths=(0.5,), tokens=300)
     assert [(row.label, row.asked) for row in found.rows[1:]] == [("gvote", "own"), ("knorm", "25%"), ("knorm", "50%")]
-    assert found.rows[1].tokens_after[0] < found.rows[1].tokens_before[0]
+    assert found.rows[1].measured["tokens_after"][0] < found.rows[1].measured["tokens_before"][0]
 
 
 def test_default_methods_say_whom_they_leave_out() -> None:
@@ -119,7 +119,7 @@ def test_default_methods_say_whom_they_leave_out() -> None:
 
 def test_the_report_asks_the_network_for_nothing(result: demo.Result, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    report.write(result, path)
+    demo.write(result, path)
     page = path.read_text(encoding="utf-8")
     html.parser.HTMLParser().feed(page)
     assert not re.findall(r"https?://", page)
@@ -128,3 +128,10 @@ def test_the_report_asks_the_network_for_nothing(result: demo.Result, tmp_path: 
     assert all(source.startswith("data:") for source in sources)
     assert "lagkv (lag_size=128)" in page
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_method_that_fails_ends_the_demo(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(keys):\n    raise RuntimeError('not yet')\n")
+    with pytest.raises(MethodError, match=r"score in mine\.py raised RuntimeError at mine\.py, line 2: not yet"):
+        demo.run(tiny_llama(max_position_embeddings=2048), tokenizer, method_names=[str(mine)], depths=(0.5,), tokens=200)

@@ -18,6 +18,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import UsageError
+from evictionary.methods.method import Request
 from evictionary.methods.resolve import resolve
 from evictionary.optimized.momentkv import Moments
 from evictionary.reference import ada_kv as reference_ada_kv
@@ -426,7 +427,7 @@ def test_the_last_queries_are_the_last_where_a_cache_has_as_many_tokens(tmp_path
     states = {"keys": torch.randn(1, 2, 8, 4), "values": torch.randn(1, 2, 8, 4), "queries": torch.randn(1, 4, 8, 4)}
     filled = torch.ones(1, 2, 8, dtype=torch.bool)
     filled[0, 1, 3:] = False
-    method.kept(states, budget=2, filled=filled, seen=[30], is_prompt=False)
+    method.kept(states, Request(budget=2, filled=filled, seen=[30], is_prompt=False))
     first, second = method.module.GIVEN
     np.testing.assert_array_equal(first, states["queries"][:, :2].double())
     np.testing.assert_array_equal(second, states["queries"][:, 2:, -3:].double())
