@@ -1,5 +1,4 @@
-"""Laws of GVote's selection, GV-A1 to GV-A12 as a whole. Its single steps are in test_gvote_steps.py, the paper's claims in
-test_gvote_paper.py."""
+"""Laws of GVote's selection, GV-A1 to GV-A12 as a whole. Its single steps are in test_gvote_steps.py."""
 
 from __future__ import annotations
 

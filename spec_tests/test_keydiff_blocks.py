@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from evictionary.reference.keydiff import Cache, anchor, process_block, process_prompt, score
-from evictionary.reference.keydiff_theory import causal_attention
+from evictionary.reference.keydiff import Cache
 from evictionary.spec_tests.harness.arithmetic import EPSILON
-from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, tiny_cases
+from evictionary.spec_tests.harness.cases import cases, seeds, tiny_cases
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_numbers
 
@@ -279,48 +278,3 @@ def test_bad_blocks_are_refused(impl, name):
 
     with pytest.raises(ValueError, match=name):
         call()
-
-
-@law(
-    "KD-6",
-    case=seeded_cases(min_length=5, max_length=17, kinds=("normal", "mixed_norms", "drift")),
-    budget=budgets,
-    block_size=st.integers(1, 4),
-)
-def test_streaming_in_two_parts_is_streaming_in_one(case, budget, block_size):
-    """A prompt cut at a block boundary and taken up again keeps what it keeps uncut."""
-    whole = process_prompt(case.keys, case.values, budget=budget, block_size=block_size)
-    cut = (case.length // block_size + 1) // 2 * block_size
-    cache = process_prompt(case.keys[:, :, :cut], case.values[:, :, :cut], budget=budget, block_size=block_size)
-    for start in range(cut, case.length, block_size):
-        block = (slice(None), slice(None), slice(start, start + block_size))
-        cache = process_block(cache, case.keys[block], case.values[block], budget=budget)
-    for name in Cache._fields:
-        assert np.array_equal(getattr(cache, name), getattr(whole, name))
-
-
-@law("KD-6")
-def test_the_block_size_changes_what_is_kept():
-    """The scores are local to cache and block, as those of attention are: blocks of 2 keep another token than one block of 3."""
-    keys = np.array([[0.0, 1], [0, 1], [1, 0]])
-    assert process_prompt(keys, keys, budget=1, block_size=3).positions.tolist() == [2]
-    assert process_prompt(keys, keys, budget=1, block_size=2).positions.tolist() == [0]
-
-
-@law("KD-6", case=cases(min_length=2))
-def test_two_keys_are_equally_far_from_their_mean(case):
-    """With N = 1, decoding chooses between two tokens that score alike: the budget that KeyDiff can use starts at 2."""
-    for pair in np.split(case.keys[:, :, : case.keys.shape[2] // 2 * 2], case.keys.shape[2] // 2, axis=2):
-        if (np.abs(pair).max(axis=-1) > 0).all():
-            first, second = np.moveaxis(score(pair), -1, 0)
-            # Of opposite keys the mean is rounding, and so is the cosine with it.
-            far = np.abs(anchor(pair)).max(axis=-1) > 1e-8
-            assert np.abs(first - second)[far].max(initial=0) <= 1e-7
-
-
-@law("KD-2")
-def test_a_mask_on_the_diagonal_too_leaves_the_first_token_nothing():
-    """Read with the diagonal, the upper triangular mask of -inf hides every key from the first token; it means strictly above."""
-    hidden = np.triu(np.ones((2, 2), dtype=bool))
-    assert hidden[0].all()
-    assert np.array_equal(causal_attention(np.ones((2, 1)), np.ones((2, 1)), np.array([[1.0], [3]])), [[1], [2]])

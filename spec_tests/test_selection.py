@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from evictionary.reference.lagkv import tokens_per_partition
-from evictionary.reference.selection import budget
 from evictionary.spec_tests.harness.cases import KINDS, Case, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection
@@ -113,11 +109,3 @@ def test_more_protected_than_the_budget_is_refused(impl, scores):
     """Protecting every token with a smaller budget raises ValueError."""
     with pytest.raises(ValueError, match="protected"):
         impl.selection.top_k(np.array([[scores]]), len(scores) - 1, np.ones((1, 1, len(scores)), dtype=bool))
-
-
-@law("SEL-1")
-def test_exact_ratios_are_read_as_written():
-    """The budgets that binary floats lose: int(10 * (1 - 0.9)) is 0 and int(100 * 0.29) is 28."""
-    assert budget(10, 0.9) == 1
-    assert tokens_per_partition(0.29, 100) == 29
-    assert tokens_per_partition(Fraction(7, 96), 96) == 7

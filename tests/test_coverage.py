@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 
 from evictionary.spec_tests.harness import coverage
+from evictionary.spec_tests.harness.matrix import load_laws
 
 
 def test_every_requirement_has_a_law_or_a_reason() -> None:
     assert coverage.uncovered() == []
+
+
+def test_a_law_about_a_paper_alone_stands_in_the_folder_of_the_papers() -> None:
+    assert [law.name for law in load_laws().values() if law.path.startswith("papers/") == bool(law.functions)] == []
 
 
 def test_the_coverage_page_is_up_to_date() -> None:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import SearchStrategy
 
-REQUIREMENTS_FOLDER = Path(__file__).parent.parent / "requirements"
+SUITE = Path(__file__).resolve().parent.parent
+REQUIREMENTS_FOLDER = SUITE / "requirements"
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,15 @@ REQUIREMENTS = _read_requirements()
 
 @dataclass(frozen=True)
 class Law:
-    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself."""
+    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself.
+
+    `path` is the file that it is written in, from the folder of the suite (`test_keydiff.py`, `papers/test_keydiff_paper.py`);
+    `name` is the stem of that file and the name of the test, `test_keydiff::test_scores_are_cosines`.
+    """
 
     requirement: Requirement
     functions: tuple[str, ...]
+    path: str
     name: str
     sentence: str
     why: str
@@ -90,7 +96,7 @@ def law(
     """Make a test function the law of a requirement.
 
     With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample, a recomputed figure):
-    it takes no `impl` and runs once.
+    it takes no `impl`, runs once, and stands in a file of `papers/`.
 
     Args: requirement, an id of `requirements/*.toml`; of, the function or functions of the implementation that the law calls (an
     implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
@@ -108,8 +114,9 @@ def law(
 
         check: Callable[..., None] = judging if functions else test
         sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
-        name = f"{Path(test.__code__.co_filename).stem}::{test.__name__}"
-        LAWS[name] = Law(REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for)
+        path = Path(test.__code__.co_filename).resolve().relative_to(SUITE)
+        name = f"{path.stem}::{test.__name__}"
+        LAWS[name] = Law(REQUIREMENTS[requirement], functions, path.as_posix(), name, sentence, why, check, drawn, not_for)
         return pytest.mark.law(LAWS[name])(LAWS[name].test())
 
     return decorate
