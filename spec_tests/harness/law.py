@@ -55,19 +55,19 @@ REQUIREMENTS = _read_requirements()
 class Law:
     """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself.
 
-    `path` is the file that it is written in, from the folder of the suite (`test_keydiff.py`, `papers/test_keydiff_paper.py`);
-    `name` is the stem of that file and the name of the test, `test_keydiff::test_scores_are_cosines`.
+    `path` is the file that it is written in, from the folder of the suite (`test_keydiff.py`, `papers/test_keydiff_paper.py`),
+    empty for one that is in no file of it; `name` is the stem of that file and the test: `test_keydiff::test_scores_are_cosines`.
     """
 
     requirement: Requirement
     functions: tuple[str, ...]
-    path: str
     name: str
     sentence: str
     why: str
     check: Callable[..., None]
     drawn: dict[str, SearchStrategy]
     not_for: Callable[[Any], str]
+    path: str = ""
 
     def missing(self, implementation: Any) -> tuple[str, str]:
         """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason), or two empty strings."""
@@ -116,7 +116,7 @@ def law(
         sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
         path = Path(test.__code__.co_filename).resolve().relative_to(SUITE)
         name = f"{path.stem}::{test.__name__}"
-        LAWS[name] = Law(REQUIREMENTS[requirement], functions, path.as_posix(), name, sentence, why, check, drawn, not_for)
+        LAWS[name] = Law(REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for, path.as_posix())
         return pytest.mark.law(LAWS[name])(LAWS[name].test())
 
     return decorate
