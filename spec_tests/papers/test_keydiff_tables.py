@@ -1,325 +1,76 @@
-"""Laws of KeyDiff's tables (KD-T1, KD-T5 to KD-T11): every average recomputed, and what the text says of the numbers.
-
-Scores are given in hundredths, as printed: `KeyDiff 2K` and then the tasks in the order of `TASKS`, and last the printed average.
-"""
+"""Laws of KeyDiff's tables (KD-T1, KD-T5 to KD-T11): every average recomputed, and what the text says of the numbers."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
+from typing import NamedTuple
 
 import pytest
 
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.papers.tables import printed
 
 CHINESE = ("MF-zh", "DuReader", "VCSum", "LSHT", "PR-zh")
-# fmt: off
-TASKS = (
-    "NarrativeQA", "Qasper", "MF-en", "MF-zh", "HotpotQA", "2WikiMQA", "Musique", "DuReader", "GovReport", "QMSum", "MultiNews",
-    "VCSum", "TREC", "TriviaQA", "SAMSum", "LSHT", "PCount", "PR-en", "PR-zh", "Lcc", "RB-P",
-)
-# fmt: on
 BUDGETS = ("2K", "4K", "6K", "8K")
 RIVALS = ("H2O", "TOVA", "Sink", "SnapKV")
-
-FULL_8B = """
-Full - 3005 4700 5612 5986 5733 4781 3225 3564 3486 2532 2702 1728 7300 9161 4337 4550 833 9950 9900 6166 5194 4974
-H2O 2K 174 2115 2533 2165 2611 2415 878 590 217 270 1678 397 4400 2936 762 1450 225 588 400 4015 1214 1525
-H2O 4K 407 3616 3600 3802 3352 3287 1778 568 666 595 2409 603 5500 4765 1741 1850 400 2450 3125 5485 2143 2483
-H2O 6K 852 4331 4480 4624 4003 4246 2168 733 1185 878 2603 782 6200 5639 2572 1800 575 4550 9000 5862 2953 3335
-H2O 8K 1385 4494 4781 5614 4364 4490 2365 1101 1878 1135 2649 996 6950 6905 3341 1950 525 6250 9867 5974 3626 3840
-TOVA 2K 2257 3726 3943 3696 4574 3448 1477 1698 2887 2117 2695 1621 6250 9073 4274 1875 0 1800 3200 6268 5248 3435
-TOVA 4K 2268 4455 4787 5116 4676 4454 2056 2250 3095 2213 2696 1675 6150 9056 4327 2525 300 4350 8400 6162 5340 4112
-TOVA 6K 2459 4593 5392 5545 5509 4743 2507 2768 3233 2410 2700 1691 6850 9081 4389 2900 425 6700 9867 6150 5239 4531
-TOVA 8K 2486 4678 5483 5795 5452 4900 2640 3115 3344 2476 2700 1733 7100 9111 4329 3325 625 8700 9867 6149 5179 4723
-Sink 2K 2183 3427 2924 3282 3864 2950 1259 1618 2851 2021 2662 1554 6500 8946 4220 2225 200 2550 3250 6495 5954 3378
-Sink 4K 2294 4301 3908 4616 4404 4139 1909 1654 3108 2157 2678 1673 7000 9153 4229 2925 300 3850 7100 6212 5884 3976
-Sink 6K 2541 4740 4413 5278 4739 4573 2190 1755 3253 2219 2687 1705 7200 9125 4341 3375 308 5250 9800 6222 5624 4349
-Sink 8K 2353 4663 4868 5577 4961 4716 2114 1954 3310 2320 2692 1691 7200 9129 4379 3700 325 6600 9900 6218 5643 4491
-SnapKV 2K 2181 3722 3719 3829 4610 3542 1653 1637 2983 2105 2677 1616 6100 8884 4256 2175 403 5150 8117 6237 5145 3845
-SnapKV 4K 2479 4422 4730 5027 4849 4673 2055 2204 3219 2268 2695 1695 6750 9098 4314 2500 517 8950 9667 6144 5120 4446
-SnapKV 6K 2410 4557 5044 5527 5312 4841 2427 2746 3343 2353 2703 1684 7150 9228 4358 2700 525 9800 9900 6132 5216 4665
-SnapKV 8K 2515 4655 5339 5765 5600 4875 2782 3266 3367 2485 2701 1737 7250 9178 4354 3375 508 10000 9867 6148 5141 4805
-KeyL2Norm 2K 866 3663 4170 3770 3375 3225 539 1773 1964 1496 2669 1102 6300 5894 2845 2250 305 1775 2013 5240 2563 2752
-KeyL2Norm 4K 1538 4406 5175 4752 5022 4556 1844 2761 2950 2227 2693 1344 6950 7941 3750 2700 450 5800 8050 5882 3508 4014
-KeyL2Norm 6K 2175 4563 5506 5377 5293 4770 2563 3217 3266 2485 2694 1512 7000 8689 4051 3450 525 7500 9800 6098 4314 4517
-KeyL2Norm 8K 2512 4570 5602 5657 5814 4777 3029 3409 3381 2489 2694 1589 7150 8926 4134 3900 725 8700 9900 6205 4828 4761
-KeyDiff 2K 2664 4173 5099 5118 5159 4647 2284 3237 2902 2386 2676 1481 6650 8592 3926 4225 317 9600 9625 5917 3942 4506
-KeyDiff 4K 2870 4562 5606 5683 5458 4931 2825 3306 3230 2503 2707 1632 7000 9085 4284 4450 421 9900 9767 6080 4800 4814
-KeyDiff 6K 2990 4633 5511 5900 5680 4950 3152 3497 3344 2458 2698 1680 7200 9099 4310 4700 527 9950 9900 6140 4970 4919
-KeyDiff 8K 3357 4677 5548 5916 5687 4937 3088 3454 3417 2512 2701 1713 7250 9228 4281 4650 583 9950 9867 6148 5090 4955
-"""
-FULL_3B = """
-Full - 2376 4023 5009 5584 5069 4229 2684 3624 3309 2430 2521 1641 7250 9011 4258 3400 300 9650 2050 5622 5652 4271
-H2O 2K 163 1996 2020 1520 1802 1956 288 647 78 155 1597 311 4100 2197 983 1175 50 50 0 3971 1391 1260
-H2O 4K 292 3194 3323 3325 2449 2808 755 1010 544 630 2277 481 5300 3885 2033 1550 150 750 625 5123 2294 2038
-H2O 6K 462 3881 3906 4517 3466 3552 1521 1336 1051 1001 2425 666 6150 5323 2737 1525 50 1300 1950 5455 3229 2643
-H2O 8K 965 3966 4320 5260 3809 4041 2146 1855 1780 1328 2467 912 7000 6430 3219 1700 200 2450 2150 5500 3909 3115
-TOVA 2K 1714 3014 3244 3164 3596 3005 1308 962 2615 1970 2504 1547 5650 8781 4048 1675 250 1150 650 5551 5236 2935
-TOVA 4K 2052 3953 4247 4580 4412 3842 1822 1776 2936 2136 2496 1660 6350 8898 4150 1875 300 2350 1500 5572 5666 3456
-TOVA 6K 2022 3978 4586 5293 4908 4154 2043 2478 3050 2217 2511 1637 6650 8900 4250 2100 400 4650 2050 5557 5753 3771
-TOVA 8K 2108 4067 4907 5517 4869 4193 2305 3102 3164 2285 2521 1655 6900 8925 4219 2250 250 7100 2150 5577 5747 3991
-Sink 2K 1685 3069 2658 2732 3326 2527 1382 938 2674 1915 2515 1588 6500 8617 4079 1950 150 1950 850 5665 5273 2954
-Sink 4K 1946 3861 3622 4168 4197 3584 1337 986 2934 2019 2506 1644 7100 8806 4131 2175 250 3550 1600 5648 5243 3396
-Sink 6K 1933 4029 3795 4968 4648 4029 1531 1110 3043 2135 2514 1664 7150 8893 4204 2350 350 4700 1950 5655 5411 3622
-Sink 8K 2015 4002 4194 5357 4815 4224 1601 1476 3164 2210 2520 1650 7300 8926 4237 2625 350 6250 2050 5686 5663 3825
-SnapKV 2K 1738 3137 3148 2965 3777 3005 1154 966 2703 1993 2497 1597 5900 8813 4048 1625 350 3250 900 5632 5591 3085
-SnapKV 4K 1985 3922 3986 4733 4670 3798 1664 1688 2979 2121 2501 1674 6550 8935 4095 1825 250 6250 2250 5574 5688 3673
-SnapKV 6K 2083 3965 4448 5184 4930 4018 2028 2532 3127 2273 2509 1681 6900 8995 4147 1875 400 8500 2050 5569 5782 3952
-SnapKV 8K 2049 4080 4816 5544 4878 4165 2479 3040 3181 2346 2517 1644 7000 9017 4199 2200 500 9400 2150 5577 5729 4120
-KeyL2Norm 2K 767 3039 3185 3064 2947 2576 741 1417 1536 1242 2420 791 4800 5099 2309 1750 200 750 500 4892 2632 2222
-KeyL2Norm 4K 1292 3759 4471 4385 3889 3342 1241 2242 2463 1927 2477 1137 6300 7251 3175 1900 387 950 1100 5582 4008 3013
-KeyL2Norm 6K 1302 4055 4817 5087 4318 4017 1710 3129 2899 2147 2508 1330 6500 7961 3716 2150 250 4650 1850 5649 4705 3560
-KeyL2Norm 8K 1572 4054 4788 5429 4929 4379 2222 3318 3186 2250 2519 1428 7000 8492 3945 2300 150 6900 2050 5682 5073 3889
-KeyDiff 2K 1829 3665 4544 4747 4609 3541 1379 2889 2816 2145 2501 1356 6000 8524 3700 2488 100 6050 1200 5413 4201 3509
-KeyDiff 4K 2234 4060 4915 5256 5014 4030 2165 3246 3138 2344 2506 1528 6650 8792 4141 2750 250 8850 1950 5555 5224 4028
-KeyDiff 6K 2229 4068 5014 5451 5174 4219 2483 3464 3239 2353 2519 1588 7100 9002 4200 2875 300 9500 2150 5586 5439 4188
-KeyDiff 8K 2241 4077 5010 5562 4983 4358 2809 3430 3278 2360 2517 1577 7200 9017 4246 3075 350 9650 2150 5585 5565 4240
-"""
-ONE_SHOT_8B = """
-Full - 4700 5612 5986 5733 4781 3225 3564 3486 2532 2702 1728 7300 9161 4337 4550 833 9950 9900 6166 5194 5072
-H2O 2K 2275 3273 2593 4356 2949 0 535 370 473 1742 444 4619 5488 1039 1220 1613 10000 3775 4244 1644 2633
-H2O 4K 3549 4314 3980 5282 3660 1000 611 934 754 2461 738 5431 6583 2318 1667 1639 10000 6150 5596 2868 3477
-H2O 6K 4405 4774 4788 5267 4590 1111 797 1555 1377 2658 913 6011 7842 3235 1364 1204 10000 9400 6023 3982 4065
-H2O 8K 4593 5112 5572 5309 4883 1358 1563 2589 1739 2718 1239 6771 8691 4005 1333 1373 10000 9900 6082 4517 4467
-TOVA 2K 4437 5547 5807 5916 4826 1667 2658 3054 2437 2681 1666 7100 9193 4529 2889 984 10000 9658 6165 5183 4820
-TOVA 4K 4645 5623 5882 6072 4996 1528 2993 3352 2556 2718 1740 7208 9140 4449 2979 1306 10000 9900 6195 5219 4925
-TOVA 6K 4666 5426 5931 5599 5026 1622 3454 3435 2521 2722 1734 7296 9156 4482 3043 1472 10000 9900 6218 5333 4952
-TOVA 8K 4657 5544 5916 5987 5177 1358 3528 3521 2598 2727 1680 7323 9070 4471 3478 1359 10000 9900 6196 5432 4996
-Sink 2K 3333 3374 3473 4537 3846 2097 1831 2608 2141 2498 1608 6750 9000 4099 2125 250 3600 1800 5708 5381 3503
-Sink 4K 3857 4115 4638 4807 4087 2251 1750 2928 2189 2512 1684 7150 9052 4132 2475 250 4900 2250 5794 5364 3809
-Sink 6K 4041 4374 5260 5008 4257 2232 1771 3054 2238 2525 1737 7250 9077 4194 2625 250 5700 2100 5714 5407 3941
-Sink 8K 4053 4458 5477 4913 4238 2375 2035 3135 2261 2528 1745 7250 9077 4227 2775 300 7000 2050 5713 5535 4057
-SnapKV 2K 4501 5253 5615 5754 5017 2500 3235 3299 2538 2724 1814 7085 8948 3971 2653 1586 9857 8704 6056 5192 4815
-SnapKV 4K 4628 5505 5957 5549 4970 2469 3509 3378 2663 2715 1748 7268 9028 4259 2857 1338 9808 9850 6114 5205 4941
-SnapKV 6K 4682 5583 5907 5968 5027 2222 3582 3489 2517 2724 1751 7231 9076 4431 2326 1400 10000 9900 6213 5443 4974
-SnapKV 8K 4672 5533 5979 5718 5151 1528 3483 3528 2571 2724 1740 7196 9046 4508 2326 1092 10000 9899 6176 5480 4917
-KeyDiff 2K 4458 5388 5365 5740 4766 1489 3344 2997 2588 2695 1610 7200 9227 4351 3182 1138 10000 9592 5926 4566 4781
-KeyDiff 4K 4605 5487 5752 5904 4997 1358 3651 3317 2592 2712 1685 7300 9013 4387 3182 1328 10000 9767 6057 5049 4907
-KeyDiff 6K 4661 5449 5919 5970 5003 1299 3604 3442 2667 2727 1747 7333 9094 4462 3333 1183 10000 9900 6129 5320 4962
-KeyDiff 8K 4655 5511 5928 5748 5051 1358 3501 3481 2587 2722 1715 7259 9122 4469 2727 1120 10000 9900 6195 5362 4921
-"""
-ONE_SHOT_3B = """
-Full - 4023 5009 5584 5069 4229 2684 3624 3309 2430 2521 1641 7250 9011 4258 3400 300 9650 2050 5622 5652 4366
-H2O 2K 2021 2423 1898 2828 2351 988 1040 143 413 1614 305 4800 4136 1223 1600 481 152 50 4016 1758 1712
-H2O 4K 3258 3387 3546 3529 2746 1784 1225 696 926 2310 517 5600 5911 2177 1370 495 1371 725 5149 2958 2484
-H2O 6K 3861 4428 4668 4234 3693 1161 1557 1352 1303 2444 774 6350 7281 3046 1286 476 6300 1900 5428 3985 3276
-H2O 8K 4023 4483 5290 4613 3978 1474 2079 2265 1706 2477 1055 7050 8355 3508 1507 404 8191 2000 5535 4583 3729
-TOVA 2K 3822 4883 5409 4808 4221 1481 2789 2871 2327 2494 1564 7050 8947 4297 2222 588 9592 1850 5614 5568 4120
-TOVA 4K 4055 5077 5610 5426 4268 1708 3166 3109 2344 2537 1600 7150 8977 4300 2192 588 9550 1850 5633 5652 4240
-TOVA 6K 4057 5012 5662 5267 4312 1944 3478 3291 2388 2530 1587 7250 8907 4273 2400 435 9497 2000 5630 5738 4283
-TOVA 8K 4086 4979 5631 5291 4203 1534 3674 3334 2411 2530 1615 7250 8940 4239 2432 577 9550 2000 5627 5685 4279
-Sink 2K 3333 3374 3473 4537 3846 2097 1831 2608 2141 2498 1608 6750 9000 4099 2125 250 3600 1800 5708 5381 3503
-Sink 4K 3857 4115 4638 4807 4087 2251 1750 2928 2189 2512 1684 7150 9052 4132 2475 250 4900 2250 5794 5364 3809
-Sink 6K 4041 4374 5260 5008 4257 2232 1771 3054 2238 2525 1737 7250 9077 4194 2625 250 5700 2100 5714 5407 3941
-Sink 8K 4053 4458 5477 4913 4238 2375 2035 3135 2261 2528 1745 7250 9077 4227 2775 300 7000 2050 5713 5535 4057
-KeyDiff 2K 3815 4958 5115 4873 4204 2024 3347 2913 2391 2510 1447 7050 8831 4228 2055 490 8900 1750 5521 4873 4065
-KeyDiff 4K 4055 5138 5588 5156 4188 1878 3593 3163 2415 2538 1580 7150 8998 4255 1918 495 9585 2100 5579 5555 4246
-KeyDiff 6K 4054 5104 5542 5178 4171 1526 3660 3280 2467 2534 1632 7250 9058 4319 2222 521 9742 2050 5587 5628 4276
-KeyDiff 8K 4066 5093 5616 5352 4207 1779 3708 3331 2427 2531 1600 7250 8948 4252 2533 500 9646 2000 5620 5680 4307
-"""
-QWEN_7B = """
-Full - 1575 1694 3238 1487 1189 1188 795 3056 3433 1991 2267 1528 6550 8705 4475 3947 422 9308 6879 5774 6184 3604
-H2O 2K 239 729 1242 1173 855 1106 273 607 362 660 1569 344 4250 2821 1063 1600 65 0 150 3510 1877 1166
-H2O 4K 199 1192 1988 1472 1024 1012 473 751 908 1014 2085 615 5100 3737 2057 1575 316 643 2762 5214 2909 1764
-H2O 6K 334 1479 2394 1533 1145 1130 552 930 1463 1427 2206 868 5575 5199 2801 1850 139 941 5453 5468 3832 2225
-H2O 8K 610 1555 2829 1499 1237 1465 624 1610 2078 1722 2244 1112 5900 5874 3305 2492 182 1573 5516 5563 4456 2545
-TOVA 2K 849 1401 2104 1155 1400 1151 509 1445 2743 1784 2283 1575 5650 7956 4055 2050 243 929 2045 5599 5615 2502
-TOVA 4K 1283 1703 2701 1414 1680 1337 805 2115 2921 1905 2273 1581 5850 8267 4271 2775 167 1500 4353 5669 5659 2868
-TOVA 6K 1577 1533 3031 1458 1930 1378 911 2570 3040 1995 2291 1510 6150 8347 4290 2760 115 2175 5516 5768 5799 3054
-TOVA 8K 1569 1555 3309 1478 1837 1399 1126 2792 3133 2017 2282 1527 6200 8449 4301 3321 278 3033 5516 5745 5896 3179
-Sink 2K 768 1468 1936 1298 858 934 397 1066 2775 1796 2233 1426 6200 7526 4276 2300 107 750 2170 5011 4957 2393
-Sink 4K 768 1718 2346 1465 909 938 439 1057 3023 1862 2279 1548 6450 8339 4419 2981 274 1808 6495 5523 5130 2846
-Sink 6K 737 1661 2573 1474 1129 1127 569 1149 3147 1872 2286 1562 6450 8486 4447 3107 359 4148 7121 5589 5599 3076
-Sink 8K 822 1615 2863 1552 1159 1111 644 1729 3256 1849 2291 1545 6500 8395 4415 3575 414 4872 7171 5682 5642 3195
-SnapKV 2K 1160 1245 2366 1254 1238 1064 703 1440 2757 1827 2285 1523 5800 8178 4113 2367 376 1942 3509 5583 5653 2685
-SnapKV 4K 1435 1345 2828 1376 1633 1174 812 2196 2971 1918 2282 1520 5700 8380 4327 2551 241 3983 5528 5812 5867 3042
-SnapKV 6K 1434 1635 3112 1416 1756 1410 874 2556 3109 2016 2284 1504 6000 8380 4299 3081 291 5417 5516 5748 6026 3232
-SnapKV 8K 1560 1581 3347 1477 1802 1449 1053 2745 3199 2009 2284 1520 6100 8408 4301 3428 458 6425 5516 5746 6059 3356
-KeyDiff 2K 717 1006 2428 1296 1003 1081 571 2359 1709 1803 2271 1173 5200 5398 3222 3000 352 3333 3437 5313 3205 2375
-KeyDiff 4K 1316 1200 3208 1415 1304 1368 539 2783 2561 2042 2276 1337 5400 7090 4023 3962 337 5842 5486 5595 4227 3015
-KeyDiff 6K 1342 1490 3511 1462 1870 1409 834 3074 2983 2108 2286 1439 6050 7703 4200 3808 413 6983 5433 5676 5150 3296
-KeyDiff 8K 1490 1577 3432 1490 1902 1393 927 3065 3129 2090 2279 1469 6000 8301 4365 4070 387 7413 5516 5733 5280 3396
-"""
-QWEN_3B = """
-Full - 1808 2249 3972 2899 2786 2045 1893 3295 3280 2374 2489 1095 6750 8505 4388 3750 500 4097 2061 5191 4753 3342
-H2O 2K 180 918 1162 1262 854 731 270 857 593 697 1689 415 3800 2187 769 1600 100 300 269 3736 2290 1175
-H2O 4K 282 1734 2327 2155 1018 1047 303 1105 1106 1073 2293 577 5075 3493 1803 1625 435 732 1664 4774 2942 1789
-H2O 6K 552 1862 2793 2726 1261 1507 426 1465 1492 1389 2421 755 5800 4594 2493 1600 291 910 2132 4950 3454 2137
-H2O 8K 616 1984 3232 2966 1601 1774 499 1942 2021 1649 2454 922 6400 5610 3256 2025 313 1161 2132 5061 3880 2452
-TOVA 2K 1169 1494 2533 1990 1729 1258 591 1534 2667 2149 2478 1658 5150 6880 4179 1775 23 600 868 4979 4860 2408
-TOVA 4K 1219 1831 3256 2733 2058 1380 774 2111 2882 2227 2498 1582 5900 8066 4305 2125 111 956 1918 4993 4674 2743
-TOVA 6K 1362 1956 3464 2872 2167 1625 847 2726 3017 2310 2494 1453 6350 8188 4297 2625 116 1058 2132 5130 4770 2903
-TOVA 8K 1466 2093 3777 2972 2257 1708 963 2910 3112 2317 2483 1348 6700 8411 4355 2825 206 1308 2132 5132 4764 3011
-Sink 2K 971 1375 2211 2097 1163 1467 443 1189 2739 1945 2436 1300 5600 5877 4237 2275 250 875 433 4827 4972 2318
-Sink 4K 1146 1828 3040 2402 1550 1462 697 1148 3008 2012 2486 1335 6300 6877 4311 2950 300 1175 1675 5176 5047 2663
-Sink 6K 1301 2003 3259 2706 1862 1577 937 1335 3098 2070 2497 1305 6650 7539 4277 3000 400 1492 2044 5232 5035 2839
-Sink 8K 1026 2127 3515 2949 2431 1760 940 1759 3181 2114 2499 1207 6850 7917 4332 3450 100 2400 2044 5147 4938 2985
-SnapKV 2K 1170 1391 2428 2075 1480 1089 742 1509 2740 2163 2464 1571 5450 7535 4272 2238 250 1833 1906 4965 5059 2587
-SnapKV 4K 1298 2221 3177 2657 1833 1441 1083 2114 2914 2238 2489 1588 6100 8417 4263 2117 375 2542 2246 5022 4877 2905
-SnapKV 6K 1416 2009 3615 2841 1914 1559 1270 2621 3035 2275 2491 1496 6500 8392 4352 2550 500 3220 2132 5104 4749 3050
-SnapKV 8K 1276 2088 3710 3010 2249 1819 1383 2954 3133 2337 2480 1375 6550 8488 4449 2800 520 3583 2132 5131 4782 3155
-KeyDiff 2K 399 1020 2271 1577 893 1312 551 2479 1735 1656 2431 1053 5750 4119 2743 2525 388 1132 1068 4644 3433 2056
-KeyDiff 4K 939 1861 3137 2364 1896 1810 786 2701 2564 2228 2470 1093 6500 6302 3774 3050 400 2008 2685 4927 3924 2734
-KeyDiff 6K 1051 1971 3551 2889 2692 1828 1147 3183 2932 2363 2490 1146 6450 7536 4151 3450 357 3141 2132 5060 4295 3039
-KeyDiff 8K 1224 2049 3852 2960 2305 1941 1595 3092 3110 2389 2483 1180 6750 7905 4173 3650 308 4021 2132 5105 4588 3182
-"""
-BLOCK_FIRST = """
-H2O 2K 130 1823 1696 1425 1226 1684 72 688 78 129 1624 297 3500 1807 978 1350 50 150 25 3998 1268 1143
-H2O 4K 230 3192 3159 3244 2502 2258 489 929 536 557 2302 480 5050 3305 1876 1375 100 250 375 5011 2157 1875
-H2O 6K 312 3887 3763 4458 3438 3535 1213 1282 1043 938 2431 663 6300 4546 2608 1425 0 850 1750 5384 3066 2519
-H2O 8K 911 4009 4504 5258 3924 3825 1588 1782 1797 1296 2470 926 7050 6057 3271 1600 50 2150 1950 5472 3926 3039
-TOVA 2K 1724 3003 3104 3207 3658 2897 1217 1050 2635 1978 2507 1520 6050 8745 4107 1550 100 1050 600 5530 5236 2927
-TOVA 4K 1959 3927 4216 4454 4458 3763 1862 1744 2882 2146 2518 1649 6250 8948 4189 1750 350 2400 1500 5514 5658 3435
-TOVA 6K 2153 4032 4616 5281 4944 4035 1873 2574 3047 2230 2523 1623 6600 9000 4248 2100 300 4700 1850 5515 5803 3764
-TOVA 8K 2132 4087 5020 5484 4935 4211 2452 3071 3160 2305 2520 1657 6900 9050 4180 2325 550 7450 1950 5545 5834 4039
-Sink 2K 1568 2991 2661 2742 3316 2543 1336 937 2670 1925 2501 1604 6450 8633 4104 1900 150 1900 850 5648 5291 2939
-Sink 4K 1935 3777 3691 4161 4146 3526 1288 1030 2959 2027 2501 1609 6900 8806 4188 2125 250 3600 1650 5585 5251 3381
-Sink 6K 1936 4001 3816 4957 4639 3901 1420 1041 3054 2164 2507 1693 7100 8850 4209 2350 350 4750 1950 5602 5397 3604
-Sink 8K 2049 3989 4221 5308 4772 4144 1637 1508 3180 2204 2507 1689 7200 8926 4220 2525 350 6150 2050 5621 5642 3804
-SnapKV 2K 1807 3121 3060 3132 3731 3069 1171 998 2698 1987 2513 1605 6100 8785 4036 1625 300 3200 800 5678 5577 3095
-SnapKV 4K 1930 3901 4081 4486 4783 3774 1675 1694 2990 2137 2525 1670 6500 8888 4099 1675 350 5950 1800 5515 5720 3626
-SnapKV 6K 2085 4032 4558 5280 4803 4163 1847 2498 3068 2232 2512 1671 6850 9000 4149 1825 450 8500 1850 5546 5730 3936
-SnapKV 8K 2064 4110 4789 5470 4849 4179 2158 3146 3203 2332 2522 1665 7100 9000 4144 2100 400 9500 1950 5544 5754 4094
-KeyDiff 2K 1740 3812 4525 4709 4528 3423 1397 2796 2834 2109 2494 1345 5600 8329 3853 2425 100 6350 1250 5441 4000 3479
-KeyDiff 4K 2238 4200 5084 5316 4734 4056 2143 3282 3096 2332 2508 1535 6750 8709 4253 2750 200 8900 1850 5439 5309 4033
-KeyDiff 6K 2225 4155 5032 5491 5161 4202 2462 3460 3240 2363 2526 1618 7100 8842 4190 2925 350 9500 1950 5569 5527 4185
-KeyDiff 8K 2157 4124 5012 5533 4998 4378 2745 3430 3243 2367 2521 1599 7150 9084 4232 3000 300 9650 1950 5554 5656 4223
-"""
-BLOCK_SECOND = """
-H2O 2K 187 1919 2335 1606 2095 1791 233 731 83 173 1629 328 4250 2582 983 1450 275 0 100 3859 1457 1336
-H2O 4K 558 3149 3328 3236 2685 2834 861 1083 546 627 2313 498 5400 4173 1914 1500 100 800 650 5139 2424 2087
-H2O 6K 749 3799 4154 4471 3953 3618 1546 1387 1077 1046 2460 694 6150 5864 2720 1550 100 1500 1900 5430 3245 2734
-H2O 8K 992 3971 4384 5215 3914 3923 1928 1804 1778 1360 2498 899 7100 6764 3283 1725 250 3000 2100 5525 3933 3159
-TOVA 2K 1846 3080 3374 3224 3973 3218 1410 1017 2632 2017 2518 1567 6200 8936 4060 1625 200 1600 450 5598 5342 3042
-TOVA 4K 2036 3818 4253 4618 4683 3660 1781 1709 2899 2054 2523 1634 6350 8913 4155 1912 350 2950 1450 5555 5591 3471
-TOVA 6K 2071 4046 4582 5295 5133 4092 2147 2480 3071 2237 2548 1640 6700 8850 4191 2025 350 4900 2000 5585 5674 3791
-TOVA 8K 2084 4079 4802 5482 5012 4071 2517 3085 3147 2298 2549 1641 7100 8900 4199 2225 200 7650 2100 5593 5759 4023
-Sink 2K 1548 3074 2693 2776 3386 2563 1330 956 2670 1941 2515 1556 6600 8644 4117 1850 100 1900 850 5647 5237 2950
-Sink 4K 1891 3838 3728 4176 4181 3517 1307 996 2923 2061 2501 1638 7050 8806 4207 2175 150 3600 1700 5605 5198 3393
-Sink 6K 1937 4030 3814 4977 4614 3960 1418 1112 3048 2154 2520 1628 7100 8880 4179 2350 350 4700 2000 5565 5353 3604
-Sink 8K 2035 4019 4296 5325 4782 4110 1787 1483 3132 2214 2517 1656 7250 8926 4247 2625 500 6250 2000 5600 5603 3827
-SnapKV 2K 1704 3155 3175 3187 3725 3403 1217 980 2717 2016 2526 1627 6100 8763 4095 1750 400 3500 1000 5593 5439 3146
-SnapKV 4K 1967 3934 4095 4581 4427 3878 1617 1661 2999 2115 2549 1671 6650 8915 4076 1975 350 6600 1900 5544 5645 3674
-SnapKV 6K 2298 4013 4480 5239 5061 3928 2031 2484 3128 2217 2542 1655 7000 8979 4191 1975 350 8650 2000 5593 5749 3979
-SnapKV 8K 2023 4075 4740 5477 4974 4147 2474 3119 3195 2296 2545 1627 7150 9017 4212 2325 400 9350 2100 5593 5736 4123
-KeyDiff 2K 1899 3720 4657 4661 4514 3312 1515 2954 2830 2192 2541 1444 5850 8630 3777 2375 100 6700 1350 5407 4159 3552
-KeyDiff 4K 2100 4148 4869 5294 4707 4026 2269 3307 3111 2335 2522 1557 6550 8872 4179 2650 200 9100 1900 5579 5150 4020
-KeyDiff 6K 2161 4078 4968 5508 5064 4138 2457 3462 3202 2336 2556 1586 7150 8942 4237 2875 300 9400 2100 5596 5596 4177
-KeyDiff 8K 2224 4083 5023 5545 5050 4328 2837 3388 3267 2385 2548 1583 7250 9034 4231 3050 300 9550 2100 5601 5558 4235
-"""
-RECENT_8B = """
-Recent10 2K 2736 4079 5063 5021 4944 4477 2504 3025 2941 2328 2676 1578 6400 8590 4376 4400 425 9850 9583 6297 4870 4579
-Recent10 4K 2742 4567 5362 5740 5377 4730 2748 3340 3190 2418 2683 1651 7000 8889 4395 4700 521 9900 9867 6220 5298 4826
-Recent10 6K 3058 4624 5558 5782 5644 4774 2903 3433 3315 2467 2691 1698 7150 9222 4396 4700 423 9950 9900 6256 5298 4916
-Recent10 8K 3217 4666 5565 5865 5724 4864 3054 3344 3385 2493 2694 1712 7250 9172 4370 4600 547 9950 9900 6256 5175 4943
-Recent20 2K 2673 4188 4979 4846 4968 4251 2690 3090 2883 2334 2676 1611 6250 8739 4399 4250 458 9400 9558 6333 5001 4551
-Recent20 4K 2605 4511 5551 5587 5414 4741 2552 3351 3187 2440 2695 1609 7000 9022 4376 4350 400 9950 9867 6206 5227 4792
-Recent20 6K 2839 4643 5512 5827 5702 4894 2898 3431 3332 2462 2696 1720 7150 9172 4402 4650 513 9950 9900 6239 5257 4914
-Recent20 8K 3135 4674 5471 5860 5819 4814 3177 3402 3355 2498 2695 1711 7250 9172 4417 4600 738 9950 9900 6239 5204 4956
-"""
-RECENT_3B = """
-Recent10 2K 1992 3758 4599 4641 4424 3481 1520 2922 2823 2249 2499 1471 5900 8408 4138 2438 300 7050 1550 5749 5191 3672
-Recent10 4K 2197 4070 4976 5253 4779 4192 2071 3283 3112 2337 2507 1577 6750 8747 4128 2500 250 9100 2000 5714 5625 4056
-Recent10 6K 2376 4056 5079 5423 5054 4215 2520 3412 3195 2310 2521 1591 7150 8817 4167 2650 350 9600 2050 5680 5518 4178
-Recent10 8K 2365 4058 4996 5571 5152 4410 2595 3441 3280 2377 2525 1575 7350 8967 4183 2875 300 9600 2050 5700 5612 4237
-Recent20 2K 1927 3486 4526 4494 4281 3415 1427 2731 2810 2213 2508 1496 6150 8507 4162 2417 200 7150 1600 5756 5358 3648
-Recent20 4K 2256 4128 4837 5200 4750 4264 1964 3228 3117 2283 2508 1568 6850 8817 4138 2425 200 9050 1950 5704 5505 4035
-Recent20 6K 2288 4074 5037 5502 4990 4234 2502 3495 3197 2328 2524 1632 7150 8961 4143 2700 300 9550 2050 5682 5577 4186
-Recent20 8K 2382 4058 5002 5571 5125 4364 2452 3433 3302 2382 2520 1608 7350 8967 4199 2925 300 9700 2050 5705 5648 4240
-"""
-LENGTHS = """
-NarrativeQA 0 0 0 8 192 200
-Qasper 1 77 83 25 14 200
-MultifidelityQA-En 9 31 21 32 57 150
-MultifidelityQA-Zh 14 69 47 33 37 200
-HotPotQA 1 4 12 12 171 200
-2wikimqa 8 17 68 54 53 200
-musique 0 0 0 3 197 200
-dureader 0 0 0 16 184 200
-gov-report 0 20 29 45 106 200
-qmsum 0 1 17 15 167 200
-multi-news 99 71 19 6 5 200
-vcsum 4 20 18 32 126 200
-trec 4 43 41 39 73 200
-triviaqa 4 21 15 21 139 200
-samsum 6 29 34 17 114 200
-lsht 0 0 3 8 189 200
-passage-count 0 0 3 13 184 200
-passage-retrieval-En 0 0 0 0 200 200
-passage-retrieval-Zh 0 0 160 10 0 170
-lcc 80 86 21 4 9 200
-repobench-p 0 25 37 25 113 200
-"""
-RATIOS = """
-NarrativeQA 10 20 30 40
-Qasper 47 82 96 98
-MultifidelityQA-En 40 66 82 93
-MultifidelityQA-Zh 49 78 91 98
-HotPotQA 19 37 52 66
-2wikimqa 36 65 85 92
-musique 13 27 40 53
-dureader 17 34 52 68
-gov-report 28 52 70 81
-qmsum 18 36 52 66
-multi-news 81 96 98 53
-vcsum 27 49 65 68
-trec 38 66 84 94
-triviaqa 26 46 60 72
-samsum 32 55 71 82
-lsht 13 27 39 52
-passage-count 15 31 46 60
-passage-retrieval-En 16 33 49 66
-passage-retrieval-Zh 37 74 99 100
-lcc 78 95 98 99
-repobench-p 27 52 67 78
-average 31 53 67 77
-"""
-
-# Table 1 is the English part of the rows of table 8; its averages are its own.
-ENGLISH_8B = """
-Full 4920
-H2O 1689 2637 3319 3820
-TOVA 3752 4149 4524 4709
-Sink 3688 4095 4339 4468
-SnapKV 3960 4518 4712 4806
-KeyDiff 4433 4766 4851 4903
-"""
-ENGLISH_3B = """
-Full 4587
-H2O 1425 2238 2844 3346
-TOVA 3352 3824 4102 4321
-Sink 3374 3796 4001 4197
-SnapKV 3546 4060 4355 4496
-KeyDiff 3814 4367 4527 4578
-"""
+# The tables of keydiff_longbench.csv: 8 and its English part, which is table 1; then 7, 9, 10 and 11.
+FULL, ONE_SHOT, QWEN = ("full 8B", "full 3B"), ("one shot 8B", "one shot 3B"), ("Qwen 7B", "Qwen 3B")
+BLOCKS, RECENT = ("first block size 3B", "second block size 3B"), ("recent 8B", "recent 3B")
 
 
-def scores(text: str) -> dict[tuple[str, str], list[int]]:
-    """(method, budget) to the scores of the tasks and their printed average."""
-    rows = (line.split() for line in text.strip().splitlines())
-    return {(method, budget): [int(number) for number in numbers] for method, budget, *numbers in rows}
+class Row(NamedTuple):
+    """A row of a table, in hundredths of a point: the score of each task, their printed average, and that of table 1, or 0."""
+
+    tasks: dict[str, int]
+    average: int
+    english_average: int
 
 
-def counts(text: str) -> dict[str, list[int]]:
-    return {name: [int(number) for number in numbers] for name, *numbers in (line.split() for line in text.strip().splitlines())}
+def scores(table: str) -> dict[tuple[str, str], Row]:
+    """(method, budget) to its row; the full cache has the budget "-"."""
+    found = {}
+    for cells in printed("keydiff_longbench"):
+        if cells["table"] == table:
+            numbers = {name: round(100 * float(text)) for name, text in list(cells.items())[3:] if text}
+            average, english_average = numbers.pop("average"), numbers.pop("English average", 0)
+            found[cells["method"], cells["budget"]] = Row(numbers, average, english_average)
+    return found
 
 
-def is_mean(average: int, numbers: list[int]) -> bool:
+def lengths() -> dict[str, list[int]]:
+    """Each dataset to its number of prompts: of up to 2K tokens, up to 4K, up to 6K, up to 8K, of more, and all (table 5)."""
+    rows = [list(cells.values()) for cells in printed("keydiff_lengths") if cells["all"]]
+    return {row[0]: [int(text) for text in row[1:7]] for row in rows}
+
+
+def ratios() -> dict[str, list[int]]:
+    """Each dataset, and their average, to its compression ratios at 2K, 4K, 6K and 8K, in hundredths (table 6)."""
+    rows = [list(cells.values()) for cells in printed("keydiff_lengths")]
+    return {row[0]: [round(100 * float(text)) for text in row[7:]] for row in rows}
+
+
+def is_mean(average: int, numbers: Collection[int]) -> bool:
     """Whether `average` is the mean, rounded either way to a whole hundredth (a half may have gone up or down)."""
     return 2 * abs(average * len(numbers) - sum(numbers)) <= len(numbers)
 
 
-def english(row: list[int]) -> list[int]:
-    return [score for task, score in zip(TASKS, row, strict=False) if task not in CHINESE]
+def averages_hold(table: str, tasks: int = 21) -> bool:
+    """Whether each row has this many tasks, and their mean is its printed average."""
+    return all(len(row.tasks) == tasks and is_mean(row.average, row.tasks.values()) for row in scores(table).values())
 
 
-def english_averages(text: str) -> dict[tuple[str, str], int]:
-    """(method, budget) to the average that table 1 prints."""
-    return {
-        (method, budget): average
-        for method, averages in counts(text).items()
-        for budget, average in zip(("-",) if method == "Full" else BUDGETS, averages, strict=True)
-    }
+def english(row: Row) -> list[int]:
+    return [score for task, score in row.tasks.items() if task not in CHINESE]
+
+
+def averages(table: str) -> dict[tuple[str, str], int]:
+    return {key: row.average for key, row in scores(table).items()}
+
+
+def english_averages(table: str) -> dict[tuple[str, str], int]:
+    """The averages that table 1 prints."""
+    return {key: row.english_average for key, row in scores(table).items() if row.english_average}
 
 
 def shortfall(rows: dict[tuple[str, str], int], budget: str) -> float:
@@ -327,22 +78,17 @@ def shortfall(rows: dict[tuple[str, str], int], budget: str) -> float:
     return 100 * (1 - rows["KeyDiff", budget] / rows["Full", "-"])
 
 
-def averages(text: str) -> dict[tuple[str, str], int]:
-    return {key: row[-1] for key, row in scores(text).items()}
-
-
 @law("KD-T1")
 def test_the_averages_of_table_1_hold():
     """Each of the 42 averages is the mean of the English columns of its row in the full table."""
-    for text, printed in ((FULL_8B, ENGLISH_8B), (FULL_3B, ENGLISH_3B)):
-        for key, average in english_averages(printed).items():
-            assert is_mean(average, english(scores(text)[key])), key
+    rows = [row for table in FULL for row in scores(table).values() if row.english_average]
+    assert len(rows) == 42 and all(is_mean(row.english_average, english(row)) for row in rows)
 
 
 @law("KD-T1")
 def test_the_loss_at_8k_is_not_four_hundredths_of_a_per_cent():
     """At 8K KeyDiff loses .35 and .20 % of the full cache's average on table 1, .38 and .73 % on all tasks; printed: .04 %."""
-    tables = (english_averages(ENGLISH_8B), english_averages(ENGLISH_3B), averages(FULL_8B), averages(FULL_3B))
+    tables = [*map(english_averages, FULL), *map(averages, FULL)]
     assert [round(shortfall(table, "8K"), 2) for table in tables] == [0.35, 0.20, 0.38, 0.73]
     assert [table["Full", "-"] - table["KeyDiff", "8K"] for table in tables] == [17, 9, 19, 31]
 
@@ -350,7 +96,7 @@ def test_the_loss_at_8k_is_not_four_hundredths_of_a_per_cent():
 @law("KD-T1")
 def test_the_loss_at_6k_is_about_what_is_printed():
     """At 6K the loss is 1.40 and 1.31 % on table 1, within the printed 1.5 %; on all tasks it is 1.11 and 1.94 %."""
-    tables = (english_averages(ENGLISH_8B), english_averages(ENGLISH_3B), averages(FULL_8B), averages(FULL_3B))
+    tables = [*map(english_averages, FULL), *map(averages, FULL)]
     assert [round(shortfall(table, "6K"), 2) for table in tables] == [1.40, 1.31, 1.11, 1.94]
 
 
@@ -358,8 +104,8 @@ def test_the_loss_at_6k_is_about_what_is_printed():
 def test_keydiff_is_best_on_most_tasks():
     """Of the 128 cells (model, budget, task) of table 1 KeyDiff is alone in front in 72 and shares the lead in 6."""
     ahead = level = 0
-    for text in (FULL_8B, FULL_3B):
-        rows = scores(text)
+    for table in FULL:
+        rows = scores(table)
         for budget in BUDGETS:
             others = [max(cell) for cell in zip(*(english(rows[rival, budget]) for rival in RIVALS), strict=True)]
             for own, other in zip(english(rows["KeyDiff", budget]), others, strict=True):
@@ -370,8 +116,7 @@ def test_keydiff_is_best_on_most_tasks():
 @law("KD-T1")
 def test_keydiff_leads_with_a_smaller_budget_from_4k():
     """KeyDiff at 4K and 6K beats every other method at the next larger budget; at 2K it does not."""
-    for printed in (ENGLISH_8B, ENGLISH_3B):
-        table = english_averages(printed)
+    for table in map(english_averages, FULL):
         leads = [
             table["KeyDiff", own] > max(table[rival, larger] for rival in RIVALS) for own, larger in itertools.pairwise(BUDGETS)
         ]
@@ -381,49 +126,48 @@ def test_keydiff_leads_with_a_smaller_budget_from_4k():
 @law("KD-T1")
 def test_passage_retrieval_is_not_near_the_full_cache_on_the_small_model():
     """At 2K passage retrieval keeps 96.00 of 99.50 on the 8B model, but 60.50 of 96.50, 63 %, on the 3B model."""
-    place = TASKS.index("PR-en")
-    shares = [scores(text)["KeyDiff", "2K"][place] / scores(text)["Full", "-"][place] for text in (FULL_8B, FULL_3B)]
+    shares = [rows["KeyDiff", "2K"].tasks["PR-en"] / rows["Full", "-"].tasks["PR-en"] for rows in map(scores, FULL)]
     assert [round(share, 2) for share in shares] == [0.96, 0.63]
 
 
 @law("KD-T5")
 def test_each_row_of_the_lengths_adds_up():
     """The five classes of each dataset add up to its total; 4,120 prompts in all."""
-    lengths = counts(LENGTHS)
-    assert all(sum(row[:5]) == row[5] for row in lengths.values())
-    assert sum(row[5] for row in lengths.values()) == 4120
+    rows = lengths().values()
+    assert all(sum(row[:5]) == row[5] for row in rows)
+    assert sum(row[5] for row in rows) == 4120
 
 
 @law("KD-T5")
 def test_more_prompts_are_longer_than_8k_than_printed():
     """2,330 of 4,120 prompts are longer than 8K, 56.6 % (57.0 % of the English ones); printed: 51 %."""
-    lengths = counts(LENGTHS)
-    foreign = [name for name in lengths if name.endswith("Zh") or name in ("dureader", "vcsum", "lsht")]
+    every = lengths()
+    foreign = [name for name in every if name.endswith("Zh") or name in ("dureader", "vcsum", "lsht")]
     assert len(foreign) == len(CHINESE)
-    for rows, expected in ((list(lengths), 56.6), ([name for name in lengths if name not in foreign], 57.0)):
-        share = sum(lengths[name][4] for name in rows) / sum(lengths[name][5] for name in rows)
+    for names, expected in ((list(every), 56.6), ([name for name in every if name not in foreign], 57.0)):
+        share = sum(every[name][4] for name in names) / sum(every[name][5] for name in names)
         assert round(100 * share, 1) == expected
 
 
 @law("KD-T5")
 def test_a_mean_ratio_is_not_a_share_of_prompts():
     """At 2K the mean ratio .31 says that 69 % of a prompt goes, not that 69 % of the prompts are compressed: 94.4 % are."""
-    lengths = counts(LENGTHS)
-    compressed = 1 - sum(row[0] for row in lengths.values()) / sum(row[5] for row in lengths.values())
+    rows = lengths().values()
+    compressed = 1 - sum(row[0] for row in rows) / sum(row[5] for row in rows)
     assert round(100 * compressed, 1) == 94.4
 
 
 @law("KD-T6")
 def test_two_ratios_contradict_the_lengths():
     """A mean of min(1, N/L) grows with N, and r8 >= s + (r6 - s) 4/3, s the share within 8K: not so for MultiNews and VCSum."""
-    ratios, lengths = counts(RATIOS), counts(LENGTHS)
-    shrinking = [name for name, row in ratios.items() if sorted(row) != row]
+    ratio = ratios()
+    shrinking = [name for name, row in ratio.items() if sorted(row) != row]
     assert shrinking == ["multi-news"]
     wrong = []
-    for name, row in lengths.items():
+    for name, row in lengths().items():
         within = sum(row[:4]) / row[5]
-        sixth = (ratios[name][2] - 0.5) / 100  # the least that rounds to what is printed
-        if ratios[name][3] / 100 + 0.005 < within + max(0, sixth - within) * 4 / 3:
+        sixth = (ratio[name][2] - 0.5) / 100  # the least that rounds to what is printed
+        if ratio[name][3] / 100 + 0.005 < within + max(0, sixth - within) * 4 / 3:
             wrong.append(name)
     assert wrong == ["multi-news", "vcsum"]
 
@@ -431,16 +175,16 @@ def test_two_ratios_contradict_the_lengths():
 @law("KD-T6")
 def test_each_ratio_lies_where_its_lengths_allow():
     """Between what the class bounds of table 5 allow at least and at most lies every other ratio."""
-    ratios, lengths = counts(RATIOS), counts(LENGTHS)
+    ratio = ratios()
     outside = []
-    for name, row in lengths.items():
+    for name, row in lengths().items():
         for place, budget in enumerate((2, 4, 6, 8)):
             least = most = 0.0
             for longest, number in zip((2, 4, 6, 8), row[:4], strict=True):
                 least += number * min(1, budget / longest)
                 most += number * (1 if longest <= budget else budget / (longest - 2))
             most += row[4] * budget / 8
-            if not least / row[5] - 0.005 <= ratios[name][place] / 100 <= most / row[5] + 0.005:
+            if not least / row[5] - 0.005 <= ratio[name][place] / 100 <= most / row[5] + 0.005:
                 outside.append((name, budget))
     assert outside == [("multi-news", 8)]
 
@@ -448,36 +192,36 @@ def test_each_ratio_lies_where_its_lengths_allow():
 @law("KD-T6")
 def test_the_averages_of_the_ratios():
     """The columns average to .318, .534, .679 and .752; printed .31, .53, .67 and .77: cut off, the last from other cells."""
-    ratios = counts(RATIOS)
-    printed = ratios.pop("average")
-    means = [sum(column) / len(column) for column in zip(*ratios.values(), strict=True)]
+    ratio = ratios()
+    average = ratio.pop("average")
+    means = [sum(column) / len(column) for column in zip(*ratio.values(), strict=True)]
     assert [round(mean, 1) for mean in means] == [31.8, 53.4, 67.9, 75.2]
-    assert [int(mean) for mean in means[:3]] == printed[:3] and [round(mean) for mean in means[:3]] != printed[:3]
+    assert [int(mean) for mean in means[:3]] == average[:3] and [round(mean) for mean in means[:3]] != average[:3]
     # With the least that table 5 allows in the two wrong cells the last average is the printed one, cut off like the others.
-    repaired = (sum(row[3] for row in ratios.values()) - 53 - 68 + 97.5 + 73.7) / len(ratios)
-    assert int(repaired) == printed[3] == 77
+    repaired = (sum(row[3] for row in ratio.values()) - 53 - 68 + 97.5 + 73.7) / len(ratio)
+    assert int(repaired) == average[3] == 77
 
 
 @law("KD-T7")
 def test_the_averages_of_table_7_hold():
     """Without NarrativeQA, each average is the mean of the twenty tasks of its row; the full rows are those of the other tables."""
-    for text, blocks in ((ONE_SHOT_8B, FULL_8B), (ONE_SHOT_3B, FULL_3B)):
-        assert all(len(row) == 21 and is_mean(row[-1], row[:-1]) for row in scores(text).values())
-        assert scores(text)["Full", "-"][:-1] == scores(blocks)["Full", "-"][1:-1]
+    for table, blocks in zip(ONE_SHOT, FULL, strict=True):
+        assert averages_hold(table, tasks=20)
+        whole = scores(blocks)["Full", "-"].tasks
+        assert scores(table)["Full", "-"].tasks == {task: score for task, score in whole.items() if task != "NarrativeQA"}
 
 
 @law("KD-T7")
 def test_the_sink_rows_of_two_models_are_one():
     """The four rows of Sink for the 8B model are those of the 3B model, number by number; no other row occurs twice."""
-    large, small = scores(ONE_SHOT_8B), scores(ONE_SHOT_3B)
+    large, small = map(scores, ONE_SHOT)
     assert [key for key in large if large[key] in small.values()] == [("Sink", budget) for budget in BUDGETS]
 
 
 @law("KD-T7")
 def test_without_blocks_keydiff_is_near_the_best_but_seldom_it():
     """One shot, KeyDiff is within .8 of the best average everywhere, on the 8B model never first and on the 3B model twice."""
-    for text, firsts in ((ONE_SHOT_8B, []), (ONE_SHOT_3B, ["4K", "8K"])):
-        table = averages(text)
+    for table, firsts in zip(map(averages, ONE_SHOT), ([], ["4K", "8K"]), strict=True):
         best = {budget: max(average for (method, own), average in table.items() if own == budget) for budget in BUDGETS}
         assert [budget for budget in BUDGETS if table["KeyDiff", budget] == best[budget]] == firsts
         assert max(best[budget] - table["KeyDiff", budget] for budget in BUDGETS) <= 80
@@ -488,8 +232,8 @@ def test_blocks_cost_keydiff_too_but_less():
     """On the same twenty tasks of the 3B model at 2K, blocks of 128 cost KeyDiff 4.7 points and TOVA 11.2."""
     lost = {}
     for method in ("KeyDiff", "TOVA"):
-        blocks = scores(FULL_3B)[method, "2K"][1:-1]
-        lost[method] = averages(ONE_SHOT_3B)[method, "2K"] / 100 - sum(blocks) / len(blocks) / 100
+        blocks = [score for task, score in scores("full 3B")[method, "2K"].tasks.items() if task != "NarrativeQA"]
+        lost[method] = averages("one shot 3B")[method, "2K"] / 100 - sum(blocks) / len(blocks) / 100
     assert lost["KeyDiff"] == pytest.approx(4.72, abs=0.01)
     assert lost["TOVA"] == pytest.approx(11.24, abs=0.01)
 
@@ -497,15 +241,13 @@ def test_blocks_cost_keydiff_too_but_less():
 @law("KD-T8")
 def test_the_averages_of_the_full_table_hold():
     """Each of the 50 averages is the mean of the 21 tasks of its row."""
-    rows = [row for text in (FULL_8B, FULL_3B) for row in scores(text).values()]
-    assert len(rows) == 50 and all(len(row) == 22 and is_mean(row[-1], row[:-1]) for row in rows)
+    assert sum(len(scores(table)) for table in FULL) == 50 and all(map(averages_hold, FULL))
 
 
 @law("KD-T8")
 def test_keydiff_leads_the_full_table():
     """On all tasks KeyDiff has the best average of the six methods at every budget, for both models."""
-    for text in (FULL_8B, FULL_3B):
-        table = averages(text)
+    for table in map(averages, FULL):
         for budget in BUDGETS:
             assert max((average, method) for (method, own), average in table.items() if own == budget)[1] == "KeyDiff"
 
@@ -513,9 +255,8 @@ def test_keydiff_leads_the_full_table():
 @law("KD-T9")
 def test_on_qwen_keydiff_leads_with_large_budgets_only():
     """KeyDiff leads at 6K and 8K (7B) and at 8K (3B); at 2K only H2O is worse, on both."""
-    for text, firsts in ((QWEN_7B, ["6K", "8K"]), (QWEN_3B, ["8K"])):
-        assert all(len(row) == 22 and is_mean(row[-1], row[:-1]) for row in scores(text).values())
-        table = averages(text)
+    assert all(map(averages_hold, QWEN))
+    for table, firsts in zip(map(averages, QWEN), (["6K", "8K"], ["8K"]), strict=True):
         assert [budget for budget in BUDGETS if table["KeyDiff", budget] > max(table[rival, budget] for rival in RIVALS)] == firsts
         assert [rival for rival in RIVALS if table[rival, "2K"] < table["KeyDiff", "2K"]] == ["H2O"]
 
@@ -523,10 +264,9 @@ def test_on_qwen_keydiff_leads_with_large_budgets_only():
 @law("KD-T10")
 def test_other_block_sizes_change_little():
     """At two other block sizes each average is the mean of its row, KeyDiff leads everywhere and moves by less than .5."""
-    usual = averages(FULL_3B)
-    for text in (BLOCK_FIRST, BLOCK_SECOND):
-        table = averages(text)
-        assert all(len(row) == 22 and is_mean(row[-1], row[:-1]) for row in scores(text).values())
+    usual = averages("full 3B")
+    assert all(map(averages_hold, BLOCKS))
+    for table in map(averages, BLOCKS):
         for budget in BUDGETS:
             assert table["KeyDiff", budget] > max(table[rival, budget] for rival in RIVALS)
             assert abs(table["KeyDiff", budget] - usual["KeyDiff", budget]) < 50
@@ -535,8 +275,7 @@ def test_other_block_sizes_change_little():
 @law("KD-T11")
 def test_recent_tokens_help_small_budgets():
     """A tenth of recent tokens helps at 2K and 4K for both models, and costs a little at 6K and 8K."""
-    for text, plain in ((RECENT_8B, FULL_8B), (RECENT_3B, FULL_3B)):
-        table, usual = averages(text), averages(plain)
-        assert all(len(row) == 22 and is_mean(row[-1], row[:-1]) for row in scores(text).values())
+    assert all(map(averages_hold, RECENT))
+    for table, usual in zip(map(averages, RECENT), map(averages, FULL), strict=True):
         gains = [table["Recent10", budget] - usual["KeyDiff", budget] for budget in BUDGETS]
         assert min(gains[:2]) > 0 > max(gains[2:]) >= min(gains[2:]) > -15
