@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from evictionary.spec_tests.harness.by_hand import require_equal
 from evictionary.spec_tests.harness.cases import KINDS, Case, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection
@@ -23,8 +24,7 @@ def test_budget_is_the_exact_floor(impl, length, percent):
     """A ratio written in hundredths gives floor(length * (100 - percent) / 100), and at least 1."""
     got = impl.selection.budget(length, percent / 100)
     expected = max(1, length * (100 - percent) // 100)
-    if got != expected:
-        raise Violation(f"budget({length}, {percent / 100}) = {got}, wanted {expected}", expected, got)
+    require_equal(got, expected, f"budget({length}, {percent / 100}) = {got}, wanted {expected}")
 
 
 @law(
@@ -85,8 +85,7 @@ def test_ties_go_to_the_lower_position(impl, scores, share):
     expected = np.isin(np.arange(len(scores)), best)
     got = impl.selection.top_k(np.array([[scores]]), count)
     check_selection(got, np.array([[scores]]), min(count, len(scores)))
-    if (got[0, 0] != expected).any():
-        raise Violation("a token at a higher position was kept before an equal one at a lower", expected, got[0, 0])
+    require_equal(got[0, 0], expected, "a token at a higher position was kept before an equal one at a lower")
 
 
 @law("SEL-4", of="selection.top_k", scores=SCORES, data=st.data())
