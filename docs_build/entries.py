@@ -151,8 +151,7 @@ def entries() -> dict[str, Entry]:
 
 def law_definition(law: Law) -> Definition:
     """Where a law is written."""
-    file, _, name = law.name.partition("::")
-    return definitions(f"spec_tests/{file}.py")[name]
+    return definitions(f"spec_tests/{law.path}")[law.name.partition("::")[2]]
 
 
 def mutant_definition(mutant: Mutant) -> Definition | None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from evictionary.reference import momentkv
 from evictionary.reference.attention import attention_logits, log_sum_exp
 from evictionary.reference.momentkv import Moments
+from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, over_group, require_equal, require_totals
 from evictionary.spec_tests.harness.cases import Case, cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation, allowance, require_numbers
@@ -51,8 +52,7 @@ def whole(case):
 
 
 def same_moments(impl, allowances, got, what):
-    if not np.array_equal(got[0], allowances[0].expected):
-        raise Violation(f"{what}: the count is wrong", allowances[0].expected, got[0])
+    require_equal(got[0], allowances[0].expected, f"{what}: the count is wrong")
     for name, allowed, field in zip(Moments._fields[1:], allowances[1:], got[1:], strict=True):
         allowed.check(field, f"{what}: {name}")
 
@@ -135,8 +135,7 @@ def test_moments_of_disjoint_sets_add_up(impl, case, seed):
     other_way = merge(third, merge(momentkv.no_moments(keys, values), merge(second, first)))
     for got in (one_way, other_way):
         for name, field, expected in zip(Moments._fields, got, union, strict=True):
-            if not np.array_equal(field, expected):
-                raise Violation(f"{name} of the merged moments is not that of the union", expected, field)
+            require_equal(field, expected, f"{name} of the merged moments is not that of the union")
 
 
 @law("MK-22", of="momentkv.no_moments", case=seeded_cases(max_length=3))
@@ -155,8 +154,7 @@ def test_sums_are_float32_or_wider(impl, large):
     before = Moments(np.array([[4096]]), np.full((1, 1, 2), large), np.full((1, 1, 3), large), np.full((1, 1, 3, 2), large))
     after = impl.momentkv.update(before, np.ones((1, 1, 1, 2)), np.ones((1, 1, 1, 3)), np.ones((1, 1, 1), dtype=bool))
     for name, got, expected in zip(Moments._fields, after, (4097, large + 1, large + 1, large + 1), strict=True):
-        if (got != expected).any():
-            raise Violation(f"{name} did not grow by one: it is kept in too few bits", expected, got)
+        require_equal(got, expected, f"{name} did not grow by one: it is kept in too few bits")
 
 
 def recovering(impl, moments, pick):
@@ -228,23 +226,16 @@ def test_bad_updates_are_refused(impl, bad):
 
 
 def score_in_loops(query, keys, values, moments):
-    batch, num_kv_heads, length, head_dim = keys.shape
-    group = query.shape[1] // num_kv_heads
-    scores = np.zeros((batch, num_kv_heads, length))
-    for item, head in np.ndindex(batch, num_kv_heads):
+    alpha = over_group(causal_weights(query[:, :, None], for_each_reader(keys, query))[:, :, 0], keys.shape[1])
+    scores = np.zeros(keys.shape[:3])
+    for item, head, token in np.ndindex(scores.shape):
         count = int(moments.count[item, head])
         key_sum, value_sum = moments.key_sum[item, head], moments.value_sum[item, head]
-        alpha = np.zeros(length)
-        for reader in range(head * group, (head + 1) * group):
-            logits = [float(query[item, reader] @ keys[item, head, j]) / head_dim**0.5 for j in range(length)]
-            weights = np.exp(np.array(logits) - max(logits))
-            alpha += weights / weights.sum() / group
-        for j in range(length):
-            residual = values[item, head, j].copy()
-            if count:
-                centred = moments.value_key_sum[item, head] - np.outer(value_sum, key_sum) / count
-                residual -= value_sum / count + centred @ keys[item, head, j] / (count * head_dim**0.5)
-            scores[item, head, j] = alpha[j] * np.linalg.norm(residual)
+        residual = values[item, head, token].copy()
+        if count:
+            centred = moments.value_key_sum[item, head] - np.outer(value_sum, key_sum) / count
+            residual -= value_sum / count + centred @ keys[item, head, token] / (count * keys.shape[-1] ** 0.5)
+        scores[item, head, token] = alpha[item, head, token] * np.linalg.norm(residual)
     return scores
 
 
@@ -313,8 +304,7 @@ def test_with_nothing_evicted_the_residual_is_the_value(impl, case):
     allowed = scoring(impl, query, keys, values, empty)
     got = impl.momentkv.score(query, keys, values, empty)
     allowed.check(got, "the score at count 0")
-    if np.abs(got.sum(axis=-1) - 1).max() > got.shape[-1] * allowed.largest + 1e-12:
-        raise Violation("the scores of unit values do not sum to 1", 1.0, got.sum(axis=-1))
+    require_totals(got, 1, allowed, "the scores of unit values")
 
 
 @law("MK-10", of=SCORE, power=st.sampled_from([0, 22, 24]))

@@ -16,7 +16,8 @@ from hypothesis.strategies import SearchStrategy
 from evictionary.spec_tests.harness.degenerate import KINDS, MATHEMATICS
 from evictionary.spec_tests.harness.domain import Domain, OutsideDomain
 
-REQUIREMENTS_FOLDER = Path(__file__).parent.parent / "requirements"
+SUITE = Path(__file__).resolve().parent.parent
+REQUIREMENTS_FOLDER = SUITE / "requirements"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ REQUIREMENTS = _read_requirements()
 
 @dataclass(frozen=True)
 class Law:
-    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself."""
+    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself.
+
+    `path` is the file that it is written in, from the folder of the suite (`test_keydiff.py`, `papers/test_keydiff_paper.py`),
+    empty for one that is in no file of it; `name` is the stem of that file and the test: `test_keydiff::test_scores_are_cosines`.
+    """
 
     requirement: Requirement
     functions: tuple[str, ...]
@@ -69,6 +74,7 @@ class Law:
     not_for: Callable[[Any], str]
     kind: str = MATHEMATICS
     brute_force: bool = False
+    path: str = ""
 
     def missing(self, implementation: Any) -> tuple[str, str]:
         """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason), or two empty strings."""
@@ -102,7 +108,7 @@ def law(
     """Make a test function the law of a requirement.
 
     With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample, a recomputed figure):
-    it takes no `impl` and runs once.
+    it takes no `impl`, runs once, and stands in a file of `papers/`.
 
     Args: requirement, an id of `requirements/*.toml`; of, the function or functions of the implementation that the law calls (an
     implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
@@ -130,10 +136,13 @@ def law(
 
         check: Callable[..., None] = judging if functions else test
         sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
-        name = f"{Path(test.__code__.co_filename).stem}::{test.__name__}"
+        path = Path(test.__code__.co_filename).resolve().relative_to(SUITE)
+        name = f"{path.stem}::{test.__name__}"
         if kind not in KINDS:
             raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
-        LAWS[name] = Law(REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for, kind, brute_force)
+        LAWS[name] = Law(
+            REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for, kind, brute_force, path.as_posix()
+        )
         return pytest.mark.law(LAWS[name])(LAWS[name].test())
 
     return decorate

@@ -44,7 +44,8 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
             "  to see it again, run",
             *(f"    {line}" for line in repro(implementation, calls[-1].function).splitlines()),
         ]
-    lines.append(f"  this law alone  pytest spec_tests/{law.name.replace('::', '.py::', 1)} --impl {implementation.origin}")
+    test = law.name.partition("::")[2]
+    lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {implementation.origin}")
     return "\n".join(lines)
 
 

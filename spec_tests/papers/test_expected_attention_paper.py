@@ -22,71 +22,15 @@ from evictionary.reference.rope import rotate
 from evictionary.reference.selection import budget, top_k
 from evictionary.spec_tests.harness.cases import seeds
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.papers.tables import printed
 
-# Fractions removed 0, 10, 25, 50, 75, 90 %, at 4k and then at 16k tokens.
-RULER = {
-    "Qwen3-8B": {
-        "Expected Attention": [95.3, 95.3, 95.0, 94.7, 88.3, 65.4, 92.9, 93.1, 93.2, 92.7, 85.6, 62.7],
-        "TOVA": [95.3, 89.0, 82.5, 77.6, 62.4, 24.7, 92.9, 88.3, 81.7, 76.2, 68.7, 52.4],
-        "SnapKV": [95.3, 92.6, 84.0, 55.7, 33.1, 19.2, 92.9, 90.1, 81.5, 62.8, 41.7, 26.8],
-        "KeyDiff": [95.3, 93.8, 89.4, 78.6, 64.4, 37.9, 92.9, 88.9, 82.9, 74.5, 66.9, 53.1],
-    },
-    "Gemma3-12B": {
-        "Expected Attention": [95.2, 95.2, 94.9, 92.7, 78.2, 53.6, 86.0, 82.8, 81.7, 76.6, 60.5, 41.8],
-        "TOVA": [95.2, 89.7, 81.1, 76.5, 58.1, 25.3, 86.0, 79.7, 72.6, 62.5, 46.8, 32.7],
-        "SnapKV": [95.2, 82.9, 72.0, 54.8, 40.3, 30.1, 86.0, 74.1, 62.8, 46.4, 37.3, 31.4],
-        "KeyDiff": [95.2, 94.3, 90.6, 79.8, 62.0, 34.3, 86.0, 81.8, 78.6, 72.6, 58.6, 37.2],
-    },
-    "Llama3.1-8B": {
-        "Expected Attention": [95.3, 95.7, 95.3, 92.2, 75.9, 30.6, 93.4, 93.4, 92.8, 86.0, 66.4, 25.5],
-        "TOVA": [95.3, 93.2, 87.3, 76.2, 63.3, 37.5, 93.4, 90.9, 86.1, 77.9, 68.4, 59.2],
-        "DuoAttention": [95.3, 95.7, 95.7, 95.3, 73.2, 24.5, 93.4, 93.3, 93.0, 90.1, 59.1, 12.3],
-        "SnapKV": [95.3, 95.5, 88.8, 81.8, 63.2, 43.4, 93.4, 89.4, 82.0, 68.0, 43.1, 25.6],
-        "KeyDiff": [95.3, 94.7, 91.6, 85.5, 72.9, 61.1, 93.4, 92.1, 88.4, 82.6, 74.9, 66.5],
-    },
-}
-# The full cache, then the cache 2, 4 and 12 times smaller.
-MATH500 = {
-    "Qwen-R1-1.5B": {
-        "Expected Attention": [0.47, 0.47, 0.43, 0.33],
-        "KeyDiff": [0.47, 0.42, 0.40, 0.30],
-        "KNorm": [0.47, 0.41, 0.28, 0.11],
-        "StreamingLLM": [0.47, 0.45, 0.41, 0.31],
-    },
-    "Qwen-R1-7B": {
-        "Expected Attention": [0.57, 0.55, 0.53, 0.49],
-        "KeyDiff": [0.57, 0.54, 0.48, 0.35],
-        "KNorm": [0.57, 0.47, 0.32, 0.12],
-        "StreamingLLM": [0.57, 0.54, 0.51, 0.41],
-    },
-    "Nemotron-14B": {
-        "Expected Attention": [0.57, 0.55, 0.54, 0.47],
-        "KeyDiff": [0.57, 0.56, 0.51, 0.44],
-        "KNorm": [0.57, 0.50, 0.36, 0.14],
-        "StreamingLLM": [0.57, 0.57, 0.54, 0.42],
-    },
-}
-# Fractions removed 0, 10, 25, 50, 75, 90 %.
-LONGBENCH = {
-    "Qwen3-8B": {
-        "Expected Attention": [48.63, 48.30, 50.25, 50.1, 48.06, 39.71],
-        "TOVA": [48.63, 48.41, 48.14, 46.49, 43.19, 37.21],
-        "SnapKV": [48.63, 48.40, 47.85, 46.25, 42.42, 34.57],
-        "KeyDiff": [48.63, 48.13, 46.23, 40.08, 29.42, 20.69],
-    },
-    "Gemma3-12B": {
-        "Expected Attention": [51.04, 54.02, 50.98, 47.51, 40.41, 32.67],
-        "TOVA": [51.04, 53.05, 51.52, 50.7, 46.88, 40.45],
-        "SnapKV": [51.04, 51.83, 51.31, 48.14, 44.31, 34.97],
-        "KeyDiff": [51.04, 51.64, 48.74, 42.15, 33.68, 23.46],
-    },
-    "Llama3.1-8B": {
-        "Expected Attention": [46.42, 46.59, 46.8, 47.91, 44.04, 33.97],
-        "TOVA": [46.42, 46.22, 45.62, 44.13, 40.5, 34.77],
-        "SnapKV": [46.42, 46.56, 46.07, 45.07, 41.24, 32.55],
-        "KeyDiff": [46.42, 46.45, 48.01, 46.9, 42.24, 35.51],
-    },
-}
+
+def scores(name):
+    """A printed table, {model: {method: scores}}: first the full cache, then smaller ones; RULER's at 4k and then at 16k tokens."""
+    table: dict[str, dict[str, list[float]]] = {}
+    for row in printed(f"expected_attention_{name}"):
+        table.setdefault(row["model"], {})[row["method"]] = [float(text) for text in list(row.values())[2:]]
+    return table
 
 
 def best(table, model, column):
@@ -295,19 +239,21 @@ def test_the_position_changes_the_statistics(seed):
 @law("EA-T1")
 def test_ruler_is_won_for_two_models_of_three():
     """Best at every ratio for Qwen3 and Gemma3; for Llama3.1 at 2 of 10, level at one, fourth of five at 90 %."""
+    ruler = scores("ruler")
     removed = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)
-    assert [wins(RULER, model, removed) for model in RULER] == [(10, 0), (10, 0), (2, 1)]
-    llama = RULER["Llama3.1-8B"]
+    assert [wins(ruler, model, removed) for model in ruler] == [(10, 0), (10, 0), (2, 1)]
+    llama = ruler["Llama3.1-8B"]
     for column in (5, 11):
         assert sorted(llama, key=lambda method: -llama[method][column]).index("Expected Attention") == 3
     assert llama["KeyDiff"][5] / llama["Expected Attention"][5] > 1.99
-    assert best(RULER, "Llama3.1-8B", 1) == ["Expected Attention", "DuoAttention"]  # printed: the first alone in bold
+    assert best(ruler, "Llama3.1-8B", 1) == ["Expected Attention", "DuoAttention"]  # printed: the first alone in bold
 
 
 @law("EA-T1")
 def test_half_the_cache_is_not_free_for_two_models_of_three():
     """With 50 % removed Ruler falls by .6 and .2 % for Qwen3, 2.6 and 10.9 % for Gemma3, 3.3 and 7.9 % for Llama3.1."""
-    rows = [RULER[model]["Expected Attention"] for model in RULER]
+    ruler = scores("ruler")
+    rows = [ruler[model]["Expected Attention"] for model in ruler]
     lost = [round(100 * (1 - row[at + 3] / row[at]), 1) for row in rows for at in (0, 6)]
     assert lost == [0.6, 0.2, 2.6, 10.9, 3.3, 7.9]
     # No table has a column for 60 %; on a line between its neighbours the losses are these.
@@ -318,54 +264,58 @@ def test_half_the_cache_is_not_free_for_two_models_of_three():
 @law("EA-T1")
 def test_keydiff_is_the_best_baseline_where_it_is_said_to_struggle():
     """KeyDiff is the best baseline at 10 of 10 ratios for Gemma3 and 7 of 10 for Qwen3, but at 3 of 10 for Llama3.1."""
+    ruler = scores("ruler")
     removed = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)
-    others = {model: {name: row for name, row in RULER[model].items() if name != "Expected Attention"} for model in RULER}
-    counts = [sum(best(others, model, column) == ["KeyDiff"] for column in removed) for model in RULER]
+    others = {model: {name: row for name, row in ruler[model].items() if name != "Expected Attention"} for model in ruler}
+    counts = [sum(best(others, model, column) == ["KeyDiff"] for column in removed) for model in ruler]
     assert counts == [7, 10, 3]
 
 
 @law("EA-T2")
 def test_math_is_not_won_at_every_place():
     """Best or level in 8 of 9 places; for Nemotron with a cache half the size, KeyDiff and StreamingLLM score more."""
-    assert [wins(MATH500, model, (1, 2, 3)) for model in MATH500] == [(3, 0), (3, 0), (1, 1)]
-    nemotron = MATH500["Nemotron-14B"]
+    math500 = scores("math500")
+    assert [wins(math500, model, (1, 2, 3)) for model in math500] == [(3, 0), (3, 0), (1, 1)]
+    nemotron = math500["Nemotron-14B"]
     assert nemotron["Expected Attention"][1] < nemotron["KeyDiff"][1] < nemotron["StreamingLLM"][1]
     # Most methods lose little with half the cache: at most 5.5 % in 8 of 12 rows. This holds as printed.
-    rows = [row for model in MATH500.values() for row in model.values()]
+    rows = [row for model in math500.values() for row in model.values()]
     assert sum(1 - row[1] / row[0] < 0.055 for row in rows) == 8
 
 
 @law("EA-T3")
 def test_longbench_is_won_in_eight_places_of_fifteen():
     """Best in 4 of 5 places for Qwen3, 1 of 5 for Gemma3 (where TOVA has the other four) and 3 of 5 for Llama3.1."""
-    assert [wins(LONGBENCH, model, range(1, 6)) for model in LONGBENCH] == [(4, 0), (1, 0), (3, 0)]
-    assert [best(LONGBENCH, "Gemma3-12B", column) for column in range(2, 6)] == [["TOVA"]] * 4
+    longbench = scores("longbench")
+    assert [wins(longbench, model, range(1, 6)) for model in longbench] == [(4, 0), (1, 0), (3, 0)]
+    assert [best(longbench, "Gemma3-12B", column) for column in range(2, 6)] == [["TOVA"]] * 4
     pairs = [
-        row[column] < LONGBENCH[model]["Expected Attention"][column]
-        for model in LONGBENCH
-        for name, row in LONGBENCH[model].items()
+        row[column] < longbench[model]["Expected Attention"][column]
+        for model in longbench
+        for name, row in longbench[model].items()
         for column in range(1, 6)
         if name != "Expected Attention"
     ]
     assert (sum(pairs), len(pairs)) == (32, 45)
     # The first row of each table is Expected Attention's, and the first column the full cache.
-    tables = np.array([list(table.values()) for table in LONGBENCH.values()])[:, :, 1:]
+    tables = np.array([list(table.values()) for table in longbench.values()])[:, :, 1:]
     margins = np.abs(tables[:, 0] - tables[:, 1:].max(axis=1))
-    gain = LONGBENCH["Gemma3-12B"]["Expected Attention"][1] - LONGBENCH["Gemma3-12B"]["Expected Attention"][0]
+    gain = longbench["Gemma3-12B"]["Expected Attention"][1] - longbench["Gemma3-12B"]["Expected Attention"][0]
     assert (margins < gain).sum() == 10
 
 
 @law("EA-T3")
 def test_two_bold_figures_are_not_the_best():
     """In bold are SnapKV's 48.40 beside TOVA's 48.41, and Expected Attention's 46.8 beside KeyDiff's 48.01."""
-    assert best(LONGBENCH, "Qwen3-8B", 1) == ["TOVA"]
-    assert best(LONGBENCH, "Llama3.1-8B", 2) == ["KeyDiff"]
+    longbench = scores("longbench")
+    assert best(longbench, "Qwen3-8B", 1) == ["TOVA"]
+    assert best(longbench, "Llama3.1-8B", 2) == ["KeyDiff"]
     bold = {
         "Qwen3-8B": ["SnapKV"] + ["Expected Attention"] * 4,
         "Gemma3-12B": ["Expected Attention"] + ["TOVA"] * 4,
         "Llama3.1-8B": ["Expected Attention"] * 4 + ["KeyDiff"],
     }
-    wrong = [(model, at) for model in bold for at, method in enumerate(bold[model], 1) if best(LONGBENCH, model, at) != [method]]
+    wrong = [(model, at) for model in bold for at, method in enumerate(bold[model], 1) if best(longbench, model, at) != [method]]
     assert wrong == [("Qwen3-8B", 1), ("Llama3.1-8B", 2)]
 
 
