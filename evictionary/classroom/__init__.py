@@ -2,5 +2,5 @@
 
 `assignment.py` reads an assignment's folder; `worker.py` is the program of the child, `child.py` the parent's end of it;
 `grading.py` puts the laws to a submission; `submissions.py` opens archives; `formats.py` writes grade.json and what platforms read;
-`classes.py` grades a folder of submissions; `contest.py` runs a scorer in the embedded model; `synthetic.py` makes up a class.
+`classes.py` grades a folder of submissions; `inputs.py` draws inputs from a seed; `contest.py` runs a scorer in the embedded model; `synthetic.py` makes up a class.
 """
