@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from docs_build import pages
-from docs_build.entries import PAGES
+from docs_build.entries import PAGES, ROOT
 from evictionary.spec_tests.harness import coverage
+from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the class by which the style sheet knows their columns.
 WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
 
 
+log = logging.getLogger("mkdocs.hooks.lessons")
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the coverage page, a page for each module (the API) and one for each source file."""
+    """Add the coverage page, and a page for each module (the API), each source file and each lesson."""
     files.append(File.generated(config, "coverage.md", content=coverage.page()))
     for uri, content in pages.api_pages().items():
         files.append(File.generated(config, uri, content=content))
     for path in pages.source_files():
         files.append(File.generated(config, pages.source_uri(path), content=pages.source_page(path)))
+    for folder in lesson_folders():
+        for path in sorted(folder.rglob("*.*")):
+            files.append(File.generated(config, f"lessons/{path.relative_to(folder).as_posix()}", abs_src_path=str(path)))
     return files
+
+
+def lesson_folders() -> list[Path]:
+    """The folder of each lesson, with page, notebook and pictures; those that have changed are run, and the log says which."""
+    changed = [lesson for lesson in lessons() if not is_built(lesson)]
+    try:
+        for number, lesson in enumerate(changed, 1):
+            log.info("running lesson %s (%s of %s)", lesson.stem, number, len(changed))
+            built(lesson)
+        return [built(lesson) for lesson in lessons()]
+    except LessonError as error:
+        raise PluginError(str(error)) from None
+
+
+def on_serve(server: Any, **_: Any) -> None:
+    """Build the site again when a lesson changes."""
+    server.watch(str(ROOT / "tutorials"))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

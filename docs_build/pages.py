@@ -25,6 +25,7 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
+from tutorials.build import heading, lessons, question
 
 LAYERS = {"reference": "NumPy", "optimized": "torch", "optimized/kernels": "Triton"}
 SOURCES = ("reference", "optimized", "spec_tests")
@@ -223,6 +224,12 @@ def counts(page: str) -> str:
     )
 
 
+def lesson_table(page: str) -> str:
+    """Every lesson with the question that it begins with."""
+    rows = (f"| [{heading(lesson)}]({relative(page, f'lessons/{lesson.stem}.md')}) | {question(lesson)} |" for lesson in lessons())
+    return "\n".join(["| lesson | question |", "|---|---|", *rows])
+
+
 def errata_list(page: str, stem: str) -> str:
     """The errata of one paper, by title."""
     seen: dict[tuple[str, str], list[str]] = {}
@@ -326,6 +333,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "methods": method_table,
     "counts": counts,
     "errata": errata_list,
+    "lessons": lesson_table,
     "formulas": formulas,
     "measured": measured,
     "retrieved": retrieved,

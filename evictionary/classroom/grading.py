@@ -14,22 +14,21 @@ import time
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis.internal.conjecture import providers
-from hypothesis.internal.constants_ast import Constants
 
 from evictionary.classroom.assignment import Assignment, Step
 from evictionary.classroom.child import Child, ChildDied, StudentError, clean
+from evictionary.classroom.inputs import decided_by
 from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
-from evictionary.spec_tests.harness.matrix import load_laws, outcome, prepared
+from evictionary.spec_tests.harness.matrix import load_laws, outcome
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
@@ -110,7 +109,7 @@ def judge(
 
             contest.judge(run, result)
         else:
-            with _inputs_of_the_seed_alone(), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a law that divides by a student's zero says so by failing
                 _judge_steps(run, result, explained=not explain)
     finally:
@@ -132,23 +131,6 @@ def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
         else:
             explained = run.judge(step, line, result, explained)
         verdicts[step.name] = line.verdict
-
-
-@contextlib.contextmanager
-def _inputs_of_the_seed_alone() -> Iterator[None]:
-    """Let a seed draw the same inputs whatever has run before.
-
-    Hypothesis also draws numbers that stand in the modules which happen to be loaded, and stores them in the working folder: the
-    hundredth student would have other inputs than the first.
-    """
-    before = providers._get_local_constants
-    providers.CONSTANTS_CACHE.cache.clear()
-    providers._get_local_constants = Constants
-    try:
-        yield
-    finally:
-        providers._get_local_constants = before
-        providers.CONSTANTS_CACHE.cache.clear()
 
 
 def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
@@ -193,10 +175,9 @@ class _Run:
         named = _named(one.stem)
         return Child(self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named)
 
-    def seed(self, name: str) -> int | None:
-        if self.secret is None:
-            return None
-        return int.from_bytes(hashlib.sha256(self.secret + name.encode()).digest()[:8], "big")
+    def seed(self, name: str) -> int:
+        """A seed for one law or one purpose; without a secret it is public."""
+        return int.from_bytes(hashlib.sha256((self.secret or b"") + name.encode()).digest()[:8], "big")
 
     def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
         """Judge one step; returns whether a failure has been explained by now.
@@ -275,13 +256,15 @@ class _Run:
         return laws
 
     def outcome(self, law: Law, implementation: Implementation, step: Step) -> tuple[str, str]:
-        return outcome(law, implementation, max_examples=step.thoroughness * self.examples, seed=self.seed(law.name))
+        return outcome(self.drawn(law, step), implementation)
+
+    def drawn(self, law: Law, step: Step, shrinks: bool = False) -> Law:
+        return decided_by(self.seed(law.name), law, step.thoroughness * self.examples, shrinks=shrinks)
 
     def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
         """Run a failing law once more with shrinking, and say what a student reads."""
-        test = prepared(law, max_examples=step.thoroughness * self.examples, seed=self.seed(law.name), shrinks=True)
         try:
-            test(impl=implementation)
+            self.drawn(law, step, shrinks=True).check(implementation)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

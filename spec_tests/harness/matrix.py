@@ -151,7 +151,7 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
         "Each planted mistake against every law that calls its function. A kill is an assertion of a law of the requirement that",
         "the mistake names; crashes and hangs are counted apart. `python -m spec_tests.harness.matrix` made this page, with",
         f"{max_examples} inputs a law (twenty times as many where none of its own laws saw the mistake);",
-        "the whole matrix is [kill_matrix.json](kill_matrix.json).",
+        "the whole matrix goes to `build/kill_matrix.json`.",
         "",
         ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",
         *_controls(),
@@ -221,7 +221,7 @@ def main() -> None:
     from rich.progress import track
 
     parser = argparse.ArgumentParser(
-        description="Run every planted mistake against every law; write docs/kill_matrix.json and .md."
+        description="Run every planted mistake against every law; write build/kill_matrix.json and docs/kill_matrix.md."
     )
     parser.add_argument("--max-examples", type=int, help="inputs that each law draws (default 30, and 4 for --controls)")
     parser.add_argument("--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds")
@@ -234,7 +234,9 @@ def main() -> None:
     work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, max_examples) for name in names)
     rows = list(track(work, total=len(names), description="mutants"))
     content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
-    (DOCS / "kill_matrix.json").write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+    whole = DOCS.parent / "build" / "kill_matrix.json"
+    whole.parent.mkdir(exist_ok=True)
+    whole.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
     (DOCS / "kill_matrix.md").write_text(page(rows, max_examples), encoding="utf-8")
     survivors = [entry["mutant"] for entry in rows if entry["verdict"] != "killed"]
     print("not killed: " + ", ".join(survivors) if survivors else f"all {len(rows)} killed by their own laws")
