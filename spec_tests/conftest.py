@@ -88,6 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[verdict.JUDGED] = [
             each for target in config.getoption("--impl") for each in _judged(target, config.getoption("--device"), dtypes, domain)
         ]
+        for each in config.stash[verdict.JUDGED]:
+            each.strict = config.getoption("strict")
         path = config.getoption("--expected-failures")
         config.stash[EXPECTED] = verdict.read_expected(Path(path)) if path else {}
         if any(each.domain.excludes_small for each in config.stash[verdict.JUDGED]):

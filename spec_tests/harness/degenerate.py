@@ -25,6 +25,8 @@ def keydiff(arguments: Arguments) -> str:
     size = np.abs(keys).max(axis=-1)
     if (size == 0).any():
         return "a zero key"
+    if not np.isfinite(size).all():
+        return ""
     scaled = keys / size[..., None]
     mean = (scaled / np.sqrt((scaled * scaled).sum(axis=-1, keepdims=True))).mean(axis=-2)
     return "directions that cancel" if (np.abs(mean).max(axis=-1) < 1e-6).any() else ""
@@ -55,13 +57,9 @@ def _is_constant(states: np.ndarray) -> bool:
 
 
 def momentkv(arguments: Arguments) -> str:
-    """Moments of nothing have no mean, and an attention over nothing no output."""
-    moments, kept = arguments.get("moments"), arguments.get("kept")
-    if moments is not None and (np.asarray(moments.count) == 0).any():
-        return "a head from which nothing was evicted"
-    if kept is not None and kept.ndim and not kept.any(axis=-1).all():
-        return "a head that keeps nothing"
-    return ""
+    """An attention over nothing has no output. (That nothing was evicted yet is how every text begins.)"""
+    kept = arguments.get("kept")
+    return "a head that keeps nothing" if kept is not None and kept.ndim and not kept.any(axis=-1).all() else ""
 
 
 def selection(arguments: Arguments) -> str:
@@ -83,9 +81,7 @@ DEGENERATE: dict[str, Callable[[Arguments], str]] = {
     "keydiff.process_block": keydiff,
     "keydiff.process_prompt": keydiff,
     "lagkv": lagkv,
-    "momentkv.score": momentkv,
     "momentkv.attend": momentkv,
-    "momentkv.recover": momentkv,
     "selection.top_k": selection,
     "attention.attend": attention,
 }

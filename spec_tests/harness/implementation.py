@@ -6,10 +6,12 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 import sys
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,9 +53,9 @@ class Implementation:
 
     modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy" or
     "torch"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`); variants maps a function that it
-    declares to be another one to that one. asking is the class of the law at hand; compares_order while scores count as an order;
-    outside says what was asked outside the domain; drawn are the inputs of the example at hand. calls are those of the example at
-    hand, history the latest of all.
+    declares to be another one to that one. asking is the class of the law at hand; strict where a refusal has to be in our words;
+    compares_order while scores count as an order; outside says what was asked outside the domain; drawn are the inputs of the
+    example at hand. calls are those of the example at hand, history the latest of all.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Implementation:
     conventions: frozenset[str] = frozenset()
     variants: dict[str, str] = field(default_factory=dict)
     asking: str = ""
+    strict: bool = True
     compares_order: bool = False
     outside: str = ""
     drawn: dict[str, Any] = field(default_factory=dict)
@@ -135,7 +138,7 @@ class Implementation:
                 raise OutsideDomain("its rows protect equally many tokens, beside the budget")
             args, kwargs = (), {**call.arguments, "budget": int(call.arguments["budget"] - counts[0])}
         given = [self.native(argument) for argument in args]
-        with np.errstate(all="warn" if self.origin.split(".")[0] in OWN else "ignore"):
+        with nullcontext() if self.origin.split(".")[0] in OWN else np.errstate(all="ignore"):
             answer = to_numpy(function(*given, **{key: self.native(argument) for key, argument in kwargs.items()}))
         call.result = self._in_our_form(call, answer)
         return call.result
@@ -176,6 +179,21 @@ class Implementation:
             return
         for place, entry in enumerate(got):
             self.allowance(path, *args, pick=place, **kwargs).check(entry, f"entry {place} of {path}")
+
+    @contextmanager
+    def refuses(self, pattern: str = "") -> Iterator[None]:
+        """What stands inside must raise: ValueError with this pattern in its message, or, where nobody asks for ours, anything.
+
+        Raises Violation where nothing is raised, or something else than is asked for.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.strict and not (isinstance(error, ValueError) and re.search(pattern, str(error))):
+                wanted = f"a ValueError with {pattern!r} in its message" if pattern else "a ValueError"
+                raise Violation(f"bad input raises {type(error).__name__}: {error}", wanted, str(error)) from error
+            return
+        raise Violation("bad input is accepted in silence", "an error", None)
 
     def _orders(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Raise Violation unless the scores put the tokens in the oracle's order, as far as the dtype can tell them apart."""
