@@ -28,8 +28,6 @@ SCHEMA_VERSION = 1
 PAPERS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
 }
-ROWS = {"keydiff": 2, "momentkv": 2, "gvote": 2}
-"""Rows of panels in a paper's picture, where it is more than one."""
 
 
 @dataclass
@@ -69,7 +67,7 @@ class Report:
         }
 
     def _paper(self, name: str, findings: Findings) -> dict[str, Any]:
-        module = PAPERS[name]
+        paper = PAPERS[name].PAPER
         claims = [
             {
                 "id": claim.id,
@@ -80,14 +78,14 @@ class Report:
                 "verdict": claim.verdict(findings.numbers),
                 "numbers": {number: asdict(findings.numbers[number]) for number in claim.numbers},
             }
-            for claim in module.CLAIMS
+            for claim in paper.claims
         ]
         return {
             "paper": name,
-            "title": module.TITLE,
-            "arxiv": module.ARXIV,
+            "title": paper.title,
+            "arxiv": paper.arxiv,
             "picture": f"{name}.png",
-            "shown": module.draw.__doc__.strip(),
+            "shown": paper.shown,
             "claims": claims,
             "series": _rounded(findings.series),
         }
@@ -139,7 +137,7 @@ def run(
         advance(f"{place}: reading")
         recording = record(lab, kind, number)  # some 200 MB: one at a time
         for name in observing:
-            advance(f"{place}: {PAPERS[name].TITLE}")
+            advance(f"{place}: {PAPERS[name].PAPER.title}")
             observed[name].append(PAPERS[name].observe(lab, recording))
     findings = {
         name: PAPERS[name].conclude(lab, observed[name]) if name in observed else lagkv.measure(lab, advance) for name in chosen
@@ -162,7 +160,7 @@ def write(result: dict[str, Any], folder: Path) -> list[Path]:
     }
     for paper in result["papers"]:
         name = paper["paper"]
-        pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=ROWS.get(name, 1))
+        pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=PAPERS[name].PAPER.rows)
         contents[f"{name}.md"] = pages.render("claims.md", result=result, paper=paper)
     for name, text in contents.items():
         pages.put(folder / name, text)
