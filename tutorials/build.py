@@ -19,51 +19,8 @@ from filelock import FileLock
 ROOT = Path(__file__).parent.parent
 BUILT = ROOT / "build" / "lessons"
 LIMIT_IN_SECONDS = 60  # of processor time, for one lesson
-# What a lesson may run or show, beside itself.
-SOURCES = ("reference", "optimized", "spec_tests", "evictionary", "tutorials/build.py", "tutorials/lesson.py")
+SOURCES = ("reference", "optimized", "spec_tests", "evictionary")  # what a lesson may run or show
 JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
-
-# One notebook cell after the other, as nbconvert does it, but: outputs in fences; folded are imports, code that only draws, what is
-# to be predicted, and the solutions.
-TEMPLATE = """
-{%- extends 'markdown/index.md.j2' -%}
-{%- macro fold(kind, title) %}
-<details markdown="1" class="{{ kind }}"><summary>{{ title }}</summary>
-{% endmacro -%}
-{%- block codecell -%}
-{%- set tags = cell.metadata.get('tags', []) -%}
-{%- if 'solution' in tags %}{{ fold('success', 'A solution') }}{% endif -%}
-{{ super() }}
-{%- if 'solution' in tags %}
-</details>
-{% endif -%}
-{%- endblock codecell -%}
-{%- block input -%}
-{%- set tags = cell.metadata.get('tags', []) -%}
-{%- if 'setup' in tags %}{{ fold('aside', 'What is imported') }}{% endif -%}
-{%- if 'drawing' in tags %}{{ fold('aside', 'How it is drawn') }}{% endif %}
-{{ super() }}
-{%- if 'setup' in tags or 'drawing' in tags %}
-</details>
-{% endif -%}
-{%- endblock input -%}
-{%- block output_group -%}
-{%- set folded = 'predict' in cell.metadata.get('tags', []) -%}
-{%- if folded %}{{ fold('question', 'What it gives') }}{% endif -%}
-{{ super() }}
-{%- if folded %}
-</details>
-{% endif -%}
-{%- endblock output_group -%}
-{%- block stream %}
-```text
-{{ output.text.rstrip() }}
-```
-{% endblock stream -%}
-{%- block data_png %}
-![{{ cell.metadata.alt }}]({{ output.metadata.filenames['image/png'] | path2url }})
-{% endblock data_png -%}
-"""
 
 
 class LessonError(Exception):
@@ -118,18 +75,17 @@ def built(lesson: Path) -> Path:
 
 def _made_from(lesson: Path) -> str:
     """A digest of all that the pages of a lesson are made from."""
-    digest = hashlib.sha256(lesson.read_bytes())
-    for source in (ROOT / name for name in SOURCES):
-        for path in [source] if source.is_file() else sorted([*source.rglob("*.py"), *source.rglob("*.toml")]):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    paths = [path for path in Path(__file__).parent.iterdir() if path.is_file() and path not in lessons()]
+    for folder in SOURCES:
+        paths += [path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".toml")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [lesson, *sorted(paths)])).hexdigest()
 
 
 def _build(lesson: Path, folder: Path) -> None:
     """Run a lesson in a kernel of its own and write its page, its pictures and its notebook into the folder."""
     import jupytext
     import nbformat
-    from jinja2 import DictLoader
+    from jinja2 import FileSystemLoader
     from nbconvert import MarkdownExporter
     from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
@@ -145,7 +101,7 @@ def _build(lesson: Path, folder: Path) -> None:
     notebook.cells.pop()
     for cell in notebook.cells:  # progress bars and warnings of libraries
         cell["outputs"] = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
-    exporter: Any = MarkdownExporter(extra_loaders=[DictLoader({"lesson.md.j2": TEMPLATE})], template_file="lesson.md.j2")
+    exporter: Any = MarkdownExporter(extra_loaders=[FileSystemLoader(Path(__file__).parent)], template_file="lesson.md.j2")
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     body, resources = exporter.from_notebook_node(notebook, {"output_files_dir": name, "unique_key": "picture"})
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
