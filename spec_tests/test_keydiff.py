@@ -31,7 +31,7 @@ def test_the_score_where_a_direction_is_missing(impl, case):
     impl.agrees(SCORE, case.keys)
 
 
-@law("KD-8", of=SCORE, case=cases(max_length=5))
+@law("KD-8", of=SCORE, brute_force=True, case=cases(max_length=5))
 def test_score_in_plain_loops(impl, case):
     """Computed key by key and channel by channel, the score has the same numbers."""
     keys = impl.round(case.keys)
@@ -180,7 +180,7 @@ def test_the_similarity_matrix_holds_every_cosine(impl, case):
         raise Violation("the cosine of a key with itself is not 1", wanted, own)
 
 
-@law("KD-7", of="keydiff.pairwise_score", case=cases(max_length=5))
+@law("KD-7", of="keydiff.pairwise_score", brute_force=True, case=cases(max_length=5))
 def test_pairwise_score_in_plain_loops(impl, case):
     """Minus the sum of the cosines to every key, taken pair by pair, gives the same numbers."""
     keys = impl.round(case.keys)
@@ -206,7 +206,7 @@ def test_both_scores_rank_alike(impl, case):
         raise Violation(f"T |mu| score differs from the pairwise score by {error.max():.3g}", allowed.expected)
 
 
-@law("KD-O", of=(SCORE, "selection.top_k"), case=cases(min_length=2, max_length=5), share=shares())
+@law("KD-O", of=(SCORE, "selection.top_k"), brute_force=True, case=cases(min_length=2, max_length=5), share=shares())
 def test_top_k_solves_the_relaxed_problem(impl, case, share):
     """No other set of N keys has a smaller sum of khat_i . mu: every set is tried."""
     budget = max(1, int(share * case.keys.shape[2]))
@@ -237,7 +237,7 @@ def test_the_objectives_are_sums_of_cosines(impl, case, seed):
     allowed.check(impl.keydiff_theory.pairwise_objective(keys, kept), "the pairwise objective")
 
 
-@law("KD-O", of=(SCORE, "selection.top_k"), case=cases(min_length=2, max_length=17))
+@law("KD-O", of=(SCORE, "selection.top_k"), brute_force=True, case=cases(min_length=2, max_length=17))
 def test_evicting_one_token_is_exactly_optimal(impl, case):
     """With N = n - 1, as in each step of decoding, no other choice leaves a smaller sum of pairwise cosines (no key being zero)."""
     keys = impl.round(case.keys)
