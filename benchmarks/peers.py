@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu import KVPRESS, environment
+from benchmarks.report import rendered
 from benchmarks.timing import RESULTS, ROOT, provenance
 
 RATIO = 0.5
@@ -41,13 +42,7 @@ PEERS = (
     Peer("keydiff", {}, "KeyDiffPress", {}, ""),
     Peer("streaming_llm", {"sink_size": 4}, "StreamingLLMPress", {"n_sink": 4}, ""),
     Peer("tova", {}, "TOVAPress", {}, "kvpress always keeps the last token; in the paper it has to earn its place"),
-    Peer(
-        "snapkv",
-        {"window_size": 64, "kernel_size": 5},
-        "SnapKVPress",
-        {"window_size": 64, "kernel_size": 5},
-        "",
-    ),
+    Peer("snapkv", {"window_size": 64, "kernel_size": 5}, "SnapKVPress", {"window_size": 64, "kernel_size": 5}, ""),
     Peer(
         "expected_attention",
         {"epsilon": 0.0},
@@ -132,32 +127,6 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     return [{"largest_difference_of_keys": drift}, *rows]
 
 
-def page(stored: dict[str, Any]) -> str:
-    """The result as a page."""
-    lines = [
-        "# The same tokens as kvpress?",
-        "",
-        f"The embedded model reads a passkey text of {stored['tokens']} tokens in both libraries, and half of the cache goes:",
-        f"kvpress {KVPRESS} beside ours at the same options, {stored['heads']} heads. `make peers` made this page on",
-        f"{stored['date']}; the keys of the two runs differ by {stored['largest_difference_of_keys']:.1g} at most.",
-        "",
-        "| method | kvpress | tokens in common, mean | worst head | heads alike | where the definitions differ |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in stored["rows"]:
-        options = "".join(f", {name}={value}" for name, value in row["options"].items())
-        lines.append(
-            f"| {row['method']}{options} | `{row['kvpress']}` | {row['in_common']:.1%} | {row['in_common_worst_head']:.1%} | "
-            f"{row['heads_alike']:.0%} | {row['differs'] or 'they agree'} |"
-        )
-    lines += [
-        "",
-        "MomentKV and GVote have no press there. AdaKV's there is simulated by masking, so its cache does not shrink.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of the text (default 1000)")
@@ -185,7 +154,7 @@ def main() -> int:
     stored = provenance("torch", "transformers") | summary | {"tokens": ids.shape[1], "heads": int(theirs["knorm"][..., 0].size)}
     stored |= {"kvpress": KVPRESS, "compression_ratio": RATIO, "rows": rows}
     (RESULTS / "peers.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(stored), encoding="utf-8")
+    PAGE.write_text(rendered("peers.md.j2", **stored), encoding="utf-8")
     table = Table("method", "in common", "worst head", "heads alike", "where the definitions differ")
     for row in rows:
         numbers = (f"{row[name]:.1%}" for name in ("in_common", "in_common_worst_head", "heads_alike"))
