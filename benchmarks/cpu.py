@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.timing import RESULTS, ROOT, after, exponent, interleaved, provenance, ratio
+from benchmarks.timing import RESULTS, ROOT, after, exponent, interleaved, provenance, ratio, seconds, write_json
 
 KVPRESS = "0.5.5"
 TOKENS = (1024, 4096, 16384, 65536)
@@ -53,27 +52,6 @@ class Pair(NamedTuple):
     distance: Callable[[Any, Any], float]
 
 
-def attention_module(heads: tuple[int, int], head_dim: int) -> Any:
-    """As little of an attention layer as the presses look at: its shape, an identity for a projection, and RoPE."""
-    from types import SimpleNamespace
-
-    import torch
-
-    from evictionary.optimized.rope import frequencies
-
-    def rotary(states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[..., None].double() * frequencies(head_dim)
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(states.dtype), angles.sin().to(states.dtype)
-
-    return SimpleNamespace(
-        config=SimpleNamespace(num_attention_heads=heads[0], num_key_value_heads=heads[1]),
-        head_dim=head_dim,
-        q_proj=lambda hidden_states: hidden_states,
-        rotary_emb=rotary,
-    )
-
-
 def pairs(
     tokens: int, dtype: str, *, heads: tuple[int, int] = (QUERY_HEADS, KV_HEADS), head_dim: int = HEAD_DIM
 ) -> dict[str, Pair]:
@@ -81,6 +59,7 @@ def pairs(
     import torch
     from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, LagKVPress, SnapKVPress, TOVAPress
 
+    from benchmarks.row import attention_module
     from evictionary.optimized import expected_attention, keydiff, knorm, lagkv, snapkv, tova
 
     generator = torch.Generator().manual_seed(0)
@@ -125,13 +104,6 @@ def pairs(
         "tova": Pair(lambda: tova.score(queries[:, :, -1:], keys), press(TOVAPress()), apart_before(1)),
         "knorm": Pair(lambda: knorm.score(keys), press(KnormPress()), apart),
     }
-
-
-def seconds(call: Callable[[], Any], clock: Callable[[], float]) -> float:
-    """Seconds of one call by the given clock."""
-    start = clock()
-    call()
-    return clock() - start
 
 
 def rise_of_memory(call: Callable[[], Any]) -> tuple[int, Any]:
@@ -275,8 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     if min(tokens) < SINKS + 2 * LAG:
         parser.error(f"--tokens: got {min(tokens)}, wanted at least {SINKS + 2 * LAG}: LagKV has nothing to choose from below")
     result = benchmark(tokens, options.dtypes.split(","), options.threads, options.seconds)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cpu.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(options.out / "cpu.json", result)
     for dtype, by in result["exponents"].items():
         for name, growth in by.items():
             goal = "" if growth["ours"] <= LARGEST_EXPONENT else f", goal {LARGEST_EXPONENT} missed"

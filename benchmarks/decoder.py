@@ -14,8 +14,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from benchmarks.row import Place, Row, Work
-from benchmarks.rows import XL, random_moments
-from evictionary.optimized.cache import CompressedCache
+from benchmarks.rows import XL, random_moments, whole_cache
 
 LAYERS, VOCABULARY = 32, 128_256
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,12 +35,11 @@ class Decoder:
         self.width, self.split = width, [width, narrow, narrow]
         angle = torch.linspace(0, 1, place.head_dim // 2, device=place.device).repeat(2)
         self.cos, self.sin = angle.cos().to(place.dtype), angle.sin().to(place.dtype)
-        on_gpu = place.device.startswith("cuda")
         # Norms, rotation and gate fused as an inference engine would; the products stay cuBLAS. A decoder starts with no code of
         # another: torch stops compiling a function after some shapes, and would go on with the slow one without a word.
-        if on_gpu:
+        if place.is_gpu:
             torch.compiler.reset()
-        self.before, self.after = (torch.compile(f, dynamic=False) if on_gpu else f for f in (self._before, self._after))
+        self.before, self.after = (torch.compile(f, dynamic=False) if place.is_gpu else f for f in (self._before, self._after))
 
     def bytes(self) -> int:
         """The bytes of the weights, which a decoding step reads once."""
@@ -90,21 +88,19 @@ def decoder(place: Place) -> Decoder:
 
 def full_cache(place: Place, batch: int, tokens: int, model: Decoder, attend: Callable[..., Any] | None) -> Attend:
     """Attention over a full cache of every layer, the new token in its last slot: ours, or SDPA where `attend` is None."""
-    layers = [place.cache(batch, tokens, layer) for layer in range(model.layers)]
-    return over(place, layers, attend)
+    return over([place.cache(batch, tokens, layer) for layer in range(model.layers)], attend)
 
 
-def over(place: Place, layers: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
+def over(layers: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
     """As `full_cache`, over keys and values [B, H_kv, T, D] that are there."""
-    batch, heads, tokens, _ = layers[0][0].shape
-    lengths = torch.full((batch, heads), tokens, device=place.device)
+    caches = [whole_cache(*states) for states in layers]
 
     def run(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = layers[layer]
-        keys[:, :, -1], values[:, :, -1] = key, value
+        keys[:, :, -1], values[:, :, -1] = key, value  # the caches are views of them
         if attend is None:
             return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
-        return attend(query[:, :, None], CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), lengths, lengths))[0][:, :, 0]
+        return attend(query[:, :, None], caches[layer])[0][:, :, 0]
 
     return run
 
@@ -128,12 +124,11 @@ def overhead_row(batch: int) -> Callable[[Place], Work]:
         moments = with_moments(place, sequences, tokens, model, step)
         plain = full_cache(place, sequences, tokens, model, attend)
         state = 4 * place.head_dim * (place.head_dim + 2)
-        cache = 2 * tokens * place.head_dim * place.dtype.itemsize
         return Work(
             make=lambda seed: (place.states(sequences, model.width, seed=seed),),
             arms={"ours": lambda h: model.step(h, moments), "fixed L": lambda h: model.step(h, plain)},
             check=None,
-            bytes=model.bytes() + model.layers * sequences * place.heads * (cache + 2 * state),
+            bytes=model.bytes() + model.layers * sequences * 2 * (place.bytes_of(tokens) + place.heads * state),
             copies=1,
         )
 
@@ -146,7 +141,7 @@ def decode_model_row(place: Place) -> Work:
     tokens, model = place.tokens(1024), decoder(place)
     moments = with_moments(place, 1, tokens, model, step)
     layers = [place.cache(1, place.tokens(XL), layer) for layer in range(model.layers)]
-    ours, sdpa = over(place, layers, attend), over(place, layers, None)
+    ours, sdpa = over(layers, attend), over(layers, None)
     return Work(
         make=lambda seed: (place.states(1, model.width, seed=seed),),
         arms={
@@ -155,7 +150,7 @@ def decode_model_row(place: Place) -> Work:
             "full cache, our decode": lambda h: model.step(h, ours),
         },
         check=None,
-        bytes=model.bytes() + model.layers * place.heads * tokens * 2 * place.head_dim * place.dtype.itemsize,
+        bytes=model.bytes() + model.layers * 2 * place.bytes_of(tokens),
         copies=1,
     )
 
@@ -166,9 +161,8 @@ def throughput_row(place: Place) -> Work:
     few, tokens = place.batch(24), place.tokens(32_768)
     layers = [place.cache(few, tokens, layer) for layer in range(model.layers)]
     shape = (4 * few, place.heads, tokens // 4, place.head_dim)
-    compressed = over(place, [(keys.view(shape), values.view(shape)) for keys, values in layers], attend)
-    ours, sdpa = over(place, layers, attend), over(place, layers, None)
-    one = few * model.layers * place.heads * tokens * 2 * place.head_dim * place.dtype.itemsize
+    compressed = over([(keys.view(shape), values.view(shape)) for keys, values in layers], attend)
+    ours, sdpa = over(layers, attend), over(layers, None)
 
     def make(seed: int) -> tuple[Any, ...]:
         hidden = place.states(4 * few, model.width, seed=seed)
@@ -182,7 +176,7 @@ def throughput_row(place: Place) -> Work:
             "full cache, our decode": lambda many, fewer: model.step(fewer, ours),
         },
         check=None,
-        bytes=model.bytes() + one,
+        bytes=model.bytes() + few * model.layers * 2 * place.bytes_of(tokens),
         units={"ours": 4 * few, "full cache, SDPA": few, "full cache, our decode": few},
         copies=1,
     )
@@ -208,7 +202,7 @@ def share_row(length: int) -> Callable[[Place], Work]:
                 "prefill of one layer": lambda h, k, v: layer.prefill(h),
             },
             check=None,
-            bytes=3 * tokens * place.heads * place.head_dim * place.dtype.itemsize,
+            bytes=3 * place.bytes_of(tokens),
             waits=frozenset({"KeyDiff", "prefill of one layer"}),  # the graph would keep gigabytes of temporaries
             copies=1,
         )
@@ -252,7 +246,7 @@ def block_row(place: Place) -> Work:
             "block step of one layer": step,
         },
         check=None,
-        bytes=total * place.heads * place.head_dim * place.dtype.itemsize,
+        bytes=place.bytes_of(total),
         waits=frozenset({"score, select, compact"}),
     )
 

@@ -22,7 +22,6 @@ import argparse
 import faulthandler
 import gc
 import importlib.util
-import json
 import math
 import os
 import signal
@@ -42,7 +41,7 @@ from rich.table import Table
 from benchmarks.decoder import MODEL_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
 from benchmarks.rows import KERNEL_ROWS
-from benchmarks.timing import ROOT, Spread, after, interleaved, output_of, provenance, ratio, spread
+from benchmarks.timing import ROOT, Spread, after, interleaved, output_of, provenance, ratio, spread, write_json
 
 SCHEMA = "evictionary/benchmark-gpu/1"
 ROWS = [*KERNEL_ROWS, *MODEL_ROWS]
@@ -378,10 +377,9 @@ def run(
     start = time.monotonic()
     console = Console(stderr=True)
     result: dict[str, Any] = {"schema": SCHEMA, **provenance(*PACKAGES), "gpu": gpu(), "dtype": str(place.dtype), "rows": []}
-    target.parent.mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
-        target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(target, result)
 
     stems = sorted({stem for row in rows for stem in row.stems})
     console.print(f"laws of {', '.join(stems)} on {place.device}, {', '.join(DTYPES)} ...")

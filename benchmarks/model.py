@@ -19,28 +19,20 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
 from evictionary.methods import catalogue
 from evictionary.models.load import EMBEDDED
 from evictionary.models.load import load as load_model
 
-RESULT = Path(__file__).parent / "results" / "model.json"
+RESULT = RESULTS / "model.json"
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 128}}
 ROUNDS, DECODED = 5, 8
 BUDGET, BLOCK = 1024, 512
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """The time of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 @torch.no_grad()
@@ -135,17 +127,6 @@ def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print rows as a table, with the columns of the first."""
-    table = Table(title=title, title_justify="left")
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("method", "cache") else "right")
-    for row in rows:
-        table.add_row(*(f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name, "")) for name in columns))
-    Console().print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure compression, decoding and block processing in a real model.")
     parser.add_argument("--model", default=EMBEDDED, help="a hub name, a folder, or embedded (the default)")
@@ -174,7 +155,7 @@ def main() -> None:
     for name in arguments.only or parts:
         found[name] = parts[name]()
         show(name, found[name])
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")  # a killed run keeps what it had
+        write_json(arguments.out, found)  # a killed run keeps what it had
 
 
 if __name__ == "__main__":

@@ -8,56 +8,36 @@ kept sets have to agree too, up to rounding; where they do not, the table says w
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
+import tomllib
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.cpu import KVPRESS, environment
 from benchmarks.report import rendered
-from benchmarks.timing import RESULTS, ROOT, provenance
+from benchmarks.timing import RESULTS, ROOT, provenance, show, write_json
 
 RATIO = 0.5
 PAGE = ROOT / "docs" / "peers.md"
 
 
-class Peer(NamedTuple):
-    """A method in both libraries: our name and options, kvpress's class and arguments, and why they differ, if they do."""
+@dataclass(frozen=True)
+class Peer:
+    """A method in both libraries, as peers.toml names it."""
 
     ours: str
-    options: dict[str, Any]
     theirs: str
-    arguments: dict[str, Any]
-    differs: str
+    options: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    differs: str = ""
 
 
-PEERS = (
-    Peer("knorm", {}, "KnormPress", {}, ""),
-    Peer("keydiff", {}, "KeyDiffPress", {}, ""),
-    Peer("streaming_llm", {"sink_size": 4}, "StreamingLLMPress", {"n_sink": 4}, ""),
-    Peer("tova", {}, "TOVAPress", {}, "kvpress always keeps the last token; in the paper it has to earn its place"),
-    Peer("snapkv", {"window_size": 64, "kernel_size": 5}, "SnapKVPress", {"window_size": 64, "kernel_size": 5}, ""),
-    Peer(
-        "expected_attention",
-        {"epsilon": 0.0},
-        "ExpectedAttentionPress",
-        {"epsilon": 0.0},
-        "kvpress leaves the first four tokens out of statistics and softmax and always keeps them; in the paper none is privileged",
-    ),
-    Peer(
-        "lagkv",
-        {"sink_size": 4, "lag_size": 128},
-        "LagKVPress",
-        {"n_sink": 4, "lag_size": 128},
-        "LK-12 keeps floor(rL) tokens of each partition, a few fewer than the total asked for; kvpress fills up to it by rank",
-    ),
-)
+PEERS = [Peer(**peer) for peer in tomllib.loads((Path(__file__).parent / "peers.toml").read_text(encoding="utf-8"))["peer"]]
 
 
 def their_scores(folder: str, prompt: Path, output: Path) -> None:
@@ -153,13 +133,10 @@ def main() -> int:
     summary, *rows = compare(folder, ids, theirs)
     stored = provenance("torch", "transformers") | summary | {"tokens": ids.shape[1], "heads": int(theirs["knorm"][..., 0].size)}
     stored |= {"kvpress": KVPRESS, "compression_ratio": RATIO, "rows": rows}
-    (RESULTS / "peers.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    write_json(RESULTS / "peers.json", stored)
     PAGE.write_text(rendered("peers.md.j2", **stored), encoding="utf-8")
-    table = Table("method", "in common", "worst head", "heads alike", "where the definitions differ")
-    for row in rows:
-        numbers = (f"{row[name]:.1%}" for name in ("in_common", "in_common_worst_head", "heads_alike"))
-        table.add_row(row["method"], *numbers, row["differs"])
-    Console().print(table)
+    names = ("in_common", "in_common_worst_head", "heads_alike")
+    show("", [{"method": row["method"], **{name: f"{row[name]:.1%}" for name in names}, "differs": row["differs"]} for row in rows])
     broken = [row["method"] for row in rows if not row["differs"] and row["in_common"] < 0.999]
     if broken:
         print(f"kept sets differ although the definitions agree: {', '.join(broken)}", file=sys.stderr)

@@ -18,19 +18,17 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.reference import momentkv
 from evictionary.spec_tests.harness.implementation import STEMS
 
 TOKENS, HEADS, HEAD_DIM = 4096, 8, 128
-RESULT = Path(__file__).parent / "results" / "reference.json"
 
 
 def workloads() -> dict[str, Callable[[], Any]]:
@@ -66,15 +64,11 @@ def workloads() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def seconds(call: Callable[[], Any], runs: int) -> list[float]:
-    """Processor seconds of each run, after one that is not counted."""
+def measured(call: Callable[[], Any], runs: int) -> dict[str, float]:
+    """Processor seconds of the runs, after one that is not counted."""
     call()
-    found = []
-    for _ in range(runs):
-        start = time.process_time()
-        call()
-        found.append(time.process_time() - start)
-    return found
+    found = [seconds(call, time.process_time) for _ in range(runs)]
+    return {"median": statistics.median(found), "least": min(found), "most": max(found)}
 
 
 def main() -> None:
@@ -83,7 +77,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     timed = {
-        name: seconds(call, arguments.runs)
+        name: measured(call, arguments.runs)
         for name, call in track(workloads().items(), description="methods", console=Console(stderr=True))
     }
     result = {
@@ -94,18 +88,14 @@ def main() -> None:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),
-        "seconds": {
-            name: {"median": statistics.median(runs), "least": min(runs), "most": max(runs)} for name, runs in timed.items()
-        },
+        "seconds": timed,
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(RESULTS / "reference.json", result)
     if arguments.json:
         print(json.dumps(result, indent=1))
         return
-    table = Table("method", "median s", "least", "most", title=f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds")
-    for name, runs in timed.items():
-        table.add_row(name, f"{statistics.median(runs):.3f}", f"{min(runs):.3f}", f"{max(runs):.3f}")
-    Console().print(table)
+    title = f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds"
+    show(title, [{"method": name, **{part: f"{value:.3f}" for part, value in one.items()}} for name, one in timed.items()])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from evictionary.optimized.rope import frequencies
+
 
 class NoKernel(Exception):
     """The row needs a kernel that this checkout does not have."""
@@ -29,6 +31,10 @@ class Place:
     group: int = 4
     head_dim: int = 128
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
     def tokens(self, count: int) -> int:
         return max(min(count, 64), count // self.shrink)
 
@@ -44,10 +50,14 @@ class Place:
         shape = (batch, self.heads, tokens, self.head_dim)
         return self.states(*shape, seed=2 * seed), self.states(*shape, seed=2 * seed + 1)
 
+    def bytes_of(self, tokens: int) -> int:
+        """The bytes of the keys, or of the values, of so many tokens of each KV head."""
+        return self.heads * tokens * self.head_dim * self.dtype.itemsize
+
     def ours(self, stem: str, name: str) -> Callable[..., Any]:
         """The entry point of `optimized`; on a GPU it must have a kernel under it, or NoKernel is raised."""
         kernel = None
-        if self.device.startswith("cuda"):
+        if self.is_gpu:
             try:
                 kernels = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
             except ImportError as error:
@@ -103,6 +113,11 @@ def exact(*tensors: torch.Tensor) -> list[np.ndarray]:
     return [(x.double() if x.is_floating_point() else x).cpu().numpy() for x in tensors]
 
 
+def first_head(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """The first KV head of the first sequence of each tensor, as arrays."""
+    return exact(*(x[:1, :1] for x in tensors))
+
+
 def error(got: Any, want: np.ndarray) -> float:
     """The largest difference, relative to the largest number wanted; NaN is infinitely wrong."""
     got = exact(got)[0] if isinstance(got, torch.Tensor) else got
@@ -122,7 +137,7 @@ def rows_apart(got: torch.Tensor, want: np.ndarray) -> float:
 
 def compiled(function: Callable[..., Any], place: Place) -> dict[str, Callable[..., Any]]:
     """The arm torch.compile, where there is a GPU to compile for."""
-    return {"torch.compile": torch.compile(function, dynamic=False)} if place.device.startswith("cuda") else {}
+    return {"torch.compile": torch.compile(function, dynamic=False)} if place.is_gpu else {}
 
 
 def optional(module: str) -> tuple[ModuleType | None, str]:
@@ -145,7 +160,25 @@ def press_arm(name: str, score: Callable[[Any, Any], Callable[..., Any]]) -> tup
         return {}, {label: f"{name}: {type(error).__name__}: {error}"}
 
 
+def attention_module(heads: tuple[int, int], head_dim: int) -> Any:
+    """As little of an attention layer as the presses of kvpress look at: its shape, an identity for a projection, and RoPE.
+
+    Args: heads, the query heads and the KV heads.
+    """
+
+    def rotary(states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[..., None].double() * frequencies(head_dim)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+
+    return SimpleNamespace(
+        config=SimpleNamespace(num_attention_heads=heads[0], num_key_value_heads=heads[1]),
+        head_dim=head_dim,
+        q_proj=lambda hidden_states: hidden_states,
+        rotary_emb=rotary,
+    )
+
+
 def layer_module(place: Place) -> Any:
-    """As little of an attention layer as the presses of kvpress look at."""
-    config = SimpleNamespace(num_attention_heads=place.heads * place.group, num_key_value_heads=place.heads)
-    return SimpleNamespace(config=config, head_dim=place.head_dim, q_proj=lambda hidden_states: hidden_states)
+    """The layer of a place, for the presses of kvpress."""
+    return attention_module((place.heads * place.group, place.heads), place.head_dim)

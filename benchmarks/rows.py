@@ -18,7 +18,20 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.row import NoKernel, Place, Row, Work, compiled, error, exact, layer_module, optional, press_arm, rows_apart
+from benchmarks.row import (
+    NoKernel,
+    Place,
+    Row,
+    Work,
+    compiled,
+    error,
+    exact,
+    first_head,
+    layer_module,
+    optional,
+    press_arm,
+    rows_apart,
+)
 from benchmarks.torch_peers import (
     expected_attention_torch,
     gvote_torch,
@@ -52,7 +65,7 @@ def lagkv_row(place: Place) -> Work:
     retained = reference_lagkv.retained_length(tokens, **settings)
 
     def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
-        keys, values = exact(*(x[:1, :1] for x in inputs))
+        keys, values = first_head(*inputs)
         kept = reference_lagkv.select(keys, values, **settings)
         return rows_apart(got, keys[kept])
 
@@ -65,16 +78,19 @@ def lagkv_row(place: Place) -> Work:
 
     arms, missing = press_arm("LagKVPress", press)
     one_head = {name: lambda inputs, got: got[0][0, 0] for name in ("eager torch", "torch.compile", *arms)}
-    width = 2 * place.heads * place.head_dim * place.dtype.itemsize
     return Work(
         make=lambda seed: place.cache(1, tokens, seed),
         arms={"ours": lambda k, v: compress(k, v, **settings), "eager torch": eager, **compiled(eager, place), **arms},
         check=check,
-        bytes=(tokens + retained) * width,
+        bytes=2 * place.bytes_of(tokens + retained),
         read={"ours": lambda inputs, got: got.keys[:retained], **one_head},
         missing=missing,
         limit=0.01,  # float32 may exchange scores that nearly tie
     )
+
+
+def check_keydiff(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
+    return error(got[0, 0], reference_keydiff.score(first_head(inputs[0])[0])[0, 0])
 
 
 def keydiff_row(place: Place) -> Work:
@@ -85,8 +101,8 @@ def keydiff_row(place: Place) -> Work:
     return Work(
         make=lambda seed: (place.cache(1, tokens, seed)[0],),
         arms={"ours": score, "eager torch": keydiff_torch, **compiled(keydiff_torch, place), **arms},
-        check=lambda inputs, got: error(got[0, 0], reference_keydiff.score(exact(inputs[0][:1, :1])[0])[0, 0]),
-        bytes=2 * tokens * place.heads * place.head_dim * place.dtype.itemsize,
+        check=check_keydiff,
+        bytes=2 * place.bytes_of(tokens),
         missing=missing,
     )
 
@@ -102,8 +118,8 @@ def keydiff_anchor_row(place: Place) -> Work:
     return Work(
         make=make,
         arms={"ours": with_anchor, "our two passes": lambda keys, anchor: score(keys)},
-        check=lambda inputs, got: error(got[0, 0], reference_keydiff.score(exact(inputs[0][:1, :1])[0])[0, 0]),
-        bytes=tokens * place.heads * place.head_dim * place.dtype.itemsize,
+        check=check_keydiff,
+        bytes=place.bytes_of(tokens),
     )
 
 
@@ -135,7 +151,7 @@ def expected_attention_row(place: Place) -> Work:
         make=make,
         arms={"ours": score, "eager torch": expected_attention_torch, **compiled(expected_attention_torch, place), **arms},
         check=check,
-        bytes=2 * tokens * place.heads * dim * place.dtype.itemsize,
+        bytes=2 * place.bytes_of(tokens),
         flops=2.0 * tokens * queries * dim * dim,
         missing=missing,
         limit=1e-2,
@@ -152,7 +168,7 @@ def statistics_row(place: Place) -> Work:
     def check(inputs: tuple[Any, ...], got: tuple[torch.Tensor, torch.Tensor]) -> float:
         plain = rotate(inputs[0][:1, :1].double(), -inputs[1])
         mean, covariance = reference_expected_attention.query_statistics(exact(plain)[0])
-        return max(float(np.abs(exact(got[0][:1, :1])[0] - mean).max()), error(got[1][:1, :1], covariance))
+        return max(float(np.abs(first_head(got[0])[0] - mean).max()), error(got[1][:1, :1], covariance))
 
     def press(kvpress: Any, label: str) -> Callable[..., Any]:
         # What it does instead: project the hidden states of the prompt once more. The projection is not checked against ours.
@@ -236,8 +252,7 @@ def positions_of(kept: torch.Tensor, count: int) -> torch.Tensor:
 def compact_row(place: Place) -> Work:
     tokens = place.tokens(XL)
     half, compress = tokens // 2, place.ours("cache", "compress")
-    on_gpu = place.device.startswith("cuda")
-    copy = importlib.import_module("evictionary.optimized.kernels.cache").copy_kept if on_gpu else None
+    copy = importlib.import_module("evictionary.optimized.kernels.cache").copy_kept if place.is_gpu else None
 
     def make(seed: int) -> tuple[Any, ...]:
         kept = random_mask(place, 1, tokens, half, seed)
@@ -255,7 +270,7 @@ def compact_row(place: Place) -> Work:
         make=make,
         arms=arms if copy else {"ours": counted["ours, with the count"], "two torch.gather": gather},
         check=lambda inputs, got: rows_apart(got, exact(inputs[0][0, 0])[0][exact(inputs[2][0, 0])[0]]),
-        bytes=4 * place.heads * half * place.head_dim * place.dtype.itemsize,
+        bytes=4 * place.bytes_of(half),
         read={
             "two torch.gather": lambda inputs, got: got[0][0, 0],
             **{name: lambda inputs, got: got.keys[:half] for name in ("ours", "ours, with the count")},
@@ -274,6 +289,12 @@ def flat_cache(place: Place, lengths: torch.Tensor, seed: int) -> CompressedCach
     positions = torch.cat([torch.arange(int(n)) for n in lengths.flatten()]).to(place.device)
     storage = (place.states(total, place.head_dim, seed=seed + part) for part in (0, 1))
     return CompressedCache(*storage, positions, lengths.to(place.device))
+
+
+def whole_cache(keys: torch.Tensor, values: torch.Tensor) -> CompressedCache:
+    """Keys and values [B, H_kv, T, D] as a compressed cache from which nothing is evicted; attention reads no positions of it."""
+    lengths = torch.full(keys.shape[:2], keys.shape[2], device=keys.device)
+    return CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), lengths, lengths)
 
 
 def check_attention(place: Place) -> Callable[[tuple[Any, ...], Any], float]:
@@ -311,7 +332,7 @@ def decode_row(batch: int, length: int) -> Callable[[Place], Work]:
             make=make,
             arms={"ours": attend, "SDPA": sdpa, **flash},
             check=check_attention(place),
-            bytes=2 * sequences * place.heads * tokens * place.head_dim * place.dtype.itemsize,
+            bytes=2 * sequences * place.bytes_of(tokens),
             read={"ours": lambda inputs, got: got[0]},
             missing=missing,
             limit=2e-2,
@@ -369,7 +390,7 @@ def ragged_row(place: Place) -> Work:
         make=make,
         arms={"ours": lambda queries, cache, *_: attend(queries, cache), "padded SDPA": sdpa},
         check=check_attention(place),
-        bytes=2 * sequences * place.heads * mean * place.head_dim * place.dtype.itemsize,
+        bytes=2 * sequences * place.bytes_of(mean),
         read={"ours": lambda inputs, got: got[0]},
         limit=2e-2,
     )
@@ -395,7 +416,7 @@ def moment_inputs(place: Place, batch: int, length: int, seed: int) -> tuple[Any
 
 
 def moments_of_head(moments: Moments) -> reference_momentkv.Moments:
-    return reference_momentkv.Moments(*exact(*(field[:1, :1] for field in moments)))
+    return reference_momentkv.Moments(*first_head(*moments))
 
 
 def step_row(batch: int, length: int) -> Callable[[Place], Work]:
@@ -405,25 +426,22 @@ def step_row(batch: int, length: int) -> Callable[[Place], Work]:
         step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
         sequences, tokens = place.batch(batch), place.tokens(length)
 
-        def make(seed: int) -> tuple[Any, ...]:
-            return moment_inputs(place, sequences, tokens, seed)
-
         def plain(query: torch.Tensor, new_key: Any, new_value: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> Any:
-            lengths = torch.full(keys.shape[:2], tokens, device=place.device)
-            return attend(query[:, :, None], CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), lengths, lengths))
+            return attend(query[:, :, None], whole_cache(keys, values))
 
         def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
             query, new_key, new_value, keys, values, _, moments, _ = inputs
-            head = exact(query[:1, : place.group], new_key[:1, :1], new_value[:1, :1], keys[:1, :1], values[:1, :1])
-            want = reference_momentkv.decode_step(*head, moments_of_head(moments), tokens).output
+            head = first_head(new_key, new_value, keys, values)
+            group = exact(query[:1, : place.group])[0]
+            want = reference_momentkv.decode_step(group, *head, moments_of_head(moments), tokens).output
             return error(got[:1, : place.group], want)
 
         state = place.head_dim**2 + 2 * place.head_dim
         return Work(
-            make=make,
+            make=lambda seed: moment_inputs(place, sequences, tokens, seed),
             arms={"ours": step, "plain decode": plain, "eager torch": momentkv_torch},
             check=check,
-            bytes=sequences * place.heads * (2 * tokens * place.head_dim * place.dtype.itemsize + 2 * 4 * state),
+            bytes=sequences * (2 * place.bytes_of(tokens) + place.heads * 2 * 4 * state),
             flops=2.0 * sequences * place.heads * tokens * place.head_dim**2,
             # Attention without moments is another function: it is timed, not compared.
             read={"plain decode": lambda inputs, got: None},
@@ -439,7 +457,7 @@ def prompt_moments_row(place: Place) -> Work:
     try:
         compress = place.ours("momentkv", "compress_prompt")
     except NoKernel:
-        if place.device.startswith("cuda"):
+        if place.is_gpu:
             raise
         gather, update = place.ours("cache", "compress"), place.ours("momentkv", "update")
 
@@ -451,18 +469,15 @@ def prompt_moments_row(place: Place) -> Work:
         return *place.cache(1, tokens, seed), kept, positions_of(kept, count)
 
     def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
-        keys, values, kept = exact(*(x[:1, :1] for x in inputs[:3]))
+        keys, values, kept = first_head(*inputs[:3])
         gone = ~kept[0, 0]
         return error(got[0, 0], values[0, 0][gone].T @ keys[0, 0][gone])
 
-    def torch_arm(keys: Any, values: Any, kept: Any, index: Any) -> Any:
-        return moments_torch(keys, values, kept, index)
-
     return Work(
         make=make,
-        arms={"ours": lambda k, v, kept, index: compress(k, v, kept), "masked product, gathers": torch_arm},
+        arms={"ours": lambda k, v, kept, index: compress(k, v, kept), "masked product, gathers": moments_torch},
         check=check,
-        bytes=2 * (tokens + count) * place.heads * place.head_dim * place.dtype.itemsize,
+        bytes=2 * place.bytes_of(tokens + count),
         flops=2.0 * tokens * place.heads * place.head_dim**2,
         read={
             "ours": lambda inputs, got: got[1].value_key_sum,
@@ -481,19 +496,19 @@ def mix_row(place: Place) -> Work:
         return query, keys, values, torch.ones(keys.shape[:3], dtype=torch.bool, device=place.device), moments
 
     def without(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Any) -> Any:
-        lengths = torch.full(keys.shape[:2], tokens, device=place.device)
-        return plain(query[:, :, None], CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), lengths, lengths))
+        return plain(query[:, :, None], whole_cache(keys, values))
 
     def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
         query, keys, values, kept, moments = inputs
-        head = exact(query[:1, : place.group], keys[:1, :1], values[:1, :1], kept[:1, :1])
-        return error(got[:1, : place.group], reference_momentkv.attend(*head, moments_of_head(moments)))
+        group = exact(query[:1, : place.group])[0]
+        want = reference_momentkv.attend(group, *first_head(keys, values, kept), moments_of_head(moments))
+        return error(got[:1, : place.group], want)
 
     return Work(
         make=make,
         arms={"ours": attend, "attention without moments": without},
         check=check,
-        bytes=sequences * place.heads * (2 * tokens * place.head_dim * place.dtype.itemsize + 4 * place.head_dim**2),
+        bytes=sequences * (2 * place.bytes_of(tokens) + place.heads * 4 * place.head_dim**2),
         read={"attention without moments": lambda inputs, got: None},
         limit=2e-2,
     )
@@ -518,7 +533,7 @@ def gvote_row(place: Place) -> Work:
         make=make,
         arms={"ours": lambda query, keys, sampled: select(query, keys, sampled, p=0.95), "eager torch": gvote_torch},
         check=check,
-        bytes=2 * tokens * place.heads * dim * place.dtype.itemsize,
+        bytes=2 * place.bytes_of(tokens),
         flops=2.0 * tokens * count * 9 * dim,
         limit=5e-3,  # tokens whose logits nearly tie with the last vote of one of 32 rows
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 import platform
 import statistics
@@ -13,6 +14,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -95,6 +99,13 @@ def after(rounds: int, end: float) -> Callable[[], bool]:
     return enough
 
 
+def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of one call by the given clock."""
+    start = clock()
+    call()
+    return clock() - start
+
+
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     """The slope of log seconds over log size, by least squares: 1 for linear growth. Raises ValueError for fewer than two sizes."""
     if len(set(sizes)) < 2 or len(sizes) != len(seconds):
@@ -145,3 +156,18 @@ def provenance(*packages: str) -> dict[str, Any]:
         "processor": processor(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Store a result; its folder is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as a table, with a column for each name in them."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = Table(*(name.replace("_", " ") for name in names), title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name, "")) for name in names))
+    Console().print(table)

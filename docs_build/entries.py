@@ -78,6 +78,11 @@ class Entry:
         return self.requirement.tex
 
     @property
+    def layers(self) -> dict[str, tuple[Definition, ...]]:
+        """The functions that write it, by what they are written with."""
+        return {"NumPy": self.reference, "torch": self.torch, "Triton": self.kernels}
+
+    @property
     def anchor(self) -> str:
         return self.requirement.id.lower()
 

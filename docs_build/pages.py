@@ -11,6 +11,9 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from docs_build.entries import (
     PAGES,
@@ -25,9 +28,10 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
+from evictionary.spec_tests.harness.planted import Mutant
 from tutorials.build import heading, lessons, question
 
-LAYERS = {"reference": "NumPy", "optimized": "torch", "optimized/kernels": "Triton"}
+LAYERS = ("reference", "optimized", "optimized/kernels")
 SOURCES = ("reference", "optimized", "spec_tests")
 ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+|[A-Z]{2}-[A-Z])(?![\w`]|-\w)")
 
@@ -84,20 +88,7 @@ def _is_equation(entry: Entry) -> bool:
 
 def overview(page: str, stems: str) -> str:
     """A table of the equations: id, name, function, kernel, number of laws and planted mistakes, verdict."""
-    lines = ["| id | equation | NumPy | Triton | laws | mistakes | verdict |", "|---|---|---|---|--:|--:|---|"]
-    for entry in filter(_is_equation, _of(stems)):
-        name = escaped(entry.name or entry.requirement.statement)
-        cells = [
-            f"[{entry.requirement.id}]({link_to(page, entry.requirement.id)})",
-            name,
-            _named(page, entry.reference[:1]),
-            _named(page, entry.kernels[:1]),
-            str(len(entry.laws)),
-            str(len(entry.mutants)),
-            _verdict(entry.requirement.verdict),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return '<div class="dense" markdown>\n\n' + "\n".join(lines) + "\n\n</div>"
+    return _rendered("overview", page, entries=filter(_is_equation, _of(stems)))
 
 
 def equations(page: str, stems: str) -> str:
@@ -105,28 +96,42 @@ def equations(page: str, stems: str) -> str:
     cards = [entry for entry in _of(stems) if _is_equation(entry)]
     claims = [entry for entry in _of(stems) if not _is_equation(entry)]
     # A function that writes several equations is quoted once, at the last of them.
-    last = {one: entry.requirement.id for entry in cards for one in (*entry.reference, *entry.torch, *entry.kernels)}
-    text = [_card(page, entry, last) for entry in cards]
-    if claims:
-        text += [
-            "### Claims, tables and figures",
-            "",
-            '<div class="claims" markdown>',
-            "",
-            "| id | what is judged | verdict | laws |",
-            "|---|---|---|---|",
-        ]
-        for entry in claims:
-            laws = "<br>".join(_law_links(page, entry)) or escaped(entry.requirement.no_law)
-            cells = [
-                f'<span id="{entry.anchor}">{entry.requirement.id}</span>',
-                f"{escaped(_sentence(entry.requirement.statement))} ({entry.requirement.where})",
-                _verdict(entry.requirement.verdict) + "".join(f"<br>{link}" for link in _errata_links(page, entry)),
-                laws,
-            ]
-            text.append("| " + " | ".join(cells) + " |")
-        text += ["", "</div>"]
-    return "\n".join(text)
+    last = {one: entry.requirement.id for entry in cards for found in entry.layers.values() for one in found}
+
+    def quoted(page: str, entry: Entry, found: Iterable[Definition]) -> str:
+        """The functions of a card by name; of those that write another equation too, in whose card their code stands."""
+        names = []
+        for one in found:
+            elsewhere = last[one] != entry.requirement.id and not _is_program(one)
+            names.append(_named(page, [one]) + (f" (quoted at [{last[one]}](#{entries()[last[one]].anchor}))" if elsewhere else ""))
+        return ", ".join(names)
+
+    def code_in(entry: Entry, found: Iterable[Definition]) -> str:
+        sources = [one.source for one in found if last[one] == entry.requirement.id and not _is_program(one)]
+        return _fence("\n\n\n".join(sources)) if sources else ""
+
+    return _rendered("equations", page, cards=cards, claims=claims, quoted=quoted, code_in=code_in)
+
+
+def _rendered(template: str, page: str, **content: Any) -> str:
+    """A template of docs_build/templates, filled in for a page of the site."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"escaped": escaped, "sentence": _sentence, "verdict": _verdict}
+    environment.globals |= {
+        "errata_links": _errata_links,
+        "law_links": _law_links,
+        "link_to": link_to,
+        "mistake": _mistake,
+        "named": _named,
+        "relative": relative,
+        "source_uri": source_uri,
+    }
+    return environment.get_template(f"{template}.md.j2").render(page=page, **content).rstrip("\n")
 
 
 def _law_links(page: str, entry: Entry) -> list[str]:
@@ -138,58 +143,13 @@ def _errata_links(page: str, entry: Entry) -> list[str]:
     return [f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata]
 
 
-def _card(page: str, entry: Entry, last: dict[Definition, str]) -> str:
-    requirement = entry.requirement
-    lines = [f"### {requirement.id} · {escaped(entry.name)} {{ #{entry.anchor} }}".replace(" ·  {", " {"), ""]
-    if entry.formula:
-        lines += ["$$", entry.formula, "$$", ""]
-    lines += [f"{escaped(_sentence(requirement.statement))}.", ""]
-    where = f"{requirement.where} · " if requirement.where else ""
-    lines += [f'<p class="where">{where}{_verdict(requirement.verdict)}</p>', ""]
-    layers = list(zip(LAYERS.values(), (entry.reference, entry.torch, entry.kernels), strict=True))
-    lines += [f"- **{layer}** {_quoted(page, requirement.id, found, last)}" for layer, found in layers if found]
-    if entry.kernels:
-        path = entry.kernels[0].path
-        lines[-1] += f", explained in [{path}]({relative(page, source_uri(path))})"
-    if links := _errata_links(page, entry):
-        lines.append(f"- **Errata** {'; '.join(links)}")
-    lines.append("")
-    for layer, found in layers:
-        if quoted := [one.source for one in found if last[one] == requirement.id and not _is_program(one)]:
-            lines += [f'=== "{layer}"', "", textwrap.indent(_fence("\n\n\n".join(quoted)), "    "), ""]
-    if entry.laws:
-        title = "1 law" if len(entry.laws) == 1 else f"{len(entry.laws)} laws"
-        lines += [f'??? success "{title}"', "", *(f"    - {link}" for link in _law_links(page, entry)), ""]
-    if entry.mutants:
-        title = (
-            "1 planted mistake that they catch"
-            if len(entry.mutants) == 1
-            else f"{len(entry.mutants)} planted mistakes that they catch"
-        )
-        lines += [f'??? failure "{title}"', ""]
-        for mutant in entry.mutants:
-            if at := mutant_definition(mutant):
-                lines.append(f"    - [{escaped(mutant.misconception)}]({relative(page, source_uri(at.path, at.name))})")
-                continue
-            lines.append(f"    - {escaped(mutant.misconception)}")
-            for was, now in mutant.edits:
-                shown = f"became `{_one_line(now)}`" if now.strip() else "left out"
-                lines[-1] += f"<br>`{_one_line(was)}` {shown}"
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _one_line(code: str) -> str:
-    return " ".join(code.split())
-
-
-def _quoted(page: str, identifier: str, found: Iterable[Definition], last: dict[Definition, str]) -> str:
-    """The functions of a card by name; of those that write another equation too, in whose card their code stands."""
-    names = []
-    for one in found:
-        elsewhere = last[one] != identifier and not _is_program(one)
-        names.append(_named(page, [one]) + (f" (quoted at [{last[one]}](#{entries()[last[one]].anchor}))" if elsewhere else ""))
-    return ", ".join(names)
+def _mistake(page: str, mutant: Mutant) -> str:
+    """A planted mistake: a link to its function, or the edits that make it out of the right one."""
+    if at := mutant_definition(mutant):
+        return f"[{escaped(mutant.misconception)}]({relative(page, source_uri(at.path, at.name))})"
+    edits = [[" ".join(code.split()) for code in edit] for edit in mutant.edits]
+    told = (f"<br>`{was}` " + (f"became `{now}`" if now else "left out") for was, now in edits)
+    return escaped(mutant.misconception) + "".join(told)
 
 
 def _is_program(definition: Definition) -> bool:
@@ -252,14 +212,7 @@ def measured(page: str, stem: str) -> str:
     if not papers:
         return command
     link = relative(page, f"claims/{stem}.md")
-    lines = [f"[![What was measured]({relative(page, 'claims/' + papers[0]['picture'])})]({link})", ""]
-    lines += ["| what the paper says | in the small model |", "|---|---|"]
-    lines += [f"| {escaped(claim['statement'])} | {claim['verdict']} |" for claim in papers[0]["claims"]]
-    lines += [
-        "",
-        f"Measured on {result['date']}; the numbers, the rules behind the verdicts and more are on [their page]({link}). {command}",
-    ]
-    return "\n".join(lines)
+    return _rendered("measured", page, paper=papers[0], date=result["date"], link=link, command=command)
 
 
 def retrieved(page: str, stem: str) -> str:
@@ -272,18 +225,9 @@ def retrieved(page: str, stem: str) -> str:
             found = row["summary"]
             removed = f"{1 - found['bytes_after'] / found['bytes_before']:.0%}"
             rows.setdefault(found["label"], {})[removed, str(found["right"]), f"{found['error']:.1f}"] = None
-    tokens, prompts = result["rows"][0]["summary"]["tokens_before"], result["rows"][0]["summary"]["of"]
-    lines = [
-        f"A number hidden in about {tokens:,.0f} tokens of text, {prompts} prompts, the question asked after the compression. "
-        f"The last column is how far the final hidden states of the question move "
-        f"([all methods]({relative(page, 'retrieval.md')}); {result['date']}).",
-        "",
-        f"| method | removed | found, of {prompts} | moved |",
-        "|---|---|---|---|",
-    ]
-    for label, summaries in rows.items():
-        lines.append(f"| {escaped(label)} | {' | '.join(' / '.join(column) for column in zip(*summaries, strict=True))} |")
-    return "\n".join(lines)
+    first = result["rows"][0]["summary"]
+    columns = {label: list(zip(*summaries, strict=True)) for label, summaries in rows.items()}
+    return _rendered("retrieved", page, tokens=first["tokens_before"], prompts=first["of"], date=result["date"], rows=columns)
 
 
 def formulas(page: str, identifiers: str) -> str:

@@ -82,14 +82,32 @@ def verdicts(judgement: grading.Judgement) -> dict[str, str]:
     return {line.name: line.verdict for line in judgement.lines}
 
 
+def order(examples: int = 1, handed_out: tuple[str, ...] = (), secret: bytes = b"a secret") -> classes.Order:
+    """How a class of the KeyDiff assignment is graded."""
+    return classes.Order("keydiff", secret, examples, handed_out)
+
+
+def written(folder: Path, source: str | bytes = "", name: str = "ada.py") -> Path:
+    """A student's file."""
+    (folder / name).write_bytes(source if isinstance(source, bytes) else source.encode())
+    return folder / name
+
+
+def child_of(folder: Path, source: str, seconds: float = 20) -> Child:
+    """A child that runs a KeyDiff file."""
+    return Child(written(folder, source, "keydiff.py"), "keydiff", limits=Limits(seconds))
+
+
 # The assignments
+
+every_assignment = pytest.mark.parametrize("name", [*NUMPY, "kernel", "contest"])
 
 
 def test_there_are_seven_assignments() -> None:
     assert assignments.names() == sorted([*NUMPY, "kernel", "contest"])
 
 
-@pytest.mark.parametrize("name", [*NUMPY, "kernel", "contest"])
+@every_assignment
 def test_an_assignment_is_whole(name: str) -> None:
     one, laws = assignments.load(name), load_laws()
     assert one.max_score == 100
@@ -107,7 +125,7 @@ def test_an_assignment_is_whole(name: str) -> None:
     assert set(re.findall(r'^- "(.+?)"(?:: |$)', note, flags=re.MULTILINE)) <= bank
 
 
-@pytest.mark.parametrize("name", [*NUMPY, "kernel", "contest"])
+@every_assignment
 def test_the_starter_file_scores_nothing(name: str) -> None:
     result = judged(name, assignments.load(name).starter_for(None), examples=1, explain=False)
     assert result.score == 0
@@ -311,9 +329,7 @@ def test_a_law_counts_the_inputs_that_it_accepts_and_fails_with_the_smallest() -
 
 
 def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:
-    path = tmp_path / "keydiff.py"
-    path.write_text(attacks.PROBE, encoding="utf-8")
-    with Child(path, "keydiff", limits=Limits(20)) as child:
+    with child_of(tmp_path, attacks.PROBE) as child:
         assert child.walls["system calls"] == bool(seccomp.program())
         assert child.call("harm") == "" or not child.walls["system calls"]
 
@@ -332,8 +348,7 @@ def test_the_filter_of_system_calls() -> None:
 
 
 def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
-    path = tmp_path / "keydiff.py"
-    path.write_text("import time\n\n\ndef score(keys):\n    time.sleep(600)\n", encoding="utf-8")
+    path = written(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(600)\n", "keydiff.py")
     program = (
         "import sys\nfrom pathlib import Path\nfrom evictionary.classroom.child import Child\n"
         "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child._process.pid, flush=True)\n"
@@ -377,11 +392,8 @@ def test_one_dead_child_costs_one_step() -> None:
 
 def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "of the grader")
-    path = tmp_path / "keydiff.py"
-    path.write_text(
-        "import os, sys\n\n\ndef seen():\n    return (str(dict(os.environ)), str(sys.argv), str(sorted(sys.modules)))\n"
-    )
-    with Child(path, "keydiff", limits=Limits(10)) as child:
+    source = "import os, sys\n\n\ndef seen():\n    return (str(dict(os.environ)), str(sys.argv), str(sorted(sys.modules)))\n"
+    with child_of(tmp_path, source) as child:
         environment, arguments, modules = child.call("seen")
     assert "A_TOKEN" not in environment
     assert "secret" not in arguments
@@ -428,27 +440,27 @@ def test_what_may_not_cross() -> None:
 
 
 def test_a_child_that_does_not_read_does_not_hold_the_grader(tmp_path: Path) -> None:
-    path = tmp_path / "keydiff.py"
-    path.write_text("import time\n\n\ndef score(keys):\n    time.sleep(60)\n")
-    with Child(path, "keydiff", limits=Limits(0.3)) as child, pytest.raises(ChildDied, match="no answer"):
+    source = "import time\n\n\ndef score(keys):\n    time.sleep(60)\n"
+    with child_of(tmp_path, source, 0.3) as child, pytest.raises(ChildDied, match="no answer"):
         child.call("score", np.zeros(10**6))
 
 
 # What is written
 
 
-def graded(source: bytes, tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    path = tmp_path / "ada.py"
-    path.write_bytes(source)
-    order = classes.Order("keydiff", b"a secret", 2, tuple(formats.FORMATS), **changes)
-    grade = classes.grade_one(order, "ada", path)
-    formats.write(grade, tmp_path / "grades" / "ada", list(formats.FORMATS))
+def graded(source: str | bytes, tmp_path: Path, examples: int = 1, handed_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What becomes of one student's file in a class of one."""
+    found = {"ada": written(tmp_path, source)}
+    (grade,) = classes.run(order(examples, handed_out), found, tmp_path / "grades", 1)
     return grade
+
+
+EVERY_FORMAT = tuple(formats.FORMATS)
 
 
 def test_every_format_is_valid(tmp_path: Path) -> None:
     wrong = bundled("keydiff", load_mutants()["keydiff.raw_mean_anchor"])
-    grade = graded(wrong.encode(), tmp_path)
+    grade = graded(wrong, tmp_path, 2, EVERY_FORMAT)
     folder = tmp_path / "grades" / "ada"
     files = {name: (folder / file).read_text(encoding="utf-8") for name, (file, _) in formats.FORMATS.items()}
     xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd").validate(files["junit"])
@@ -466,22 +478,17 @@ def test_every_format_is_valid(tmp_path: Path) -> None:
 
 
 def test_what_the_runner_of_classroom_50_says_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "CLASSROOM": "llm-systems",
-        "OWNER": "ada",
-        "SUBMISSION_TAG": "submit/1",
-        "COMMIT_URL": "https://c",
-    }.items():
+    told = {"CLASSROOM": "llm-systems", "OWNER": "ada", "SUBMISSION_TAG": "submit/1", "COMMIT_URL": "https://c"}
+    for name, value in told.items():
         monkeypatch.setenv(name, value)
-    graded(b"", tmp_path)
-    written = json.loads((tmp_path / "grades" / "ada" / "result.json").read_text(encoding="utf-8"))
-    assert (written["classroom"], written["owner"], written["submission"]) == ("llm-systems", "ada", "submit/1")
-    assert written["commit"] == written["review"] == "https://c"
+    graded("", tmp_path, 1, ("classroom50",))
+    result = json.loads((tmp_path / "grades" / "ada" / "result.json").read_text(encoding="utf-8"))
+    assert [result[key] for key in ("classroom", "owner", "submission", "commit", "review")] == [*told.values(), "https://c"]
 
 
 def test_a_message_with_control_characters_is_xml_and_markdown_all_the_same(tmp_path: Path) -> None:
     source = b"def anchor(keys):\n    raise RuntimeError('\\0\\x1b[31m </failure> ````````\\n| a | b |')\n"
-    graded(source, tmp_path)
+    graded(source, tmp_path, 1, EVERY_FORMAT)
     text = (tmp_path / "grades" / "ada" / "junit.xml").read_text(encoding="utf-8")
     xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd").validate(text)
 
@@ -493,13 +500,13 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     handed_in = tmp_path / "handed_in"
     (handed_in / "folder").mkdir(parents=True)
     (handed_in / "folder" / "keydiff.py").write_bytes(SOLUTION.read_bytes())
-    (handed_in / "wrong.py").write_text("def score(keys):\n    return keys[..., 0]\n", encoding="utf-8")
-    (handed_in / "broken.zip").write_bytes(b"no archive")
-    order = classes.Order("keydiff", b"a secret", 1, ("gradescope",))
+    written(handed_in, "def score(keys):\n    return keys[..., 0]\n", "wrong.py")
+    written(handed_in, "no archive", "broken.zip")
+    one = order(1, ("gradescope",))
     found = classes.find([handed_in], "keydiff.py")
     assert sorted(found) == ["broken", "folder", "wrong"]
     done: list[str] = []
-    first = {grade["student"]: grade for grade in classes.run(order, found, tmp_path / "grades", 2, done.append)}
+    first = {grade["student"]: grade for grade in classes.run(one, found, tmp_path / "grades", 2, done.append)}
     assert {student: grade["score"] for student, grade in first.items()} == {"broken": 0, "folder": 100, "wrong": 0}
     assert sorted(done) == sorted(found)
     assert "cannot be read" in first["broken"]["error"]
@@ -508,8 +515,8 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     # What is done is read, not graded again; a file that has changed is.
     stored = tmp_path / "grades" / "folder" / "grade.json"
     stored.write_text(json.dumps(first["folder"] | {"seconds": 12345.0}), encoding="utf-8")
-    (handed_in / "wrong.py").write_text("", encoding="utf-8")
-    second = {grade["student"]: grade for grade in classes.run(order, found, tmp_path / "grades", 1)}
+    written(handed_in, "", "wrong.py")
+    second = {grade["student"]: grade for grade in classes.run(one, found, tmp_path / "grades", 1)}
     assert second["folder"]["seconds"] == 12345
     assert second["wrong"]["source_sha256"] != first["wrong"]["source_sha256"]
     summary = classes.summary(list(second.values()))
@@ -530,11 +537,8 @@ def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch
             yield student, BrokenProcessPool() if jobs > 1 or student == "eve" else classes.grade_one(order, student, path)
 
     monkeypatch.setattr(classes, "_in_processes", broken)
-    found = {student: tmp_path / f"{student}.py" for student in ("ada", "eve")}
-    for path in found.values():
-        path.write_text("", encoding="utf-8")
-    order = classes.Order("keydiff", b"a secret", 1, ())
-    grades = {grade["student"]: grade["error"] for grade in classes.run(order, found, tmp_path / "grades", 2)}
+    found = {student: written(tmp_path, name=f"{student}.py") for student in ("ada", "eve")}
+    grades = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 2)}
     assert pools == [["ada", "eve"], ["ada"], ["eve"]]
     assert grades["ada"] == ""
     assert "not the student's doing: BrokenProcessPool" in grades["eve"]
@@ -545,10 +549,7 @@ def test_a_result_that_cannot_be_written_is_one_that_says_so(tmp_path: Path, mon
         return "fine" if grade["error"] else str(1 / 0)
 
     monkeypatch.setitem(formats.FORMATS, "markdown", ("grade.md", derive))
-    path = tmp_path / "ada.py"
-    path.write_text("", encoding="utf-8")
-    (grade,) = classes.run(classes.Order("keydiff", b"a secret", 1, ("markdown",)), {"ada": path}, tmp_path / "grades", 1)
-    assert "ZeroDivisionError" in grade["error"]
+    assert "ZeroDivisionError" in graded("", tmp_path, 1, ("markdown",))["error"]
     assert (tmp_path / "grades" / "ada" / "grade.md").read_text(encoding="utf-8") == "fine"
 
 
@@ -591,7 +592,7 @@ def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
         packed.writestr("keydiff.py", "from helper import score\n")
         for name in ("helper.py", "numpy.py", "sitecustomize.py"):
             packed.writestr(name, SOLUTION.read_bytes())
-    grade = classes.grade_one(classes.Order("keydiff", b"a secret", 1, ()), "mallory", tmp_path / "mallory.zip")
+    grade = classes.grade_one(order(), "mallory", tmp_path / "mallory.zip")
     assert grade["score"] == 0
     assert "No module named 'helper'" in grade["lines"][0]["reason"]
 
@@ -600,15 +601,10 @@ def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no memory")
 
-    path = tmp_path / "ada.py"
-    path.write_text("", encoding="utf-8")
-    order = classes.Order("keydiff", b"a secret", 1, ())
     monkeypatch.setattr(grading, "judge", fail)
-    (grade,) = classes.run(order, {"ada": path}, tmp_path / "grades", 1)
-    assert "not the student's doing" in grade["error"]
+    assert "not the student's doing" in graded("", tmp_path)["error"]
     monkeypatch.undo()
-    (again,) = classes.run(order, {"ada": path}, tmp_path / "grades", 1)
-    assert again["error"] == ""
+    assert graded("", tmp_path)["error"] == ""
 
 
 def test_seeds_are_secret_and_differ_by_law() -> None:
@@ -616,9 +612,8 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
     run = grading._Run(one, Path(), "", b"a secret", 1, {}, None)
     assert run.seed("a") != run.seed("b")
     assert run.seed("a") == grading._Run(one, Path(), "", b"a secret", 9, {}, None).seed("a")
-    order = classes.Order("keydiff", b"a secret", 1, ())
-    assert "secret" not in order.seed_id
-    assert order.seed_id != classes.Order("keydiff", b"another", 1, ()).seed_id
+    assert "secret" not in order().seed_id
+    assert order().seed_id != order(secret=b"another").seed_id
 
 
 # The command line
@@ -633,12 +628,11 @@ def test_the_transcript_of_the_docs_is_what_happens() -> None:
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
-    one, large = tmp_path / "ada.py", tmp_path / "large"
-    for path in (one, tmp_path / "summary.json.py", tmp_path / "...py"):
-        path.touch()
+    one, _, _ = (written(tmp_path, name=name) for name in ("ada.py", "summary.json.py", "...py"))
+    large = tmp_path / "large"
     large.mkdir()
-    (large / "keydiff.py").write_bytes(b"#" * 2_000_000)
-    (large / "lagkv.py").touch()
+    written(large, b"#" * 2_000_000, "keydiff.py")
+    written(large, name="lagkv.py")
     for arguments, wanted in (
         (("start", "calculus"), "wanted one of"),
         (("check", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
@@ -667,11 +661,10 @@ def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
-    work, archive, secret = tmp_path / "work", tmp_path / "ada.zip", tmp_path / "secret"
+    work, archive, secret = tmp_path / "work", tmp_path / "ada.zip", written(tmp_path, "nobody guesses this", "secret")
     work.mkdir()
-    (work / "keydiff.py").write_bytes(SOLUTION.read_bytes())
-    (work / "diary.txt").write_text("not to be handed in", encoding="utf-8")
-    secret.write_text("nobody guesses this", encoding="utf-8")
+    written(work, SOLUTION.read_bytes(), "keydiff.py")
+    written(work, "not to be handed in", "diary.txt")
     assert invoke("submit", "keydiff", "--work", work, "--output", archive).exit_code == 0
     assert sorted(zipfile.ZipFile(archive).namelist()) == [submissions.MANIFEST, "keydiff.py"]
     arguments = ("--assignment", "keydiff", "--seed-file", secret, "--output", tmp_path / "grades", "--examples", 1, "--json")
@@ -697,7 +690,7 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path) -> None:
     packed = json.loads(invoke("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip", "--json").stdout)
     assert packed["files"] == ["keydiff.py", submissions.MANIFEST]
     # What a student's message holds is no markup.
-    (work / "scorer.py").write_text("raise RuntimeError('[/bold] no')\n", encoding="utf-8")
+    written(work, "raise RuntimeError('[/bold] no')\n", "scorer.py")
     refused = invoke("check", "contest", "--work", work)
     assert refused.exit_code == 1
     assert "[/bold] no" in " ".join(refused.stdout.split())
@@ -706,8 +699,8 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path) -> None:
 def test_grade_says_what_it_leaves_out(tmp_path: Path) -> None:
     handed_in = tmp_path / "handed_in"
     handed_in.mkdir()
-    (handed_in / "ada.py").touch()
-    (handed_in / "essay.docx").touch()
+    written(handed_in)
+    written(handed_in, name="essay.docx")
     result = invoke("grade", handed_in, "--assignment", "keydiff", "--output", tmp_path / "grades", "--json")
     assert "essay.docx" in result.stderr
     assert json.loads(result.stdout)["left_out"] == [str(handed_in / "essay.docx")]
@@ -718,9 +711,7 @@ def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr(classes, "run", interrupted)
-    path, secret = tmp_path / "ada.py", tmp_path / "secret"
-    path.touch()
-    secret.write_text("nobody guesses this", encoding="utf-8")
+    path, secret = written(tmp_path), written(tmp_path, "nobody guesses this", "secret")
     arguments = ("grade", path, "--assignment", "keydiff", "--output", tmp_path / "grades")
     for more, wanted in ((("--seed-file", secret), "the same command goes on"), ((), "begins anew")):
         result = invoke(*arguments, *more)

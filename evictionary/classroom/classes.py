@@ -82,7 +82,6 @@ def find(
 def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
     """The content of grade.json for one submission, whatever becomes of it."""
     assignment = assignments.load(order.assignment)
-    constants = assignment.constants_of(student) if order.personal else {}
     digest = ""
     try:
         source = submissions.read(path, assignment)
@@ -92,7 +91,7 @@ def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
             assignment,
             secret=order.secret,
             examples=order.examples,
-            constants=constants,
+            constants=assignment.constants_of(student) if order.personal else {},
             origin=assignment.file,
             seconds=order.seconds,
         )
@@ -100,28 +99,33 @@ def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
         judgement = grading.empty(assignment, clean(error))
     except Exception as error:
         return _failed(order, student, error)
-    return _as_json(order, assignment, student, digest, constants, judgement)
+    return _as_json(order, student, digest, judgement)
 
 
 def _failed(order: Order, student: str, error: Exception) -> dict[str, Any]:
-    assignment = assignments.load(order.assignment)
     why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
-    return _as_json(order, assignment, student, "", {}, grading.empty(assignment, why))
+    return _as_json(order, student, "", grading.empty(assignments.load(order.assignment), why))
 
 
-def _as_json(
-    order: Order, assignment: Assignment, student: str, digest: str, constants: dict[str, float], judgement: grading.Judgement
-) -> dict[str, Any]:
+def _settings(order: Order, assignment: Assignment, student: str) -> dict[str, Any]:
+    """What a grade depends on beside the student's file: where all of it is the same, a grade need not be computed again."""
     return {
         "schema": formats.SCHEMA,
         "suite": __version__,
         "assignment": assignment.name,
+        "seed_id": order.seed_id,
+        "examples": order.examples,
+        "constants": assignment.constants_of(student) if order.personal else {},
+    }
+
+
+def _as_json(order: Order, student: str, digest: str, judgement: grading.Judgement) -> dict[str, Any]:
+    assignment = assignments.load(order.assignment)
+    return {
+        **_settings(order, assignment, student),
         "title": assignment.title,
         "student": student,
         "source_sha256": digest,
-        "seed_id": order.seed_id,
-        "examples": order.examples,
-        "constants": constants,
         "graded_at": formats.now(),
         **judgement.as_json(),
     }
@@ -203,10 +207,8 @@ def _stored(order: Order, student: str, path: Path, output: Path) -> dict[str, A
         digest = hashlib.sha256(submissions.read(path, assignment)).hexdigest()
     except Exception:  # nothing there, or nothing that can be trusted: it is graded
         return None
-    constants = assignment.constants_of(student) if order.personal else {}
-    wanted = (formats.SCHEMA, __version__, order.assignment, digest, order.seed_id, order.examples, constants)
-    keys = ("schema", "suite", "assignment", "source_sha256", "seed_id", "examples", "constants")
-    same = all(grade[key] == value for key, value in zip(keys, wanted, strict=True))
+    wanted = _settings(order, assignment, student) | {"source_sha256": digest}
+    same = all(grade[key] == value for key, value in wanted.items())
     has_files = all((output / student / formats.FORMATS[name][0]).exists() for name in order.formats)
     return grade if same and has_files and not grade["error"] else None
 

@@ -205,7 +205,7 @@ class _Run:
                 implementation = self.implementation(child, by_paper=step.check != "constants")
                 for law in self.laws(step):
                     missing = law.missing(implementation)[1]
-                    word, message = ("failed", missing) if missing else self.outcome(law, implementation, step)
+                    word, message = ("failed", missing) if missing else outcome(self.drawn(law, step), implementation)
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
                         died = message.startswith(ChildDied.__name__)
@@ -229,22 +229,11 @@ class _Run:
         by_paper gives the paper's defaults where a law leaves them out, for a student's own may be others.
         """
         one = self.assignment
-        module = types.ModuleType(one.stem)
+        module, reference = types.ModuleType(one.stem), _reference(one.stem)
+        constants = self.constants if by_paper else {}
         for name in child.functions:
-            setattr(module, name, _proxy(child, name, self.paper_defaults(name) if by_paper else {}, self.returned(name)))
-        dtype = one.dtype
-        return _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", dtype)
-
-    def paper_defaults(self, name: str) -> dict[str, Any]:
-        """The defaults that the reference has for those arguments of a function which are constants of a student's own."""
-        function = getattr(importlib.import_module(f"evictionary.reference.{self.assignment.stem}"), name, None)
-        parameters = inspect.signature(function).parameters if function and self.constants else {}
-        return {key: one.default for key, one in parameters.items() if key in self.constants}
-
-    def returned(self, name: str) -> Any:
-        """What the reference's function of this name returns, as its annotation has it; None where there is no such function."""
-        function = getattr(importlib.import_module(f"evictionary.reference.{self.assignment.stem}"), name, None)
-        return typing.get_type_hints(function).get("return") if isinstance(function, types.FunctionType) else None
+            setattr(module, name, _proxy(child, name, getattr(reference, name, None), constants))
+        return _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", one.dtype)
 
     def laws(self, step: Step) -> list[Law]:
         found = load_laws()
@@ -254,9 +243,6 @@ class _Run:
         if step.check == "kernel":
             laws.append(_kernel_law(step, self.path))
         return laws
-
-    def outcome(self, law: Law, implementation: Implementation, step: Step) -> tuple[str, str]:
-        return outcome(self.drawn(law, step), implementation)
 
     def drawn(self, law: Law, step: Step, shrinks: bool = False) -> Law:
         return decided_by(self.seed(law.name), law, step.thoroughness * self.examples, shrinks=shrinks)
@@ -286,7 +272,25 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _proxy(child: Child, name: str, defaults: dict[str, Any], returned: Any) -> Callable[..., Any]:
+def _reference(stem: str) -> types.ModuleType:
+    """The module of the reference; an empty one for a method that no paper has."""
+    try:
+        return importlib.import_module(f"evictionary.reference.{stem}")
+    except ModuleNotFoundError:
+        return types.ModuleType(stem)
+
+
+def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) -> Callable[..., Any]:
+    """A function of the child as one of this process.
+
+    by_paper, the reference's function of that name, where there is one, says of what kind the result has to be, and the defaults
+    of those arguments that are constants of a student's own.
+    """
+    is_known = isinstance(by_paper, types.FunctionType)
+    parameters = inspect.signature(by_paper).parameters if is_known else {}
+    defaults = {key: one.default for key, one in parameters.items() if key in constants}
+    returned = typing.get_type_hints(by_paper).get("return") if is_known else None
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return _of_its_kind(name, child.call(name, *args, **{**defaults, **kwargs}), returned)
 
@@ -311,13 +315,9 @@ def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
 
 def _named(stem: str) -> Callable[[str, list[str]], Any]:
     """The named tuples of the reference by name, so that what comes back is of a class that the laws know; others are plain."""
-    try:
-        module = importlib.import_module(f"evictionary.reference.{stem}")
-    except ModuleNotFoundError:  # a method that no paper has
-        module = types.ModuleType(stem)
 
     def of(name: str, fields: list[str]) -> Any:
-        known = getattr(module, name, None)
+        known = getattr(_reference(stem), name, None)
         return known if getattr(known, "_fields", None) == tuple(fields) else lambda *items: tuple(items)
 
     return of
