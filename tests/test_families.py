@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reading import generate, places, read, read_in, small
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -57,6 +58,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.4,
 }
+NO_HEAD_DIM = {name: value for name, value in SMALL.items() if name != "head_dim"}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
 LATENT = {
     "q_lora_rank": 8,
@@ -78,10 +80,10 @@ FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, scaled RoPE": LlamaConfig(**SMALL, rope_parameters={**SCALED, "original_max_position_embeddings": 64}),
     "mistral": MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
+    "qwen2": Qwen2Config(**NO_HEAD_DIM),
     "qwen3": Qwen3Config(**SMALL),
     "gemma3": Gemma3TextConfig(**SMALL, **LAYERS, query_pre_attn_scalar=16),
-    "phi3": Phi3Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
+    "phi3": Phi3Config(**NO_HEAD_DIM),
 }
 IDS = torch.randint(3, 299, (1, 48), generator=torch.Generator().manual_seed(0))
 
@@ -89,11 +91,6 @@ IDS = torch.randint(3, 299, (1, 48), generator=torch.Generator().manual_seed(0))
 def build(family: str, **named: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), **named).eval()
-
-
-@torch.no_grad()
-def read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    return model(ids, past_key_values=cache, use_cache=True).logits
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -104,7 +101,7 @@ def test_keeping_everything_changes_nothing(family: str, attention: str) -> None
     whole = read(model, IDS, None)
     for method in ("keydiff", "knorm+ada_kv", "keydiff+moments"):
         cache = EvictingCache(model, method, 0.0)
-        got = torch.cat([read(model, part, cache) for part in IDS.split([40, 1, 1, 6], dim=1)], dim=1)
+        got = read_in(model, cache, [40, 1, 1, 6], IDS)
         torch.testing.assert_close(got, whole, rtol=1e-3, atol=1e-3)
         cache.close()
     assert model.config._attn_implementation == attention
@@ -115,11 +112,8 @@ def test_keeping_everything_changes_nothing(family: str, attention: str) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_compressed_and_generates(family: str, method: str, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
-    options = {"window_size": 4} if "snapkv" in method else None
-    cache = EvictingCache(model, method, 0.5, options=options)
-    output = model.generate(
-        IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0
-    )
+    cache = EvictingCache(model, method, 0.5, small(method))
+    output = generate(model, IDS, cache, count=6, min_new_tokens=1)
     assert output.shape[1] > 48
     if method != "gvote":  # random weights attend to everything alike, and GVote sets its budget by what is attended to
         assert cache.nbytes < cache.nbytes_full
@@ -128,7 +122,6 @@ def test_every_family_is_compressed_and_generates(family: str, method: str, dtyp
             assert int(layer.lengths.max()) <= 48 + 6
         else:
             assert layer.keys.shape[2] == 15  # a sliding window of 16, left alone
-    cache.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,7 +133,7 @@ def test_what_is_kept_is_what_the_method_keeps(family: str) -> None:
     for layer, full in zip(cache.layers, whole.layers, strict=True):
         if isinstance(layer, EvictingLayer):
             wanted = reference_selection.top_k(reference_keydiff.score(full.keys.double().numpy()), 24)
-            assert layer.positions[0].tolist() == [row.nonzero()[0].tolist() for row in wanted[0]]
+            assert layer.positions[0].tolist() == places(wanted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,26 +163,15 @@ def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family:
             Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 2}, layer_types=["linear_attention", "full_attention"]),
             "layers of linear_attention; wanted full or sliding attention in every layer",
         ),
-    ],
-    ids=["sliding", "capped", "linear"],
-)
-def test_what_cannot_be_compressed_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        EvictingCache(AutoModelForCausalLM.from_config(config))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
         (GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "learned attention sinks"),
         (Gemma3nTextConfig(**{**SMALL, **LAYERS, **DENSE}, num_kv_shared_layers=1), "share keys"),
         (DiffLlamaConfig(**SMALL), "differential attention"),
         (DogeConfig(**SMALL), "a mask that it makes from the values"),
         (DeepseekV3Config(**{**SMALL, **LATENT}), "latent attention"),
     ],
-    ids=["sinks", "shared", "differential", "dynamic mask", "latent"],
+    ids=["sliding", "capped", "linear", "sinks", "shared", "differential", "dynamic mask", "latent"],
 )
-def test_attention_that_is_no_softmax_over_the_cache_is_refused(config: Any, message: str) -> None:
+def test_what_cannot_be_compressed_is_refused_and_left_as_it_was(config: Any, message: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     before = model.config._attn_implementation
     with pytest.raises(UsageError, match=message):
@@ -200,10 +182,10 @@ def test_attention_that_is_no_softmax_over_the_cache_is_refused(config: Any, mes
 @pytest.mark.parametrize(
     "config",
     [
-        CohereConfig(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
+        CohereConfig(**NO_HEAD_DIM),
         SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
         NanoChatConfig(**SMALL),
-        GPTNeoXConfig(**{name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")}),
+        GPTNeoXConfig(**{name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"}),
     ],
     ids=["interleaved pairs", "a layer without RoPE", "a norm after RoPE", "no projection of queries alone"],
 )
@@ -235,10 +217,9 @@ def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(met
 
 def test_a_norm_over_all_heads_at_once_is_the_models() -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Olmo2Config(**{name: SMALL[name] for name in SMALL if name != "head_dim"})).eval()
+    model = AutoModelForCausalLM.from_config(Olmo2Config(**NO_HEAD_DIM)).eval()
     cache = EvictingCache(model, "gvote")
     assert read(model, IDS, cache).isfinite().all()
-    cache.close()
 
 
 def test_other_attention_implementations_are_refused() -> None:

@@ -19,6 +19,8 @@ from evictionary.reference import keydiff as reference_keydiff
 from evictionary.reference import lagkv as reference_lagkv
 from evictionary.reference import selection
 
+HALF = Request(compression_ratio=0.5)
+
 
 @pytest.fixture
 def states() -> dict[str, torch.Tensor]:
@@ -46,7 +48,7 @@ def test_optimized_is_preferred_and_agrees_with_the_reference(states: dict[str, 
     method = resolve("keydiff")
     assert method.module.__name__ == "evictionary.optimized.keydiff"
     wanted = selection.top_k(reference_keydiff.score(states["keys"].double().numpy()), 20)
-    assert np.array_equal(method.kept(states, Request(compression_ratio=0.5)).numpy(), wanted)
+    assert np.array_equal(method.kept(states, HALF).numpy(), wanted)
 
 
 def test_every_input_arrives_under_its_name(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
@@ -67,14 +69,14 @@ def score(keys, values, queries, hidden_states, positions, length, layer_index, 
 
 def test_a_file_that_imports_torch_receives_tensors(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
     text = "import torch\ndef score(keys, /):\n    assert isinstance(keys, torch.Tensor)\n    return keys[..., 0]\n"
-    kept = user_method(tmp_path, text).kept(states, Request(compression_ratio=0.5))
+    kept = user_method(tmp_path, text).kept(states, HALF)
     assert torch.equal(kept, torch.from_numpy(selection.top_k(states["keys"][..., 0].numpy(), 20)))
 
 
 def test_select_goes_before_score_and_a_function_can_be_named(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
     text = "def score(keys):\n    return keys[..., 0]\ndef select(keys):\n    return keys[..., 0] == keys[..., 0]\n"
-    assert user_method(tmp_path, text).kept(states, Request(compression_ratio=0.5)).all()
-    assert user_method(tmp_path, text, ":score").kept(states, Request(compression_ratio=0.5)).sum(-1).tolist() == [[20, 20]]
+    assert user_method(tmp_path, text).kept(states, HALF).all()
+    assert user_method(tmp_path, text, ":score").kept(states, HALF).sum(-1).tolist() == [[20, 20]]
 
 
 def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.Tensor]) -> None:
@@ -92,7 +94,7 @@ def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.T
 
 def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tensor]) -> None:
     method = resolve("lagkv")
-    assert method.kept(states, Request(compression_ratio=0.5)).all()
+    assert method.kept(states, HALF).all()
     assert "2064" in str(method.why_nothing_removed(40))
     assert method.why_nothing_removed(40, {"lag_size": "8", "sink_size": 4}) is None
     assert resolve("keydiff").why_nothing_removed(40) is None
@@ -182,23 +184,26 @@ def test_an_allocator_leaves_a_mask_as_it_is(states: dict[str, torch.Tensor]) ->
     assert torch.equal(alone, composed)
 
 
+@pytest.mark.parametrize(
+    ("text", "suffix", "message"),
+    [
+        ("def rank(keys):\n    return keys\n", "", "it has rank"),
+        ("def score(keys):\n    return keys\n", ":scoer", "wanted a function scoer"),
+        ("x = 1\ndef score(keys:\n", "", r"cannot be imported: SyntaxError at mine.py, line 2"),
+        ("\n1 / 0\n", "", r"cannot be imported: ZeroDivisionError at mine.py, line 2"),
+        ("import sys\nsys.exit(3)\n", "", r"cannot be imported: SystemExit at mine.py, line 2: 3"),
+        ("def score(keys, logits):\n    return keys\n", "", r"names the argument logits in score.*some of keys, values, queries"),
+    ],
+)
+def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        user_method(tmp_path, text, suffix)
+
+
 def test_unknown_names_and_files(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="did you mean keydiff"):
-        resolve("keydif")
-    with pytest.raises(UsageError, match="wanted one of"):
-        resolve("selection")
-    with pytest.raises(UsageError, match="exists"):
-        resolve(str(tmp_path / "absent.py"))
-    with pytest.raises(UsageError, match="it has rank"):
-        user_method(tmp_path, "def rank(keys):\n    return keys\n")
-    with pytest.raises(UsageError, match="wanted a function scoer"):
-        user_method(tmp_path, "def score(keys):\n    return keys\n", ":scoer")
-    with pytest.raises(UsageError, match=r"cannot be imported: SyntaxError at mine.py, line 2"):
-        user_method(tmp_path, "x = 1\ndef score(keys:\n")
-    with pytest.raises(UsageError, match=r"cannot be imported: ZeroDivisionError at mine.py, line 2"):
-        user_method(tmp_path, "\n1 / 0\n")
-    with pytest.raises(UsageError, match=r"names the argument logits in score.*some of keys, values, queries"):
-        user_method(tmp_path, "def score(keys, logits):\n    return keys\n")
+    for name, message in (("keydif", "did you mean keydiff"), ("selection", "wanted one of"), (tmp_path / "absent.py", "exists")):
+        with pytest.raises(UsageError, match=message):
+            resolve(str(name))
 
 
 def test_what_follows_a_plus_is_said_once_and_after_a_method() -> None:
@@ -209,40 +214,26 @@ def test_what_follows_a_plus_is_said_once_and_after_a_method() -> None:
             resolve(name)
 
 
-def test_a_file_that_exits_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot be imported: SystemExit at mine.py, line 2: 3"):
-        user_method(tmp_path, "import sys\nsys.exit(3)\n")
-
-
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("name", "body", "message"),
     [
-        ("return keys", r"score in mine.py returned shape \[1, 2, 40, 4\], wanted scores of shape \[1, 2, 40\]"),
-        ("return keys[..., 0] > 0", "returned dtype torch.bool"),
-        ("return 'high'", "returned str"),
-        ("return None", "returned NoneType"),
-        ("return keys[..., 0] * float('nan')", r"returned NaN \(batch 0, head 0, token 0\)"),
-        ("return keys[..., 9]", "raised IndexError at mine.py, line 2"),
+        ("score", "keys", r"score in mine.py returned shape \[1, 2, 40, 4\], wanted scores of shape \[1, 2, 40\]"),
+        ("score", "keys[..., 0] > 0", "returned dtype torch.bool"),
+        ("score", "'high'", "returned str"),
+        ("score", "None", "returned NoneType"),
+        ("score", "keys[..., 0] * float('nan')", r"returned NaN \(batch 0, head 0, token 0\)"),
+        ("score", "keys[..., 9]", "raised IndexError at mine.py, line 2"),
+        ("select", "keys[..., 0]", "returned dtype torch.float64, wanted a boolean mask"),
+        ("select", "(keys > 0)[..., :3, 0]", r"returned shape \[1, 2, 3\]"),
+        ("select", "keys[..., 0] > 1e9", "keeps no token at all"),
     ],
 )
-def test_wrong_scores_are_named(tmp_path: Path, states: dict[str, torch.Tensor], body: str, message: str) -> None:
-    method = user_method(tmp_path, f"def score(keys):\n    {body}\n")
+def test_wrong_scores_and_masks_are_named(
+    tmp_path: Path, states: dict[str, torch.Tensor], name: str, body: str, message: str
+) -> None:
+    method = user_method(tmp_path, f"def {name}(keys):\n    return {body}\n")
     with pytest.raises(MethodError, match=message):
-        method.kept(states, Request(compression_ratio=0.5))
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return keys[..., 0]", "returned dtype torch.float64, wanted a boolean mask"),
-        ("return (keys > 0)[..., :3, 0]", r"returned shape \[1, 2, 3\]"),
-        ("return keys[..., 0] > 1e9", "keeps no token at all"),
-    ],
-)
-def test_wrong_kept_masks_are_named(tmp_path: Path, states: dict[str, torch.Tensor], body: str, message: str) -> None:
-    method = user_method(tmp_path, f"def select(keys):\n    {body}\n")
-    with pytest.raises(MethodError, match=message):
-        method.kept(states, Request(compression_ratio=0.5))
+        method.kept(states, HALF)
 
 
 @pytest.mark.parametrize("module", ["torch", "numpy"])
@@ -252,18 +243,18 @@ def test_the_cache_is_not_written_to(tmp_path: Path, states: dict[str, torch.Ten
     states = {name: value.double() for name, value in states.items()}
     before = states["keys"].clone()
     if module == "numpy":
-        method.kept(states, Request(compression_ratio=0.5))
+        method.kept(states, HALF)
         assert torch.equal(states["keys"], before)
         return
     with pytest.raises(MethodError, match=r"score in mine.py writes into keys, wanted a function that changes a copy"):
-        method.kept(states, Request(compression_ratio=0.5))
+        method.kept(states, HALF)
 
 
 def test_methods_run_in_inference_mode(tmp_path: Path) -> None:
     method = user_method(tmp_path, "import torch\ndef score(keys):\n    return keys.sum(-1)\n")
     with torch.inference_mode():
         states = {name: torch.randn(1, 2, 40, 4) for name in ("keys", "values")}
-        assert method.kept(states, Request(compression_ratio=0.5)).sum(-1).tolist() == [[20, 20]]
+        assert method.kept(states, HALF).sum(-1).tolist() == [[20, 20]]
 
 
 def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
+from reading import IDS, after, generate, padded, places, positions_of, read, read_in, small
 from transformers import DynamicCache, LlamaForCausalLM
 
 from evictionary.cache import future_queries, partial_attention
@@ -30,29 +30,12 @@ from evictionary.reference import momentkv as reference_momentkv
 from evictionary.reference import rope as reference_rope
 from evictionary.reference import selection as reference_selection
 
-IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def read(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any, **named: Any) -> torch.Tensor:
-    return model(ids, past_key_values=cache, use_cache=True, **named).logits
-
-
-def read_in(model: LlamaForCausalLM, cache: Any, sizes: Sequence[int], ids: torch.Tensor = IDS) -> torch.Tensor:
-    return torch.cat([read(model, part, cache) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1)
-
 
 def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of the first layer, which no eviction changes."""
     full = DynamicCache()
     read(model, IDS, full)
     return full.layers[0].keys.double().numpy(), full.layers[0].values.double().numpy()
-
-
-def stored(layer: EvictingLayer) -> list[list[int]]:
-    """The positions that each head of the first row stores."""
-    _, _, positions, filled = layer.contents()
-    return [positions[0, head][filled[0, head]].tolist() for head in range(positions.shape[1])]
 
 
 # blocks
@@ -68,9 +51,8 @@ def test_keydiff_in_blocks_is_the_papers_and_never_holds_more_than_budget_and_bl
         cache._compress(0)
     keys, values = first_layer(model)
     wanted = reference_keydiff.process_prompt(keys, values, budget=12, block_size=block)
-    assert stored(cache.layers[0]) == wanted.positions[0].tolist()
+    assert positions_of(cache.layers[0]) == wanted.positions[0].tolist()
     assert cache.peak_tokens <= 12 + block
-    cache.close()
 
 
 @pytest.mark.parametrize("sizes", [(60,), (20, 20, 20), (9, 1, 30, 1, 19), (1,) * 60])
@@ -79,24 +61,14 @@ def test_lagkv_in_chunks_keeps_what_it_keeps_in_one(model: LlamaForCausalLM, siz
     cache = EvictingCache(model, "lagkv", 0.5, options=settings, every=1)
     read_in(model, cache, sizes)
     wanted = reference_lagkv.select(*first_layer(model), keep_ratio=0.5, **settings)
-    assert stored(cache.layers[0]) == [row.nonzero()[0].tolist() for row in wanted[0]]
-    cache.close()
+    assert positions_of(cache.layers[0]) == places(wanted)
 
 
 def test_generate_reads_a_prompt_in_blocks(model: LlamaForCausalLM) -> None:
     cache = EvictingCache(model, "keydiff", budget=10, every=16)
-    model.generate(
-        IDS,
-        attention_mask=torch.ones_like(IDS),
-        past_key_values=cache,
-        prefill_chunk_size=16,
-        max_new_tokens=30,
-        do_sample=False,
-        pad_token_id=0,
-    )
+    generate(model, IDS, cache, count=30, min_new_tokens=1, prefill_chunk_size=16)
     assert cache.get_seq_length() >= 60
     assert cache.peak_tokens <= 10 + 16
-    cache.close()
 
 
 def test_a_ratio_counts_the_tokens_seen_and_a_budget_stays(model: LlamaForCausalLM) -> None:
@@ -104,8 +76,6 @@ def test_a_ratio_counts_the_tokens_seen_and_a_budget_stays(model: LlamaForCausal
     for cache in (growing, fixed):
         read_in(model, cache, [20, 20, *[1] * 20])
     assert (growing.tokens_kept, fixed.tokens_kept) == (30, 9)
-    growing.close()
-    fixed.close()
 
 
 # decoding
@@ -128,75 +98,59 @@ def test_what_was_evicted_while_decoding_is_not_attended_to(attention: str) -> N
         last = 20 if query < 24 else 24
         visible[query, 2 : last - 8] = False
     torch.testing.assert_close(got, masked_logits(model, visible), rtol=1e-4, atol=1e-4)
-    cache.close()
 
 
 @pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "knorm", "keydiff", "h2o", "gvote", "momentkv"])
 def test_every_method_runs_after_the_prompt_and_generates(model: LlamaForCausalLM, method: str) -> None:
-    cache = EvictingCache(model, method, 0.5, options={"window_size": 4} if method == "snapkv" else None)
-    model.generate(
-        IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0
-    )
+    cache = EvictingCache(model, method, 0.5, options=small(method))
+    generate(model, IDS, cache, count=5)
     assert 0 < cache.tokens_kept <= 60 + 5
     assert cache.nbytes < cache.nbytes_full
-    cache.close()
 
 
 @pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "momentkv", "keydiff", "random", "streaming_llm"])
 def test_methods_keep_a_fixed_budget_while_decoding(model: LlamaForCausalLM, method: str) -> None:
-    options = {"window_size": 4} if method == "snapkv" else None
-    cache = EvictingCache(model, method, budget=10, options=options, every=1)
+    cache = EvictingCache(model, method, budget=10, options=small(method), every=1)
     read_in(model, cache, [20, 10, *[1] * 20])
     assert [layer.longest for layer in cache.layers] == [10, 10]
-    assert all(len(set(row)) == 10 and row == sorted(row) for row in stored(cache.layers[1]))
-    cache.close()
+    assert all(len(set(row)) == 10 and row == sorted(row) for row in positions_of(cache.layers[1]))
 
 
-def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM) -> None:
-    """The first layer against the reference, from the same queries: what is kept, and the moments."""
+def first_layer_with_queries(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values of the first layer."""
     whole = EvictingCache(model, None, record=("queries",))
     read(model, IDS, whole)
-    queries = whole.recorded[0]["queries"].double().numpy()
-    keys, values = first_layer(model)
+    return whole.recorded[0]["queries"].double().numpy(), *first_layer(model)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "steps"), [(30, 15), (10, 8)])
+def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens: int, steps: int) -> None:
+    """The first layer against the reference, from the same queries: what is kept, and the moments.
+
+    Of the longer prompt some tokens are evicted at once; of the shorter one none, and yet the first eviction is Algorithm 1's.
+    """
+    queries, keys, values = first_layer_with_queries(model)
     cache = EvictingCache(model, "momentkv", budget=12)
-    read_in(model, cache, [30, *[1] * 15])
-    kept = reference_momentkv.select_prompt(queries[:, :, 24:30], keys[:, :, :30], values[:, :, :30], 12)
-    empty = reference_momentkv.no_moments(keys, values)
-    moments = reference_momentkv.update(empty, keys[:, :, :30], values[:, :, :30], ~kept)
-    held = [states[:, :, :30][kept].reshape(1, 2, 12, 8) for states in (keys, values)]
-    for place in range(30, 45):
-        step = reference_momentkv.decode_step(
-            queries[:, :, place], keys[:, :, place], values[:, :, place], *held, moments=moments, budget=12
-        )
+    read_in(model, cache, [prompt_tokens, *[1] * steps])
+    held = [states[:, :, :prompt_tokens] for states in (keys, values)]
+    moments = reference_momentkv.no_moments(keys, values)
+    if prompt_tokens > 12:
+        kept = reference_momentkv.select_prompt(queries[:, :, prompt_tokens - 6 : prompt_tokens], *held, 12)
+        moments = reference_momentkv.update(moments, *held, ~kept)
+        held = [states[kept].reshape(1, 2, 12, 8) for states in held]
+    end = prompt_tokens + steps
+    for place in range(prompt_tokens, end):
+        new = (states[:, :, place] for states in (queries, keys, values))
+        step = reference_momentkv.decode_step(*new, *held, moments=moments, budget=12)
         held, moments = [step.keys, step.values], step.moments
     layer = cache.layers[0]
     np.testing.assert_allclose(layer.keys.numpy(), held[0], atol=1e-5)
     np.testing.assert_allclose(layer.values.numpy(), held[1], atol=1e-5)
     for got, want in zip(layer.moments, moments, strict=True):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
-    output = partial_attention.attend(torch.from_numpy(queries[:, :, 45:46]).float(), layer)[:, :, 0]
-    wanted = reference_momentkv.attend(queries[:, :, 45], *held, np.ones((1, 2, 12), dtype=bool), moments)
+    output = partial_attention.attend(torch.from_numpy(queries[:, :, end : end + 1]).float(), layer)[:, :, 0]
+    wanted = reference_momentkv.attend(queries[:, :, end], *held, np.ones((1, 2, 12), dtype=bool), moments)
     np.testing.assert_allclose(output.numpy(), wanted, rtol=1e-4, atol=1e-4)
-    cache.close()
-
-
-def test_momentkv_decodes_by_its_scores_after_a_prompt_within_the_budget(model: LlamaForCausalLM) -> None:
-    """Nothing of the prompt was evicted, and yet the first eviction is Algorithm 1's: the token of the lowest score."""
-    whole = EvictingCache(model, None, record=("queries",))
-    read(model, IDS, whole)
-    queries = whole.recorded[0]["queries"].double().numpy()
-    keys, values = first_layer(model)
-    cache = EvictingCache(model, "momentkv", budget=12)
-    read_in(model, cache, [10, *[1] * 8])
-    held = [states[:, :, :10] for states in (keys, values)]
-    moments = reference_momentkv.no_moments(keys, values)
-    for place in range(10, 18):
-        step = reference_momentkv.decode_step(
-            queries[:, :, place], keys[:, :, place], values[:, :, place], *held, moments=moments, budget=12
-        )
-        held, moments = [step.keys, step.values], step.moments
-    np.testing.assert_allclose(cache.layers[0].keys.numpy(), held[0], atol=1e-5)
-    cache.close()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 20])
@@ -206,7 +160,6 @@ def test_momentkv_with_a_budget_of_one_token(model: LlamaForCausalLM, length: in
     assert logits.isfinite().all()
     assert [layer.longest for layer in cache.layers] == [1, 1]
     assert (cache.layers[1].moments.count == length + 2).all()
-    cache.close()
 
 
 # what methods want of the future
@@ -246,10 +199,9 @@ def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaFor
     assert layer.ragged is not None
     keys, _ = first_layer(model)
     wanted = reference_ada_kv.select(-np.linalg.norm(keys, axis=-1), 30)
-    assert stored(layer) == [row.nonzero()[0].tolist() for row in wanted[0]]
+    assert positions_of(layer) == places(wanted)
     assert cache.nbytes == 2 * 2 * 60 * 8 * 4  # K and V of 2 layers, 2 heads of 30 tokens on average, 8 float32 channels
     assert cache.tokens_kept == 30
-    cache.close()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -291,15 +243,13 @@ def test_a_ragged_cache_is_compressed_again_head_by_head(model: LlamaForCausalLM
     read_in(model, cache, [20, *[1] * 25])
     for layer in cache.layers:
         assert int(layer.lengths.sum()) == 20
-        assert all(row == sorted(set(row)) for row in stored(layer))
+        assert all(row == sorted(set(row)) for row in positions_of(layer))
     assert cache.peak_tokens <= 10 * 2 + 5
-    cache.close()
 
 
 @pytest.mark.parametrize("method", ["knorm+pyramid_kv", "tova+pyramid_kv+ada_kv", "keydiff+moments", "snapkv+ada_kv+moments"])
 def test_compositions(model: LlamaForCausalLM, method: str) -> None:
-    options = {"window_size": 4} if "snapkv" in method else None
-    cache = EvictingCache(model, method, budget=20, options=options)
+    cache = EvictingCache(model, method, budget=20, options=small(method))
     logits = read_in(model, cache, [40, 1, 4])
     assert logits.isfinite().all()
     per_layer = [int(layer.lengths.sum()) - 2 * 5 for layer in cache.layers]
@@ -309,7 +259,6 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
         assert (layer.moments is not None) == ("moments" in method)
         if layer.moments is not None:
             assert (layer.moments.count + layer.lengths == 45).all()
-    cache.close()
 
 
 def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) -> None:
@@ -329,7 +278,6 @@ def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) ->
             seen[0, head, np.flatnonzero(kept[0, head])[28 + query :]] = False
         wanted = reference_momentkv.attend(queries[:, :, query], keys, values, seen, moments)
         np.testing.assert_allclose(got[:, :, query].numpy(), wanted, rtol=1e-4, atol=1e-4)
-    cache.close()
 
 
 def test_moments_of_nothing_change_nothing() -> None:
@@ -355,40 +303,30 @@ def test_an_allocator_after_a_method_that_chooses_itself_is_refused() -> None:
 
 @pytest.mark.parametrize("method", ["keydiff", "tova", "expected_attention", "knorm+ada_kv", "keydiff+moments", "lagkv"])
 def test_rows_padded_on_the_left_are_compressed_and_answered_as_alone(model: LlamaForCausalLM, method: str) -> None:
-    options = {"sink_size": 2, "lag_size": 4} if method == "lagkv" else None
-    lengths = [40, 23, 31]
-    batch, mask = torch.zeros(3, 40, dtype=torch.long), torch.zeros(3, 40, dtype=torch.long)
+    lengths = (40, 23, 31)
+    ids, given = padded(*lengths, width=40)
+    cache = EvictingCache(model, method, 0.5, options=small(method))
+    together = generate(model, ids, cache, count=6, mask=given["attention_mask"])[:, 40:]
     for row, length in enumerate(lengths):
-        batch[row, 40 - length :], mask[row, 40 - length :] = IDS[0, row : row + length], 1
-    settings: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    cache = EvictingCache(model, method, 0.5, options=options)
-    together = model.generate(batch, attention_mask=mask, past_key_values=cache, **settings)[:, 40:].tolist()
-    cache.close()
-    for row, length in enumerate(lengths):
-        ids = IDS[:, row : row + length]
-        one = EvictingCache(model, method, 0.5, options=options)
-        alone = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=one, **settings)
-        assert together[row] == alone[0, length:].tolist()
+        one = EvictingCache(model, method, 0.5, options=small(method))
+        alone = generate(model, ids[row : row + 1, 40 - length :], one, count=6)
+        assert together[row].tolist() == alone[0, length:].tolist()
         assert int(cache.layers[0].lengths[row].sum()) == int(one.layers[0].lengths.sum())
-        one.close()
 
 
 @pytest.mark.parametrize("method", ["keydiff", "expected_attention", "gvote", "momentkv", "snapkv", "knorm+ada_kv", "lagkv"])
 def test_padded_rows_are_compressed_while_decoding_as_alone(model: LlamaForCausalLM, method: str) -> None:
     """Padding counts neither for a ratio, nor for positions, nor among the last queries and hidden states."""
-    named: dict[str, Any] = {"every": 3, "options": {"sink_size": 2, "lag_size": 4} if method == "lagkv" else None}
-    batch, mask = torch.zeros(2, 40, dtype=torch.long), torch.zeros(2, 40, dtype=torch.long)
-    batch[0], batch[1, 29:], mask[0], mask[1, 29:] = IDS[0, :40], IDS[0, 40:51], 1, 1
-    settings: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    together = EvictingCache(model, method, 0.5, **named)
-    answers = model.generate(batch, attention_mask=mask, past_key_values=together, **settings)[:, 40:].tolist()
-    for row, ids in enumerate((IDS[:, :40], IDS[:, 40:51])):
-        alone = EvictingCache(model, method, 0.5, **named)
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=alone, **settings)
-        assert answers[row] == answer[0, ids.shape[1] :].tolist()
+    options = None if method == "snapkv" else small(method)
+    lengths = (40, 11)
+    ids, given = padded(*lengths, width=40)
+    together = EvictingCache(model, method, 0.5, options, every=3)
+    answers = generate(model, ids, together, count=12, mask=given["attention_mask"])[:, 40:]
+    for row, length in enumerate(lengths):
+        alone = EvictingCache(model, method, 0.5, options, every=3)
+        answer = generate(model, ids[row : row + 1, 40 - length :], alone, count=12)
+        assert answers[row].tolist() == answer[0, length:].tolist()
         assert torch.equal(together.layers[1].lengths[row], alone.layers[1].lengths[0])
-        alone.close()
-    together.close()
 
 
 def test_gvote_compresses_ragged_heads_again(model: LlamaForCausalLM) -> None:
@@ -396,7 +334,6 @@ def test_gvote_compresses_ragged_heads_again(model: LlamaForCausalLM) -> None:
     logits = read_in(model, cache, [30, 4, 4, *[1] * 8])
     assert logits.isfinite().all()
     assert cache.layers[0].ragged is not None
-    cache.close()
 
 
 def test_sampled_queries_come_from_the_last_hidden_states(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,66 +372,48 @@ def test_the_last_queries_are_the_last_where_a_cache_has_as_many_tokens(tmp_path
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
 def test_beams_of_a_padded_batch_are_compressed_with_their_own_padding(model: LlamaForCausalLM, method: str) -> None:
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[1, :12] = 0
-    ids = torch.cat([IDS[:, :30], IDS[:, 30:]]) * mask
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    ids, given = padded(30, 18)
     one, other = (EvictingCache(model, method, 0.5, every=2) for _ in range(2))
-    read(model, ids, one, attention_mask=mask, position_ids=positions)
+    read(model, ids, one, **given)
     swap = torch.tensor([1, 0])
     one.reorder_cache(swap)
-    read(model, ids[swap], other, attention_mask=mask[swap], position_ids=positions[swap])
+    swapped = {name: value[swap] for name, value in given.items()}
+    read(model, ids[swap], other, **swapped)
     for step in range(4):
-        ones = torch.ones(2, 1 + step, dtype=torch.long)
-        later = {"attention_mask": torch.cat([mask[swap], ones], dim=1), "position_ids": positions[swap][:, -1:] + 1 + step}
         token = IDS[:, step : step + 1].expand(2, 1)
+        later = after(swapped, step + 1)
         torch.testing.assert_close(read(model, token, one, **later), read(model, token, other, **later))
-    for each in (one, other):
-        each.close()
 
 
 def test_a_padded_prefilled_cache_is_compressed_with_its_padding(model: LlamaForCausalLM) -> None:
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[1, :25] = 0  # more than the tokens removed of the other row
-    ids = IDS.view(2, 30) * mask
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    ids, given = padded(30, 5)  # more padding than tokens are removed of the other row
     direct, full = EvictingCache(model, "keydiff", budget=10), EvictingCache(model, None)
     for cache in (direct, full):
-        read(model, ids, cache, attention_mask=mask, position_ids=positions)
-    later = {"attention_mask": torch.cat([mask, mask[:, -1:]], dim=1), "position_ids": positions[:, -1:] + 1}
+        read(model, ids, cache, **given)
     prefilled = EvictingCache.from_prefilled(model, full, "keydiff", budget=10)
-    answers = [read(model, ids[:, -1:], cache, **later) for cache in (direct, prefilled)]
-    torch.testing.assert_close(*answers)
-    for each in (direct, full, prefilled):
-        each.close()
+    torch.testing.assert_close(*(read(model, ids[:, -1:], cache, **after(given)) for cache in (direct, prefilled)))
 
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
 def test_beam_search_and_sampling(model: LlamaForCausalLM, method: str) -> None:
     for settings in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
         cache = EvictingCache(model, method, 0.5)
-        output = model.generate(
-            IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=6, pad_token_id=0, **settings
-        )
+        output = generate(model, IDS, cache, count=6, min_new_tokens=1, **settings)
         assert output.shape[0] == settings.get("num_return_sequences", 1)
-        cache.close()
 
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv", "expected_attention"])
 def test_generation_is_continued_in_a_second_call(model: LlamaForCausalLM, method: str) -> None:
     """A padded batch answers, reads more and answers again: each row as alone."""
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[1, :20] = 0
-    ids = IDS.view(2, 30) * mask
-    settings: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ids, given = padded(30, 10)
+    mask = given["attention_mask"]
 
     def twice(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         cache = EvictingCache(model, method, 0.5, every=3)
         for _ in range(2):
-            ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+            ids = generate(model, ids, cache, mask=mask)
             ids = torch.cat([ids, IDS[:, :5].expand(len(ids), -1)], dim=1)
             mask = torch.cat([mask, torch.ones(len(ids), 13, dtype=torch.long)], dim=1)
-        cache.close()
         return ids
 
     together = twice(ids, mask)
@@ -503,19 +422,10 @@ def test_generation_is_continued_in_a_second_call(model: LlamaForCausalLM, metho
 
 
 def test_a_block_of_padding_alone_is_refused(model: LlamaForCausalLM) -> None:
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[1, :20] = 0
+    ids, given = padded(30, 10)
     cache = EvictingCache(model, "keydiff", budget=8, every=8)
     with pytest.raises(UsageError, match="got a row of padding alone in the first 8 tokens, wanted a larger block"):
-        model.generate(
-            IDS.view(2, 30) * mask,
-            attention_mask=mask,
-            past_key_values=cache,
-            prefill_chunk_size=8,
-            max_new_tokens=2,
-            pad_token_id=0,
-        )
-    cache.close()
+        generate(model, ids, cache, count=2, mask=given["attention_mask"], prefill_chunk_size=8)
 
 
 def test_ragged_rows_keep_their_tokens_when_the_batch_is_reordered(model: LlamaForCausalLM) -> None:
@@ -528,43 +438,27 @@ def test_ragged_rows_keep_their_tokens_when_the_batch_is_reordered(model: LlamaF
         for row, old in enumerate([1, 0, 1]):
             assert torch.equal(got_positions[row][got_filled[row]], positions[old][filled[old]])
             assert torch.equal(got_keys[row][got_filled[row]], keys[old][filled[old]])
-    cache.close()
 
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "lagkv"])
 def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM, method: str) -> None:
-    options = {"sink_size": 2, "lag_size": 8} if method == "lagkv" else None
-    cache = EvictingCache(model, method, 0.5, options=options, every=4 if method == "lagkv" else None)
+    cache = EvictingCache(model, method, 0.5, small(method), every=4 if method == "lagkv" else None)
     read(model, IDS[:, :50], cache)
     cache.save(tmp_path / "cache.safetensors")
     twin, loaded = copy.deepcopy(cache), EvictingCache.load(tmp_path / "cache.safetensors", model)
     assert [layer.longest for layer in loaded.layers] == [layer.longest for layer in cache.layers]
-    answers = [_after(model, each) for each in (cache, twin, loaded)]
+    answers = [read_in(model, each, [1, 1, 4], IDS[:, 50:]) for each in (cache, twin, loaded)]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
-    for each in (cache, twin, loaded):
-        each.close()
 
 
 def test_a_file_knows_the_padding_of_its_prompts(tmp_path: Path, model: LlamaForCausalLM) -> None:
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[1, :10] = 0
-    ids = torch.cat([IDS[:, :30], IDS[:, 10:40]])
+    ids, given = padded(30, 20)
     cache = EvictingCache(model, "keydiff", budget=12)
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    read(model, ids, cache, attention_mask=mask, position_ids=positions)
+    read(model, ids, cache, **given)
     cache.save(tmp_path / "cache")
     loaded = EvictingCache.load(tmp_path / "cache", model)
-    later = {"attention_mask": torch.cat([mask, mask[:, -1:]], dim=1), "position_ids": positions[:, -1:] + 1}
-    answers = [read(model, IDS[:, 50:51].expand(2, 1), each, **later) for each in (cache, loaded)]
-    assert torch.equal(*answers)
-    for each in (cache, loaded):
-        each.close()
-
-
-def _after(model: LlamaForCausalLM, cache: Any) -> torch.Tensor:
-    """What comes after fifty tokens."""
-    return torch.cat([read(model, part, cache) for part in IDS[:, 50:56].split([1, 1, 4], dim=1)], dim=1)
+    assert torch.equal(*(read(model, IDS[:, 50:51].expand(2, 1), each, **after(given)) for each in (cache, loaded)))
 
 
 def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) -> None:
@@ -589,7 +483,6 @@ def test_a_ragged_cache_can_be_cropped_back_to_the_compression(model: LlamaForCa
     cache.crop(-5)
     with pytest.raises(ValueError, match="crop: got -1"):
         cache.crop(-1)
-    cache.close()
 
 
 @pytest.mark.parametrize(
