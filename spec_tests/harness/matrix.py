@@ -20,7 +20,6 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as with_seed
 
-from evictionary import spec_tests
 from evictionary.spec_tests.harness.implementation import ANY, Implementation
 from evictionary.spec_tests.harness.law import LAWS, Law
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
@@ -48,10 +47,11 @@ def _time_limit(seconds: int) -> Iterator[None]:
 
 
 def load_laws() -> dict[str, Law]:
-    """Import every `test_*.py` beside this file and return the laws by name."""
-    for module in pkgutil.iter_modules(spec_tests.__path__):
+    """Import every `test_*.py` of the suite and return the laws by name."""
+    suite = importlib.import_module("evictionary.spec_tests")  # by its name: the harness is below the laws
+    for module in pkgutil.iter_modules(suite.__path__):
         if module.name.startswith("test_"):
-            importlib.import_module(f"evictionary.spec_tests.{module.name}")
+            importlib.import_module(f"{suite.__name__}.{module.name}")
     return LAWS
 
 
