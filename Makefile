@@ -25,6 +25,7 @@ test-all: test slow
 slow: .venv/installed
 	$(PYTEST) -m "slow and not browser"
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py
 	$(BIN)/python tests/wheel.py
 	$(BIN)/python tests/new_method.py
 	$(PYTEST) --profile thorough spec_tests/test_selection.py spec_tests/test_cache.py --impl reference --impl optimized
