@@ -353,15 +353,12 @@ class EvictingCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        super().batch_repeat_interleave(repeats)
-        if self._padding is not None:
-            self._padding = self._padding.repeat_interleave(repeats)
+        if self.get_seq_length():
+            self.batch_select_indices(torch.arange(self.layers[0].keys.shape[0]).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder the batch for beam search."""
-        super().reorder_cache(beam_idx)
-        if self._padding is not None:
-            self._padding = self._padding[beam_idx.to(self._padding.device)]
+        self.batch_select_indices(beam_idx)
 
     def reset(self) -> None:
         """Forget everything and wait for a new prompt."""

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import legend
 from evictionary.claims.recording import Lab, as_array, compressed, read_on
-from evictionary.evaluation.passkey import ANSWER_START, QUESTION, filler
+from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, filler, sentences_of
 from evictionary.evaluation.questions import prefill, tokenize
 from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper
@@ -47,14 +47,8 @@ def make_text(tokenizer: Any, *, digits: int, depth: float, seed: int, tokens: i
     needle = f"The secret number is {answer}."
     introduction = "A long secret number is hidden in the following text. Find it and remember all of its digits."
 
-    def size(text: str) -> int:
-        return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
-
-    sentences: list[str] = []
-    length = size(introduction) + size(needle)
-    while length < tokens:
-        sentences.append(filler(draw))
-        length += size(sentences[-1])
+    reserved = count_tokens(tokenizer, introduction) + count_tokens(tokenizer, needle)
+    sentences = sentences_of(tokenizer, lambda: filler(draw), tokens - reserved)
     place = round(depth * len(sentences))
     text = " ".join([introduction, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
