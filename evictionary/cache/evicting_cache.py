@@ -390,8 +390,7 @@ class EvictingCache(Cache):
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
         """Read a cache that `save` wrote, for the same model. Raises UsageError for another file or a model that does not fit."""
         settings, tensors = file.read(path, str(model.device))
-        arguments = {name: settings[name] for name in ("compression_ratio", "options", "budget", "every", "seed")}
-        cache = cls(model, settings["method"], **arguments)
+        cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
         file.restore(cache, model, settings, tensors, path)
         cache._close_if_settled()
         return cache
