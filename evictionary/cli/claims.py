@@ -24,7 +24,7 @@ COLOURS = {"seen": "green", "not seen": "red", "other model needed": "yellow"}
 def claims(
     papers: Annotated[
         list[str] | None,
-        typer.Option(help="expected_attention, keydiff, lagkv, momentkv, gvote, with commas between them; all by default."),
+        typer.Option(help="expected_attention, keydiff, lagkv, momentkv, gvote, comma-separated or repeated; all by default."),
     ] = None,
     model: ModelName = "embedded",
     output: Annotated[Path, typer.Option(help="The folder for results.json, the pictures and the pages.")] = Path("claims"),

@@ -116,7 +116,7 @@ class Plan:
             tokens_to_keep(1, 0.0, budget)
 
     def settings(self) -> list[Setting]:
-        """The full cache, each method at each ratio and budget, and random eviction likewise; none of them twice."""
+        """The full cache, then each method and random eviction at each ratio and budget, without repetitions."""
         found = [Setting(FULL, ratio=0.0)]
         for name, options in [*self.methods, (RANDOM, {})]:
             typed = resolve(name).typed_options(options)
