@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 
 IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
@@ -18,9 +19,22 @@ def read(model: Any, ids: torch.Tensor, cache: Any, **named: Any) -> torch.Tenso
     return model(ids, past_key_values=cache, use_cache=True, **named).logits
 
 
+def cached(model: Any, ids: torch.Tensor, method: str | None, *arguments: Any, **named: Any) -> EvictingCache:
+    """A cache that has read ids [B, M]; the other arguments are its own."""
+    cache = EvictingCache(model, method, *arguments, **named)
+    read(model, ids, cache)
+    return cache
+
+
 def read_in(model: Any, cache: Any, sizes: Sequence[int], ids: torch.Tensor = IDS) -> torch.Tensor:
     """The logits of the first tokens, read in parts of these sizes."""
     return torch.cat([read(model, part, cache) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1)
+
+
+def masked_logits(model: Any, ids: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """The logits of ids [1, T] where token m attends to what row m of visible [T, T] says."""
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+    return read(model, ids, None, attention_mask=mask)
 
 
 def generate(

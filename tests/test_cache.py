@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import generate, places, read
+from reading import cached, generate, masked_logits, places, read
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from evictionary.cache.evicting_cache import EvictingCache
@@ -29,8 +29,7 @@ def write(folder: Path, text: str) -> str:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.9])
 def test_the_tensors_shrink_to_the_budget(model: LlamaForCausalLM, prompt: torch.Tensor, ratio: float) -> None:
-    cache = EvictingCache(model, "keydiff", ratio)
-    read(model, prompt, cache)
+    cache = cached(model, prompt, "keydiff", ratio)
     kept = reference_selection.budget(40, ratio)
     for layer in cache.layers:
         assert tuple(layer.keys.shape) == tuple(layer.values.shape) == (1, 2, kept, 8)
@@ -41,8 +40,7 @@ def test_the_tensors_shrink_to_the_budget(model: LlamaForCausalLM, prompt: torch
 def test_what_is_kept_is_what_the_method_keeps_in_position_order(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     full = DynamicCache()
     read(model, prompt, full)
-    cache = EvictingCache(model, "keydiff", 0.5)
-    read(model, prompt, cache)
+    cache = cached(model, prompt, "keydiff", 0.5)
     for layer, whole in zip(cache.layers, full.layers, strict=True):
         kept = places(reference_selection.top_k(reference_keydiff.score(whole.keys.double().numpy()), 20))
         for head, positions in enumerate(kept):
@@ -67,16 +65,13 @@ def test_later_tokens_attend_causally_at_their_true_positions(attention: str, pi
     """Against attention over all tokens with the evicted ones masked out by hand."""
     model = tiny_llama(attn_implementation=attention)
     ids = torch.randint(3, 259, (1, 45), generator=torch.Generator().manual_seed(2))
-    cache = EvictingCache(model, "streaming_llm", 0.5)
-    read(model, ids[:, :40], cache)
+    cache = cached(model, ids[:, :40], "streaming_llm", 0.5)
     got = torch.cat([read(model, piece, cache) for piece in ids[:, 40:].split(list(pieces), dim=1)], dim=1)
     visible = torch.ones(45, 45).tril()
     kept = torch.zeros(45, dtype=torch.bool)
     kept[:4] = kept[24:] = True  # the sinks and the most recent of the prompt, and everything later
     visible[40:] *= kept
-    mask = torch.where(visible.bool(), 0.0, torch.finfo(torch.float32).min)[None, None]
-    with torch.no_grad():
-        wanted = model(ids, attention_mask=mask).logits[:, 40:]
+    wanted = masked_logits(model, ids, visible.bool())[:, 40:]
     assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
     assert cache.get_seq_length() == 45
     assert cache.layers[0].positions[0, 0].tolist() == [*range(4), *range(24, 45)]
@@ -111,8 +106,7 @@ def test_beam_search_keeps_positions_with_their_rows(model: LlamaForCausalLM, pr
 
 
 def test_several_questions_do_not_see_one_another(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    cache = EvictingCache(model, "keydiff", 0.5)
-    read(model, prompt, cache)
+    cache = cached(model, prompt, "keydiff", 0.5)
     first, second = torch.tensor([[7, 8, 9]]), torch.tensor([[20, 21]])
     alone = read(model, second, copy.deepcopy(cache))
     read(model, first, cache)
@@ -124,15 +118,13 @@ def test_several_questions_do_not_see_one_another(model: LlamaForCausalLM, promp
 
 
 def test_compressed_tokens_cannot_be_cropped(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    cache = EvictingCache(model, "keydiff", 0.5)
-    read(model, prompt, cache)
+    cache = cached(model, prompt, "keydiff", 0.5)
     with pytest.raises(ValueError, match="cannot be given back"):
         cache.crop(-1)
 
 
 def test_a_prefilled_cache_is_compressed_as_the_prompt_is(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    direct = EvictingCache(model, "lagkv", 0.5, {"lag_size": 8, "sink_size": 4})
-    read(model, prompt, direct)
+    direct = cached(model, prompt, "lagkv", 0.5, {"lag_size": 8, "sink_size": 4})
     full = DynamicCache()
     read(model, prompt, full)
     later = EvictingCache.from_prefilled(model, full, "lagkv", 0.5, {"lag_size": 8, "sink_size": 4})
@@ -162,22 +154,15 @@ def test_queries_are_captured_after_rope_and_only_for_the_prompt(tmp_path: Path,
         assert tuple(recorded["queries"].shape) == (1, 4, 40, 8)
         assert torch.equal(recorded["queries"][:, :, 0], queries[:, :, 0])  # RoPE turns nothing at position 0
         assert torch.allclose(recorded["queries"].norm(dim=-1), queries.norm(dim=-1), rtol=1e-5)
-    again = EvictingCache.from_prefilled(model, _full(model, prompt, "queries"), method, 0.5)
+    again = EvictingCache.from_prefilled(model, cached(model, prompt, None, record=("queries",)), method, 0.5)
     assert torch.equal(again.layers[1].positions, cache.layers[1].positions)
     with pytest.raises(UsageError, match="record="):
-        EvictingCache.from_prefilled(model, _full(model, prompt), method, 0.5)
-
-
-def _full(model: LlamaForCausalLM, prompt: torch.Tensor, *record: str) -> EvictingCache:
-    cache = EvictingCache(model, None, record=record)
-    read(model, prompt, cache)
-    return cache
+        EvictingCache.from_prefilled(model, cached(model, prompt, None), method, 0.5)
 
 
 def test_hidden_states_reach_the_method(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     text = "def score(keys, hidden_states, layer_index, num_layers):\n    assert hidden_states.shape == (1, 40, 32)\n"
-    cache = EvictingCache(model, write(tmp_path, text + "    return keys.sum(-1)\n"), 0.5)
-    read(model, prompt, cache)
+    cache = cached(model, prompt, write(tmp_path, text + "    return keys.sum(-1)\n"), 0.5)
     assert cache.tokens_kept == 20
 
 
@@ -220,14 +205,13 @@ def test_assisted_generation_after_the_prompt_and_a_refusal_while_decoding(
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    cache = EvictingCache(model, "keydiff")
-    read(model, prompt, cache)
+    cache = cached(model, prompt, "keydiff")
     with pytest.raises(UsageError, match=r"path: got .*no/cache, wanted a file that can be written"):
         cache.save(tmp_path / "no" / "cache")
 
 
 def test_the_random_baseline_is_seeded(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    full = _full(model, prompt)
+    full = cached(model, prompt, None)
     one, same, other = (EvictingCache.from_prefilled(model, full, "random", 0.5, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.layers[0].positions, same.layers[0].positions)
     assert not torch.equal(one.layers[0].positions, other.layers[0].positions)
@@ -262,8 +246,7 @@ def test_bad_arguments_are_value_errors(model: LlamaForCausalLM, named: dict[str
 
 
 def test_a_budget_larger_than_the_cache_keeps_all(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    cache = EvictingCache(model, "keydiff", budget=1000)
-    read(model, prompt, cache)
+    cache = cached(model, prompt, "keydiff", budget=1000)
     assert cache.tokens_kept == 40
 
 

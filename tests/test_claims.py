@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
-from evictionary.claims.claim import NOT_SEEN, OTHER_MODEL, SEEN, Claim, Condition, mean_of, median_of
+from evictionary.claims.claim import NOT_SEEN, OTHER_MODEL, SEEN, Claim, mean_of, median_of
 from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_on, record
 from evictionary.cli import app as cli
 from evictionary.errors import UsageError
@@ -52,9 +52,7 @@ def report(lab: Lab) -> run.Report:
 
 
 def test_a_rule_decides_by_its_conditions_alone() -> None:
-    claim = Claim(
-        "X-1", "", "", "", (Condition("gain", ">", 0), Condition("loss", "<=", 0.2)), (Condition("able", ">=", 0.5),), ("more",)
-    )
+    claim = Claim("X-1", "", "", "", ("gain > 0", "loss <= 0.2"), ("able >= 0.5",), ("more",))
     assert claim.rule == "other model needed unless able >= 0.5; seen if gain > 0 and loss <= 0.2; otherwise not seen"
     assert claim.numbers == ["gain", "loss", "able", "more"]
 

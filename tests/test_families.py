@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reading import generate, places, read, read_in, small
+from reading import cached, generate, places, read, read_in, small
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -127,8 +127,7 @@ def test_every_family_is_compressed_and_generates(family: str, method: str, dtyp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_kept_is_what_the_method_keeps(family: str) -> None:
     model = build(family)
-    whole = EvictingCache(model, None)
-    read(model, IDS, whole)
+    whole = cached(model, IDS, None)
     cache = EvictingCache.from_prefilled(model, whole, "keydiff", 0.5)
     for layer, full in zip(cache.layers, whole.layers, strict=True):
         if isinstance(layer, EvictingLayer):
@@ -140,8 +139,7 @@ def test_what_is_kept_is_what_the_method_keeps(family: str) -> None:
 def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family: str) -> None:
     """What the cache records, un-rotated, is what the projection (and QK-norm) of the hidden states gives."""
     model = build(family)
-    whole = EvictingCache(model, None, record=("queries", "hidden_states"))
-    read(model, IDS, whole)
+    whole = cached(model, IDS, None, record=("queries", "hidden_states"))
     index = 2
     module: Any = attention_modules(model)[index]
     recorded = whole.recorded[index]
@@ -209,8 +207,7 @@ def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(met
     model.config.max_position_embeddings = 256
     read(model, IDS, None)
     frequencies = model.model.rotary_emb.inv_freq.clone()
-    cache = EvictingCache(model, method, 0.5)
-    read(model, IDS, cache)
+    cache = cached(model, IDS, method, 0.5)
     cache.close()
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
 
@@ -250,8 +247,7 @@ class _Bytes:
 def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_path: Path) -> None:
     """The prompt is longer than the window, so what slid out of it cannot be cropped back."""
     model = build("gemma3")
-    cache = EvictingCache(model, "keydiff", 0.5)
-    read(model, IDS, cache)
+    cache = cached(model, IDS, "keydiff", 0.5)
     cache.save(tmp_path / "cache")
     loaded = EvictingCache.load(tmp_path / "cache", model)
     first, _, third = (ask(model, _Bytes(), cache, question, 4) for question in (IDS[:, :5], IDS[:, 5:9], IDS[:, :5]))

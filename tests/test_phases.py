@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import IDS, after, generate, padded, places, positions_of, read, read_in, small
+from reading import IDS, after, cached, generate, masked_logits, padded, places, positions_of, read, read_in, small
 from transformers import DynamicCache, LlamaForCausalLM
 
 from evictionary.cache import future_queries, partial_attention
@@ -81,12 +81,6 @@ def test_a_ratio_counts_the_tokens_seen_and_a_budget_stays(model: LlamaForCausal
 # decoding
 
 
-def masked_logits(model: LlamaForCausalLM, visible: torch.Tensor) -> torch.Tensor:
-    """The logits where token m attends to what visible [T, T] says."""
-    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
-    return read(model, IDS[:, : len(visible)], None, attention_mask=mask)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_what_was_evicted_while_decoding_is_not_attended_to(attention: str) -> None:
     model = tiny_llama(attn_implementation=attention)
@@ -97,7 +91,7 @@ def test_what_was_evicted_while_decoding_is_not_attended_to(attention: str) -> N
         # Compressed after 20, 24, and 32 tokens (the last six come at once): two sinks and the eight before that stay.
         last = 20 if query < 24 else 24
         visible[query, 2 : last - 8] = False
-    torch.testing.assert_close(got, masked_logits(model, visible), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, masked_logits(model, IDS[:, :32], visible), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "knorm", "keydiff", "h2o", "gvote", "momentkv"])
@@ -118,8 +112,7 @@ def test_methods_keep_a_fixed_budget_while_decoding(model: LlamaForCausalLM, met
 
 def first_layer_with_queries(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values of the first layer."""
-    whole = EvictingCache(model, None, record=("queries",))
-    read(model, IDS, whole)
+    whole = cached(model, IDS, None, record=("queries",))
     return whole.recorded[0]["queries"].double().numpy(), *first_layer(model)
 
 
@@ -166,8 +159,7 @@ def test_momentkv_with_a_budget_of_one_token(model: LlamaForCausalLM, length: in
 
 
 def test_future_statistics_are_those_of_the_reference(model: LlamaForCausalLM) -> None:
-    whole = EvictingCache(model, None, record=("queries",))
-    read(model, IDS, whole)
+    whole = cached(model, IDS, None, record=("queries",))
     queries = whole.recorded[1]["queries"]
     got = future_queries.future_statistics(model, 1, queries, torch.arange(60), 60)
     before = reference_rope.rotate(queries.double().numpy(), -np.arange(60))
@@ -193,8 +185,7 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
 
 
 def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaForCausalLM) -> None:
-    cache = EvictingCache(model, "knorm+ada_kv", 0.5)
-    read(model, IDS, cache)
+    cache = cached(model, IDS, "knorm+ada_kv", 0.5)
     layer = cache.layers[0]
     assert layer.ragged is not None
     keys, _ = first_layer(model)
@@ -263,8 +254,7 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
 
 def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) -> None:
     """The first layer of `keydiff+moments` against the reference's correction."""
-    cache = EvictingCache(model, "keydiff+moments", 0.5)
-    read(model, IDS, cache)
+    cache = cached(model, IDS, "keydiff+moments", 0.5)
     layer = cache.layers[0]
     keys, values = first_layer(model)
     kept = reference_selection.top_k(reference_keydiff.score(keys), 30)
@@ -338,8 +328,7 @@ def test_gvote_compresses_ragged_heads_again(model: LlamaForCausalLM) -> None:
 
 def test_sampled_queries_come_from_the_last_hidden_states(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """While decoding they are a distribution, not the one state of the newest token."""
-    whole = EvictingCache(model, None, record=("hidden_states",))
-    read(model, IDS, whole)
+    whole = cached(model, IDS, None, record=("hidden_states",))
     given: list[torch.Tensor] = []
     sampled = future_queries.sampled_queries
 
@@ -442,8 +431,7 @@ def test_ragged_rows_keep_their_tokens_when_the_batch_is_reordered(model: LlamaF
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "lagkv"])
 def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM, method: str) -> None:
-    cache = EvictingCache(model, method, 0.5, small(method), every=4 if method == "lagkv" else None)
-    read(model, IDS[:, :50], cache)
+    cache = cached(model, IDS[:, :50], method, 0.5, small(method), every=4 if method == "lagkv" else None)
     cache.save(tmp_path / "cache.safetensors")
     twin, loaded = copy.deepcopy(cache), EvictingCache.load(tmp_path / "cache.safetensors", model)
     assert [layer.longest for layer in loaded.layers] == [layer.longest for layer in cache.layers]
@@ -475,8 +463,7 @@ def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) ->
 
 
 def test_a_ragged_cache_can_be_cropped_back_to_the_compression(model: LlamaForCausalLM) -> None:
-    cache = EvictingCache(model, "knorm+ada_kv", 0.5)
-    read(model, IDS[:, :40], cache)
+    cache = cached(model, IDS[:, :40], "knorm+ada_kv", 0.5)
     first = read_in(model, cache, [5], IDS[:, 40:])
     cache.crop(-5)
     assert torch.equal(read_in(model, cache, [5], IDS[:, 40:]), first)

@@ -162,7 +162,7 @@ class EvictingCache(Cache):
         return keys, values
 
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
-        """Take what the model was given before it reads `length` tokens of each row; capture.py calls this."""
+        """Take what the model was given before it reads `length` tokens of each row; model_hooks.py calls this."""
         seen = self.get_seq_length()
         if seen == 0:
             if padding is not None and int(padding.max()) >= length:
@@ -176,7 +176,7 @@ class EvictingCache(Cache):
             raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
 
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
-        """Take the hidden states [B, M, hidden] that a layer reads; capture.py calls this."""
+        """Take the hidden states [B, M, hidden] that a layer reads; model_hooks.py calls this."""
         self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
 
     def handed(self, layer_index: int, keys: torch.Tensor) -> bool:
@@ -186,7 +186,7 @@ class EvictingCache(Cache):
     def attend(
         self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Answer for the attention of a layer, and compress it when it is time; capture.py calls this.
+        """Answer for the attention of a layer, and compress it when it is time; model_hooks.py calls this.
 
         Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask.
         """
@@ -353,15 +353,12 @@ class EvictingCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        super().batch_repeat_interleave(repeats)
-        if self._padding is not None:
-            self._padding = self._padding.repeat_interleave(repeats)
+        if self.get_seq_length():
+            self.batch_select_indices(torch.arange(self.layers[0].keys.shape[0]).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder the batch for beam search."""
-        super().reorder_cache(beam_idx)
-        if self._padding is not None:
-            self._padding = self._padding[beam_idx.to(self._padding.device)]
+        self.batch_select_indices(beam_idx)
 
     def reset(self) -> None:
         """Forget everything and wait for a new prompt."""
@@ -393,8 +390,7 @@ class EvictingCache(Cache):
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
         """Read a cache that `save` wrote, for the same model. Raises UsageError for another file or a model that does not fit."""
         settings, tensors = file.read(path, str(model.device))
-        arguments = {name: settings[name] for name in ("compression_ratio", "options", "budget", "every", "seed")}
-        cache = cls(model, settings["method"], **arguments)
+        cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
         file.restore(cache, model, settings, tensors, path)
         cache._close_if_settled()
         return cache

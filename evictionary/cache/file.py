@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from evictionary.cache.evicting_cache import EvictingCache
 
 SCHEMA = "evictionary/cache/1"
+ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
+"""The arguments of a cache that are written as they are."""
 
 
 def write(cache: EvictingCache, path: str | Path) -> None:
@@ -40,11 +42,7 @@ def write(cache: EvictingCache, path: str | Path) -> None:
     settings = {
         "schema": SCHEMA,
         "method": cache.method.name if cache.method else None,
-        "compression_ratio": cache.compression_ratio,
-        "budget": cache.budget,
-        "options": cache.options,
-        "every": cache.every,
-        "seed": cache.seed,
+        **{name: getattr(cache, name) for name in ARGUMENTS},
         "padding": None if cache._padding is None else cache._padding.tolist(),
         "counts_padding": cache._counts_padding,
         "layers": layers,

@@ -164,10 +164,6 @@ class EvictingLayer(DynamicLayer):
         self.ragged = self.padding = self.moments = self.static = self._kept_positions = None
         self.recent = self.recent_hidden = None
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the batch for beam search."""
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         if self.keys is None or self.values is None:
@@ -185,12 +181,6 @@ class EvictingLayer(DynamicLayer):
                 setattr(self, name, getattr(self, name)[indices])
         if self.static is not None:
             self.static = [self.static[index] for index in indices.tolist()]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        if self.keys is not None:
-            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by name; `keys` and `values` as well as the flat ones of ragged heads."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,65 +69,45 @@ class Numbers(dict[str, Number]):
         self.mean(name, flags.reshape(len(flags), -1).mean(axis=-1))
 
 
-@dataclass(frozen=True)
-class Condition:
-    """`number sign bound`, such as `evicted_mass < 0.08`."""
-
-    number: str
-    sign: str
-    bound: float
-
-    @classmethod
-    def parse(cls, text: str) -> Condition:
-        """Read 'evicted_mass < 0.08'."""
-        number, sign, bound = text.split()
-        return cls(number, sign, float(bound))
-
-    def holds(self, numbers: Mapping[str, Number]) -> bool:
-        """Whether the measured number meets the bound."""
-        return SIGNS[self.sign](numbers[self.number].value, self.bound)
-
-    def __str__(self) -> str:
-        return f"{self.number} {self.sign} {self.bound:g}"
+def holds(condition: str, numbers: Mapping[str, Number]) -> bool:
+    """Whether the measured number meets the bound: 'evicted_mass < 0.08'."""
+    number, sign, bound = condition.split()
+    return SIGNS[sign](numbers[number].value, float(bound))
 
 
 @dataclass(frozen=True)
 class Claim:
     """What a paper says, how it is measured here, and when it counts as seen.
 
-    Every condition of `seen_if` has to hold for "seen". Where one of `possible_if` fails, the model cannot show the claim at
-    all, and the word is "other model needed". `beside` names numbers that are reported and decide nothing.
+    Every condition of `seen_if`, such as 'evicted_mass < 0.08', has to hold for "seen". Where one of `possible_if` fails, the model
+    cannot show the claim at all, and the word is "other model needed". `beside` names numbers that are reported and decide nothing.
     """
 
     id: str
     source: str
     statement: str
     measured: str
-    seen_if: tuple[Condition, ...]
-    possible_if: tuple[Condition, ...] = ()
+    seen_if: tuple[str, ...]
+    possible_if: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
     @property
     def rule(self) -> str:
         """The rule in words."""
-        possible = f"{OTHER_MODEL} unless {_all(self.possible_if)}; " if self.possible_if else ""
-        return f"{possible}{SEEN} if {_all(self.seen_if)}; otherwise {NOT_SEEN}"
+        possible = f"{OTHER_MODEL} unless {' and '.join(self.possible_if)}; " if self.possible_if else ""
+        return f"{possible}{SEEN} if {' and '.join(self.seen_if)}; otherwise {NOT_SEEN}"
 
     @property
     def numbers(self) -> list[str]:
         """The names of the numbers that the claim reads, in order and once each."""
         conditions = (*self.seen_if, *self.possible_if)
-        return list(dict.fromkeys([*(condition.number for condition in conditions), *self.beside]))
+        return list(dict.fromkeys([*(condition.split()[0] for condition in conditions), *self.beside]))
 
     def verdict(self, numbers: Mapping[str, Number]) -> str:
         """The word, by the rule."""
-        if not all(condition.holds(numbers) for condition in self.possible_if):
+        if not all(holds(condition, numbers) for condition in self.possible_if):
             return OTHER_MODEL
-        return SEEN if all(condition.holds(numbers) for condition in self.seen_if) else NOT_SEEN
-
-
-def _all(conditions: Sequence[Condition]) -> str:
-    return " and ".join(map(str, conditions))
+        return SEEN if all(holds(condition, numbers) for condition in self.seen_if) else NOT_SEEN
 
 
 @dataclass(frozen=True)
@@ -160,10 +140,8 @@ def read_paper(name: str) -> Paper:
     words = {key: _one_line(text) for key, text in read.get("words", {}).items()}
     claims = []
     for each in read["claims"]:
-        conditions = {key: tuple(map(Condition.parse, each.pop(key, ()))) for key in ("seen_if", "possible_if")}
-        beside = tuple(each.pop("beside", ()))
-        texts = {key: _one_line(text).format(**words) for key, text in each.items()}
-        claims.append(Claim(**texts, **conditions, beside=beside))
+        lists = {key: tuple(each.pop(key, ())) for key in ("seen_if", "possible_if", "beside")}
+        claims.append(Claim(**{key: _one_line(text).format(**words) for key, text in each.items()}, **lists))
     meanings = {key: _one_line(text) for key, text in read["numbers"].items()}
     return Paper(read["title"], read["arxiv"], read["shown"], read.get("rows", 1), tuple(claims), meanings)
 

@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.pictures import band, legend
+from evictionary.claims.pictures import band, finish
 from evictionary.claims.recording import (
     Lab,
     Layer,
@@ -184,20 +184,20 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         error.barh(places, [np.mean(by_method[name]) for name in names], height=0.38, label=f"{label} removed")
     error.set_yticks(np.arange(len(names)) + 0.2, names)
     error.invert_yaxis()
-    error.set(xlabel="mean |h - h_compr| (residual stream)", title="reconstruction error by method")
-    legend(error)
+    finish(error, xlabel="mean |h - h_compr| (residual stream)", title="reconstruction error by method")
     band(correlation, series["pearson_by_layer"], "median and 10 to 90 % of heads")
     correlation.axhline(0.7, linestyle="--", color="grey", linewidth=1)
-    correlation.set(ylim=(-0.3, 1.02), xlabel="layer", ylabel="Pearson correlation", title="expected against observed attention")
-    legend(correlation)
+    finish(
+        correlation, ylim=(-0.3, 1.02), xlabel="layer", ylabel="Pearson correlation", title="expected against observed attention"
+    )
     middles = (BINS[1:] + BINS[:-1]) / 2
     for name, density in series["density"].items():
         shape.semilogy(middles, np.maximum(density, 1e-6), label={"hidden": "hidden states"}.get(name, name))
     shape.semilogy(middles, np.exp(-(middles**2) / 2) / np.sqrt(2 * np.pi), color="grey", linestyle="--", label="Gaussian")
-    shape.set(
+    finish(
+        shape,
         ylim=(1e-5, 1),
         xlabel="standard deviations from the channel's mean",
         ylabel="density (log scale)",
         title="shape of the activations",
     )
-    legend(shape)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.expected_attention import near_gaussian
-from evictionary.claims.pictures import band, legend
+from evictionary.claims.pictures import band, finish
 from evictionary.claims.recording import (
     Lab,
     Layer,
@@ -147,15 +147,13 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     band(overlap, series["pearson"], "Pearson correlation")
     overlap.axhline(P, color="grey", linestyle="--", linewidth=1)
     overlap.set_ylim(-0.45, 1.02)  # room for the legend
-    overlap.set(xlabel="layer", ylabel="share of attention, correlation", title="one synthetic query against the real one")
-    legend(overlap)
+    finish(overlap, xlabel="layer", ylabel="share of attention, correlation", title="one synthetic query against the real one")
     names = list(series["share_by_kind"])
     kinds.boxplot([series["share_by_kind"][name] for name in names], whis=(10, 90), showfliers=False, tick_labels=names)
     kinds.plot(
         range(1, len(names) + 1), [series["optimal_by_kind"][name] for name in names], "x", label="union of the real nuclei, mean"
     )
-    kinds.set(ylim=(0, 1.02), ylabel="share of the prompt kept", title="size by kind of text (KV heads: quartiles, 10 to 90 %)")
-    legend(kinds)
+    finish(kinds, ylim=(0, 1.02), ylabel="share of the prompt kept", title="size by kind of text (KV heads: quartiles, 10 to 90 %)")
     picture = heads.imshow(
         np.asarray(series["share_by_head"]).T, aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="none"
     )

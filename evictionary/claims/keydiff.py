@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.expected_attention import SINKS, ranks
-from evictionary.claims.pictures import band, legend
+from evictionary.claims.pictures import band, finish
 from evictionary.claims.recording import (
     Lab,
     Layer,
@@ -121,15 +121,14 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     band(layers, series["pearson_by_layer"], "Pearson: median and 10 to 90 % of heads")
     band(layers, series["rank_by_layer"], "Spearman (ranks)")
     layers.axhline(0, color="grey", linewidth=1)
-    layers.set(xlabel="layer", ylabel="correlation", title="similarity of a key against its attention")
-    legend(layers)
+    finish(layers, xlabel="layer", ylabel="correlation", title="similarity of a key against its attention")
     everything = np.concatenate([np.asarray(each) for each in series["volume"].values()])
     bins = np.linspace(everything.min(), everything.max() + 1e-9, 50).tolist()
     for name, values in series["volume"].items():
         volume.hist(values, bins=bins, histtype="step", linewidth=1.5, label=name)
-    volume.set(xlabel="log det(K^T K) of the kept keys (nats)", ylabel="KV heads", title="diversity of what stays, half removed")
-    legend(volume)
+    finish(
+        volume, xlabel="log det(K^T K) of the kept keys (nats)", ylabel="KV heads", title="diversity of what stays, half removed"
+    )
     band(means, series["means_by_layer"], "median and 10 to 90 % of heads")
     means.axhline(0, color="grey", linewidth=1)
-    means.set(xlabel="layer", ylabel="cos(mean key, mean query)", title="mean key against mean query")
-    legend(means)
+    finish(means, xlabel="layer", ylabel="cos(mean key, mean query)", title="mean key against mean query")

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from transformers import DynamicCache
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.pictures import legend
+from evictionary.claims.pictures import finish
 from evictionary.claims.recording import Lab, as_array, compressed, read_on
-from evictionary.evaluation.passkey import ANSWER_START, QUESTION, filler
+from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, filler, sentences_of
 from evictionary.evaluation.questions import prefill, tokenize
 from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper
@@ -47,14 +47,8 @@ def make_text(tokenizer: Any, *, digits: int, depth: float, seed: int, tokens: i
     needle = f"The secret number is {answer}."
     introduction = "A long secret number is hidden in the following text. Find it and remember all of its digits."
 
-    def size(text: str) -> int:
-        return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
-
-    sentences: list[str] = []
-    length = size(introduction) + size(needle)
-    while length < tokens:
-        sentences.append(filler(draw))
-        length += size(sentences[-1])
+    reserved = count_tokens(tokenizer, introduction) + count_tokens(tokenizer, needle)
+    sentences = sentences_of(tokenizer, lambda: filler(draw), tokens - reserved)
     place = round(depth * len(sentences))
     text = " ".join([introduction, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
@@ -208,17 +202,16 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     scale.set_xscale("log", base=2)
     ticks = sorted({place["rL"] for place in places})
     scale.set_xticks(ticks, [str(tick) for tick in ticks])
-    scale.set(
+    finish(
+        scale,
         ylim=(-0.02, 1.05),
         xlabel="rL, tokens kept of each partition (log scale)",
         ylabel="partial match",
         title="LagKV: retrieval against rL",
     )
-    legend(scale)
     for offset, (method, label) in enumerate(LABELS.items()):
         means = np.array(series["partial"][method]).mean(axis=1)
         variants.bar(np.arange(len(places)) + 0.27 * offset, means, width=0.25, label=label)
     variants.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
     variants.set_xticks(np.arange(len(places)) + 0.27, [f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places])
-    variants.set(ylim=(0, 1.05), ylabel="partial match, mean over prompts", title="LagKV, LocalKV and the L2 norm")
-    legend(variants)
+    finish(variants, ylim=(0, 1.05), ylabel="partial match, mean over prompts", title="LagKV, LocalKV and the L2 norm")

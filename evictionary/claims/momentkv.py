@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.pictures import band, legend
+from evictionary.claims.pictures import band, finish
 from evictionary.claims.recording import Lab, Layer, Observed, Recording, as_array, by_layer, stacked
 from evictionary.optimized import h2o
 from evictionary.reference import momentkv as paper
@@ -155,27 +155,28 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     (mass, angle, budgets), (error, direction, hurt) = figure.subplots(2, 3)
     band(mass, series["mass"], "mean and 10 to 90 % of steps")
     mass.axhline(0.08, color="grey", linestyle="--", linewidth=1)
-    mass.set(ylabel="evicted mass w_E", title="H2O: attention on evicted tokens")
+    finish(mass, xlabel="layer", ylabel="evicted mass w_E", title="H2O: attention on evicted tokens")
     band(angle, series["cosine"], "mean and 10 to 90 % of steps")
     angle.axhline(0, color="grey", linewidth=1)
-    angle.set(ylabel="cos(f_R, f_E)", title="H2O: retained against evicted output")
+    finish(angle, xlabel="layer", ylabel="cos(f_R, f_E)", title="H2O: retained against evicted output")
     for name in ("mass", "relative error"):
         label = "evicted mass" if name == "mass" else name
         budgets.plot(series["by_budget"]["budget"], series["by_budget"][name], marker="o", label=label)
     budgets.set_xscale("log", base=2)
     budgets.set_xticks(series["by_budget"]["budget"], [str(each) for each in series["by_budget"]["budget"]])
-    budgets.set(
-        xlabel="tokens kept in each head (log scale)", ylabel="mean over heads and layers", title="H2O: mass and error by budget"
+    finish(
+        budgets,
+        xlabel="tokens kept in each head (log scale)",
+        ylabel="mean over heads and layers",
+        title="H2O: mass and error by budget",
     )
     labels = {"none": "no correction", "zeroth": "zeroth order", "first": "first order (MomentKV)"}
     for name, values in series["error"].items():
         error.plot(values, label=labels[name])
-    error.set(ylabel="mean relative error |f - output| / |f|", title="MomentKV's selection: error of the output")
+    finish(
+        error, xlabel="layer", ylabel="mean relative error |f - output| / |f|", title="MomentKV's selection: error of the output"
+    )
     band(direction, series["direction"], "mean and 10 to 90 % of steps")
-    direction.set(ylabel="cos(f_E, its approximation)", title="direction of the approximated output")
+    finish(direction, xlabel="layer", ylabel="cos(f_E, its approximation)", title="direction of the approximated output")
     hurt.bar(range(len(series["hurt"])), series["hurt"])
-    hurt.set(ylabel="share of steps", title="where the correction makes it worse")
-    for axes in (mass, angle, error, direction, hurt):
-        axes.set_xlabel("layer")
-    for axes in (mass, angle, budgets, error, direction):
-        legend(axes)
+    hurt.set(xlabel="layer", ylabel="share of steps", title="where the correction makes it worse")

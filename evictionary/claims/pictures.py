@@ -37,6 +37,7 @@ def band(axes: Axes, lines: Sequence[Sequence[float]], label: str, **style: Any)
     axes.fill_between(places, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
 
 
-def legend(axes: Axes) -> None:
-    """A small legend without a frame."""
+def finish(axes: Axes, **named: Any) -> None:
+    """Set a panel's title, labels and limits, as `Axes.set` does, and a small legend without a frame."""
+    axes.set(**named)
     axes.legend(frameon=False, fontsize=8)

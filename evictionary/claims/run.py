@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,16 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 from transformers import PreTrainedModel
 
-from evictionary import __version__
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
 from evictionary.claims.claim import Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import UsageError
 from evictionary.evaluation import pages
+from evictionary.evaluation.run import versions
 
 SCHEMA_VERSION = 1
 PAPERS: dict[str, ModuleType] = {
@@ -46,49 +43,30 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with the verdicts, as results.json holds it."""
+        named = {name: getattr(self, name) for name in ("model", "weights", "command", "date", "seed")}
         return {
             "schema_version": SCHEMA_VERSION,
-            "model": self.model,
-            "weights": self.weights,
-            "command": self.command,
-            "date": self.date,
-            "seed": self.seed,
+            **named,
             "seconds": round(self.seconds),
             "cpu_seconds": round(self.cpu_seconds),
-            "versions": {
-                "evictionary": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "numpy": np.__version__,
-            },
+            "versions": versions() | {"numpy": np.__version__},
             "scale": asdict(self.scale),
-            "papers": [self._paper(name, findings) for name, findings in self.findings.items()],
+            "papers": [_paper(name, findings) for name, findings in self.findings.items()],
         }
 
-    def _paper(self, name: str, findings: Findings) -> dict[str, Any]:
-        paper = PAPERS[name].PAPER
-        claims = [
-            {
-                "id": claim.id,
-                "source": claim.source,
-                "statement": claim.statement,
-                "measured": claim.measured,
-                "rule": claim.rule,
-                "verdict": claim.verdict(findings.numbers),
-                "numbers": {number: asdict(findings.numbers[number]) for number in claim.numbers},
-            }
-            for claim in paper.claims
-        ]
-        return {
-            "paper": name,
-            "title": paper.title,
-            "arxiv": paper.arxiv,
-            "picture": f"{name}.png",
-            "shown": paper.shown,
-            "claims": claims,
-            "series": _rounded(findings.series),
+
+def _paper(name: str, findings: Findings) -> dict[str, Any]:
+    paper = PAPERS[name].PAPER
+    claims = [
+        {
+            **{key: getattr(claim, key) for key in ("id", "source", "statement", "measured", "rule")},
+            "verdict": claim.verdict(findings.numbers),
+            "numbers": {number: asdict(findings.numbers[number]) for number in claim.numbers},
         }
+        for claim in paper.claims
+    ]
+    named = {"paper": name, "title": paper.title, "arxiv": paper.arxiv, "picture": f"{name}.png", "shown": paper.shown}
+    return {**named, "claims": claims, "series": _rounded(findings.series)}
 
 
 def _rounded(value: Any) -> Any:

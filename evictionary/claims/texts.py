@@ -3,55 +3,18 @@
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from evictionary.evaluation.passkey import filler
+from evictionary.evaluation.passkey import filler, sentences_of
 from evictionary.evaluation.questions import tokenize
 
-
-def _list(text: str) -> list[str]:
-    return " ".join(text.split()).split(", ")
-
-
-WHO = _list(
-    """
-    astronomer, beekeeper, carpenter, diplomat, electrician, farmer, geologist, historian, inspector, judge, kayaker, librarian,
-    mechanic, nurse, optician, pilot, queen, ranger, sailor, tailor, usher, violinist, weaver, zoologist
-    """
-)
-WHAT = _list(
-    """
-    anchor, barometer, compass, drum, envelope, fountain, glacier, hammock, island, jacket, kettle, lantern, mirror, notebook,
-    orchid, parachute, quilt, rudder, saddle, telescope, umbrella, violin, windmill, yacht
-    """
-)
-LIKE = _list(
-    """
-    amber, brittle, crooked, dusty, elegant, faded, gentle, hollow, icy, jagged, knotted, loose, mossy, narrow, odd, pale,
-    quiet, rusty
-    """
-)
-DID = _list(
-    """
-    admired, borrowed, carried, described, examined, forgot, guarded, hid, imagined, judged, kept, lent, measured, noticed,
-    offered, painted, questioned, repaired, sold, traded, uncovered, valued, weighed
-    """
-)
-WHEN = _list(
-    """
-    before breakfast, during the storm, in early spring, on the last day of harvest, after a long silence, at the border, near
-    the railway, while the band played, without telling anyone, once the fog had lifted, for the third time, by candlelight
-    """
-)
-WHY = _list(
-    """
-    because the road was closed, although nobody had asked, so the children could see it, as the contract demanded, since the
-    price had doubled, unless the rumours were true, hoping for rain, to settle an old argument
-    """
-)
+_WORDS: dict[str, list[str]] = tomllib.loads((Path(__file__).parent / "texts.toml").read_text(encoding="utf-8"))
+WHO, WHAT, LIKE, DID, WHEN, WHY = (_WORDS[name] for name in ("who", "what", "like", "did", "when", "why"))
 
 
 def repetitive(draw: random.Random) -> str:
@@ -82,21 +45,12 @@ def sums(draw: random.Random) -> str:
     return f"{question} Answer: {start} + {more} = {between}, {between} - {less} = {left}, so {left} are left."
 
 
-KINDS: dict[str, Callable[[random.Random], str]] = {
-    "repetitive": repetitive,
-    "varied": varied,
-    "records": records,
-    "sums": sums,
-}
+KINDS: dict[str, Callable[[random.Random], str]] = {each.__name__: each for each in (repetitive, varied, records, sums)}
 
 
 def make(tokenizer: Any, kind: str, *, seed: int, tokens: int) -> torch.Tensor:
     """Return ids [1, tokens] of a text of that kind in the model's chat format. The same arguments give the same text."""
     draw = random.Random(f"{seed}/{kind}")
-    sentences: list[str] = []
-    length = 0
-    while length < tokens:
-        sentences.append(KINDS[kind](draw))
-        length += len(tokenizer(f" {sentences[-1]}", add_special_tokens=False)["input_ids"])
+    sentences = sentences_of(tokenizer, lambda: KINDS[kind](draw), tokens)
     context_ids, _ = tokenize(tokenizer, " ".join(sentences), "What is said last?")
     return context_ids[:, :tokens]

@@ -11,15 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evictionary.cli.console import (
-    AsJson,
-    ModelName,
-    exit_codes,
-    given_names,
-    progress,
-    require_folder,
-    whole_number,
-)
+from evictionary.cli.console import AsJson, ModelName, exit_codes, given_names, progress, require_folder, whole_number
 
 app = typer.Typer()
 
@@ -32,7 +24,7 @@ COLOURS = {"seen": "green", "not seen": "red", "other model needed": "yellow"}
 def claims(
     papers: Annotated[
         list[str] | None,
-        typer.Option(help="expected_attention, keydiff, lagkv, momentkv, gvote, with commas between them; all by default."),
+        typer.Option(help="expected_attention, keydiff, lagkv, momentkv, gvote, comma-separated or repeated; all by default."),
     ] = None,
     model: ModelName = "embedded",
     output: Annotated[Path, typer.Option(help="The folder for results.json, the pictures and the pages.")] = Path("claims"),
@@ -55,14 +47,7 @@ def claims(
         command = f"evictionary claims{given} --model {model} --seed {seed}"
         with progress() as (plan, advance):
             report = experiment.run(
-                loaded,
-                tokenizer,
-                model_name=model,
-                papers=chosen,
-                seed=seed,
-                command=command,
-                plan=plan,
-                advance=advance,
+                loaded, tokenizer, model_name=model, papers=chosen, seed=seed, command=command, plan=plan, advance=advance
             )
             advance("drawing the pictures")
             result = report.as_json()

@@ -36,12 +36,12 @@ def demo(
     output: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("report.html"),
     model: ModelName = "embedded",
     methods: Annotated[
-        list[str] | None, typer.Option(help="Names or files, with commas between them or given several times; all by default.")
+        list[str] | None, typer.Option(help="Names or files, comma-separated or repeated; all methods by default.")
     ] = None,
-    ratios: Annotated[list[str], typer.Option(help="Fractions to remove, likewise.")] = ["0.25,0.5,0.75"],  # noqa: B006
-    depths: Annotated[list[str], typer.Option(help="Where the number stands in the text, as fractions, likewise.")] = [  # noqa: B006
-        "0.1,0.3,0.5,0.7,0.9"
-    ],
+    ratios: Annotated[list[str], typer.Option(help="Fractions to remove, comma-separated or repeated.")] = ["0.25,0.5,0.75"],  # noqa: B006
+    depths: Annotated[
+        list[str], typer.Option(help="Where the number stands, as fractions of the text, comma-separated or repeated.")
+    ] = ["0.1,0.3,0.5,0.7,0.9"],  # noqa: B006
     tokens: Annotated[int, whole_number("About how many tokens each text has.")] = 1500,
     seed: Annotated[int, whole_number("Draws the texts, the numbers and the random baseline.")] = 0,
     as_json: AsJson = False,
@@ -57,15 +57,7 @@ def demo(
         loaded, tokenizer = load_model(model)
         with progress() as (plan, advance):
             result = experiment.run(
-                loaded,
-                tokenizer,
-                method_names=names,
-                ratios=removed,
-                depths=places,
-                seed=seed,
-                tokens=tokens,
-                plan=plan,
-                advance=advance,
+                loaded, tokenizer, names, ratios=removed, depths=places, seed=seed, tokens=tokens, plan=plan, advance=advance
             )
             advance("writing the report")
             experiment.write(result, output)

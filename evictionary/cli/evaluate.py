@@ -59,16 +59,19 @@ def evaluate(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="Names, files or compositions (keydiff+moments), with commas between them or given several times; options follow "
-            "a colon: lagkv:lag_size=128,sink_size=4. All by default; the full cache and random eviction always take part."
+            help="Names, files or compositions (keydiff+moments), comma-separated or repeated; options follow a colon: "
+            "lagkv:lag_size=128,sink_size=4. All methods by default; the full cache and random eviction always take part."
         ),
     ] = None,
     ratios: Annotated[
-        list[str] | None, typer.Option(help="Fractions to remove, likewise.", show_default="0.25,0.5,0.75 without --budgets")
+        list[str] | None,
+        typer.Option(help="Fractions to remove, comma-separated or repeated.", show_default="0.25,0.5,0.75 without --budgets"),
     ] = None,
-    budgets: Annotated[list[str] | None, typer.Option(help="Tokens to keep in each head, likewise.")] = None,
+    budgets: Annotated[list[str] | None, typer.Option(help="Tokens to keep in each head, comma-separated or repeated.")] = None,
     tasks: Annotated[list[str], typer.Option(help=f"Some of {TASKS.replace(',', ', ')}.")] = [TASKS],  # noqa: B006
-    lengths: Annotated[list[str], typer.Option("--lengths", "--tokens", help="Tokens of text and question, likewise.")] = ["1000"],  # noqa: B006
+    lengths: Annotated[
+        list[str], typer.Option("--lengths", "--tokens", help="Tokens of text and question together, comma-separated or repeated.")
+    ] = ["1000"],  # noqa: B006
     samples: Annotated[int, whole_number("Prompts for each task and length; five try all five depths.")] = 5,
     seed: Annotated[int, whole_number("The seed of the first prompt; the next has the next.")] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,

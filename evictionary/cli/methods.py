@@ -26,7 +26,7 @@ def methods(as_json: AsJson = False) -> None:
 
     They compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads of a layer share its
     budget, pyramid_kv gives more to lower layers, and moments adds MomentKV's correction for what was evicted:
-    snapkv+pyramid_kv+ada_kv, keydiff+moments. A file of your own, path/to/file.py, composes likewise.
+    snapkv+pyramid_kv+ada_kv, keydiff+moments. A file of your own, path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import RANDOM, describe, names
 

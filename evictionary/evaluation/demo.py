@@ -128,8 +128,8 @@ def default_methods() -> tuple[list[str], dict[str, str]]:
 def run(
     model: PreTrainedModel,
     tokenizer: Any,
-    *,
     method_names: Sequence[str] | None = None,
+    *,
     ratios: Sequence[float] = RATIOS,
     depths: Sequence[float] = passkey.DEPTHS,
     seed: int = 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ PEOPLE = ("The baker", "A fisherman", "The teacher", "Her neighbour", "The postm
 DEEDS = ("walked slowly to", "waited quietly near", "looked across", "told a story about", "came home from", "sat down beside")
 SKIES = ("The sky was grey.", "A soft rain fell.", "The wind was mild.", "The sun came out.", "It was a calm day.")
 
+INTRODUCTION = "A secret number is hidden in the following text. Find it and remember it."
+NEEDLE = "The secret number is {0}. Remember it: {0} is the secret number."
 QUESTION = "What is the secret number mentioned in the text? Answer with the number only."
 ANSWER_START = "The secret number mentioned in the text is"
 """What the model says first of its own accord; starting there halves the tokens to generate."""
@@ -45,6 +48,21 @@ def filler(draw: random.Random) -> str:
     return f"{sentence} {draw.choice(SKIES)}" if draw.random() < 0.3 else sentence
 
 
+def count_tokens(tokenizer: Any, text: str) -> int:
+    """How many tokens a text has in the middle of another one."""
+    return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
+
+
+def sentences_of(tokenizer: Any, draw: Callable[[], str], tokens: int) -> list[str]:
+    """Sentences as `draw` makes them, until they have at least so many tokens."""
+    sentences: list[str] = []
+    length = 0
+    while length < tokens:
+        sentences.append(draw())
+        length += count_tokens(tokenizer, sentences[-1])
+    return sentences
+
+
 def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> Passkey:
     """Return the text with the number at `depth`, about `tokens` tokens long. The same arguments give the same text.
 
@@ -56,15 +74,11 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
         raise UsageError(f"tokens: got {tokens}, wanted at least 100")
     draw = random.Random(f"{seed}/{depth}")
     answer = str(draw.randrange(10**6, 10**7))
-    sentences: list[str] = []
-    length = 0
-    while length < tokens - 80:  # the chat frame, the introduction and the needle take about 80
-        sentences.append(filler(draw))
-        length += len(tokenizer(f" {sentences[-1]}", add_special_tokens=False)["input_ids"])
+    # the chat frame, the introduction and the needle take about 80 tokens
+    sentences = sentences_of(tokenizer, lambda: filler(draw), tokens - 80)
     place = round(depth * len(sentences))
-    needle = f"The secret number is {answer}. Remember it: {answer} is the secret number."
-    introduction = "A secret number is hidden in the following text. Find it and remember it."
-    text = " ".join([introduction, *sentences[:place], needle, *sentences[place:]])
+    needle = NEEDLE.format(answer)
+    text = " ".join([INTRODUCTION, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
     return Passkey(context_ids, question_ids, answer, depth, locate(tokenizer, context_ids, needle))
 

@@ -200,8 +200,7 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
                 )
             axes.set_title(names[index] if len(lengths) == 1 else f"{names[index]}, {length} tokens", fontsize=10)
             axes.set_xlabel("cache removed, % of its bytes", fontsize=8)
-            axes.set_xlim(0, 100)
-            axes.set_ylim(-0.03, 1.03)
+            axes.set(xlim=(0, 100), ylim=(-0.03, 1.03))
             axes.grid(alpha=0.25)
             axes.tick_params(labelsize=8, labelbottom=True, labelleft=True)
             axes.spines[["top", "right"]].set_visible(False)
@@ -237,16 +236,10 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
         image = axes.imshow(np.ma.masked_invalid(scores), cmap=colours, vmin=0, vmax=1, aspect="auto")
         for down, row in enumerate(scores):
             for across, score in enumerate(row):
-                text = "-" if np.isnan(score) else f"{score:.2f}"
-                axes.text(
-                    across,
-                    down,
-                    text,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="black" if score > 0.6 or np.isnan(score) else "white",
-                )
+                text, colour = f"{score:.2f}", "black" if score > 0.6 else "white"
+                if np.isnan(score):
+                    text, colour = "-", "black"
+                axes.text(across, down, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
         axes.set_yticks(range(len(table)), texts, fontsize=8)
         axes.set_title(f"{length} tokens", fontsize=10)

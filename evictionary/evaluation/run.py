@@ -116,7 +116,7 @@ class Plan:
             tokens_to_keep(1, 0.0, budget)
 
     def settings(self) -> list[Setting]:
-        """The full cache, each method at each ratio and budget, and random eviction likewise; none of them twice."""
+        """The full cache, then each method and random eviction at each ratio and budget, without repetitions."""
         found = [Setting(FULL, ratio=0.0)]
         for name, options in [*self.methods, (RANDOM, {})]:
             typed = resolve(name).typed_options(options)
@@ -337,27 +337,23 @@ def _workers(jobs: int, dask: str | None) -> Iterator[None]:
         if dask is None:
             stack.enter_context(joblib.parallel_config(backend="loky", n_jobs=jobs))
         else:
-            client = stack.enter_context(_client(jobs, dask))
-            stack.enter_context(joblib.parallel_config(backend="dask", client=client))
+            stack.enter_context(joblib.parallel_config(backend="dask", client=_client(jobs, dask, stack)))
         yield
 
 
-@contextlib.contextmanager
-def _client(jobs: int, dask: str) -> Iterator[Any]:
+def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
+    """A client of the cluster; `stack` closes it."""
     try:
         from distributed import Client, LocalCluster
     except ImportError:
         raise UsageError(f"dask: got {dask!r} but Dask is not installed, wanted: pip install 'evictionary[cluster]'") from None
     if dask == "local":
-        with LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
-            yield client
-        return
+        cluster = stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None))
+        return stack.enter_context(Client(cluster))
     try:
-        client = Client(dask, timeout=10)
+        return stack.enter_context(Client(dask, timeout=10))
     except (OSError, ValueError) as error:
         raise UsageError(f"dask: got {dask!r}, wanted 'local' or the address of a scheduler that answers: {error}") from None
-    with client:
-        yield client
 
 
 @contextlib.contextmanager

@@ -116,11 +116,9 @@ def score_copy(answer: str, text: str) -> Score:
 def _passkey(tokenizer: Any, tokens: int, seed: int, *, digits: int) -> Prompt:
     draw = random.Random(f"passkey/{digits}/{seed}")
     answer = _number(draw, digits)
-    needle = f"The secret number is {answer}. Remember it: {answer} is the secret number."
-    introduction = "A secret number is hidden in the following text. Find it and remember it."
-    hidden = {needle: _depth(seed)}
+    hidden = {passkey.NEEDLE.format(answer): _depth(seed)}
     ask = (passkey.QUESTION, passkey.ANSWER_START)
-    return _in_filler(tokenizer, tokens, draw, introduction, hidden, ask, (answer,), partial(score_number, answer))
+    return _in_filler(tokenizer, tokens, draw, passkey.INTRODUCTION, hidden, ask, (answer,), partial(score_number, answer))
 
 
 def _needles(tokenizer: Any, tokens: int, seed: int, *, keys: int, values: int) -> Prompt:

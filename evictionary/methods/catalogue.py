@@ -27,7 +27,7 @@ INPUTS = {
     "queries": "[B, H_q, M, D], after RoPE: of every prompt token, later of the last 128 tokens",
     "query": "[B, H_q, D], the last of them",
     "query_mean": "[B, H_q, D], of the queries so far, averaged over the next 512 positions (EA-6)",
-    "query_covariance": "[B, H_q, D, D], likewise",
+    "query_covariance": "[B, H_q, D, D], of the same queries, averaged over the same positions",
     "sampled_queries": "[B, H_q, 8, D], samples of future queries (GV-A8)",
     "moments": "momentkv.Moments of the evicted tokens",
     "hidden_states": "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",

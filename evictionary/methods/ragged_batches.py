@@ -1,4 +1,4 @@
-"""Takes a padded or ragged cache apart into what a method can be given at once: heads whose tokens stand at the same places."""
+"""Splits a padded or ragged cache into pieces that a method can be given: heads whose tokens stand at the same places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Piece:
 
 
 def pieces(shape: tuple[int, ...], filled: torch.Tensor | None, *, one_row: bool, one_head: bool) -> list[Piece]:
-    """What a method can be given at once: everything, or rows, or single heads."""
+    """The pieces of a cache of `shape`: one piece, or one for each row, or one for each head."""
     if filled is None and not one_row and not one_head:
         return [Piece(slice(None), slice(None), None)]
     found = []
@@ -36,7 +36,7 @@ def pieces(shape: tuple[int, ...], filled: torch.Tensor | None, *, one_row: bool
 
 
 def query_heads(piece: Piece, states: torch.Tensor, shape: tuple[int, ...]) -> slice:
-    """The query heads, of all those of states [B, H_q, ...], that read the KV heads of a piece."""
+    """The query heads of states [B, H_q, ...] that read the KV heads of a piece."""
     if piece.heads == slice(None):
         return piece.heads
     group = states.shape[1] // shape[1]
@@ -44,7 +44,11 @@ def query_heads(piece: Piece, states: torch.Tensor, shape: tuple[int, ...]) -> s
 
 
 def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], *, is_prompt: bool, seen: int) -> dict[str, Any]:
-    """The states of a piece: of its places, and of a prompt's queries likewise; of recent ones those of its last `seen` tokens."""
+    """The states of a piece.
+
+    A prompt's queries and hidden states are those of the piece's places. Recent ones are those of the last tokens, of which the row
+    has only `seen`.
+    """
     own: dict[str, Any] = {}
     for name, value in states.items():
         if value is None or piece.places is None:
@@ -68,7 +72,7 @@ def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], *, is_p
 
 
 def put(whole: torch.Tensor, piece: Piece, part: torch.Tensor) -> None:
-    """Write what was found for a piece [b, h, n] to its places of [B, H_kv, T]."""
+    """Write the part of a piece, [b, h, n], to its places in the whole, [B, H_kv, T]."""
     if piece.places is None:
         whole[piece.rows, piece.heads] = part
     else:

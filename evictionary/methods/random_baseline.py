@@ -1,4 +1,4 @@
-"""The baseline that every method has to beat: keep random tokens. It belongs to no paper, so reference/ has it not."""
+"""The baseline that every method has to beat: keep random tokens. It belongs to no paper, so it is not in reference/."""
 
 from __future__ import annotations
 
