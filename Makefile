@@ -5,15 +5,29 @@ BIN := .venv/bin
 # Threads that spin while they wait make everything several times slower on a machine that is busy.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test compile-all measure peers lint laws docs docs-serve docs-check clean
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# One thread for each of as many processes as there are cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+.PHONY: demo test test-all slow compile-all measure peers lint laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
 
+# Five minutes on two cores; docs/testing.md says where the seconds go. It needs no browser, no model and no GPU.
 test: lint .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --profile quick \
-		spec_tests --impl optimized.kernels --dtype float32,float16
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/test_keydiff.py spec_tests/test_selection.py --impl optimized --dtype float16
+
+# What is slow: every planted mistake against its laws, the lessons, every kernel in Triton's interpreter, the wheel.
+test-all: test slow
+
+slow: .venv/installed
+	$(PYTEST) -m "slow and not browser"
+	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
+	$(BIN)/python tests/wheel.py
+	$(BIN)/python tests/new_method.py
+	$(PYTEST) --profile thorough spec_tests/test_selection.py spec_tests/test_cache.py --impl reference --impl optimized
 
 # Every kernel in every configuration for four GPUs, without one: minutes.
 compile-all: .venv/installed
@@ -24,6 +38,10 @@ measure: .venv/installed
 	$(BIN)/python -m spec_tests.harness.matrix
 	$(BIN)/python -m spec_tests.harness.matrix --controls 200
 
+# The pages that are made from the code and the stored measurements; a test says when one of them is out of date.
+pages: .venv/installed
+	$(BIN)/python -m docs_build.figures
+
 # The kept tokens beside those of kvpress, which gets an environment of its own: an optional check.
 peers: .venv/installed
 	$(BIN)/python -m benchmarks.peers
@@ -33,30 +51,36 @@ IMPL ?= reference
 laws: .venv/installed
 	$(BIN)/python -m pytest spec_tests --impl $(IMPL)
 
-# The site, strictly: build/site/index.html opens from the folder. docs-check looks at every page in a real browser, Debian's chromium.
+wheel: .venv/installed
+	$(BIN)/python -m build --wheel --outdir build/wheel .
+
+# The site, strictly: build/site/index.html opens from the folder.
 docs: .venv/installed
 	$(BIN)/python -m mkdocs build --strict
 
 docs-serve: .venv/installed
 	$(BIN)/python -m mkdocs serve
 
+# Every page and every figure in a real browser.
 docs-check: docs
+	@command -v chromium > /dev/null || { echo 'docs-check needs a browser: `apt-get install chromium`, or another way to a `chromium` on the PATH'; exit 1; }
+	$(PYTEST) -m browser
 	$(BIN)/python tests/site_browser.py build/site
 
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	# mypy reads the folders under the names by which they are imported.
-	mkdir -p build/typed/evictionary
-	ln -sfn $(CURDIR)/reference $(CURDIR)/optimized $(CURDIR)/spec_tests $(CURDIR)/evictionary/* build/typed/evictionary/
-	cd build/typed && ../../$(BIN)/mypy -p evictionary --config-file ../../pyproject.toml
+	@# mypy reads the folders under the names by which they are imported.
+	@mkdir -p build/typed/evictionary
+	@ln -sfn "$(CURDIR)/reference" "$(CURDIR)/optimized" "$(CURDIR)/spec_tests" "$(CURDIR)"/evictionary/* build/typed/evictionary/
+	cd build/typed && ../../$(BIN)/python -m mypy -p evictionary --config-file ../../pyproject.toml
 
 # Installed once; again only after a change of what is to be installed.
-.venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+.venv/installed: pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Evictionary needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	@echo "installing what constraints.txt names: minutes at the first time"
+	@$(PIP) torch && $(PIP) --editable '.[dev]' || { echo 'the installation failed: it needs a package index that pip reaches, now or from its cache'; exit 1; }
 	touch $@
 
 clean:

@@ -1,7 +1,7 @@
 """What the dictionary says of each requirement: equation, functions, kernel, laws, planted mistakes, errata.
 
 Sources: spec_tests/requirements, the docstrings of reference/ and optimized/ (read, not imported), the registered laws and mutants,
-the headings of docs/errata.md, and formulas.toml for the typeset equations.
+the headings of docs/errata.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from evictionary.spec_tests.harness.matrix import load_laws
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 
 ROOT = Path(__file__).parent.parent
-FORMULAS = tomllib.loads((Path(__file__).parent / "formulas.toml").read_text(encoding="utf-8"))
 
 SHARED = ("shared", "rope", "memory")
 
@@ -72,11 +71,11 @@ class Entry:
     @property
     def name(self) -> str:
         """The short name, where the requirement is an equation; otherwise the place in the paper."""
-        return FORMULAS.get(self.requirement.id, {}).get("name") or self.requirement.where
+        return self.requirement.name or self.requirement.where
 
     @property
     def formula(self) -> str:
-        return FORMULAS.get(self.requirement.id, {}).get("tex", "")
+        return self.requirement.tex
 
     @property
     def layers(self) -> dict[str, tuple[Definition, ...]]:
@@ -157,8 +156,7 @@ def entries() -> dict[str, Entry]:
 
 def law_definition(law: Law) -> Definition:
     """Where a law is written."""
-    file, _, name = law.name.partition("::")
-    return definitions(f"spec_tests/{file}.py")[name]
+    return definitions(f"spec_tests/{law.path}")[law.name.partition("::")[2]]
 
 
 def mutant_definition(mutant: Mutant) -> Definition | None:

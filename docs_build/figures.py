@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
+from evictionary.evaluation.pictures import survivors as kept
 from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
 from evictionary.models.load import load as load_model
@@ -66,16 +67,6 @@ def survivors(
         "budgets": list(budgets),
         "methods": found,
     }
-
-
-def kept(cache: EvictingCache) -> np.ndarray:
-    """Which tokens of the prompt the cache still has, [layers, H_kv, T]."""
-    masks = np.zeros((len(cache.layers), cache.layers[0].lengths.shape[1], cache.get_seq_length()), dtype=bool)
-    for mask, layer in zip(masks, cache.layers, strict=True):
-        _, _, positions, filled = layer.contents()
-        for head in range(len(mask)):
-            mask[head, positions[0, head][filled[0, head]].cpu().numpy()] = True
-    return masks
 
 
 def encode(masks: np.ndarray) -> dict[str, str]:

@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 from docs_build import pages
 from docs_build.entries import PAGES, ROOT
+from evictionary.spec_tests.harness import coverage
 from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the class by which the style sheet knows their columns.
@@ -23,7 +24,8 @@ log = logging.getLogger("mkdocs.hooks.lessons")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each module (the API), for each source file and for each lesson."""
+    """Add the coverage page, and a page for each module (the API), each source file and each lesson."""
+    files.append(File.generated(config, "coverage.md", content=coverage.page()))
     for uri, content in pages.api_pages().items():
         files.append(File.generated(config, uri, content=content))
     for path in pages.source_files():

@@ -322,7 +322,7 @@ def _linked_line(page: str, line: str) -> str:
             parts[place] = ID.sub(
                 lambda match: f"[{match[0]}]({link_to(page, match[0])})" if match[0] in entries() else match[0], part
             )
-        elif test := re.fullmatch(r"`((?:spec_)?tests/\w+\.py)::(\w+)`", part):
+        elif test := re.fullmatch(r"`((?:spec_)?tests/[\w/]+\.py)::(\w+)`", part):
             path, name = test.groups()
             if path in source_files():
                 parts[place] = f"[{part}]({relative(page, source_uri(path, name))})"

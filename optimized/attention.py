@@ -1,4 +1,4 @@
-r"""Attention over a compressed cache, with the log-sum-exp that merges it with attention over other tokens (ATT-1 to ATT-3)."""
+r"""Attention over a compressed cache, and of the queries of a prompt: the ground that the methods share (ATT-1 to ATT-6)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import torch
 
 from evictionary.reference.checks import group_size
 
-from .cache import CompressedCache
-from .checks import require_same_kind, require_states, runs_on_gpu, working_dtype
+from .checks import require_same_kind, require_states, working_dtype
+from .kernels.launching import kernels_for
+from .states import CompressedCache
+
+# Channels that are converted to float32 at a time: a copy that stays in the processor's cache is had for nothing.
+BLOCK = 2**20
 
 
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,9 +35,7 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
         raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {wanted}")
     require_same_kind("queries", queries, "cache.keys", cache.keys)
     group = group_size(num_query_heads, num_kv_heads)
-    if runs_on_gpu(queries) and runs_on_gpu(cache.values):
-        from .kernels import attention as kernels
-
+    if kernels := kernels_for("attention", queries, cache.values):
         return kernels.attend(queries, cache)
     dtype = working_dtype(queries)
     shape = (batch, num_query_heads, num_queries)
@@ -53,3 +55,49 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     for head, span in enumerate(spans):
         torch.mm(weights[head, :, : span.stop - span.start], cache.values[span].to(dtype), out=output[head])
     return output.to(queries.dtype).reshape(*shape, -1), normaliser.reshape(shape)
+
+
+def require_queries(queries: torch.Tensor, keys: torch.Tensor) -> None:
+    """Raise ValueError unless queries [B, H_q, M, D] are those of the last M tokens of keys [B, H_kv, T, D]."""
+    require_states("queries", queries, "B H_q M D")
+    require_states("keys", keys, "B H_kv T D")
+    length = keys.shape[2]
+    if queries.shape[0] != keys.shape[0] or queries.shape[3] != keys.shape[3] or queries.shape[2] > length:
+        wanted = f"[{keys.shape[0]}, H_q, M <= {length}, {keys.shape[3]}]"
+        raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {wanted} (the shape of keys)")
+    group_size(queries.shape[1], keys.shape[1])
+    require_same_kind("queries", queries, "keys", keys)
+
+
+def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    r"""ATT-5: `q . k_t / sqrt(D)`, query head h = kv_head * G + g beside the others of its KV head.
+
+    The query heads of a group and their M queries are rows of one product with the keys that they share.
+
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D]. Returns [B, H_kv, G, M, T] in float32 (float64 for float64).
+    """
+    batch, num_query_heads, num_queries, head_dim = queries.shape
+    num_kv_heads, dtype = keys.shape[1], working_dtype(keys)
+    group = num_query_heads // num_kv_heads
+    rows = queries.to(dtype).reshape(batch, num_kv_heads, group * num_queries, head_dim)
+    if keys.dtype == dtype or keys.is_cuda:
+        logits = rows @ keys.to(dtype).mT
+    else:
+        logits = rows.new_empty(*rows.shape[:3], keys.shape[2])
+        tokens = max(1, BLOCK // (batch * num_kv_heads * head_dim))
+        for part, block in zip(logits.split(tokens, dim=3), keys.split(tokens, dim=2), strict=True):
+            part.copy_(rows @ block.to(dtype).mT)
+    logits.div_(math.sqrt(head_dim))  # in place: the logits are the largest tensor here
+    return logits.view(batch, num_kv_heads, group, num_queries, keys.shape[2])
+
+
+def grouped_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
+
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T. Returns [B, H_kv, G, M, T], 0 for what a query cannot see.
+    """
+    logits = grouped_logits(queries, keys)
+    num_queries = queries.shape[2]
+    later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu(1)
+    logits[..., -num_queries:].masked_fill_(later, -math.inf)  # what comes before the queries is seen by all of them
+    return logits.softmax(dim=-1)

@@ -46,22 +46,34 @@ def require_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], like:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, wanted {tuple(wanted)} ({like})")
 
 
-def require_same_kind(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Raise ValueError unless `value` has the dtype of `other` and lives on its device."""
-    if value.dtype != other.dtype:
-        raise ValueError(f"{name}: got dtype {value.dtype}, wanted {other.dtype} (that of {other_name})")
+def require_same_device(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise ValueError unless `value` lives on the device of `other`."""
     if value.device != other.device:
         raise ValueError(f"{name}: got device {value.device}, wanted {other.device} (that of {other_name})")
 
 
-def require_kept(name: str, value: torch.Tensor, like_name: str, like: torch.Tensor, shape: tuple[int, ...]) -> None:
+def require_same_kind(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise ValueError unless `value` has the dtype of `other` and lives on its device."""
+    if value.dtype != other.dtype:
+        raise ValueError(f"{name}: got dtype {value.dtype}, wanted {other.dtype} (that of {other_name})")
+    require_same_device(name, value, other_name, other)
+
+
+def require_tokens(keys: torch.Tensor, values: torch.Tensor, lead: str = "... T") -> None:
+    """Raise ValueError unless keys [lead, D] and values [lead, D_v] are the states of the same tokens."""
+    require_states("keys", keys, f"{lead} D")
+    require_states("values", values, f"{lead} D_v")
+    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the batch, heads and tokens of keys")
+    require_same_kind("values", values, "keys", keys)
+
+
+def require_mask(name: str, value: torch.Tensor, like_name: str, like: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless `value` is a boolean mask of the shape `shape` on the device of `like`."""
     if not isinstance(value, torch.Tensor) or value.dtype != torch.bool:
         got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(f"{name}: got dtype {got}, wanted a boolean mask, True = keep")
     require_shape(name, value, shape, f"the batch, heads and tokens of {like_name}")
-    if value.device != like.device:
-        raise ValueError(f"{name}: got device {value.device}, wanted {like.device} (that of {like_name})")
+    require_same_device(name, value, like_name, like)
 
 
 def working_dtype(value: torch.Tensor) -> torch.dtype:
@@ -69,8 +81,3 @@ def working_dtype(value: torch.Tensor) -> torch.dtype:
     # Decision: scores of float16 and bfloat16 keys are float32. Rounded to bfloat16, the scores of a long cache have a few
     # hundred distinct values, and the choice among thousands of tokens would be left to the rule for ties.
     return torch.float64 if value.dtype == torch.float64 else torch.float32
-
-
-def runs_on_gpu(value: torch.Tensor) -> bool:
-    """Return whether the Triton kernels take these states: on a GPU, not float64, and of a head_dim that fits their tiles."""
-    return value.is_cuda and value.dtype != torch.float64 and value.shape[-1] <= 256

@@ -10,7 +10,8 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from .checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .checks import require_same_device, require_same_kind, require_shape, require_states, require_tokens, working_dtype
+from .kernels.launching import kernels_for
 from .knorm import score as norm_score
 from .rope import frequencies, rotate, turn
 
@@ -26,9 +27,7 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     Source: section 2.2; `compute_statistics` in listing 1.
     """
     require_states("queries", queries, "... N D")
-    if runs_on_gpu(queries):
-        from .kernels import expected_attention as kernels
-
+    if kernels := kernels_for("expected_attention", queries):
         return kernels.query_statistics(queries)
     return statistics_of_blocks(block.to(working_dtype(queries)) for block in queries.split(BLOCK_TOKENS, dim=-2))
 
@@ -65,10 +64,8 @@ def unrotated_statistics(
     of RoPE. Returns what `query_statistics` does. Raises ValueError as it does, and for positions or theta that do not fit.
     """
     require_states("queries", queries, "... N D")
-    require_rotation(queries, positions, theta)
-    if runs_on_gpu(queries):
-        from .kernels import expected_attention as kernels
-
+    _require_rotation(queries, positions, theta)
+    if kernels := kernels_for("expected_attention", queries):
         return kernels.unrotated_statistics(queries, positions, theta)
     dtype, length = working_dtype(queries), queries.shape[-2]
     backwards = -positions.to(torch.int64)
@@ -77,15 +74,14 @@ def unrotated_statistics(
     return statistics_of_blocks(rotate(block.to(dtype), turns, theta) for block, turns in blocks)
 
 
-def require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> None:
+def _require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> None:
     """Raise ValueError unless queries [..., N, D] can be turned by integer `positions` and a positive `theta`."""
     if queries.shape[-1] % 2:
         raise ValueError(f"queries: got head_dim {queries.shape[-1]}, wanted an even number")
     if not isinstance(positions, torch.Tensor) or positions.is_floating_point() or positions.is_complex():
         got = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
         raise ValueError(f"positions: got {got}, wanted a tensor of integers")
-    if positions.device != queries.device:
-        raise ValueError(f"positions: got device {positions.device}, wanted {queries.device} (that of queries)")
+    require_same_device("positions", positions, "queries", queries)
     wanted = queries.shape[:-1]
     fits = positions.ndim <= len(wanted) and all(
         got in (1, size) for got, size in zip(reversed(positions.shape), reversed(wanted), strict=False)
@@ -136,10 +132,7 @@ def score(
     Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument that does
     not fit, and on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 9.
     """
-    require_states("keys", keys, "B H_kv T D")
-    require_states("values", values, "B H_kv T D_v")
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
-    require_same_kind("values", values, "keys", keys)
+    require_tokens(keys, values, "B H_kv T")
     require_states("query_mean", query_mean, "B H_q D")
     require_states("query_covariance", query_covariance, "B H_q D D")
     batch, num_kv_heads, _, head_dim = keys.shape
@@ -149,14 +142,11 @@ def score(
     require_shape("query_mean", query_mean, (batch, num_query_heads, head_dim), "the batch and head_dim of keys")
     require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
     for name, statistic in (("query_mean", query_mean), ("query_covariance", query_covariance)):
-        if statistic.device != keys.device:
-            raise ValueError(f"{name}: got device {statistic.device}, wanted {keys.device} (that of keys)")
+        require_same_device(name, statistic, "keys", keys)
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
-    if runs_on_gpu(keys) and runs_on_gpu(values):
-        from .kernels import expected_attention as kernels
-
-        return kernels.score(keys, values, query_mean, query_covariance, epsilon=epsilon)
+    if kernels := kernels_for("expected_attention", keys, values):
+        return kernels.score(keys, values, query_mean, query_covariance, epsilon)
     # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
     weights = expected_logits(keys, query_mean, query_covariance).softmax(dim=-1).mean(dim=2)
     # Decision: |v|, as in the paper's experiments; W_o would need every value projected.

@@ -7,8 +7,9 @@ import torch
 
 from evictionary.reference.checks import as_fraction, group_size
 
-from .checks import require_finite, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
-from .tova import grouped_logits
+from .attention import grouped_logits
+from .checks import require_finite, require_same_device, require_same_kind, require_shape, require_states, working_dtype
+from .kernels.launching import kernels_for
 
 
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
@@ -20,21 +21,19 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     require_states("attention", attention, "... T")
     if attention.device.type == "cpu" and (attention < 0).any():
         raise ValueError(f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0")
-    as_fraction("p", p)
-    if attention.is_cuda and attention.dtype != torch.float64:
-        from .kernels import gvote as kernels
-
-        return kernels.nucleus(attention, p)
-    return highest(attention, nucleus_sizes(attention, p))
+    beyond = float(1 - as_fraction("p", p))
+    if kernels := kernels_for("gvote", attention, longest=None):
+        return kernels.nucleus(attention, beyond)
+    return highest(attention, nucleus_sizes(attention, beyond))
 
 
-def nucleus_sizes(attention: torch.Tensor, p: float) -> torch.Tensor:
-    r"""`B_0 = |K_0|` of each row of `nucleus`, [...], whole numbers from 1 to T. Arguments of `nucleus`, already checked."""
+def nucleus_sizes(attention: torch.Tensor, beyond: float) -> torch.Tensor:
+    r"""`B_0 = |K_0|` of each row of `nucleus`, [...], whole numbers from 1 to T; `beyond` is 1 - p. All is already checked."""
     # The lightest are summed first, so that at p = 1 no weight above 0 is lost to rounding: `tail` is the mass of a token and of
     # all that are lighter. A token is needed as long as the heavier ones hold less than p, so as long as its tail is above 1 - p.
     tail = rising(attention).cumsum(dim=-1, dtype=torch.float64)
     # Decision: mass is relative to the sum of the row, which low precision need not leave at 1.
-    return (tail > float(1 - as_fraction("p", p)) * tail[..., -1:]).sum(dim=-1).clamp(min=1)
+    return (tail > beyond * tail[..., -1:]).sum(dim=-1).clamp(min=1)
 
 
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
@@ -43,10 +42,8 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     Args: scores [..., T]; budgets [...], whole numbers on the same device, more than T keeps all. Returns kept [..., T].
     Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget and for NaN or infinite scores.
     """
-    require_budgets(scores, budgets)
-    if scores.is_cuda and scores.dtype != torch.float64:
-        from .kernels import gvote as kernels
-
+    _require_budgets(scores, budgets)
+    if kernels := kernels_for("gvote", scores, longest=None):
         return kernels.top_each(scores, budgets)
     return highest(scores, budgets)
 
@@ -60,15 +57,14 @@ def highest(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     return above | (equal & (equal.cumsum(dim=-1) <= budgets - above.sum(dim=-1, keepdim=True)))
 
 
-def require_budgets(scores: torch.Tensor, budgets: torch.Tensor) -> None:
+def _require_budgets(scores: torch.Tensor, budgets: torch.Tensor) -> None:
     """Raise ValueError unless budgets [...] has a whole number of at least 0 for each row of scores [..., T]."""
     require_states("scores", scores, "... T")
     if not isinstance(budgets, torch.Tensor) or budgets.dtype not in (torch.int32, torch.int64):
         got = budgets.dtype if isinstance(budgets, torch.Tensor) else type(budgets).__name__
         raise ValueError(f"budgets: got {got}, wanted a tensor of whole numbers, int32 or int64")
     require_shape("budgets", budgets, scores.shape[:-1], "the rows of scores")
-    if budgets.device != scores.device:
-        raise ValueError(f"budgets: got device {budgets.device}, wanted {scores.device} (that of scores)")
+    require_same_device("budgets", budgets, "scores", scores)
     if budgets.device.type == "cpu" and (budgets < 0).any():
         raise ValueError(f"budgets: got {budgets.tolist()}, wanted whole numbers of at least 0")
 
@@ -90,15 +86,14 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
     of a group. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
-    require_votes(query, keys, sampled_queries)
-    if runs_on_gpu(keys):
-        from .kernels import gvote as kernels
-
-        return kernels.select(query, keys, sampled_queries, p=p)
+    _require_votes(query, keys, sampled_queries)
+    beyond = float(1 - as_fraction("p", p))
+    if kernels := kernels_for("gvote", keys):
+        return kernels.select(query, keys, sampled_queries, beyond)
     keys = keys.to(working_dtype(keys))  # once, not for every sample
     attention = grouped_logits(query[:, :, None], keys).softmax(dim=-1)  # [B, H_kv, G, 1, T]
     require_finite("attention", attention)  # the logits of finite states may overflow
-    budgets = nucleus_sizes(attention, p)
+    budgets = nucleus_sizes(attention, beyond)
     kept = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
     for sampled in sampled_queries.split(1, dim=2):
         # Decision: the logits, not their softmax. They rank alike, but the softmax of distant logits is 0 for all, and ties.
@@ -109,7 +104,7 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
     return kept
 
 
-def require_votes(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor) -> None:
+def _require_votes(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor) -> None:
     """Raise ValueError unless query [B, H_q, D] and sampled_queries [B, H_q, S, D] are queries of keys [B, H_kv, T, D]."""
     require_states("query", query, "B H_q D")
     require_states("keys", keys, "B H_kv T D")

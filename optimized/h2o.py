@@ -2,32 +2,18 @@ r"""H2O (arXiv 2306.14048), a baseline: keep the heavy hitters, which gathered m
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from evictionary.reference.checks import as_count
 
+from .attention import grouped_attention, require_queries
 from .checks import working_dtype
 from .selection import top_k
-from .tova import grouped_logits, require_queries
 
 # Entries of the attention matrix at a time, over all heads, whatever the length of the prompt. On a CPU they are 4 MiB in float32,
 # which stay in its cache.
 TILE = 2**20
 TILE_ON_GPU = 2**24
-
-
-def causal_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
-
-    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T. Returns [B, H_kv, G, M, T], 0 for what a query cannot see.
-    """
-    logits = grouped_logits(queries, keys)
-    num_queries = queries.shape[2]
-    later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu(1)
-    logits[..., -num_queries:].masked_fill_(later, -math.inf)  # what comes before the queries is seen by all of them
-    return logits.softmax(dim=-1)
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -50,7 +36,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     for start in range(0, num_queries, block):
         stop = min(start + block, num_queries)
         seen = length - num_queries + stop  # no query of the block sees a later token
-        received = causal_attention(queries[:, :, start:stop], keys[:, :, :seen])
+        received = grouped_attention(queries[:, :, start:stop], keys[:, :, :seen])
         total[..., :seen] += received.mean(dim=2).sum(dim=2)
     return total
 

@@ -3,11 +3,13 @@ r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average d
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import torch
 from torch.linalg import vector_norm
 
-from .checks import require_finite, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .checks import require_finite, require_same_device, require_same_kind, require_shape, require_states, working_dtype
+from .kernels.launching import kernels_for
 
 # Between these norms the square of no component overflows float32, and what underflows is too small to count.
 SAFE_NORMS = (1e-15, 1e18)
@@ -27,10 +29,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
     infinite numbers. Source: section 3.2, equation 8.
     """
-    require_states("keys", keys, "... T D", finite=False)
-    if runs_on_gpu(keys):
-        from .kernels import keydiff as kernels
-
+    if kernels := _kernels("keys", keys):
         return kernels.score(keys)
     return _scored(keys)
 
@@ -40,10 +39,7 @@ def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
 
     Args: keys as `score`. Returns [B, H_kv, D], float32 (float64 for float64 keys). Raises ValueError as `score`.
     """
-    require_states("keys", keys, "... T D", finite=False)
-    if runs_on_gpu(keys):
-        from .kernels import keydiff as kernels
-
+    if kernels := _kernels("keys", keys):
         return kernels.anchor_sum(keys)
     return _summed("keys", keys)[2]
 
@@ -62,11 +58,9 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     (float64 for float64 keys). Returns scores [B, H_kv, T] as `score`. Raises ValueError naming the argument that does not fit,
     and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
     """
-    require_states("keys", keys, "... T D", finite=False)
-    require_anchor("anchor", anchor, keys)
-    if runs_on_gpu(keys):
-        from .kernels import keydiff as kernels
-
+    kernels = _kernels("keys", keys)
+    _require_anchor(anchor, keys)
+    if kernels:
         return kernels.score_with_anchor(keys, anchor)
     return _minus_cosine(*_summed("keys", keys)[:2], anchor)
 
@@ -82,14 +76,13 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
     the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: equation 6 with equation 8.
     """
     changes = [(name, keys) for name, keys in (("new_keys", new_keys), ("evicted_keys", evicted_keys)) if keys is not None]
+    kernels = None
     for name, keys in changes:
-        require_states(name, keys, "... T D", finite=False)
-        require_anchor("anchor", anchor, keys)
+        kernels = _kernels(name, keys)
+        _require_anchor(anchor, keys)
     if len(changes) == 2:
         require_same_kind("evicted_keys", changes[1][1], "new_keys", changes[0][1])
-    if changes and runs_on_gpu(changes[0][1]):
-        from .kernels import keydiff as kernels
-
+    if kernels:
         return kernels.update_anchor(anchor, new_keys, evicted_keys)
     updated = anchor.clone()
     for name, keys in changes:
@@ -98,14 +91,22 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
     return updated
 
 
-def require_anchor(name: str, anchor: torch.Tensor, keys: torch.Tensor) -> None:
+def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:
+    """Return the kernels if they take `keys` [..., T, D], or raise ValueError; the torch path sees NaN in the norms it computes."""
+    require_states(name, keys, "... T D", finite=False)
+    kernels = kernels_for("keydiff", keys)
+    if kernels:
+        require_finite(name, keys)
+    return kernels
+
+
+def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
     """Raise ValueError unless `anchor` [..., D] has one vector for each head of `keys` [..., T, D], in the working dtype."""
-    require_states(name, anchor, "... D")
-    require_shape(name, anchor, (*keys.shape[:-2], keys.shape[-1]), "the heads and channels of the keys")
+    require_states("anchor", anchor, "... D")
+    require_shape("anchor", anchor, (*keys.shape[:-2], keys.shape[-1]), "the heads and channels of the keys")
     if anchor.dtype != working_dtype(keys):
-        raise ValueError(f"{name}: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
-    if anchor.device != keys.device:
-        raise ValueError(f"{name}: got device {anchor.device}, wanted {keys.device} (that of the keys)")
+        raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
+    require_same_device("anchor", anchor, "the keys", keys)
 
 
 def _scored(keys: torch.Tensor) -> torch.Tensor:

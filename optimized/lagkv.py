@@ -3,6 +3,7 @@ r"""LagKV (arXiv 2504.04704): score each partition of the cache by how far it st
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import torch
 from torch.linalg import vector_norm
@@ -15,10 +16,11 @@ from evictionary.reference.lagkv import (
     why_nothing_removed,
 )
 
-from .cache import CompressedCache
 from .cache import compress as gather
-from .checks import require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .checks import require_same_kind, require_shape, require_states, require_tokens, working_dtype
+from .kernels.launching import kernels_for
 from .selection import top_k
+from .states import CompressedCache
 
 # Counting partitions is exact integer arithmetic: there is one of it.
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "why_nothing_removed",
 ]
 
+# The longest partition that fits the registers of one program of the kernels.
+LONGEST_IN_KERNELS = 4096
 # A token that lies further off than this many ranges of the next partition counts as this far off: its square is a float32 yet.
 LARGEST_STEP = 1e18
 
@@ -61,19 +65,15 @@ def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, nex
     Returns [..., L], higher = keep, float32 (float64 for float64). Raises ValueError where shapes, dtypes or devices disagree,
     and on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 11.
     """
-    require_states("keys", keys, "... L D")
-    require_states("values", values, "... L D_v")
+    require_tokens(keys, values, "... L")
     require_states("next_keys", next_keys, "... L D")
     require_states("next_values", next_values, "... L D_v")
     lag = next_keys.shape[-2]
-    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
     require_shape("next_keys", next_keys, (*keys.shape[:-2], lag, keys.shape[-1]), "the heads and channels of keys")
     require_shape("next_values", next_values, (*values.shape[:-2], lag, values.shape[-1]), "the tokens of next_keys")
-    for name, tensor in (("values", values), ("next_keys", next_keys), ("next_values", next_values)):
+    for name, tensor in (("next_keys", next_keys), ("next_values", next_values)):
         require_same_kind(name, tensor, "keys", keys)
-    if _fits_kernels(keys, values, keys.shape[-2]):
-        from .kernels import lagkv as kernels
-
+    if kernels := _kernels(keys, values, keys.shape[-2]):
         return kernels.score(keys, values, next_keys, next_values)
     return variation_score(keys, next_keys) + variation_score(values, next_values)
 
@@ -89,17 +89,15 @@ def select(
     Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming the argument, and
     on a CPU for NaN or infinite numbers. Source: section 2.2 and figure 1.
     """
-    _require_cache(keys, values)
+    require_tokens(keys, values, "B H_kv T")
     length = keys.shape[2]
     left = retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
-    if _fits_kernels(keys, values, lag_size):
-        from .kernels import lagkv as kernels
-
-        return kernels.select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
     if left == length:
         return kept
     kept_each = tokens_per_partition(keep_ratio, lag_size)
+    if kernels := _kernels(keys, values, lag_size):
+        return kernels.select(keys, values, kept, sink_size=sink_size, lag_size=lag_size, kept_each=kept_each)
     for start in range(sink_size, length - 2 * lag_size + 1, lag_size):
         this, following = slice(start, start + lag_size), slice(start + lag_size, start + 2 * lag_size)
         scores = variation_score(keys[:, :, this], keys[:, :, following])
@@ -116,23 +114,15 @@ def compress(
     How many tokens every partition keeps is known beforehand, so on a GPU the scores, the choice and the copy of the kept rows
     are one launch. Arguments and errors are those of `select`; the result is that of `cache.compress`.
     """
-    _require_cache(keys, values)
-    if _fits_kernels(keys, values, lag_size):
-        from .kernels import lagkv as kernels
-
-        return kernels.compress(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+    require_tokens(keys, values, "B H_kv T")
+    left = retained_length(keys.shape[2], keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+    if kernels := _kernels(keys, values, lag_size):
+        kept_each = tokens_per_partition(keep_ratio, lag_size)
+        return kernels.compress(keys, values, left, sink_size=sink_size, lag_size=lag_size, kept_each=kept_each)
     kept = select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     return gather(keys, values, kept)
 
 
-def _require_cache(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise ValueError unless keys and values are the states of one cache."""
-    require_states("keys", keys, "B H_kv T D")
-    require_states("values", values, "B H_kv T D_v")
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
-    require_same_kind("values", values, "keys", keys)
-
-
-def _fits_kernels(keys: torch.Tensor, values: torch.Tensor, lag_size: int) -> bool:
-    """Return whether the Triton kernels take this cache: a program holds one partition, of up to 4096 tokens."""
-    return runs_on_gpu(keys) and runs_on_gpu(values) and lag_size <= 4096
+def _kernels(keys: torch.Tensor, values: torch.Tensor, lag_size: int) -> ModuleType | None:
+    """Return the kernels if they take these states in partitions of `lag_size` tokens."""
+    return kernels_for("lagkv", keys, values) if lag_size <= LONGEST_IN_KERNELS else None

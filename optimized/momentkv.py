@@ -3,7 +3,7 @@ r"""MomentKV (arXiv 2606.01563): sum up what is evicted in four moments, and giv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -12,36 +12,24 @@ from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_count, group_size
 
-from .checks import require_kept, require_same_kind, require_shape, require_states, runs_on_gpu, working_dtype
+from .attention import grouped_logits
+from .cache import compress
+from .checks import (
+    require_mask,
+    require_same_device,
+    require_same_kind,
+    require_shape,
+    require_states,
+    require_tokens,
+    working_dtype,
+)
 from .h2o import score as received_attention
+from .kernels.launching import kernels_for
 from .selection import top_k
-from .tova import grouped_logits
+from .states import CompressedCache, Moments, Step, zero_moments
 
-# So many query heads of one KV head fit a tile of the kernels.
+# The largest group of query heads that a tile of the kernels holds.
 LARGEST_GROUP = 16
-
-
-class Moments(NamedTuple):
-    r"""MK-22: `n_e = |E|`, `s_k = sum k_i`, `s_v = sum v_i`, `S = sum v_i k_i^T` over the evicted tokens of each KV head.
-
-    count [B, H_kv], int64; key_sum [B, H_kv, D]; value_sum [B, H_kv, D_v]; value_key_sum [B, H_kv, D_v, D].
-    Source: equation 22.
-    """
-
-    # Decision: float32 or wider, whatever the dtype of the cache: a half-precision sum stops growing (MK-C2).
-    count: torch.Tensor  # type: ignore[assignment]
-    key_sum: torch.Tensor
-    value_sum: torch.Tensor
-    value_key_sum: torch.Tensor
-
-
-class Step(NamedTuple):
-    """After a decoding step: output [B, H_q, D_v], the retained keys [B, H_kv, L, D] and values in position order, the Moments."""
-
-    output: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    moments: Moments
 
 
 class Recovered(NamedTuple):
@@ -55,13 +43,7 @@ class Recovered(NamedTuple):
 def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
     r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v]."""
     require_tokens(keys, values)
-    lead, head_dim, value_dim, dtype = keys.shape[:-2], keys.shape[-1], values.shape[-1], working_dtype(keys)
-    return Moments(
-        keys.new_zeros(lead, dtype=torch.int64),
-        keys.new_zeros(*lead, head_dim, dtype=dtype),
-        keys.new_zeros(*lead, value_dim, dtype=dtype),
-        keys.new_zeros(*lead, value_dim, head_dim, dtype=dtype),
-    )
+    return zero_moments(keys, values)
 
 
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
@@ -72,11 +54,9 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     the argument that does not fit, and on a CPU for NaN or infinite numbers and for a negative count. Source: equation 25.
     """
     require_tokens(keys, values)
-    require_kept("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
-    moments = wide(moments, keys, values)
-    if _fits_kernels(keys, values, moments):
-        from .kernels import momentkv as kernels
-
+    require_mask("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
+    moments = _wide(moments, keys, values)
+    if kernels := _kernels(keys, values, moments):
         return kernels.update(moments, keys, values, evicted)
     dtype = moments.key_sum.dtype
     gone_keys = torch.where(evicted[..., None], keys.to(dtype), 0)
@@ -87,6 +67,21 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
         moments.value_sum + gone_values.sum(dim=-2),
         moments.value_key_sum + gone_values.mT @ gone_keys,
     )
+
+
+def compress_prompt(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> tuple[CompressedCache, Moments]:
+    r"""CACHE-1 and MK-25 at once: `cache.compress(keys, values, kept)`, and the moments of the tokens that are not kept.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean. Returns the cache in the dtype of
+    its inputs and the Moments, float32 (float64 for float64). The kernels read K and V once for both, and wait for the GPU once, to
+    learn how many tokens are kept. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    require_tokens(keys, values, "B H_kv T")
+    require_mask("kept", kept, "keys", keys, tuple(keys.shape[:3]))
+    before = zero_moments(keys, values)
+    if kernels := kernels_for("momentkv", keys, values):
+        return kernels.compress_prompt(keys, values, kept, before)
+    return compress(keys, values, kept), update(before, keys, values, ~kept)
 
 
 def merge(first: Moments, second: Moments) -> Moments:
@@ -119,11 +114,9 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     the mean of the probabilities that the query heads of a group give. Raises ValueError naming the argument that does not fit, and
     on a CPU for NaN or infinite numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
-    require_decoding(query, keys, values)
-    moments = wide(moments, keys, values)
-    if _fits_kernels(keys, values, moments, query):
-        from .kernels import momentkv as kernels
-
+    _require_decoding(query, keys, values)
+    moments = _wide(moments, keys, values)
+    if kernels := _kernels(keys, values, moments, query):
         return kernels.score(query, keys, values, moments)
     count, (_, mean_value, covariance) = _recovered(moments, keys)
     dtype = working_dtype(keys)
@@ -147,12 +140,10 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
-    require_decoding(query, keys, values)
-    require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
-    moments = wide(moments, keys, values)
-    if _fits_kernels(keys, values, moments, query):
-        from .kernels import momentkv as kernels
-
+    _require_decoding(query, keys, values)
+    require_mask("kept", kept, "keys", keys, tuple(keys.shape[:3]))
+    moments = _wide(moments, keys, values)
+    if kernels := _kernels(keys, values, moments, query):
         return kernels.attend(query, keys, values, kept, moments)
     count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
     batch, num_kv_heads, _, head_dim = keys.shape
@@ -193,16 +184,19 @@ def step(
     Returns [B, H_q, D_v] in the dtype of query, attention after the eviction. Raises ValueError naming the argument that does not
     fit, and on a CPU for NaN or infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
     """
-    require_decoding(query, keys, values)
-    before = wide(moments, keys, values)
-    require_slots(new_key, new_value, keys, values, positions, moments)
-    if _fits_kernels(keys, values, before, query):
-        from .kernels import momentkv as kernels
-
-        return kernels.step(query, new_key, new_value, keys, values, positions, moments, position)
+    _require_decoding(query, keys, values)
+    before = _wide(moments, keys, values)
+    _require_new(new_key, new_value, keys, values)
+    _require_slots(positions, moments, keys)
+    place = _as_positions(position, positions)
+    # The kernels write into the moments where they lie.
+    dtypes = (torch.int64, *(torch.float32,) * 3)
+    writable = all(field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True))
+    if writable and (kernels := _kernels(keys, values, moments, query)):
+        return kernels.step(query, new_key, new_value, keys, values, positions, moments, place)
     all_keys = torch.cat([keys, new_key[:, :, None]], dim=2)
     all_values = torch.cat([values, new_value[:, :, None]], dim=2)
-    all_positions = torch.cat([positions, as_positions(position, positions)[:, :, None]], dim=2)
+    all_positions = torch.cat([positions, place[:, :, None]], dim=2)
     scores = score(query, all_keys, all_values, before).nan_to_num(nan=-1)  # NaN, on a GPU, goes first
     lowest = scores == scores.amin(dim=-1, keepdim=True)
     evicted = all_positions.masked_fill(~lowest, -1).argmax(dim=-1, keepdim=True)
@@ -236,25 +230,10 @@ def decode_step(
     strides, and the moments, before; budget (L), at least 1. The new token may be evicted at once. Returns a Step that shares no
     storage with its arguments. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
-    return step_by_step(step, attend, query, new_key, new_value, keys, values, moments, budget)
-
-
-def step_by_step(
-    step: Callable[..., torch.Tensor],
-    attend: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    new_key: torch.Tensor,
-    new_value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    moments: Moments,
-    budget: int,
-) -> Step:
-    """`decode_step` with the `step` and `attend` given: those of this file or those of the kernels."""
-    require_decoding(query, keys, values)
+    _require_decoding(query, keys, values)
     budget = as_count("budget", budget, low=1)
     _require_new(new_key, new_value, keys, values)
-    moments = Moments(*(field.clone(memory_format=torch.contiguous_format) for field in wide(moments, keys, values)))
+    moments = Moments(*(field.clone(memory_format=torch.contiguous_format) for field in _wide(moments, keys, values)))
     batch, num_kv_heads, length, _ = keys.shape
     if length < budget:
         keys = torch.cat([keys, new_key[:, :, None]], dim=2)
@@ -306,15 +285,7 @@ def select_prompt(
     return top_k(scores, budget, protected.expand(scores.shape))
 
 
-def require_tokens(keys: torch.Tensor, values: torch.Tensor, lead: str = "... T") -> None:
-    """Raise ValueError unless keys and values are the states of the same tokens."""
-    require_states("keys", keys, f"{lead} D")
-    require_states("values", values, f"{lead} D_v")
-    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the batch, heads and tokens of keys")
-    require_same_kind("values", values, "keys", keys)
-
-
-def require_decoding(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _require_decoding(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Raise ValueError unless query is one decode query of each head that reads the cache."""
     require_tokens(keys, values, "B H_kv T")
     require_states("query", query, "B H_q D")
@@ -333,29 +304,20 @@ def _require_new(new_key: torch.Tensor, new_value: torch.Tensor, keys: torch.Ten
     require_same_kind("new_value", new_value, "keys", keys)
 
 
-def require_slots(
-    new_key: torch.Tensor,
-    new_value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    moments: Moments,
-) -> None:
-    """Raise ValueError unless a step may write the new token into the cache, and the evicted one into the moments."""
-    _require_new(new_key, new_value, keys, values)
+def _require_slots(positions: torch.Tensor, moments: Moments, keys: torch.Tensor) -> None:
+    """Raise ValueError unless a step may write into the positions of the cache and into the moments."""
     if not isinstance(positions, torch.Tensor) or positions.dtype != torch.int64:
         got = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
         raise ValueError(f"positions: got {got}, wanted int64")
     require_shape("positions", positions, tuple(keys.shape[:3]), "the batch, heads and slots of keys")
-    if positions.device != keys.device:
-        raise ValueError(f"positions: got device {positions.device}, wanted {keys.device} (that of keys)")
+    require_same_device("positions", positions, "keys", keys)
     dtypes = (torch.int64, *(working_dtype(keys),) * 3)
     for name, field, wanted in zip(Moments._fields, moments, dtypes, strict=True):
         if torch.promote_types(field.dtype, wanted) != field.dtype:
             raise ValueError(f"moments.{name}: got dtype {field.dtype}, wanted {wanted}, which a step adds to in place")
 
 
-def as_positions(position: int | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _as_positions(position: int | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the position of the new token as int64 [B, H_kv] beside `positions`, or raise ValueError."""
     if not isinstance(position, torch.Tensor):
         number = as_count("position", position, low=0)
@@ -369,7 +331,7 @@ def as_positions(position: int | torch.Tensor, positions: torch.Tensor) -> torch
         raise ValueError(f"position: got shape {tuple(position.shape)}, wanted {wanted} (the batch and heads of keys)") from None
 
 
-def wide(moments: Moments, keys: torch.Tensor, values: torch.Tensor) -> Moments:
+def _wide(moments: Moments, keys: torch.Tensor, values: torch.Tensor) -> Moments:
     """Return the moments in float32 or wider, at least as wide as the arithmetic of keys, or raise ValueError."""
     lead, head_dim, value_dim = keys.shape[:-2], keys.shape[-1], values.shape[-1]
     shapes = (lead, (*lead, head_dim), (*lead, value_dim), (*lead, value_dim, head_dim))
@@ -379,8 +341,7 @@ def wide(moments: Moments, keys: torch.Tensor, values: torch.Tensor) -> Moments:
         if not isinstance(field, torch.Tensor):
             raise ValueError(f"moments.{name}: got {type(field).__name__}, wanted a torch tensor")
         require_shape(f"moments.{name}", field, shape, "the batch, heads and channels of keys and values")
-        if field.device != keys.device:
-            raise ValueError(f"moments.{name}: got device {field.device}, wanted {keys.device} (that of keys)")
+        require_same_device(f"moments.{name}", field, "keys", keys)
         if name != "count":
             require_states(f"moments.{name}", field, "...")
     given, *sums = moments
@@ -397,7 +358,7 @@ def _recovered(moments: Moments, keys: torch.Tensor) -> tuple[torch.Tensor, Reco
     return moments.count, Recovered(*(field.to(dtype) for field in recover(moments)))
 
 
-def _fits_kernels(keys: torch.Tensor, values: torch.Tensor, moments: Moments, query: torch.Tensor | None = None) -> bool:
-    """Return whether the Triton kernels take these states and moments."""
-    group_fits = query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1]
-    return runs_on_gpu(keys) and runs_on_gpu(values) and moments.key_sum.dtype == torch.float32 and group_fits
+def _kernels(keys: torch.Tensor, values: torch.Tensor, moments: Moments, query: torch.Tensor | None = None) -> ModuleType | None:
+    """Return the kernels if they take these states and moments."""
+    fits = moments.key_sum.dtype == torch.float32 and (query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1])
+    return kernels_for("momentkv", keys, values) if fits else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import require_states, working_dtype
+from .checks import require_same_device, require_states, working_dtype
 
 
 def frequencies(head_dim: int, theta: float = 10000.0, *, device: torch.device | None = None) -> torch.Tensor:
@@ -28,9 +28,9 @@ def rotate(states: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0
     Raises ValueError for an odd D and for positions elsewhere, and on a CPU for NaN or infinite numbers.
     """
     require_states("states", states, "... T D")
-    if not isinstance(positions, torch.Tensor) or positions.device != states.device:
-        got = f"device {positions.device}" if isinstance(positions, torch.Tensor) else type(positions).__name__
-        raise ValueError(f"positions: got {got}, wanted a tensor on {states.device} (that of states)")
+    if not isinstance(positions, torch.Tensor):
+        raise ValueError(f"positions: got {type(positions).__name__}, wanted a torch tensor")
+    require_same_device("positions", positions, "states", states)
     # In float32 the angle of position 100,000 is off by up to 0.004 radians; a table of angles is cheap in float64.
     angles = positions.to(torch.float64)[..., None] * frequencies(states.shape[-1], theta, device=states.device)
     dtype = working_dtype(states)

@@ -7,7 +7,8 @@ import torch
 from evictionary.reference.checks import as_count
 from evictionary.reference.selection import budget
 
-from .checks import require_shape
+from .checks import require_mask
+from .kernels.launching import kernels_for
 
 __all__ = ["budget", "top_k"]  # the budget is exact integer arithmetic: there is one of it
 
@@ -21,31 +22,24 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     On a GPU, NaN ranks below every number and the protected tokens are not counted: counting them would wait for the GPU.
     """
     if not isinstance(scores, torch.Tensor) or scores.ndim < 1 or scores.dtype == torch.bool or scores.is_complex():
-        raise ValueError(f"scores: got {_describe(scores)}, wanted a tensor of real numbers [..., T]")
-    count = min(as_count("budget", budget, low=0), scores.shape[-1])
+        got = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise ValueError(f"scores: got {got}, wanted a tensor of real numbers [..., T]")
+    budget = as_count("budget", budget, low=0)
+    count = min(budget, scores.shape[-1])
     if protected is not None:
-        if not isinstance(protected, torch.Tensor) or protected.dtype != torch.bool:
-            raise ValueError(f"protected: got {_describe(protected)}, wanted a boolean mask, True = keep")
-        require_shape("protected", protected, tuple(scores.shape), "the shape of scores")
-        if protected.device != scores.device:
-            raise ValueError(f"protected: got device {protected.device}, wanted {scores.device} (that of scores)")
-    if scores.is_cuda and scores.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        from .kernels import selection as kernels
-
-        return kernels.top_k(scores, budget, protected)
-    if scores.is_floating_point() and scores.isnan().any():
-        raise ValueError("scores: got NaN, wanted numbers that can be ordered")
+        require_mask("protected", protected, "scores", scores, tuple(scores.shape))
+    kernels = kernels_for("selection", scores, longest=None)
+    if not (kernels and scores.is_cuda):  # there the answers would have to be waited for
+        if scores.is_floating_point() and scores.isnan().any():
+            raise ValueError("scores: got NaN, wanted numbers that can be ordered")
+        most = int(protected.sum(dim=-1).amax()) if protected is not None and protected.numel() else 0
+        if most > budget:
+            raise ValueError(f"protected: got {most} protected tokens in a row, wanted at most the budget, {budget}")
+    if kernels:
+        return kernels.top_k(scores, count, protected)
     # Decision: of equal scores the lower position is kept: a stable sort leaves equal scores in the order of their positions.
     order = scores.argsort(dim=-1, descending=True, stable=True)
     if protected is not None:
-        most = int(protected.sum(dim=-1).amax()) if protected.numel() else 0
-        if most > budget:
-            raise ValueError(f"protected: got {most} protected tokens in a row, wanted at most the budget, {budget}")
         first = protected.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
         order = order.gather(-1, first)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :count], True)
-
-
-def _describe(value: object) -> str:
-    """Return dtype and shape of a tensor, or the type of what is none, for an error message."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -9,9 +9,8 @@ from torch.nn.functional import avg_pool1d
 
 from evictionary.reference.checks import as_count
 
+from .attention import grouped_attention, require_queries
 from .checks import require_states, working_dtype
-from .h2o import causal_attention
-from .tova import require_queries
 
 
 def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
@@ -47,7 +46,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, k
         group = queries.shape[1] // keys.shape[1]
         # One KV head at a time: the attention of all queries of the window is G * window numbers for every token and head.
         for head, last in enumerate(queries[:, :, -window:].split(group, dim=1)):
-            attention = causal_attention(last, keys[:, head : head + 1])
+            attention = grouped_attention(last, keys[:, head : head + 1])
             # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
             before = attention[..., : length - window].mean(dim=(2, 3))
             scores[:, head : head + 1, : length - window] = average_pool(before, kernel_size)

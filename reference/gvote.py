@@ -10,6 +10,7 @@ from .checks import as_count, as_float64, as_fraction, as_kept, group_size, requ
 from .rope import frequencies
 
 METHOD = "keeps the union of the tokens that sampled future queries attend to most; it sets its own budget"
+TRAITS = {"own_budget"}
 
 
 def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from .checks import as_count, as_float64, as_fraction, require_shape
 from .selection import top_k
 
 METHOD = "keeps, partition by partition, the tokens that vary most against the next partition"
+TRAITS = {"recursive"}
 
 
 def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:

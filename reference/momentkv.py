@@ -15,6 +15,7 @@ from .checks import as_count, as_float64, as_kept, group_size, require_shape
 from .selection import top_k
 
 METHOD = "evicts what the moments of the evicted tokens already predict, and adds their estimate to the attention output"
+TRAITS = {"every_token", "evicts_first"}
 
 
 class Moments(NamedTuple):

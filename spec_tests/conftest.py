@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import Unsatisfiable
 
 from evictionary.spec_tests.harness import report, verdict
 from evictionary.spec_tests.harness.arithmetic import EPSILON
-from evictionary.spec_tests.harness.implementation import UnusableImplementation, load
+from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
+from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
 
+EXPECTED = pytest.StashKey[dict[str, str]]()
 PROFILES = {"quick": 4, "student": 25, "default": 50, "thorough": 500}
 for _name, _examples in PROFILES.items():
     settings.register_profile(
@@ -21,7 +24,7 @@ for _name, _examples in PROFILES.items():
         max_examples=_examples,
         report_multiple_bugs=False,
         print_blob=False,
-        suppress_health_check=[HealthCheck.too_slow],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.large_base_example],
         # Explaining reruns the shrunk example many times over; the report compares expected and got instead.
         phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
     )
@@ -43,6 +46,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "Default: float64 for NumPy, float32 for torch",
     )
     group.addoption(
+        "--domain",
+        action="append",
+        default=[],
+        metavar="KEY=VALUES",
+        help="what the implementation accepts, beside its own DOMAIN: head_dim=64,128 (also value_dim, group, lag_size, batch, "
+        "dtype, min_length, max_length, length_multiple_of). May be given several times",
+    )
+    # pytest has a --strict of its own, which asks for all of pytest's checks; here it asks for all classes of law besides.
+    group.addoption("--brief", action="store_true", help="a summary and the first failure, in place of everything")
+    group.addoption(
+        "--expected-failures", metavar="FILE", help="lines of a requirement's id, or of a law's name, and a reason: they may fail"
+    )
+    group.addoption(
         "--require",
         action="append",
         metavar="ID",
@@ -62,15 +78,44 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in config.getoption("--require") or ():
         if name != "all" and name not in REQUIREMENTS:
             raise pytest.UsageError(f"--require: got {name!r}, wanted 'all' or a requirement such as {next(iter(REQUIREMENTS))}")
+    if not config.getoption("--impl"):
+        config.option.strict, config.option.impl = True, ["reference", "optimized"]
+    if config.getoption("--brief"):
+        config.option.tbstyle, config.option.no_summary = "no", True
     dtypes = _dtypes(config.getoption("--dtype"))
     try:
+        domain = Domain.parse(config.getoption("--domain"))
         config.stash[verdict.JUDGED] = [
-            load(target, device=config.getoption("--device"), dtype=dtype)
-            for target in config.getoption("--impl") or ("reference", "optimized")
-            for dtype in dtypes
+            each for target in config.getoption("--impl") for each in _judged(target, config.getoption("--device"), dtypes, domain)
         ]
+        for each in config.stash[verdict.JUDGED]:
+            each.strict = config.getoption("strict")
+        path = config.getoption("--expected-failures")
+        config.stash[EXPECTED] = verdict.read_expected(Path(path)) if path else {}
+        if any(each.domain.excludes_small for each in config.stash[verdict.JUDGED]):
+            # What must be large does not shrink to something that a person checks by hand: the time goes into other inputs.
+            settings.register_profile(
+                "large", settings.get_profile(config.getoption("--profile")), phases=[Phase.explicit, Phase.generate]
+            )
+            settings.load_profile("large")
     except UnusableImplementation as error:
         raise pytest.UsageError(f"--impl {error}") from None
+    except BadDomain as error:
+        raise pytest.UsageError(f"--domain {error}") from None
+    except (OSError, UnicodeDecodeError, verdict.BadExpectation) as error:
+        raise pytest.UsageError(f"--expected-failures {error}") from None
+
+
+def _judged(target: str, device: str, dtypes: list[str | None], domain: Domain) -> list[Implementation]:
+    """The implementation at each dtype that was asked for, or else at each that it names in its domain."""
+    if dtypes == [None]:
+        first = load(target, device=device, domain=domain)
+        return [first, *(load(target, device=device, dtype=dtype, domain=domain) for dtype in first.domain.dtype[1:])]
+    found = [load(target, device=device, dtype=dtype, domain=domain) for dtype in dtypes]
+    for each in found:
+        if each.domain.dtype and each.dtype not in each.domain.dtype:
+            raise UnusableImplementation(f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})")
+    return found
 
 
 def _dtypes(option: str | None) -> list[str | None]:
@@ -124,18 +169,29 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     law = law_of(item)
     if law is not None:
         column = str(_subject(item)) if law.functions else verdict.PAPER
-        result.user_properties.append(("law", (law.requirement.id, column, law.name)))
+        result.user_properties.append(("law", (law.requirement.id, column, law.name, law.kind, law.functions)))
         if law.functions and result.when == "call" and result.failed and call.excinfo is not None:
-            result.longrepr = report.sentence(law, _subject(item), call.excinfo.value)
+            subject, error = _subject(item), call.excinfo.value
+            if isinstance(error, OutsideDomain | Unsatisfiable) and subject.outside:
+                result.outcome, result.longrepr = "passed", None
+                result.user_properties.append(("not applicable", subject.outside))
+            else:
+                result.longrepr = report.sentence(law, subject, error)
     return result
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    found = verdict.Verdict(terminalreporter, config)
-    found.write_table(terminalreporter)
+    found = verdict.Verdict(terminalreporter, config, config.stash[EXPECTED])
+    if config.getoption("--brief"):
+        found.write_summary(terminalreporter)
+    else:
+        found.write_table(terminalreporter)
+    for name in sorted(found.unmatched):
+        terminalreporter.write_line(f"--expected-failures: {name} did not fail", yellow=True)
     if folder := config.getoption("--report"):
         found.write_files(Path(folder))
-        terminalreporter.write_line(f"wrote conformance.json, junit.xml and badge.json to {folder}")
+        if not config.getoption("--brief"):
+            terminalreporter.write_line(f"wrote conformance.json, junit.xml and badge.json to {folder}")
     for line in found.missing(config.getoption("--require") or []):
         terminalreporter.write_line(line, red=True)
 
@@ -147,10 +203,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(config, "workeroutput"):  # a worker of pytest-xdist tells the process that prints the verdict
         config.workeroutput["left_out"] = left_out
     required = config.getoption("--require") or []
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if session.exitstatus == pytest.ExitCode.TESTS_FAILED and terminal is not None and not _others_failed(terminal):
+        found = verdict.Verdict(terminal, config, config.stash[EXPECTED])
+        if not found.failed(strict=config.getoption("strict")):
+            session.exitstatus = pytest.ExitCode.OK
     if session.exitstatus == pytest.ExitCode.OK and any(
         word == "not provided" and ("all" in required or name in required) for name, _, word, _ in left_out
     ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _others_failed(terminal: Any) -> bool:
+    """Whether something failed that is no law of an implementation: such a failure always counts."""
+    failures = [result for word in ("failed", "error") for result in terminal.stats.get(word, [])]
+    laws = [dict(getattr(result, "user_properties", [])).get("law") for result in failures]
+    return any(law is None or law[1] == verdict.PAPER for law in laws)
 
 
 @pytest.hookimpl(optionalhook=True)

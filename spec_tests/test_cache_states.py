@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from evictionary.spec_tests.harness.by_hand import require_equal
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation
 
@@ -78,12 +79,10 @@ class CacheInUse(RuleBasedStateMachine):
             return
         cache = self.impl.cache.compress(self.keys, self.values, self.kept)
         rows = [(head, place) for head, positions in enumerate(self.model) for place in positions]
-        if cache.positions.tolist() != [place for _, place in rows]:
-            raise Violation("other positions are stored than a plain list holds", [place for _, place in rows], cache.positions)
+        require_equal(cache.positions, [place for _, place in rows], "other positions are stored than a plain list holds")
         for name, states in (("keys", self.keys), ("values", self.values)):
             expected = np.array([states[0, head, place] for head, place in rows])
-            if getattr(cache, name).shape != expected.shape or (getattr(cache, name) != expected).any():
-                raise Violation(f"the stored {name} are not those of their positions", expected, getattr(cache, name))
+            require_equal(getattr(cache, name), expected, f"the stored {name} are not those of their positions")
 
 
 @law("CACHE-4", of=("cache.compress", "selection.top_k", "attention.attend"))

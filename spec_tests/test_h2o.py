@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
-from evictionary.reference import h2o
+from evictionary.spec_tests.harness.by_hand import (
+    causal_weights,
+    for_each_reader,
+    over_group,
+    require_equal,
+    require_loops,
+    require_totals,
+)
 from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
 
 SCORE, SELECT = "h2o.score", "h2o.select"
 
@@ -27,14 +33,9 @@ def test_score_is_the_attention_received_from_all_queries(impl, case, seed):
     queries = prompt_queries(case, seed)
     allowed = impl.allowance(SCORE, queries, case.keys)
     allowed.check(impl.h2o.score(queries, case.keys), "the score")
-    keys, group = impl.round(case.keys), queries.shape[1] // case.keys.shape[1]
-    total = np.zeros(keys.shape[:3])
-    for item, head, place in np.ndindex(queries.shape[:3]):
-        logits = keys[item, head // group, : place + 1] @ queries[item, head, place] / keys.shape[-1] ** 0.5
-        weights = np.exp(logits - logits.max())
-        total[item, head // group, : place + 1] += weights / weights.sum() / group
-    if np.abs(total - allowed.expected).max() > 1e-12 * keys.shape[2] * (1 + np.abs(keys).max()):
-        raise Violation("the oracle differs from the plain loop", total, allowed.expected)
+    keys = impl.round(case.keys)
+    received = causal_weights(queries, for_each_reader(keys, queries)).sum(axis=2)
+    require_loops(allowed.expected, over_group(received, keys.shape[1]), keys.shape[2] * (1 + np.abs(keys).max()))
 
 
 @law("H2-1", of=SCORE, case=cases(max_length=33), seed=seeds())
@@ -43,12 +44,9 @@ def test_every_query_hands_out_one(impl, case, seed):
     queries = prompt_queries(case, seed)
     allowed = impl.allowance(SCORE, queries, case.keys)
     got = impl.h2o.score(queries, case.keys)
-    require_numbers(got, case.keys.shape[:3], "the score")
-    length = case.keys.shape[2]
-    if np.abs(got.sum(axis=-1) - length).max() > length * allowed.largest + 1e-12 * length:
-        raise Violation("the scores of a head do not sum to the number of queries", length, got.sum(axis=-1))
-    if got[..., -1].max() > 1 + allowed.largest or got.min() < 0:
-        raise Violation("the last token received more than 1, or one less than 0", 1.0, got)
+    require_totals(got, case.keys.shape[2], allowed, "the scores of a head")
+    if got[..., -1].max() > 1 + allowed.largest:
+        raise Violation("the last token received more than 1", 1.0, got)
 
 
 @law("H2-1", of=SCORE, case=seeded_cases(min_length=2, max_length=33), seed=seeds())
@@ -115,8 +113,7 @@ def test_the_recent_half_rounds_up(impl, budget):
     kept = impl.h2o.select(np.ones((1, 1, 9, 2)), np.zeros((1, 1, 9, 2)), budget=budget)
     require_mask(kept, (1, 1, 9), "the selection")
     expected = [*range(budget // 2), *range(9 - (budget + 1) // 2, 9)]
-    if np.flatnonzero(kept).tolist() != expected:
-        raise Violation("other tokens are kept", expected, np.flatnonzero(kept))
+    require_equal(np.flatnonzero(kept), expected, "other tokens are kept")
 
 
 @law("H2-1", of=SELECT)
@@ -127,27 +124,23 @@ def test_each_head_chooses_for_itself(impl):
     kept = impl.h2o.select(np.ones((1, 2, 4, 2)), keys, budget=2)
     require_mask(kept, (1, 2, 4), "the selection")
     expected = np.array([[[True, False, False, True], [False, True, False, True]]])
-    if (kept != expected).any():
-        raise Violation("a head keeps what another one chose", expected, kept)
+    require_equal(kept, expected, "a head keeps what another one chose")
 
 
-@law("H2-1", of=SELECT, budget=st.sampled_from([0, -1, 1.5]))
+@law("H2-1", of=SELECT, kind="refusal", budget=st.sampled_from([0, -1, 1.5]))
 def test_a_bad_budget_is_refused(impl, budget):
     """A budget below 1 or one that is not whole raises ValueError."""
-    with pytest.raises(ValueError, match="budget"):
+    with impl.refuses("budget"):
         impl.h2o.select(np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)), budget=budget)
 
 
-@law("H2-1", of=SCORE, shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]))
+@law(
+    "H2-1",
+    of=SCORE,
+    kind="refusal",
+    shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]),
+)
 def test_queries_that_do_not_fit_are_refused(impl, shape):
     """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
-    with pytest.raises(ValueError, match="queries"):
+    with impl.refuses("queries"):
         impl.h2o.score(np.ones(shape), np.ones((1, 2, 3, 4)))
-
-
-@law("H2-1")
-def test_the_first_tokens_collect_most():
-    """Without any preference the first half of 64 tokens receives 85 % of the attention: the sum favours what came early."""
-    scores = h2o.score(np.zeros((1, 1, 64, 2)), np.zeros((1, 1, 64, 2)))[0, 0]
-    assert (np.diff(scores) < 0).all()
-    assert 0.84 < scores[:32].sum() / scores.sum() < 0.86

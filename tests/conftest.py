@@ -59,8 +59,7 @@ def model(shared_model: LlamaForCausalLM) -> Iterator[LlamaForCausalLM]:
     assert not [module for module in shared_model.modules() if module._forward_pre_hooks or module._forward_hooks]
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, after three special ones."""
     symbols = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
@@ -71,12 +70,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """The tiny model saved with its tokenizer, as a user's own folder."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
+def save_tiny_model(folder: Path) -> None:
+    """The tiny model with its tokenizer, as a user's own folder."""
     tiny_llama(max_position_embeddings=2048).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    save_tiny_model(folder)
     return folder
 
 

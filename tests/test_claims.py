@@ -78,10 +78,10 @@ def test_numbers_carry_their_spread_and_refuse_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("name", run.PAPERS)
 def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(name: str, report: run.Report) -> None:
-    module = run.PAPERS[name]
-    assert re.fullmatch(r"\d{4}\.\d{5}", module.ARXIV)
-    assert len({claim.id for claim in module.CLAIMS}) == len(module.CLAIMS)
-    for claim in module.CLAIMS:
+    paper = run.PAPERS[name].PAPER
+    assert re.fullmatch(r"\d{4}\.\d{5}", paper.arxiv)
+    assert len({claim.id for claim in paper.claims}) == len(paper.claims)
+    for claim in paper.claims:
         assert re.search(r"section|appendix", claim.source)
         assert set(claim.numbers) <= set(report.findings[name].numbers)
         assert claim.statement.endswith(".") and claim.measured.endswith(".")
@@ -250,7 +250,7 @@ def test_what_is_written(report: run.Report, tmp_path: Path) -> None:
     assert result["schema_version"] == run.SCHEMA_VERSION
     assert [paper["paper"] for paper in result["papers"]] == list(run.PAPERS)
     page = (folder / "claims.html").read_text()
-    assert (folder / "index.md").read_text().count("](keydiff.md)") == len(keydiff.CLAIMS)
+    assert (folder / "index.md").read_text().count("](keydiff.md)") == len(keydiff.PAPER.claims)
     assert not re.findall(r"https?://", page)
     for paper in result["papers"]:
         picture = folder / paper["picture"]
@@ -272,7 +272,7 @@ def test_the_stored_results_follow_from_their_rules() -> None:
     assert (result["schema_version"], result["weights"]) == (run.SCHEMA_VERSION, "SmolLM2-135M-Instruct")
     assert [paper["paper"] for paper in result["papers"]] == list(run.PAPERS)
     for paper in result["papers"]:
-        for claim, stored in zip(run.PAPERS[paper["paper"]].CLAIMS, paper["claims"], strict=True):
+        for claim, stored in zip(run.PAPERS[paper["paper"]].PAPER.claims, paper["claims"], strict=True):
             numbers = {name: mean_of([number["value"]], name) for name, number in stored["numbers"].items()}
             assert (claim.id, claim.rule, claim.statement, claim.measured) == tuple(
                 stored[key] for key in ("id", "rule", "statement", "measured")

@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 from evictionary.cli import evaluate as cli_eval
 from evictionary.cli.app import app
 from evictionary.errors import UsageError
+from evictionary.evaluation import pages, tasks
 from evictionary.evaluation import report as eval_report
 from evictionary.evaluation import run as evaluation
-from evictionary.evaluation import tasks
 from evictionary.evaluation.run import Line, Plan
 
 NAMES = ["passkey7", "copy"]
@@ -224,7 +224,7 @@ def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
     assert [line for line in table if line.startswith("##")] == ["## 600 tokens", "## 900 tokens"]
     assert any(line.startswith("| keydiff | 40 tokens kept |") for line in table)
     # the same results draw the same file
-    assert eval_report.drawn(eval_report.scores_figure(found["rows"]), "svg") == (tmp_path / "scores.svg").read_bytes()
+    assert pages.drawn(eval_report.scores_figure(found["rows"]), "svg") == (tmp_path / "scores.svg").read_bytes()
 
 
 def test_means_are_over_the_prompts() -> None:

@@ -23,6 +23,7 @@ from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
 from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
+from evictionary.methods.method import Request as MethodRequest
 from evictionary.methods.resolve import resolve
 from evictionary.reference import h2o, keydiff, knorm, lagkv, momentkv, selection, snapkv, streaming_llm, tova
 from evictionary.reference.momentkv_theory import full_output
@@ -87,7 +88,7 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
         }
         for step, budget in enumerate(budgets):
             states = {"keys": keys, "values": values, "queries": queries}
-            optimized = resolve("keydiff").kept(states, budget=budget)
+            optimized = resolve("keydiff").kept(states, MethodRequest(budget=budget))
             np.testing.assert_array_equal(masks["keydiff"][step, index], optimized[0].numpy())
             for name, score in scores.items():  # equal tokens may score alike, so that rounding decides between them
                 assert (masks[name][step, index].sum(axis=-1) == budget).all()
@@ -103,7 +104,7 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
             wanted["lagkv"] = lagkv.select(k, v, keep_ratio=ratio, **options)
             for name, mask in wanted.items():
                 np.testing.assert_array_equal(masks[name][step, index], mask[0], err_msg=f"{name}, {budget} tokens, layer {index}")
-        for name in ("expected_attention", "gvote"):  # what they read of the model is tested with the workbench
+        for name in ("expected_attention", "gvote"):  # what they read of the model is tested in test_phases.py
             with EvictingCache.from_prefilled(model, full, name, budget=100, seed=figures.SEED) as cache:
                 np.testing.assert_array_equal(masks[name][1], figures.kept(cache))
 
@@ -137,7 +138,7 @@ def test_the_stored_data_is_that_of_the_prompt_and_of_the_methods() -> None:
     random = resolve("random")
     keys = {"keys": torch.ones(1, data["heads"], length, 1)}
     for layer in range(data["layers"]):
-        wanted = random.kept(keys, budget=data["budgets"][0], layer_index=layer, seed=figures.SEED)
+        wanted = random.kept(keys, MethodRequest(budget=data["budgets"][0], layer_index=layer, seed=figures.SEED))
         np.testing.assert_array_equal(masks["random"][0, layer], wanted[0].numpy())
     for mask, protected in ((masks["snapkv"], slice(-32, None)), (masks["momentkv"], slice(0, 1))):
         assert mask[..., protected].all()

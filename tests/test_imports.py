@@ -18,9 +18,10 @@ ROOT = Path(__file__).parent.parent
 
 ROOMS = [
     ("reference",),
-    ("spec_tests.harness", "optimized.kernels"),
-    ("spec_tests.mutants", "optimized"),
-    ("spec_tests.controls",),
+    ("spec_tests.harness", "optimized.checks"),
+    ("spec_tests.mutants", "optimized.states", "optimized.rope"),
+    ("spec_tests.controls", "optimized.kernels"),
+    ("optimized",),
     ("spec_tests",),
     ("errors", "tutorials"),
     ("models", "methods"),

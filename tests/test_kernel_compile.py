@@ -50,7 +50,7 @@ def test_inspection_sees_what_it_is_there_for(tmp_path: pathlib.Path) -> None:
 
 
 PROBE = """
-import dataclasses, json, torch, triton, triton.language as tl
+import json, torch, triton, triton.language as tl
 from evictionary.optimized.kernels import compiling
 
 @triton.jit
@@ -67,5 +67,5 @@ def launch():
 
 configuration = compiling.Configuration("probe", launch, tensor_cores=frozenset({"probe"}))
 (kernel, compile_now), = compiling._intercepted(launch, "sm_90")
-print(json.dumps(dataclasses.asdict(compiling._inspect("probe", configuration, kernel, "sm_90", compile_now()))))
+print(json.dumps(compiling.inspect(configuration, kernel, "sm_90", compile_now())))
 """

@@ -29,7 +29,7 @@ class LessonError(Exception):
 
 def lessons() -> list[Path]:
     """The lessons in their order."""
-    return sorted(Path(__file__).parent.glob("[0-9][0-9]_*.py"))
+    return sorted(Path(__file__).parent.glob("[0-9][0-9]_*.md"))
 
 
 def _line(lesson: Path, pattern: str, wanted: str) -> str:
@@ -41,12 +41,12 @@ def _line(lesson: Path, pattern: str, wanted: str) -> str:
 
 def heading(lesson: Path) -> str:
     """The heading of a lesson's page: its number, by which lessons name each other, and its title."""
-    return f"{int(lesson.stem[:2])}. {_line(lesson, r'^# # (.+)$', 'a heading, # # ...')}"
+    return f"{int(lesson.stem[:2])}. {_line(lesson, r'^# (.+)$', 'a heading, # ...')}"
 
 
 def question(lesson: Path) -> str:
     """The question that a lesson begins with: its first line in bold."""
-    return _line(lesson, r"^# \*\*(.+)\*\*$", "a question, # **...**")
+    return _line(lesson, r"^\*\*(.+)\*\*$", "a question, **...**")
 
 
 def is_built(lesson: Path) -> bool:

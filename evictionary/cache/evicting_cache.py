@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from evictionary.cache.layers import RECENT, EvictingLayer
 from evictionary.cache.model_hooks import Attention, attention_modules, watch
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods.catalogue import CAPTURED_FOR
-from evictionary.methods.method import Method, tokens_to_keep
+from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import is_sliding, require_supported
 from evictionary.optimized import momentkv
@@ -78,13 +78,14 @@ class EvictingCache(Cache):
         self.options = self.method.typed_options(options) if self.method else {}
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
             raise UsageError(f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone")
-        self.every = every if every is not None else (self.method.every if self.method else 0)
-        if self.every and self.method and self.method.is_recursive and budget is not None:
+        traits = self.method.traits if self.method else frozenset()
+        self.every = int("every_token" in traits) if every is None else every
+        if self.every and self.method and "recursive" in traits and budget is not None:
             raise UsageError(
                 f"budget: got {budget} with every={self.every}, wanted a compression_ratio: {self.method.name} keeps a fraction of "
                 "each partition when it comes, so that what it keeps grows with the text"
             )
-        if self.every and self.method and self.method.is_select and "queries" in self.method.inputs:
+        if self.every and self.method and "prompt_only" in traits:
             raise UsageError(
                 f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, which are gone "
                 "when it is to compress again"
@@ -197,8 +198,8 @@ class EvictingCache(Cache):
         try:
             self._observe(layer_index, scaled, is_prompt)
             due = layer.evicted_at == 0 or (self.every > 0 and layer.seen - layer.evicted_at >= self.every)
-            # Algorithm 1 of MomentKV attends over what is left; every other method evicts what has been attended to.
-            if due and not is_prompt and queries.shape[2] == 1 and self.method is not None and "moments" in self.method.inputs:
+            evicts_first = self.method is not None and "evicts_first" in self.method.traits
+            if due and evicts_first and not is_prompt and queries.shape[2] == 1:
                 self._compress(layer_index)
                 due = False
             if is_prompt:
@@ -247,7 +248,7 @@ class EvictingCache(Cache):
         keys, values, positions, filled = layer.contents()
         _require_finite(layer_index, keys, values)
         is_full = bool(filled.all())
-        if self.method.is_recursive and self.every and layer.static is None:
+        if "recursive" in self.method.traits and self.every and layer.static is None:
             layer.static = [self.options.get("sink_size", self.method.options["sink_size"])] * keys.shape[0]
         states: dict[str, Any] = {"keys": keys, "values": values, **captured}
         padding = torch.zeros(keys.shape[0], dtype=torch.int32) if self._padding is None else self._padding
@@ -255,8 +256,7 @@ class EvictingCache(Cache):
             states["positions"] = positions - padding.to(positions)[:, None, None]
         if self.method.corrected:
             states["moments"] = layer.moments if layer.moments is not None else momentkv.no_moments(keys, values)
-        kept = self.method.kept(
-            states,
+        request = Request(
             compression_ratio=self.compression_ratio,
             budget=self.budget,
             options=self.options,
@@ -269,6 +269,7 @@ class EvictingCache(Cache):
             static=layer.static,
             supply=self._supply(layer_index),
         )
+        kept = self.method.kept(states, request)
         if layer.static is not None:
             lengths = filled[:, 0].sum(dim=-1).tolist()
             layer.static = [
@@ -282,7 +283,7 @@ class EvictingCache(Cache):
             layer.evict(kept)
         layer.evicted_at = layer.seen
 
-    def _supply(self, layer_index: int) -> Callable[[str, Mapping[str, Any], int], dict[str, Any]]:
+    def _supply(self, layer_index: int) -> Supply:
         """What only the model knows, made of what was captured, by name; nothing where that is missing."""
 
         def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:

@@ -1,10 +1,16 @@
-"""A claim of a paper, the numbers measured for it, and the rule that turns them into one word."""
+"""A claim of a paper, the numbers measured for it, and the rule that turns them into one word.
+
+The texts of the claims stand in a TOML file for each paper, beside this one: the statement, how it is measured, the conditions of
+the rule, and what each number means.
+"""
 
 from __future__ import annotations
 
 import operator
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,17 +41,32 @@ def median_of(values: Any, meaning: str) -> Number:
     return _summary(np.median, values, meaning)
 
 
-def share_of(flags: np.ndarray, meaning: str) -> Number:
-    """The share of `flags` [texts, ...] that are true, with its spread over the texts."""
-    return mean_of(flags.reshape(len(flags), -1).mean(axis=-1), meaning)
-
-
 def _summary(middle: Callable[..., Any], values: Any, meaning: str) -> Number:
     flat = np.asarray(values, dtype=np.float64).ravel()
     if not flat.size or not np.isfinite(flat).all():
         raise ValueError(f"values of {meaning!r}: got {flat.size} of them, {np.isfinite(flat).sum()} finite; wanted finite ones")
     low, high = np.percentile(flat, [10, 90])
     return Number(float(middle(flat)), float(low), float(high), flat.size, meaning)
+
+
+class Numbers(dict[str, Number]):
+    """The numbers of a paper by their names, each with its meaning from the paper's file."""
+
+    def __init__(self, meanings: Mapping[str, str]) -> None:
+        super().__init__()
+        self.meanings = meanings
+
+    def mean(self, name: str, values: Any) -> None:
+        """Add a mean. Raises KeyError for a name without a meaning, ValueError as mean_of does."""
+        self[name] = mean_of(values, self.meanings[name])
+
+    def median(self, name: str, values: Any) -> None:
+        """Add a median. It raises what mean does."""
+        self[name] = median_of(values, self.meanings[name])
+
+    def share(self, name: str, flags: np.ndarray) -> None:
+        """Add the share of `flags` [texts, ...] that are true, with its spread over the texts."""
+        self.mean(name, flags.reshape(len(flags), -1).mean(axis=-1))
 
 
 @dataclass(frozen=True)
@@ -55,6 +76,12 @@ class Condition:
     number: str
     sign: str
     bound: float
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Read 'evicted_mass < 0.08'."""
+        number, sign, bound = text.split()
+        return cls(number, sign, float(bound))
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
         """Whether the measured number meets the bound."""
@@ -109,3 +136,37 @@ class Findings:
 
     numbers: dict[str, Number]
     series: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a paper's file says: its claims, `shown`, what the picture shows, in `rows` rows of panels, and meanings of numbers."""
+
+    title: str
+    arxiv: str
+    shown: str
+    rows: int
+    claims: tuple[Claim, ...]
+    meanings: dict[str, str]
+
+    def numbers(self, **words: Any) -> Numbers:
+        """An empty collection of numbers; `words` are those that stand in braces in their meanings."""
+        return Numbers({name: text.format(**words) for name, text in self.meanings.items()})
+
+
+def read_paper(name: str) -> Paper:
+    """Read the file of a paper. `[words]` has texts that several claims share; they name them in braces."""
+    read = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
+    words = {key: _one_line(text) for key, text in read.get("words", {}).items()}
+    claims = []
+    for each in read["claims"]:
+        conditions = {key: tuple(map(Condition.parse, each.pop(key, ()))) for key in ("seen_if", "possible_if")}
+        beside = tuple(each.pop("beside", ()))
+        texts = {key: _one_line(text).format(**words) for key, text in each.items()}
+        claims.append(Claim(**texts, **conditions, beside=beside))
+    meanings = {key: _one_line(text) for key, text in read["numbers"].items()}
+    return Paper(read["title"], read["arxiv"], read["shown"], read.get("rows", 1), tuple(claims), meanings)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

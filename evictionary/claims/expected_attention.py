@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from evictionary.claims.claim import Claim, Condition, Findings, mean_of, median_of, share_of
+from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import band, legend
 from evictionary.claims.recording import (
     Lab,
@@ -22,6 +22,7 @@ from evictionary.claims.recording import (
     later_attention,
     read_on,
     spread_by_layer,
+    stacked,
 )
 from evictionary.optimized import expected_attention as fast
 from evictionary.optimized import h2o, keydiff, knorm, lagkv, snapkv, streaming_llm, tova
@@ -29,55 +30,12 @@ from evictionary.optimized.selection import budget, top_k
 from evictionary.reference import expected_attention as paper
 from evictionary.reference import expected_attention_theory as theory
 
-ARXIV = "2510.00636"
-TITLE = "Expected Attention"
+PAPER = read_paper("expected_attention")
 OURS = "expected_attention"
 VARIANTS = {"epsilon": "expected_attention, epsilon 0", "sinks": "expected_attention, 4 sinks kept"}
 RATIOS = (0.5, 0.75)
 SINKS = 4
 BINS = np.linspace(-6, 6, 61)
-
-CLAIMS = (
-    Claim(
-        id="EA-A (error)",
-        source="appendix A, figure 6",
-        statement="Of the methods compared, Expected Attention moves the residual stream least, averaged over tokens and layers.",
-        measured="The prompt's cache is compressed, the text is read on, and the residual stream between the layers is "
-        "compared with that of the full cache: mean of |h - h_compr| over tokens and layers, divided by the "
-        "smallest such error among the other methods (not counting random). Below 1 means that Expected "
-        "Attention is best. Each head keeps the same number of tokens; the paper divides them unevenly among "
-        "the heads.",
-        seen_if=(Condition("error_vs_best_other_50", "<", 1), Condition("error_vs_best_other_75", "<", 1)),
-        beside=("error_vs_random_50", "error_vs_random_75", "epsilon_vs_best_other_50", "sinks_vs_best_other_50"),
-    ),
-    Claim(
-        id="EA-A (correlation)",
-        source="appendix C, figure 10",
-        statement="In every layer and head shown, the expected attention is strongly correlated with the attention observed.",
-        measured="Query statistics from the first quarter of the text; expected weights of the prompt's tokens against the mean "
-        "attention that the later queries gave them. Pearson correlation for each query head, median over heads; 0.7 and more "
-        "counts as strong.",
-        seen_if=(Condition("pearson", ">=", 0.7),),
-        beside=("pearson_without_sinks", "rank_correlation", "share_of_strong_heads"),
-    ),
-    Claim(
-        id="EA-A (queries)",
-        source="appendix B, figures 7 to 9",
-        statement="Queries before RoPE keep a clear Gaussian shape, which the method rests on.",
-        measured=f"Each channel of each query head over the tokens after the first {SINKS}. A channel counts as near Gaussian with "
-        "|skewness| <= 0.5 and |excess kurtosis| <= 1; most channels have to.",
-        seen_if=(Condition("near_gaussian_queries", ">", 0.5),),
-        beside=("skewness_queries", "kurtosis_queries"),
-    ),
-    Claim(
-        id="EA-A (hidden states)",
-        source="appendix B, figures 7 to 9",
-        statement="Hidden states are mostly unimodal and near Gaussian, with a few outliers of heavy tails.",
-        measured="As for the queries, on the channels of what the norm hands to the attention of each layer.",
-        seen_if=(Condition("near_gaussian_hidden", ">", 0.5),),
-        beside=("skewness_hidden", "kurtosis_hidden"),
-    ),
-)
 
 
 def statistics(layer: Layer, count: int, recording: Recording, horizon: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,20 +71,23 @@ def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Gene
 
 def observe(lab: Lab, recording: Recording) -> Observed:
     """Measure one text; reading on is what takes long, so it is done for the first text of each kind."""
-    found: dict[str, list[np.ndarray]] = {}
-    densities = {"queries": np.zeros(len(BINS) - 1), "hidden": np.zeros(len(BINS) - 1)}
-    for layer in recording.layers:
-        measured = _correlations(recording, layer)
-        for name, each in (("queries", layer.plain_queries[0]), ("hidden", layer.hidden_states[0])):
-            states = as_array(each)[..., SINKS:, :]
-            measured[f"skewness_{name}"], measured[f"kurtosis_{name}"] = theory.skewness_and_kurtosis(states)
-            densities[name] += np.histogram(standardised(states), BINS)[0]
-        for name, values in measured.items():
-            found.setdefault(name, []).append(values)
+    measured = stacked(_correlations(recording, layer) | _shapes(layer) for layer in recording.layers)
     errors = {ratio: reconstruction(lab, recording, ratio) for ratio in RATIOS} if recording.number == 0 else {}
-    return Observed(
-        recording.kind, {name: np.stack(each) for name, each in found.items()} | {"density": densities, "errors": errors}
-    )
+    return Observed(recording.kind, {**measured, "errors": errors})
+
+
+def _shapes(layer: Layer) -> dict[str, np.ndarray]:
+    measured = {}
+    for name, states in (("queries", layer.plain_queries), ("hidden", layer.hidden_states)):
+        channels = as_array(states)[0, ..., SINKS:, :]
+        measured[f"skewness_{name}"], measured[f"kurtosis_{name}"] = theory.skewness_and_kurtosis(channels)
+        measured[f"density_{name}"] = np.histogram(standardised(channels), BINS)[0]
+    return measured
+
+
+def near_gaussian(skewness: np.ndarray, kurtosis: np.ndarray) -> np.ndarray:
+    """Which channels count as near Gaussian, by their skewness and excess kurtosis."""
+    return (np.abs(skewness) <= 0.5) & (np.abs(kurtosis) <= 1)
 
 
 def _correlations(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
@@ -178,49 +139,43 @@ def reconstruction(lab: Lab, recording: Recording, ratio: float) -> dict[str, np
 
 def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
-    pearson = by_layer(texts, "pearson")
-    numbers = {
-        "pearson": median_of(pearson, "Pearson correlation of expected and observed attention, over query heads"),
-        "pearson_without_sinks": median_of(by_layer(texts, "without_sinks"), f"the same without the first {SINKS} tokens"),
-        "rank_correlation": median_of(by_layer(texts, "rank"), "the same with ranks in the place of weights (Spearman)"),
-        "share_of_strong_heads": share_of(
-            pearson >= 0.7, "share of query heads with a Pearson correlation of 0.7 or more, over texts"
-        ),
-    }
-    for name, label in (("queries", "queries before RoPE"), ("hidden", "hidden states")):
-        skewness, kurtosis = by_layer(texts, f"skewness_{name}"), by_layer(texts, f"kurtosis_{name}")
-        near = (np.abs(skewness) <= 0.5) & (np.abs(kurtosis) <= 1)
-        numbers[f"near_gaussian_{name}"] = share_of(near, f"share of the channels of {label} that are near Gaussian, over texts")
-        numbers[f"skewness_{name}"] = median_of(skewness, f"skewness of the channels of {label} (0 for a Gaussian)")
-        numbers[f"kurtosis_{name}"] = median_of(kurtosis, f"excess kurtosis of the channels of {label} (0 for a Gaussian)")
     read = [text.values["errors"] for text in texts if text.values["errors"]]
-    error: dict[str, dict[str, list[float]]] = {}
-    for ratio in RATIOS:
-        of = {name: np.array([each[ratio][name].mean() for each in read]) for name in read[0][ratio]}
-        best = min((name for name in of if name not in (OURS, *VARIANTS.values(), "random")), key=lambda name: of[name].mean())
-        label = f"{ratio:.0%} removed, over texts"
-        numbers[f"error_vs_best_other_{ratio:.0%}".rstrip("%")] = mean_of(
-            of[OURS] / of[best], f"its error divided by that of the best other method ({best}), {label}"
-        )
-        numbers[f"error_vs_random_{ratio:.0%}".rstrip("%")] = mean_of(
-            of[OURS] / of["random"], f"its error divided by that of random eviction, {label}"
-        )
+    error = {ratio: {name: np.array([each[ratio][name].mean() for each in read]) for name in read[0][ratio]} for ratio in RATIOS}
+    best = {ratio: _best_other(of) for ratio, of in error.items()}
+    numbers = PAPER.numbers(**{f"best_{100 * ratio:g}": name for ratio, name in best.items()})
+    for ratio, of in error.items():
+        percent, smallest = f"{100 * ratio:g}", of[best[ratio]]
+        numbers.mean(f"error_vs_best_other_{percent}", of[OURS] / smallest)
+        numbers.mean(f"error_vs_random_{percent}", of[OURS] / of["random"])
         for variant, name in VARIANTS.items():
-            numbers[f"{variant}_vs_best_other_{ratio:.0%}".rstrip("%")] = mean_of(
-                of[name] / of[best], f"the first number for {name}, {label}"
-            )
-        error[f"{ratio:.0%}"] = {name: each.tolist() for name, each in of.items()}
-    counts = {name: sum(text.values["density"][name] for text in texts) for name in ("queries", "hidden")}
+            numbers.mean(f"{variant}_vs_best_other_{percent}", of[name] / smallest)
+    pearson = by_layer(texts, "pearson")
+    numbers.median("pearson", pearson)
+    numbers.median("pearson_without_sinks", by_layer(texts, "without_sinks"))
+    numbers.median("rank_correlation", by_layer(texts, "rank"))
+    numbers.share("share_of_strong_heads", pearson >= 0.7)
+    for name in ("queries", "hidden"):
+        skewness, kurtosis = by_layer(texts, f"skewness_{name}"), by_layer(texts, f"kurtosis_{name}")
+        numbers.share(f"near_gaussian_{name}", near_gaussian(skewness, kurtosis))
+        numbers.median(f"skewness_{name}", skewness)
+        numbers.median(f"kurtosis_{name}", kurtosis)
+    counts = {name: sum(text.values[f"density_{name}"].sum(axis=0) for text in texts) for name in ("queries", "hidden")}
     series = {
-        "error": error,
+        "error": {f"{ratio:.0%}": {name: each.tolist() for name, each in of.items()} for ratio, of in error.items()},
         "pearson_by_layer": spread_by_layer(texts, "pearson"),
         "density": {name: (count / count.sum() / np.diff(BINS)).tolist() for name, count in counts.items()},
     }
     return Findings(numbers, series)
 
 
+def _best_other(error: dict[str, np.ndarray]) -> str:
+    """The method with the smallest error, ours and random eviction aside."""
+    others = [name for name in error if name not in (OURS, "random", *VARIANTS.values())]
+    return min(others, key=lambda name: error[name].mean())
+
+
 def draw(figure: Figure, series: dict[str, Any]) -> None:
-    """Three panels: the error by method, the correlation by layer, the shape of queries and hidden states."""
+    """Draw the paper's picture; `shown` in its file says what is seen."""
     error, correlation, shape = figure.subplots(1, 3)
     first = next(iter(series["error"].values()))
     names = sorted(first, key=lambda name: np.mean(first[name]))
@@ -229,22 +184,20 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         error.barh(places, [np.mean(by_method[name]) for name in names], height=0.38, label=f"{label} removed")
     error.set_yticks(np.arange(len(names)) + 0.2, names)
     error.invert_yaxis()
-    error.set_xlabel("mean |h - h_compr| (residual stream)")
-    error.set_title("reconstruction error by method")
+    error.set(xlabel="mean |h - h_compr| (residual stream)", title="reconstruction error by method")
     legend(error)
     band(correlation, series["pearson_by_layer"], "median and 10 to 90 % of heads")
     correlation.axhline(0.7, linestyle="--", color="grey", linewidth=1)
-    correlation.set_ylim(-0.3, 1.02)
-    correlation.set_xlabel("layer")
-    correlation.set_ylabel("Pearson correlation")
-    correlation.set_title("expected against observed attention")
+    correlation.set(ylim=(-0.3, 1.02), xlabel="layer", ylabel="Pearson correlation", title="expected against observed attention")
     legend(correlation)
     middles = (BINS[1:] + BINS[:-1]) / 2
     for name, density in series["density"].items():
         shape.semilogy(middles, np.maximum(density, 1e-6), label={"hidden": "hidden states"}.get(name, name))
     shape.semilogy(middles, np.exp(-(middles**2) / 2) / np.sqrt(2 * np.pi), color="grey", linestyle="--", label="Gaussian")
-    shape.set_ylim(1e-5, 1)
-    shape.set_xlabel("standard deviations from the channel's mean")
-    shape.set_ylabel("density (log scale)")
-    shape.set_title("shape of the activations")
+    shape.set(
+        ylim=(1e-5, 1),
+        xlabel="standard deviations from the channel's mean",
+        ylabel="density (log scale)",
+        title="shape of the activations",
+    )
     legend(shape)

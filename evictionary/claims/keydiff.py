@@ -9,59 +9,29 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from evictionary.claims.claim import Claim, Condition, Findings, median_of, share_of
+from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.expected_attention import SINKS, ranks
 from evictionary.claims.pictures import band, legend
-from evictionary.claims.recording import Lab, Layer, Observed, Recording, as_array, by_layer, later_attention, spread_by_layer
+from evictionary.claims.recording import (
+    Lab,
+    Layer,
+    Observed,
+    Recording,
+    as_array,
+    by_layer,
+    later_attention,
+    spread_by_layer,
+    stacked,
+)
 from evictionary.optimized import keydiff as fast
 from evictionary.optimized import streaming_llm, tova
 from evictionary.optimized.selection import budget, top_k
 from evictionary.reference import keydiff as paper
 from evictionary.reference.expected_attention_theory import correlation
 
-ARXIV = "2504.15364"
-TITLE = "KeyDiff"
+PAPER = read_paper("keydiff")
 RATIO = 0.5
 OTHERS = ("tova", "streaming_llm")
-
-CLAIMS = (
-    Claim(
-        id="KD-7 (correlation)",
-        source="section 3.1, figure 2",
-        statement="Keys that resemble the other keys less draw more attention, whatever the query: the correlation is negative.",
-        measured="Mean cosine of each prompt key with all keys of its head, against the mean attention that the later queries of "
-        "its group gave it. Pearson correlation for each KV head; it has to be negative in three heads of four, with a median of "
-        "-0.3 (a medium effect) or below.",
-        seen_if=(Condition("pearson", "<=", -0.3), Condition("share_of_negative_heads", ">=", 0.75)),
-        beside=("pearson_without_sinks", "rank_correlation"),
-    ),
-    Claim(
-        id="KD-7 (diversity)",
-        source="section 3.3, figure 5; appendix B.1",
-        statement="The keys that KeyDiff keeps span more volume than those of TOVA and of sink attention: the log-determinant of "
-        "their Gram matrix is larger.",
-        measured="log det(K^T K) of the kept keys, half of the prompt, in one shot (the paper evicts block by block): KeyDiff's "
-        "less that of the other method, in nats, for each KV head; the median has to be positive against both.",
-        seen_if=(Condition("gain_over_tova", ">", 0), Condition("gain_over_streaming_llm", ">", 0)),
-        beside=("wins_over_both", "gain_over_tova_unit_keys", "gain_over_streaming_llm_unit_keys"),
-    ),
-    Claim(
-        id="KD-C1 (collinear)",
-        source="appendix C, figure 11",
-        statement="Most keys and most queries of a head lie within a small angle of their mean.",
-        measured="Median cosine of the keys (after RoPE, as cached) with their mean, and of the queries with theirs, over heads; "
-        "0.7 (45 degrees) and more counts as small.",
-        seen_if=(Condition("key_cosine", ">=", 0.7), Condition("query_cosine", ">=", 0.7)),
-    ),
-    Claim(
-        id="KD-C1 (opposed)",
-        source="appendix C, figure 12",
-        statement="Mean key and mean query have a negative cosine in all heads.",
-        measured="cos(mean key, mean query) of each query head, after RoPE; negative in nine heads of ten counts as all.",
-        seen_if=(Condition("share_of_opposed_heads", ">=", 0.9),),
-        beside=("cosine_of_means",),
-    ),
-)
 
 
 def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -72,11 +42,8 @@ def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 def observe(lab: Lab, recording: Recording) -> Observed:
     """Measure one text."""
-    found: dict[str, list[np.ndarray]] = {}
-    for layer in recording.layers:
-        for name, values in {**_alignment(recording, layer), **_volumes(recording, layer)}.items():
-            found.setdefault(name, []).append(values)
-    return Observed(recording.kind, {name: np.stack(each) for name, each in found.items()})
+    measured = (_alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers)
+    return Observed(recording.kind, stacked(measured))
 
 
 def _alignment(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
@@ -116,29 +83,19 @@ def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
     found = {name: by_layer(texts, name) for name in texts[0].values}
     pearson = found["pearson"]
-    numbers = {
-        "pearson": median_of(pearson, "Pearson correlation of similarity and attention, over KV heads"),
-        "share_of_negative_heads": share_of(pearson < 0, "share of KV heads with a negative correlation, over texts"),
-        "pearson_without_sinks": median_of(found["without_sinks"], f"the correlation without the first {SINKS} tokens"),
-        "rank_correlation": median_of(found["rank"], "the correlation of ranks (Spearman)"),
-        "key_cosine": median_of(found["key_cosine"], "median cosine of the keys of a head with their mean, over KV heads"),
-        "query_cosine": median_of(found["query_cosine"], "median cosine of the queries of a head with their mean, over heads"),
-        "share_of_opposed_heads": share_of(
-            found["cosine_of_means"] < 0, "share of query heads with cos(mean key, mean query) < 0, over texts"
-        ),
-        "cosine_of_means": median_of(found["cosine_of_means"], "cos(mean key, mean query), over query heads"),
-        "wins_over_both": share_of(
-            (found["keydiff"] > found["tova"]) & (found["keydiff"] > found["streaming_llm"]),
-            "share of KV heads in which KeyDiff's volume is the largest of the three, over texts",
-        ),
-    }
+    numbers = PAPER.numbers()
+    numbers.median("pearson", pearson)
+    numbers.share("share_of_negative_heads", pearson < 0)
+    numbers.median("pearson_without_sinks", found["without_sinks"])
+    numbers.median("rank_correlation", found["rank"])
+    numbers.median("key_cosine", found["key_cosine"])
+    numbers.median("query_cosine", found["query_cosine"])
+    numbers.share("share_of_opposed_heads", found["cosine_of_means"] < 0)
+    numbers.median("cosine_of_means", found["cosine_of_means"])
+    numbers.share("wins_over_both", np.all([found["keydiff"] > found[other] for other in OTHERS], axis=0))
     for other in OTHERS:
-        numbers[f"gain_over_{other}"] = median_of(
-            found["keydiff"] - found[other], f"log-determinant of KeyDiff's keys less that of {other}'s, nats, over KV heads"
-        )
-        numbers[f"gain_over_{other}_unit_keys"] = median_of(
-            found["keydiff unit"] - found[f"{other} unit"], f"the same with keys of length 1, against {other}"
-        )
+        numbers.median(f"gain_over_{other}", found["keydiff"] - found[other])
+        numbers.median(f"gain_over_{other}_unit_keys", found["keydiff unit"] - found[f"{other} unit"])
     text, layer, head = (int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2]))
     heads = {name: texts[text].values[name][layer, head] for name in ("similarity", "attention")}
     series = {
@@ -152,31 +109,27 @@ def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
-    """Four panels: one head, the correlation by layer, the volumes, the cosine of the means."""
+    """Draw the paper's picture; `shown` in its file says what is seen."""
     (head, layers), (volume, means) = figure.subplots(2, 2)
     example = series["example"]
     head.semilogy(example["similarity"], np.maximum(example["attention"], 1e-7), ".", markersize=3)
-    head.set_xlabel("mean cosine of the key with all keys")
-    head.set_ylabel("mean attention received (log scale)")
-    head.set_title(f"the KV head in the middle: correlation {float(example['pearson']):.2f}")
+    head.set(
+        xlabel="mean cosine of the key with all keys",
+        ylabel="mean attention received (log scale)",
+        title=f"the KV head in the middle: correlation {float(example['pearson']):.2f}",
+    )
     band(layers, series["pearson_by_layer"], "Pearson: median and 10 to 90 % of heads")
     band(layers, series["rank_by_layer"], "Spearman (ranks)")
     layers.axhline(0, color="grey", linewidth=1)
-    layers.set_xlabel("layer")
-    layers.set_ylabel("correlation")
-    layers.set_title("similarity of a key against its attention")
+    layers.set(xlabel="layer", ylabel="correlation", title="similarity of a key against its attention")
     legend(layers)
     everything = np.concatenate([np.asarray(each) for each in series["volume"].values()])
     bins = np.linspace(everything.min(), everything.max() + 1e-9, 50).tolist()
     for name, values in series["volume"].items():
         volume.hist(values, bins=bins, histtype="step", linewidth=1.5, label=name)
-    volume.set_xlabel("log det(K^T K) of the kept keys (nats)")
-    volume.set_ylabel("KV heads")
-    volume.set_title("diversity of what stays, half removed")
+    volume.set(xlabel="log det(K^T K) of the kept keys (nats)", ylabel="KV heads", title="diversity of what stays, half removed")
     legend(volume)
     band(means, series["means_by_layer"], "median and 10 to 90 % of heads")
     means.axhline(0, color="grey", linewidth=1)
-    means.set_xlabel("layer")
-    means.set_ylabel("cos(mean key, mean query)")
-    means.set_title("mean key against mean query")
+    means.set(xlabel="layer", ylabel="cos(mean key, mean query)", title="mean key against mean query")
     legend(means)

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import DynamicCache
 
-from evictionary.claims.claim import Claim, Condition, Findings, mean_of
+from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import legend
 from evictionary.claims.recording import Lab, as_array, compressed, read_on
 from evictionary.evaluation.passkey import ANSWER_START, QUESTION, filler
@@ -23,49 +23,11 @@ from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper
 from evictionary.reference import lagkv_variants as variants
 
-ARXIV = "2504.04704"
-TITLE = "LagKV"
+PAPER = read_paper("lagkv")
 SINKS = 16
 SPARE = 6  # tokens beside the digits that an answer may begin with
 METHODS = ("lagkv", "local", "norm")
 LABELS = {"lagkv": "LagKV", "local": "LocalKV", "norm": "L2 norm"}
-
-TASK = (
-    "A number of 64 digits, one token each in SmolLM2, stands once in 1552 tokens of filler, at eight depths; the "
-    "cache is compressed before the question; S = 16, L = 128 and 256, r = 1/8, 1/4 and 1/2. Partial match: the longest "
-    "run of the number's digits in the answer, divided by 64 (0.06 by chance)"
-)
-ABLE = (Condition("full_partial", ">=", 0.5),)
-
-CLAIMS = (
-    Claim(
-        id="LK-12 (rL)",
-        source="section 4.2, figure 2",
-        statement="Retrieval of the 64-digit number depends on rL, the tokens kept of each partition: below the "
-        "number's own length of 64 tokens it fails.",
-        measured=f"{TASK}. Mean at rL >= 64 less the mean at rL < 64, at least 0.1; and the larger L has to be better at equal r.",
-        seen_if=(Condition("gain_above_64", ">=", 0.1), Condition("gain_of_larger_lag", ">", 0)),
-        possible_if=ABLE,
-        beside=("gain_of_smaller_lag_at_equal_rL", "partial_above_64", "partial_below_64", "full_exact"),
-    ),
-    Claim(
-        id="LK-14 (best)",
-        source="section 4.4, figures 5 and 6",
-        statement="LagKV is the best of LagKV, LocalKV (the partition's own range) and the L2 norm in the same scheme.",
-        measured=f"{TASK}. Mean difference of the partial match over all setups; 0.05, three digits, and more counts as better.",
-        seen_if=(Condition("over_local", ">=", 0.05), Condition("over_norm", ">=", 0.05)),
-        possible_if=ABLE,
-        beside=("partial_lagkv", "partial_local", "partial_norm", "exact_lagkv", "exact_local", "exact_norm"),
-    ),
-    Claim(
-        id="LK-14 (LocalKV)",
-        source="section 4.4, figures 5 and 6",
-        statement="LocalKV comes close to LagKV while little is removed, and falls behind when much is.",
-        measured=f"{TASK}. LagKV's partial match less LocalKV's: within 0.1 at r = 1/2, at least 0.1 at r = 1/8.",
-        seen_if=(Condition("size_of_gap_at_largest_ratio", "<=", 0.1), Condition("over_local_at_smallest_ratio", ">=", 0.1)),
-        possible_if=ABLE,
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -204,31 +166,21 @@ def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict
     equal = [(one, other) for one, other in pairs if kept_each[one] == kept_each[other]]
     over_local, over_norm = (score["lagkv"] - score[other] for other in ("local", "norm"))
     at = {name: [ratio == pick(ratios) for _, ratio in places] for name, pick in (("smallest", min), ("largest", max))}
-    numbers = {
-        "full_partial": mean_of(partial(full), "partial match with the full cache, over prompts"),
-        "full_exact": mean_of(exact(full), "share of exact answers with the full cache"),
-        "partial_above_64": mean_of(score["lagkv"][above], f"LagKV's partial match at rL >= {digits}"),
-        "partial_below_64": mean_of(score["lagkv"][~above], f"LagKV's partial match at rL < {digits}"),
-        "gain_above_64": mean_of(
-            score["lagkv"][above].mean(axis=0) - score["lagkv"][~above].mean(axis=0), "the first less the second, over prompts"
-        ),
-        "gain_of_larger_lag": mean_of(
-            by_lag[-1] - by_lag[0], f"LagKV's partial match at L = {lags[-1]} less that at L = {lags[0]}, at equal r"
-        ),
-        "gain_of_smaller_lag_at_equal_rL": mean_of(
-            [score["lagkv"][one] - score["lagkv"][other] for one, other in equal],
-            "LagKV's partial match at the smaller L less that at the larger where rL is equal; 0 if rL alone mattered",
-        ),
-        "over_local": mean_of(over_local, "LagKV's partial match less LocalKV's, over setups and prompts"),
-        "over_norm": mean_of(over_norm, "LagKV's partial match less that of the L2 norm, over setups and prompts"),
-        "over_local_at_smallest_ratio": mean_of(over_local[at["smallest"]], f"LagKV less LocalKV at r = {min(ratios):g}"),
-        "size_of_gap_at_largest_ratio": mean_of(
-            [abs(over_local[at["largest"]].mean())], f"size of the mean of LagKV less LocalKV at r = {max(ratios):g}"
-        ),
-    }
-    for method, label in LABELS.items():
-        numbers[f"partial_{method}"] = mean_of(score[method], f"partial match of {label}, over setups and prompts")
-        numbers[f"exact_{method}"] = mean_of(hits[method], f"share of exact answers of {label}")
+    numbers = PAPER.numbers(digits=digits, smaller_lag=lags[0], larger_lag=lags[-1], smallest=min(ratios), largest=max(ratios))
+    numbers.mean("full_partial", partial(full))
+    numbers.mean("full_exact", exact(full))
+    numbers.mean("partial_above_64", score["lagkv"][above])
+    numbers.mean("partial_below_64", score["lagkv"][~above])
+    numbers.mean("gain_above_64", score["lagkv"][above].mean(axis=0) - score["lagkv"][~above].mean(axis=0))
+    numbers.mean("gain_of_larger_lag", by_lag[-1] - by_lag[0])
+    numbers.mean("gain_of_smaller_lag_at_equal_rL", [score["lagkv"][one] - score["lagkv"][other] for one, other in equal])
+    numbers.mean("over_local", over_local)
+    numbers.mean("over_norm", over_norm)
+    numbers.mean("over_local_at_smallest_ratio", over_local[at["smallest"]])
+    numbers.mean("size_of_gap_at_largest_ratio", [abs(over_local[at["largest"]].mean())])
+    for method in METHODS:
+        numbers.mean(f"partial_{method}", score[method])
+        numbers.mean(f"exact_{method}", hits[method])
     series = {
         "digits": digits,
         "full": float(np.mean(partial(full))),
@@ -242,7 +194,7 @@ def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
-    """Two panels: LagKV's score against rL for each L, and the three variants setup by setup."""
+    """Draw the paper's picture; `shown` in its file says what is seen."""
     scale, variants = figure.subplots(1, 2)
     places, lagkv = series["setups"], np.array(series["partial"]["lagkv"])
     for lag in sorted({place["lag_size"] for place in places}):
@@ -256,17 +208,17 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     scale.set_xscale("log", base=2)
     ticks = sorted({place["rL"] for place in places})
     scale.set_xticks(ticks, [str(tick) for tick in ticks])
-    scale.set_ylim(-0.02, 1.05)
-    scale.set_xlabel("rL, tokens kept of each partition (log scale)")
-    scale.set_ylabel("partial match")
-    scale.set_title("LagKV: retrieval against rL")
+    scale.set(
+        ylim=(-0.02, 1.05),
+        xlabel="rL, tokens kept of each partition (log scale)",
+        ylabel="partial match",
+        title="LagKV: retrieval against rL",
+    )
     legend(scale)
     for offset, (method, label) in enumerate(LABELS.items()):
         means = np.array(series["partial"][method]).mean(axis=1)
         variants.bar(np.arange(len(places)) + 0.27 * offset, means, width=0.25, label=label)
     variants.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
     variants.set_xticks(np.arange(len(places)) + 0.27, [f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places])
-    variants.set_ylim(0, 1.05)
-    variants.set_ylabel("partial match, mean over prompts")
-    variants.set_title("LagKV, LocalKV and the L2 norm")
+    variants.set(ylim=(0, 1.05), ylabel="partial match, mean over prompts", title="LagKV, LocalKV and the L2 norm")
     legend(variants)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,12 @@ class Observed:
 
     kind: str
     values: dict[str, Any]
+
+
+def stacked(measured: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What was measured several times under the same names: each name with its arrays on a new first axis."""
+    each = list(measured)
+    return {name: np.stack([values[name] for values in each]) for name in each[0]}
 
 
 def by_layer(texts: Sequence[Observed], name: str) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from jinja2 import Environment, PackageLoader, select_autoescape
 from transformers import PreTrainedModel
 
 from evictionary import __version__
@@ -24,13 +22,12 @@ from evictionary.claims import expected_attention, gvote, keydiff, lagkv, moment
 from evictionary.claims.claim import Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import UsageError
+from evictionary.evaluation import pages
 
 SCHEMA_VERSION = 1
 PAPERS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
 }
-ROWS = {"keydiff": 2, "momentkv": 2, "gvote": 2}
-"""Rows of panels in a paper's picture, where it is more than one."""
 
 
 @dataclass
@@ -70,7 +67,7 @@ class Report:
         }
 
     def _paper(self, name: str, findings: Findings) -> dict[str, Any]:
-        module = PAPERS[name]
+        paper = PAPERS[name].PAPER
         claims = [
             {
                 "id": claim.id,
@@ -81,14 +78,14 @@ class Report:
                 "verdict": claim.verdict(findings.numbers),
                 "numbers": {number: asdict(findings.numbers[number]) for number in claim.numbers},
             }
-            for claim in module.CLAIMS
+            for claim in paper.claims
         ]
         return {
             "paper": name,
-            "title": module.TITLE,
-            "arxiv": module.ARXIV,
+            "title": paper.title,
+            "arxiv": paper.arxiv,
             "picture": f"{name}.png",
-            "shown": module.draw.__doc__.strip(),
+            "shown": paper.shown,
             "claims": claims,
             "series": _rounded(findings.series),
         }
@@ -140,7 +137,7 @@ def run(
         advance(f"{place}: reading")
         recording = record(lab, kind, number)  # some 200 MB: one at a time
         for name in observing:
-            advance(f"{place}: {PAPERS[name].TITLE}")
+            advance(f"{place}: {PAPERS[name].PAPER.title}")
             observed[name].append(PAPERS[name].observe(lab, recording))
     findings = {
         name: PAPERS[name].conclude(lab, observed[name]) if name in observed else lagkv.measure(lab, advance) for name in chosen
@@ -156,22 +153,15 @@ def write(result: dict[str, Any], folder: Path) -> list[Path]:
     Returns the paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True)
-    environment.filters["short"] = short
-    pages = {"results.json": json.dumps(result, indent=1) + "\n"}
-    pages["claims.html"] = environment.get_template("claims.html").render(result=result)
-    pages["index.md"] = environment.get_template("claims_index.md").render(result=result)
+    contents = {
+        "results.json": json.dumps(result, indent=1) + "\n",
+        "claims.html": pages.render("claims.html", result=result),
+        "index.md": pages.render("claims_index.md", result=result),
+    }
     for paper in result["papers"]:
         name = paper["paper"]
-        pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=ROWS.get(name, 1))
-        pages[f"{name}.md"] = environment.get_template("claims.md").render(result=result, paper=paper)
-    for name, text in pages.items():
-        partial = folder / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, folder / name)
-    return [folder / name for name in pages] + [folder / paper["picture"] for paper in result["papers"]]
-
-
-def short(value: float) -> str:
-    """Three significant digits."""
-    return f"{value:.3g}"
+        pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=PAPERS[name].PAPER.rows)
+        contents[f"{name}.md"] = pages.render("claims.md", result=result, paper=paper)
+    for name, text in contents.items():
+        pages.put(folder / name, text)
+    return [folder / name for name in contents] + [folder / paper["picture"] for paper in result["papers"]]

@@ -43,7 +43,7 @@ def claims(
 
     All papers take about ten minutes on one core.
     """
-    with exit_codes():
+    with exit_codes(extra="model"):
         names = given_names("--papers", papers)
         from evictionary.claims import run as experiment
         from evictionary.models.load import load as load_model

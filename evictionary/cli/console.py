@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,11 +48,11 @@ ModelName = Annotated[
 
 
 @contextmanager
-def exit_codes(stopped: str = "") -> Iterator[None]:
+def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
     """2 for an argument that cannot be used, 1 for a failure, 130 for Ctrl-C; one line each, no traceback.
 
     What a user's method prints meanwhile goes to standard error: standard output is for results. `stopped` says what to do after
-    Ctrl-C.
+    Ctrl-C, `extra` which extra the command needs where a module is missing.
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -62,9 +63,31 @@ def exit_codes(stopped: str = "") -> Iterator[None]:
     except UsageError as error:
         messages.print(f"[bold red]usage error[/] {escaped(error)}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
+    except ModuleNotFoundError as error:
+        needed = extra_with(error.name or "")
+        if needed is None:
+            raise
+        messages.print(
+            f"[bold red]failed[/] this command needs {error.name}, which is not installed: "
+            f"[bold]pip install 'evictionary\\[{extra or needed}]'[/]",
+            soft_wrap=True,
+            highlight=False,
+        )
+        raise typer.Exit(1) from None
     except (MethodError, InstallError, OSError) as error:
         messages.print(f"[bold red]failed[/] {escaped(error)}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
+
+
+def extra_with(module: str) -> str | None:
+    """The extra of this distribution that installs a module, or None where no extra does."""
+    from packaging.requirements import Requirement
+
+    for text in metadata.requires("evictionary") or []:
+        requirement = Requirement(text)
+        if requirement.name == module.split(".")[0] and requirement.marker:
+            return next((extra for extra in ("torch", "model", "cluster") if requirement.marker.evaluate({"extra": extra})), None)
+    return None
 
 
 def escaped(error: Exception) -> str:

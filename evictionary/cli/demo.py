@@ -47,12 +47,11 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Hide a number in a long text, compress the cache with every method, and ask for the number."""
-    with exit_codes():
+    with exit_codes(extra="model"):
         removed, places = numbers_in("--ratios", ratios), numbers_in("--depths", depths)
         names = given_names("--methods", methods)
         require_writable(output)
         from evictionary.evaluation import demo as experiment
-        from evictionary.evaluation import demo_report as report
         from evictionary.models.load import load as load_model
 
         loaded, tokenizer = load_model(model)
@@ -69,7 +68,7 @@ def demo(
                 advance=advance,
             )
             advance("writing the report")
-            report.write(result, output)
+            experiment.write(result, output)
     if as_json:
         typer.echo(json.dumps(result.as_json() | {"report": str(output)}, indent=1))
     else:

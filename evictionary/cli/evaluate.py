@@ -83,7 +83,7 @@ def evaluate(
 
     Exits with 1 if a method failed on a prompt; its other measurements and the other methods go on.
     """
-    with exit_codes("the same command goes on where it was"):
+    with exit_codes("the same command goes on where it was", extra="model"):
         if samples < 1:
             raise UsageError(f"--samples: got {samples}, wanted at least 1")
         kept = [_whole("--budgets", number) for number in numbers_in("--budgets", budgets)] if budgets else []
@@ -147,10 +147,8 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
 def _all_methods() -> list[tuple[str, dict[str, Any]]]:
     """Every method that the demo runs by itself, with the demo's options."""
     from evictionary.evaluation import demo
-    from evictionary.methods.resolve import resolve
 
-    names, _ = demo.default_methods()
-    return [(name, {key: value for key, value in demo.DEMO_OPTIONS.items() if key in resolve(name).options}) for name in names]
+    return [(name, demo.options_of(name)) for name in demo.default_methods()[0]]
 
 
 def _whole(argument: str, number: float) -> int:

@@ -47,7 +47,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Compress the cache of a text once, then answer several questions from it."""
-    with exit_codes():
+    with exit_codes(extra="model"):
         options = _options(option or [])
         text = _read(prompt_file)
         if max_new_tokens < 1:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -14,10 +11,10 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from jinja2 import Environment, PackageLoader, select_autoescape
 from matplotlib.figure import Figure
 
 from evictionary.evaluation import tasks
+from evictionary.evaluation.pages import drawn, inline, put, render, short_name
 from evictionary.evaluation.run import FULL, Line, label
 from evictionary.methods.catalogue import RANDOM
 
@@ -76,24 +73,24 @@ def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
     """Write summary.json, table.md, scores and heatmap as .png and .svg, and report.html into the folder; return the summary."""
     found = summary(lines)
     rows = found["rows"]
-    _put(folder / "summary.json", (json.dumps(found, indent=1) + "\n").encode())
-    _put(folder / "table.md", markdown(rows).encode())
+    put(folder / "summary.json", json.dumps(found, indent=1) + "\n")
+    put(folder / "table.md", markdown(rows))
     images = {}
     for name, figure in (("scores", scores_figure), ("heatmap", heatmap_figure)):
         for kind in ("png", "svg"):
             data = drawn(figure(rows), kind)  # a new figure each time: a legend outside the axes shrinks them at every drawing
-            _put(folder / f"{name}.{kind}", data)
-        images[name] = "data:image/svg+xml;base64," + base64.b64encode(data).decode("ascii")
-    environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape())
-    page = environment.get_template("evaluation.html").render(
+            put(folder / f"{name}.{kind}", data)
+        images[name] = inline(data)
+    page = render(
+        "evaluation.html",
         found=found,
-        model=found["model"].replace("\\", "/").rstrip("/").rpartition("/")[2],
+        model=short_name(found["model"]),
         tables=[(length, *pivot(group)) for length, group in _by_length(rows)],
         descriptions={row["task"]: tasks.TASKS[row["task"]].description for row in rows},
         prompts=sorted({row["prompts"] + row["failed"] for row in rows}),
         images=images,
     )
-    _put(folder / "report.html", page.encode())
+    put(folder / "report.html", page)
     return found
 
 
@@ -260,22 +257,6 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
 def _short(name: str) -> str:
     """A label that fits into a figure: of the path to a user's file the end says most."""
     return name if len(name) <= 40 else f"...{name[-37:]}"
-
-
-def drawn(figure: Figure, kind: str) -> bytes:
-    """The figure as the bytes of a "png" or "svg" file."""
-    buffer = io.BytesIO()
-    # a fixed salt and no date: the same results give the same file
-    with matplotlib.rc_context({"svg.hashsalt": "evictionary"}):
-        figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None)
-    return buffer.getvalue()
-
-
-def _put(path: Path, data: bytes) -> None:
-    """Write the file completely or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
 
 
 def _by_length(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:

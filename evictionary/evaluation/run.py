@@ -34,7 +34,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import require_prompt
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation import tasks
-from evictionary.evaluation.questions import ask, prefill
+from evictionary.evaluation.questions import Answer, ask, prefill
 from evictionary.methods.catalogue import RANDOM
 from evictionary.methods.method import tokens_to_keep
 from evictionary.methods.resolve import resolve
@@ -130,6 +130,17 @@ class Plan:
         """Every prompt once."""
         every = [Unit(task, length, seed) for task in self.tasks for length in self.lengths for seed in self.seeds]
         return list(dict.fromkeys(every))
+
+
+class Measurement(NamedTuple):
+    """What one setting did on one prompt: its line without the model and the unit, the answer, and the cache it came from.
+
+    There is no answer where the method failed.
+    """
+
+    line: Line
+    answer: Answer | None
+    cache: EvictingCache | None
 
 
 class Progress(NamedTuple):
@@ -233,18 +244,14 @@ def rewrite(path: Path, lines: Sequence[Line]) -> None:
     os.replace(partial, path)
 
 
-def measure(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterator[Line]:
-    """Read one prompt, then yield the line of each setting on it."""
-    model, tokenizer = _loaded(model_name)
-    prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence[Setting], seed: int) -> Iterator[Measurement]:
+    """Read one prompt, then compress a copy of its cache by each setting and ask it. `seed` is for methods that draw."""
     chosen = {setting.method: resolve(setting.method) for setting in settings if setting.method != FULL}
     record = frozenset().union(*(method.captured for method in chosen.values()))
     full = EvictingCache(model, method=None, record=record)
     prefill(model, prompt.context_ids, full)
     for setting in settings:
         line: Line = {
-            "model": model_name,
-            **unit._asdict(),
             "method": setting.method,
             "options": setting.options,
             "ratio": setting.ratio,
@@ -253,25 +260,18 @@ def measure(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterato
             "expected": list(prompt.answers),
             "tokens": prompt.context_ids.shape[1],
         }
-        start = time.perf_counter()
+        answer, cache, start = None, None, time.perf_counter()
         try:
-            line |= _answered(model, tokenizer, prompt, full, setting, chosen.get(setting.method), unit.seed)
+            method = chosen.get(setting.method)
+            arguments = (method, setting.ratio or 0.0, setting.options, setting.budget)
+            cache = full if method is None else EvictingCache.from_prefilled(model, full, *arguments, seed=seed)
+            found = {"tokens_kept": cache.tokens_kept, "bytes_before": full.nbytes, "bytes_after": cache.nbytes}
+            with cache:
+                answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
+            line |= {**found, **prompt.score(answer.text)._asdict(), "answer": answer.text, "error": None}
         except MethodError as error:
             line["error"] = str(error)
-        yield line | {"seconds": time.perf_counter() - start, "versions": versions()}
-
-
-def _answered(
-    model: Any, tokenizer: Any, prompt: tasks.Prompt, full: EvictingCache, setting: Setting, method: Any, seed: int
-) -> Line:
-    cache = full
-    if method is not None:
-        ratio = 0.0 if setting.ratio is None else setting.ratio
-        cache = EvictingCache.from_prefilled(model, full, method, ratio, setting.options, setting.budget, seed=seed)
-    found = {"tokens_kept": cache.tokens_kept, "bytes_before": full.nbytes, "bytes_after": cache.nbytes}
-    with cache:
-        answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
-    return {**found, **prompt.score(answer.text)._asdict(), "answer": answer.text, "error": None}
+        yield Measurement(line | {"seconds": time.perf_counter() - start, "versions": versions()}, answer, cache)
 
 
 def versions() -> dict[str, str]:
@@ -291,7 +291,15 @@ _one_at_a_time = threading.Lock()
 def _whole_unit(model_name: str, unit: Unit, settings: Sequence[Setting]) -> list[Line]:
     # what a method prints in a worker is not for the standard output of the command, which may be JSON
     with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
-        return list(measure(model_name, unit, settings))
+        return list(_lines(model_name, unit, settings))
+
+
+def _lines(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterator[Line]:
+    """The line of each setting on the prompt of a unit."""
+    model, tokenizer = _loaded(model_name)
+    prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+    for measured in measure(model, tokenizer, prompt, settings, unit.seed):
+        yield {"model": model_name, **unit._asdict(), **measured.line}
 
 
 @cache
@@ -308,7 +316,7 @@ def _measured(model_name: str, work: Sequence[tuple[Unit, list[Setting]]], jobs:
         return
     if jobs == 1 and dask is None:
         for unit, settings in work:
-            yield from measure(model_name, unit, settings)
+            yield from _lines(model_name, unit, settings)
         return
     with _workers(jobs, dask):
         parallel = joblib.Parallel(return_as="generator_unordered", batch_size=1)

@@ -1,6 +1,7 @@
 """Which methods there are, read from the file system, and what their functions read. It runs without torch.
 
-A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else registers it.
+A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else registers it. The attribute
+`TRAITS = {"recursive"}` beside it says what the method is, where it is anything out of the ordinary; a user's file may have it too.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from evictionary import reference
+from evictionary.errors import UsageError
 
 SEAMS = ("score", "select", "compress", "attend")
 RANDOM = "random"
@@ -49,6 +52,17 @@ CAPTURED_FOR = {
     "sampled_queries": "hidden_states",
 }
 """Of the inputs that only the running model has: which of its states each is made of."""
+
+
+TRAITS = {
+    "every_token": "compresses again with every new token",
+    "evicts_first": "evicts before the new token attends, which then attends to what is left",
+    "own_budget": "decides by itself how many tokens stay: a compression ratio or a budget changes nothing",
+    "prompt_only": "needs the queries of all tokens, so it compresses the prompt and nothing after it",
+    "recursive": "leaves alone what it has compressed once: a select with keep_ratio, sink_size (the tokens left alone) and "
+    "lag_size (the tokens of a partition)",
+}
+"""What a module can say of its method in TRAITS."""
 
 
 def allocators() -> list[str]:
@@ -97,6 +111,14 @@ def paper(module: ModuleType) -> str | None:
     """The arXiv number that the module's docstring names first."""
     found = re.search(r"arXiv[: ]*(\d{4}\.\d{4,5})", module.__doc__ or "")
     return found and found.group(1)
+
+
+def traits(module: ModuleType) -> frozenset[str]:
+    """The words of TRAITS that the module says, none where it has no such attribute. Raises UsageError for any other word."""
+    said = getattr(module, "TRAITS", ())
+    if not set(said) <= set(TRAITS):
+        raise UsageError(f"TRAITS of {Path(module.__file__ or '?').name}: got {said!r}, wanted a set of {', '.join(TRAITS)}")
+    return frozenset(said)
 
 
 def seams(module: ModuleType) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The baseline that every method has to beat: keep random tokens. It belongs to no paper, so it lives in the workbench."""
+"""The baseline that every method has to beat: keep random tokens. It belongs to no paper, so reference/ has it not."""
 
 from __future__ import annotations
 

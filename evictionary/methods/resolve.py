@@ -111,17 +111,18 @@ def _from_module(module: ModuleType, name: str, function_name: str | None = None
     package, _, stem = module.__name__.rpartition(".")
     # a module of `optimized/` leaves its description and its paper to the reference
     described = catalogue.definition(stem) if package == "evictionary.optimized" else module
+    traits = catalogue.traits(described)
+    lacking = [each for each in ("keep_ratio", "sink_size", "lag_size") if each not in (*inputs, *options)]
+    if "recursive" in traits and lacking:
+        raise UsageError(f"TRAITS of {name}: got 'recursive', wanted {function.__name__} to take {', '.join(lacking)} then")
     imports_torch = re.search(r"^\s*(import|from)\s+(torch|triton)\b", inspect.getsource(module), re.MULTILINE)
     return Method(
         name=name,
-        description=catalogue.description(described),
-        paper=catalogue.paper(described),
-        seams=catalogue.seams(module),
         module=module,
         function=function,
-        is_select=function.__name__.startswith("select"),
-        inputs=tuple(inputs),
+        inputs=inputs,
         options=options,
+        traits=traits,
         as_torch=package == "evictionary.optimized" or imports_torch is not None,
         prompt_function=_prompt_function(module, described),
         corrected="moments" in inputs,

@@ -6,26 +6,21 @@ It equals, in torch, for one query head and the n kept tokens of its KV head:
     output = logits.softmax(dim=0) @ values.float()
     log_sum_exp = logits.logsumexp(dim=0)
 
-Reads and writes. K and V of every kept token, once: the G query heads of a group and their M queries are the rows of one tile of
-queries, so that G heads share the read. Queries, outputs and the partial results of the splits are small beside it. 32 sequences
-of 4,096 kept tokens, 8 heads of 128 bfloat16 channels: 537 MB, a floor of 125 microseconds at 4.3 TB/s. Prediction for one H200,
-not measured: 32 microseconds of instructions hide behind that, the second launch adds 4: some 150.
+K and V of every kept token are read once: the G query heads of a group and their M queries are the rows of one tile of queries,
+which share the read. Queries, outputs and the partial results of the splits are small beside it.
 
-First launch, `attend_chunks`: the flat storage is cut into chunks of at most `chunk` tokens that never cross a head, and one
-program takes one chunk. Heads may have any lengths; the GPU alone knows them, and nothing waits for it: the launch has as many
-programs as N tokens in B * H_kv heads can need, N / chunk + B * H_kv, and each finds its head and chunk by adding up the lengths;
-those left over stop at once. So the work is even however ragged the heads are. The chunk follows from N: about a thousand
-programs where the cache is large, and never below 64 tokens. A program keeps a running maximum, sum and output in float32 (the
-online softmax, in powers of two), and writes its normalised output and the logarithm of its sum.
-Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks.
+First launch, `attend_chunks`: the flat storage is cut into chunks that never cross a head, and one program takes one chunk. The
+GPU alone knows the lengths of the heads, and nothing waits for it: the launch has as many programs as N tokens in B * H_kv heads
+can need, and each finds its head and chunk by adding up the lengths; those left over stop at once. So the work is even however
+ragged the heads are. The chunk follows from N: about a thousand programs, and from 64 to 4,096 tokens. A program keeps a running
+maximum, sum and output in float32 (the online softmax, in powers of two), and writes its normalised output and the logarithm of
+its sum. Every chunk has a token, so no maximum is -inf and nothing is divided by 0.
+Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks. A head without
+tokens has no chunk, and its merge gives output 0 and log-sum-exp -inf.
 
-The tiling. Tensor cores multiply at least 16 rows, so G * M rows are padded to 16 and taken 32 at a time at most. A tile of 64
-tokens (32 where a row is 512 bytes or more) keeps K and V in flight two to three deep in shared memory and leaves room for two
-programs on a multiprocessor. The products take float16 or bfloat16 factors and add in float32; the logits are scaled in float32
-after the product. float32 caches are multiplied in full float32, which tensor cores do not do.
-
-Every chunk has a token, so no maximum is -inf and nothing is divided by 0. A head without tokens has no chunk, and its merge
-gives output 0 and log-sum-exp -inf.
+The tiles. Tensor cores multiply at least 16 rows, so G * M rows are padded to 16 and taken 32 at a time at most. 64 tokens (32
+where a row is 512 bytes or more) keep K and V in flight two to three deep in shared memory and leave room for two programs on a
+multiprocessor. float32 caches are multiplied in full float32, without tensor cores.
 """
 
 from __future__ import annotations
@@ -37,44 +32,26 @@ import torch
 import triton
 import triton.language as tl
 
-from evictionary.reference.checks import group_size
-
-from ..cache import CompressedCache
-from ..checks import require_same_kind, require_states
-from .compiling import Configuration
-from .launching import padded, require_launchable
+from ..states import CompressedCache
+from .compiling import HEAD_DIMS, configurations
+from .launching import floats, outputs, padded
+from .tiles import dot_dtype, load_queries, load_tile
 
 PROGRAMS_WANTED = 1024
 CHUNKS = (64, 4096)
 
 
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""ATT-1..3: attention of every query over the kept tokens of its KV head, as `optimized.attention.attend`.
-
-    Args: queries [B, H_q, M, D], float32, float16 or bfloat16, any strides; cache, from `cache.compress`, of the same dtype.
-    Returns output [B, H_q, M, D_v] in that dtype and log-sum-exp [B, H_q, M] float32. A head that keeps no token gives output 0
-    and log-sum-exp -inf. Raises ValueError where queries and cache disagree in shape, dtype or device.
-    """
-    require_states("queries", queries, "B H_q M D")
-    require_launchable("queries", queries)
-    require_launchable("cache.values", cache.values)
+    r"""ATT-1..3: attention of every query over the kept tokens of its KV head, as `optimized.attention.attend`."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, value_dim = cache.lengths.shape[1], cache.values.shape[1]
-    if batch != cache.lengths.shape[0] or head_dim != cache.keys.shape[1]:
-        wanted = f"[{cache.lengths.shape[0]}, H_q, M, {cache.keys.shape[1]}]"
-        raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {wanted}")
-    require_same_kind("queries", queries, "cache.keys", cache.keys)
-    group = group_size(num_query_heads, num_kv_heads)
-    total, heads, rows = cache.keys.shape[0], batch * num_kv_heads, group * num_queries
+    total, heads, rows = cache.keys.shape[0], batch * num_kv_heads, num_query_heads // num_kv_heads * num_queries
     chunk = min(max(triton.next_power_of_2(triton.cdiv(total, PROGRAMS_WANTED)), CHUNKS[0]), CHUNKS[1])
     programs = total // chunk + heads
     lengths = cache.lengths.contiguous()
-    partial = torch.empty((programs, rows, value_dim), dtype=torch.float32, device=queries.device)
-    partial_log = torch.empty((programs, rows), dtype=torch.float32, device=queries.device)
-    # The interpreter cuts float32 off to bfloat16 instead of rounding: there torch rounds, behind the kernels.
-    stored = torch.float32 if _is_interpreted(queries) else queries.dtype
-    output = torch.empty((batch, num_query_heads, num_queries, value_dim), dtype=stored, device=queries.device)
-    log_sum_exp = torch.empty((batch, num_query_heads, num_queries), dtype=torch.float32, device=queries.device)
+    partial, partial_log = floats(queries, programs, rows, value_dim), floats(queries, programs, rows)
+    output = outputs(queries, batch, num_query_heads, num_queries, value_dim)
+    log_sum_exp = floats(queries, batch, num_query_heads, num_queries)
     block_heads, block_dv = padded(heads), padded(value_dim)
     tile = _tile(queries, padded(head_dim), block_dv, rows)
     attend_chunks[(programs, triton.cdiv(rows, tile["BLOCK_ROWS"]))](
@@ -90,23 +67,14 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     return output.to(queries.dtype), log_sum_exp
 
 
-def _is_interpreted(queries: torch.Tensor) -> bool:
-    """Return whether the kernels run in the interpreter, on the CPU."""
-    return queries.device.type == "cpu"
-
-
 def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict[str, Any]:
     """Return the constants of the tiling, by the bytes of the longer row of a tile."""
+    wide = max(block_d, block_dv) > 128
     if queries.dtype == torch.float32:
-        wide = max(block_d, block_dv) > 128
         tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if wide else 4, "num_stages": 2}
     else:
-        wide = max(block_d, block_dv) > 128
         tile = {"BLOCK_ROWS": min(32, padded(rows)), "BLOCK_T": 32 if wide else 64, "num_warps": 4, "num_stages": 2 if wide else 3}
-    # The interpreter cannot multiply bfloat16; float32 holds every bfloat16 exactly.
-    bfloat16 = tl.float32 if _is_interpreted(queries) else tl.bfloat16
-    dot_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[queries.dtype]
-    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype}
+    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}
 
 
 @triton.jit
@@ -137,15 +105,11 @@ def attend_chunks(
     if head < heads:
         channels = tl.arange(0, BLOCK_D)
         value_channels = tl.arange(0, BLOCK_DV)
-        # queries [BLOCK_ROWS, BLOCK_D]: row r is query r % M of the head r // M of the group
         row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        item, kv_head = (head // num_kv_heads).to(tl.int64), head % num_kv_heads
-        query_head = (kv_head * (rows // num_queries) + row // num_queries).to(tl.int64)
-        query_offsets = item * query_stride_b + query_head * query_stride_h + (row % num_queries).to(tl.int64) * query_stride_m
-        queries = tl.load(
-            queries_ptr + query_offsets[:, None] + channels.to(tl.int64)[None, :] * query_stride_d,
-            mask=(row < rows)[:, None] & (channels < head_dim)[None, :], other=0.0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+        queries = load_queries(
+            queries_ptr, head.to(tl.int64), row, channels, num_kv_heads, rows, num_queries, head_dim,
+            query_stride_b, query_stride_h, query_stride_m, query_stride_d,
+        ).to(DOT_DTYPE)  # fmt: skip
         keys_ptr += first * key_stride_t
         values_ptr += first * value_stride_t
         highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
@@ -154,15 +118,8 @@ def attend_chunks(
         for start in range(0, tokens.to(tl.int32), BLOCK_T):
             token = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
             inside = token < tokens
-            # keys [BLOCK_T, BLOCK_D], values [BLOCK_T, BLOCK_DV]
-            keys = tl.load(
-                keys_ptr + token[:, None] * key_stride_t + channels.to(tl.int64)[None, :] * key_stride_d,
-                mask=inside[:, None] & (channels < head_dim)[None, :], other=0.0,
-            ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-            values = tl.load(
-                values_ptr + token[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d,
-                mask=inside[:, None] & (value_channels < value_dim)[None, :], other=0.0,
-            ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+            keys = load_tile(keys_ptr, token, channels, inside, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
+            values = load_tile(values_ptr, token, value_channels, inside, value_stride_t, value_stride_d, value_dim).to(DOT_DTYPE)
             logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
             logits = tl.where(inside[None, :], logits, float("-inf"))
             higher = tl.maximum(highest, tl.max(logits, axis=1))
@@ -219,23 +176,13 @@ def merge_chunks(
     tl.store(log_sum_exp_ptr + target, log_sum_exp)
 
 
-def _compiled(dtype: torch.dtype, head_dim: int, rows: int) -> Configuration:
-    def launch() -> tuple[torch.Tensor, torch.Tensor]:
-        storage = torch.empty((32 * 8 * 1024, head_dim), dtype=dtype, device="meta")
-        lengths = torch.empty((32, 8), dtype=torch.int64, device="meta")
-        queries = torch.empty((32, 8 * rows, 1, head_dim), dtype=dtype, device="meta")
-        return attend(queries, CompressedCache(storage, storage, lengths, lengths))
-
-    return Configuration(
-        f"{dtype} head_dim {head_dim} {rows} rows".removeprefix("torch."),
-        launch,
-        tensor_cores=frozenset() if dtype == torch.float32 else frozenset({"attend_chunks"}),
-    )
+def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:
+    storage = torch.empty((32 * 8 * 1024, head_dim), dtype=dtype, device="meta")
+    lengths = torch.empty((32, 8), dtype=torch.int64, device="meta")
+    queries = torch.empty((32, 8 * rows, 1, head_dim), dtype=dtype, device="meta")
+    attend(queries, CompressedCache(storage, storage, lengths, lengths))
 
 
-CONFIGURATIONS = [
-    _compiled(dtype, head_dim, rows)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for head_dim in (128, 64, 80, 96, 256)
-    for rows in (4, 64)
-]
+CONFIGURATIONS = configurations(
+    _launch, *({"head_dim": head_dim, "rows": rows} for head_dim in HEAD_DIMS for rows in (4, 64)), tensor_cores=["attend_chunks"]
+)

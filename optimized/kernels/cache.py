@@ -4,15 +4,12 @@ It equals, in torch:
 
     keys[kept], values[kept], kept.nonzero()[:, 2]
 
-Reads and writes. One running count of the mask (torch's cumulative sum, 9 bytes for each token) gives every kept token its row
-and, read back once, the size of the result: a cache that holds nothing but the kept tokens cannot be allocated without knowing
-their number. Then one program takes a tile of tokens of one head and copies its kept rows, K and V: rows that are not kept are
-not read. Kept half of 131,072 tokens of 8 heads of 128 bfloat16 channels: 268 MB read and 268 MB written, and 9.4 MB for the
-count; at 4.3 TB/s the floor is 127 microseconds.
+A running count of the mask, torch's cumulative sum, gives every kept token its row. Its last number is read back, since a cache
+that holds nothing but the kept tokens cannot be allocated without knowing how many they are. Then one program takes a tile of
+tokens of one head and copies its kept rows, K and V; rows that are not kept are not read. Rows leave in the order of their
+positions and next to one another, so the writes are contiguous although the reads skip.
 
-The tiling. A tile holds 4,096 elements for 4 warps: with head_dim 128, sixteen threads copy a row, 16 bytes each. Rows leave in
-the order of their positions and next to one another, so the writes are contiguous although the reads skip. States are copied
-bit by bit in their own dtype.
+The tile holds 4,096 elements for 4 warps: with 128 channels of 16 bits, sixteen threads copy a row, 16 bytes each.
 """
 
 from __future__ import annotations
@@ -21,30 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cache import CompressedCache
-from ..checks import require_kept, require_same_kind, require_shape, require_states
-from .compiling import Configuration
-from .launching import padded, require_launchable
-
-__all__ = ["CONFIGURATIONS", "CompressedCache", "compress", "copy_kept"]
+from ..states import CompressedCache
+from .compiling import HEAD_DIMS, configurations
+from .launching import padded
+from .tiles import at_head, copy_tile
 
 ELEMENTS_OF_A_TILE = 4096
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
-    r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order, as `optimized.cache.compress`.
-
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides; kept [B, H_kv, T], boolean.
-    Returns the cache in the dtype of its inputs. Raises ValueError naming the argument for a wrong shape, dtype or device.
-    Waits for the GPU once, to learn how many tokens are kept.
-    """
-    require_states("keys", keys, "B H_kv T D")
-    require_states("values", values, "B H_kv T D_v")
-    require_launchable("keys", keys)
-    require_launchable("values", values)
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
-    require_same_kind("values", values, "keys", keys)
-    require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
+    r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order, as `optimized.cache.compress`."""
     rows = kept.reshape(-1).cumsum(0)
     return copy_kept(keys, values, kept.contiguous(), rows, int(rows[-1]))
 
@@ -52,30 +35,25 @@ def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> Co
 def copy_kept(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor, total: int) -> CompressedCache:
     """Copy the `total` kept tokens, each to the row that `rows` [B * H_kv * T], counted from 1, gives it."""
     batch, num_heads, length, head_dim = keys.shape
-    value_dim = values.shape[-1]
-    out_keys = torch.empty((total, head_dim), dtype=keys.dtype, device=keys.device)
-    out_values = torch.empty((total, value_dim), dtype=values.dtype, device=keys.device)
-    positions = torch.empty(total, dtype=torch.int64, device=keys.device)
-    block_d, block_dv = padded(head_dim), padded(value_dim)
+    cache = empty_cache(keys, values, total, kept.sum(dim=-1))
+    block_d, block_dv = padded(head_dim), padded(values.shape[-1])
     block_t = min(128, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
     tiles = triton.cdiv(length, block_t)
     copy_rows[(batch * num_heads * tiles,)](
-        keys, values, kept, rows, out_keys, out_values, positions, *keys.stride(), *values.stride(),
-        num_heads, length, tiles, head_dim, value_dim, BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
+        keys, values, kept, rows, *cache[:3], *keys.stride(), *values.stride(),
+        num_heads, length, tiles, head_dim, values.shape[-1], BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
     )  # fmt: skip
-    return CompressedCache(out_keys, out_values, positions, kept.sum(dim=-1))
+    return cache
 
 
-@triton.jit
-def copy_tile(
-    source, target, tokens, rows, copied, stride_t, stride_d, head_dim, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """target[rows] = source[tokens] where `copied`; tokens, rows and copied are [BLOCK_T], rows int64."""
-    channels = tl.arange(0, BLOCK_D)
-    inside = copied[:, None] & (channels < head_dim)[None, :]
-    offsets = tokens.to(tl.int64)[:, None] * stride_t + channels.to(tl.int64)[None, :] * stride_d
-    states = tl.load(source + offsets, mask=inside, other=0.0)
-    tl.store(target + rows[:, None] * head_dim + channels[None, :], states, mask=inside)
+def empty_cache(keys: torch.Tensor, values: torch.Tensor, total: int, lengths: torch.Tensor) -> CompressedCache:
+    """Return room for `total` tokens of `keys` and `values`."""
+    return CompressedCache(
+        keys.new_empty(total, keys.shape[-1]),
+        values.new_empty(total, values.shape[-1]),
+        keys.new_empty(total, dtype=torch.int64),
+        lengths,
+    )
 
 
 @triton.jit(do_not_specialize=["length", "tiles"])
@@ -88,27 +66,21 @@ def copy_rows(
     """Copy the kept rows of one tile of tokens of one head. Grid: heads * tiles, the tiles of a head together."""
     program = tl.program_id(0).to(tl.int64)
     head, tile = program // tiles, program % tiles
-    item, kv_head = head // num_heads, head % num_heads
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = tokens < length
     kept = tl.load(kept_ptr + head * length + tokens, mask=inside, other=0) != 0
     rows = tl.load(rows_ptr + head * length + tokens, mask=inside, other=1) - 1
     tl.store(positions_ptr + rows, tokens, mask=kept)
-    keys = keys_ptr + item * key_stride_b + kv_head * key_stride_h
-    values = values_ptr + item * value_stride_b + kv_head * value_stride_h
-    copy_tile(keys, out_keys_ptr, tokens, rows, kept, key_stride_t, key_stride_d, head_dim, BLOCK_D)
-    copy_tile(values, out_values_ptr, tokens, rows, kept, value_stride_t, value_stride_d, value_dim, BLOCK_DV)
+    keys = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)
+    values = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h)
+    copy_tile(keys, out_keys_ptr, tokens, rows, tl.arange(0, BLOCK_D), kept, key_stride_t, key_stride_d, head_dim)
+    copy_tile(values, out_values_ptr, tokens, rows, tl.arange(0, BLOCK_DV), kept, value_stride_t, value_stride_d, value_dim)
 
 
-def _compiled(dtype: torch.dtype, head_dim: int) -> Configuration:
-    def launch() -> CompressedCache:
-        keys = torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta")
-        kept = torch.empty(keys.shape[:3], dtype=torch.bool, device="meta")
-        return copy_kept(keys, keys, kept, kept.reshape(-1).cumsum(0), 2 * 8 * 2048)
-
-    return Configuration(f"{dtype} head_dim {head_dim}".removeprefix("torch."), launch)
+def _launch(dtype: torch.dtype, head_dim: int) -> None:
+    keys = torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta")
+    kept = torch.empty(keys.shape[:3], dtype=torch.bool, device="meta")
+    copy_kept(keys, keys, kept, kept.reshape(-1).cumsum(0), 2 * 8 * 2048)
 
 
-CONFIGURATIONS = [
-    _compiled(dtype, head_dim) for dtype in (torch.bfloat16, torch.float16, torch.float32) for head_dim in (128, 64, 80, 96, 256)
-]
+CONFIGURATIONS = configurations(_launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS))

@@ -5,48 +5,31 @@ The scores equal, in torch, for one KV head and the query heads g of its group:
     logits = keys @ mean[g] / math.sqrt(d) + ((keys @ covariance[g]) * keys).sum(dim=-1) / (2 * d)
     score = (mean over g of logits.softmax(dim=0) + epsilon) * values.norm(dim=-1)
 
-Reads and writes. K and V once, whatever the group, and T * H_q float32 logits out and in again. 131,072 tokens of 8 heads of 128
-bfloat16 channels and 32 query heads: 537 MB, 125 microseconds at 4.3 TB/s. The multiplications weigh more: 2 * T * H_q * D^2 =
-137 GFLOP, 174 microseconds at 790 TFLOP/s, and 348 with the covariance in two parts (below). Prediction for one H200, not measured:
-the sums along the rows are 215 microseconds of instructions, which only another program can hide, and the slices of Sigma and of
-the tile are read again from L2, 3.2 GB: between 500 and 600 microseconds in all. Beyond the scores it takes 16.8 MB
-for the logits, 0.3 MB for the maximum and sum of every tile and 2.1 MB for the parts of 32 covariances: 19.2 MB, of which the
-last grow with the number of sequences as the covariances do. The torch expression stores one more K in float32 for each of the
-query heads.
+K and V come from memory once, whatever the group; T * H_q float32 logits go out and in again.
 
 First launch, `split_covariances`: tensor cores multiply keys in their own dtype, in which a covariance has 8 bits (bfloat16) or
 11. Keys are exact, so only Sigma has to be split: high + low, each in the dtype of the keys, is Sigma to 16 bits or more, for
 twice the multiplications. Sigma is first scaled by a power of two that brings its largest element to [2^13, 2^14): float16 has
 no numbers beyond 65,504, and below 2^-14 fewer bits. float32 keys are multiplied in full float32, which needs no second part.
-Second launch, `expected_logits`: one program takes one tile of tokens of one KV head. It walks the covariances of the group, in
-slices of BLOCK_N columns: K_tile @ Sigma_slice on tensor cores, times the factor, plus the mean, times the same columns of the
-tile, summed along the row. The logits of all heads of the group gather in registers and are stored together, with the maximum
-and the sum of exponentials of the tile; the norms of the values go to where the scores will be.
+Second launch, `expected_logits`: one program takes one tile of tokens of one KV head. It walks the covariances of the group in
+slices of columns: K_tile @ Sigma_slice on tensor cores, plus the mean, times the same columns of the tile, summed along the row.
+The logits of the group are stored together, with the maximum and the sum of exponentials of the tile; the norms of the values go
+to where the scores will be. 128 tokens and 64 columns leave 32 accumulators to each of 256 threads; Sigma in one slice would want
+the whole tile of K in registers, and leave no room for a second program. Rows beyond 128 channels take half of both.
 Third launch, `weigh_values`: one program takes a run of tokens, adds up the maxima and sums of its KV head in the order of the
 tiles, and turns logits and norms to scores.
 
-The tiling. 128 tokens and 64 columns leave 32 accumulators to each of 256 threads, and 112 KB hold a tile of K, two slices of
-Sigma in both parts and what moves between threads: two programs share a multiprocessor, so that one multiplies while the other
-sums. Rows beyond 128 channels take 64 tokens and 32 columns. Sigma in one slice would want the whole tile of K in registers, and
-leave no room for a second program.
+The statistics equal, in torch, `queries.mean(dim=-2)` and `torch.cov(queries.mT, correction=0)` of one head. First launch,
+`sum_products`: one program adds up q - s and the products (q - s)(q - s)^T of one split of one head. The channels are taken as
+the two halves a and b that RoPE turns into each other; b a^T is the transpose of a b^T, so three products of four are computed.
+Halves of 128 channels would take 192 accumulators a thread, so there each product has a program of its own. The shift s, the mean
+of a few queries spread over the sequence, is close to mu, so nothing cancels where mu is large: Sigma is
+sum / N - (mu - s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries, which adds 2^-9 / sqrt(N) of
+Sigma, far less than the sqrt(2 / N) to which N queries determine it.
+Second launch, `finish_statistics`: the splits are added in their order. Their number follows from the number of heads, so the
+last bits may differ between batches, and are the same in every run.
 
-The statistics equal, in torch, `queries.mean(dim=-2)` and `torch.cov(queries.mT, correction=0)` of one head. They read the
-queries once, 1.07 GB for 131,072 tokens of 32 heads, 250 microseconds at 4.3 TB/s. First launch, `sum_products`: one program adds
-up q - s and the products (q - s)(q - s)^T of one split of one head. The channels are taken as the two halves a and b that RoPE
-turns into each other; b a^T is the transpose of a b^T, so that three products of four are computed, 103 GFLOP, 130 microseconds
-at 790 TFLOP/s. 16 bytes of a and of b for each of 256 threads make a tile of 32 tokens, and 48 accumulators. Halves of 128
-channels would take 192 of them, so there each product has a program of its own.
-The shift s, the mean of a few queries spread over the sequence, is close to mu, so nothing cancels where mu is large: Sigma is
-sum / N - (mu - s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries. N queries determine a covariance
-to about sqrt(2 / N) of itself; the rounding, by 2^-9 up as often as down, adds 2^-9 / sqrt(N), seven hundred times less.
-Second launch, `finish_statistics`: the splits are added in their order. Their number follows from the number of heads, so that
-the partial sums take 25 MB for 512 programs of 128 channels, 50 MB for 256 of 256, or less than the covariances themselves; the
-last bits may therefore differ between batches, and are the same in every run.
-
-`unrotated_statistics` takes queries as attention used them, after RoPE, and turns them back in registers: nothing is projected or
-stored again. Prediction for one H200, not measured: cos and sin weigh more than the bytes here. The compiled loop has 416
-instructions for 8 pairs of channels a thread: half a millisecond for 131,072 tokens of 32 heads. `average_rope` works on a few
-megabytes, in torch.
+`unrotated_statistics` takes queries as attention used them, after RoPE, and turns them back in registers.
 """
 
 from __future__ import annotations
@@ -58,13 +41,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..checks import require_same_kind, require_shape, require_states
-from ..expected_attention import average_rope, require_rotation
 from ..rope import frequencies
-from .compiling import Configuration
-from .launching import as_heads, padded, require_launchable
-
-__all__ = ["CONFIGURATIONS", "average_rope", "query_statistics", "score", "unrotated_statistics"]
+from .compiling import HEAD_DIMS, configurations
+from .launching import as_heads, floats, is_amd, padded
+from .tiles import at_head, dot_dtype, load_tile
 
 # Parts of Sigma for half-precision keys: 2, or 1 for half the time and Sigma rounded to the dtype of the keys.
 TERMS = 2
@@ -74,35 +54,20 @@ LEAST_TOKENS_OF_A_SPLIT = 512
 
 
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""EA-5, EA-L1: mean and covariance of queries before RoPE, as `optimized.expected_attention.query_statistics`.
-
-    Args: queries [..., N, D], all of one head, float32, float16 or bfloat16, any strides, D at most 256. Returns mean [..., D] and
-    covariance [..., D, D] float32. Raises ValueError for a wrong shape, dtype or device.
-    """
-    require_states("queries", queries, "... N D")
-    require_launchable("queries", queries)
+    r"""EA-5, EA-L1: mean and covariance of queries before RoPE, as `optimized.expected_attention.query_statistics`."""
     return _statistics(queries, None, None)
 
 
-def unrotated_statistics(
-    queries: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""EA-5 of queries after RoPE: `query_statistics(rotate(queries, -positions, theta))`.
+def unrotated_statistics(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""EA-5 of queries after RoPE, as `optimized.expected_attention.unrotated_statistics`.
 
     An angle is the product of a position with a frequency, kept as a 32-bit fraction of a turn: whole turns drop out by
     themselves, and position 1,000,000 is off by less than 0.001 radians.
-
-    Args: queries [..., N, D] after RoPE, D even; positions [N] or any shape that broadcasts to [..., N], integers; theta, the base
-    of RoPE. Returns and raises as `query_statistics`, and for positions or theta that do not fit.
     """
-    require_states("queries", queries, "... N D")
-    require_launchable("queries", queries)
-    require_rotation(queries, positions, theta)
-    positions = positions.expand(queries.shape[:-1])
     turns = frequencies(queries.shape[-1], theta, device=queries.device) / (2 * math.pi)
     # The low 32 bits, as a signed number: a whole turn is 2^32, and wraps to nothing.
     fractions = (torch.remainder(turns, 1) * 2**32).round().to(torch.int64).to(torch.int32)
-    return _statistics(queries, positions, fractions)
+    return _statistics(queries, positions.expand(queries.shape[:-1]), fractions)
 
 
 def _statistics(
@@ -111,7 +76,7 @@ def _statistics(
     """Launch `sum_products` and `finish_statistics`; with positions and fractions, the queries are turned back first."""
     heads = as_heads(queries)
     batch, num_heads, length, head_dim = heads.shape
-    count, half, odd, device = batch * num_heads, (head_dim + 1) // 2, head_dim % 2, queries.device
+    count, half, odd = batch * num_heads, (head_dim + 1) // 2, head_dim % 2
     block_h = padded(half)
     each = block_h > 64
     # 16 bytes for each thread, from either half of the channels. Without tensor cores a product takes more registers.
@@ -121,100 +86,57 @@ def _statistics(
     split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, wanted // count)))
     split = triton.cdiv(split, block_t) * block_t
     splits = triton.cdiv(length, split)
-    shifts = torch.empty((count, 2 * half), dtype=torch.float32, device=device)
-    sums = torch.empty((count * splits, 2 * half), dtype=torch.float32, device=device)
-    products = torch.empty((count * splits, 3, half, half), dtype=torch.float32, device=device)
-    mean = torch.empty((count, head_dim), dtype=torch.float32, device=device)
-    covariance = torch.empty((count, head_dim, head_dim), dtype=torch.float32, device=device)
+    shifts, sums = floats(queries, count, 2 * half), floats(queries, count * splits, 2 * half)
+    products = floats(queries, count * splits, 3, half, half)
+    mean, covariance = floats(queries, count, head_dim), floats(queries, count, head_dim, head_dim)
     places = None if positions is None else as_heads(positions[..., None])[..., 0]
     sum_products[(count * splits, 3 if each else 1)](
         heads, places, fractions, shifts, sums, products, *heads.stride(), *((0, 0, 0) if places is None else places.stride()),
         num_heads, length, head_dim, split, splits,
-        BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=_dot_dtype(queries), ROTATED=places is not None, ODD=odd,
-        num_warps=_warps(threads), num_stages=2,
+        BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries), ROTATED=places is not None, ODD=odd,
+        num_warps=_warps(queries, threads), num_stages=2,
     )  # fmt: skip
     finish_statistics[(count, 3, triton.cdiv(half, 16))](
-        shifts,
-        sums,
-        products,
-        mean,
-        covariance,
-        length,
-        head_dim,
-        splits,
-        BLOCK_R=16,
-        BLOCK_H=block_h,
-        ODD=odd,
-        num_warps=_warps(128),
-    )
+        shifts, sums, products, mean, covariance, length, head_dim, splits,
+        BLOCK_R=16, BLOCK_H=block_h, ODD=odd, num_warps=_warps(queries, 128),
+    )  # fmt: skip
     return mean.reshape(*queries.shape[:-2], head_dim), covariance.reshape(*queries.shape[:-2], head_dim, head_dim)
 
 
-def _warps(threads: int) -> int:
-    """Return the warps of a program of so many threads: AMD has 64 in a warp."""
-    interpreted = triton.knobs.runtime.interpret
-    return threads // (32 if interpreted else triton.runtime.driver.active.get_current_target().warp_size)
-
-
-def _dot_dtype(states: torch.Tensor) -> tl.dtype:
-    """Return the dtype of the factors on tensor cores; the interpreter cannot multiply bfloat16, and float32 holds it exactly."""
-    bfloat16 = tl.float32 if states.device.type == "cpu" else tl.bfloat16
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[states.dtype]
+def _warps(states: torch.Tensor, threads: int) -> int:
+    """Return the warps of a program of so many threads."""
+    return threads // (64 if is_amd(states) else 32)
 
 
 def score(
-    keys: torch.Tensor, values: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor, *, epsilon: float = 0.02
+    keys: torch.Tensor, values: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`, as `optimized.expected_attention.score`.
-
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides, D and D_v at most 256;
-    query_mean [B, H_q, D] and query_covariance [B, H_q, D, D], averaged over RoPE, of any floating dtype; epsilon >= 0.
-    Returns scores [B, H_kv, T] float32. Raises ValueError naming the argument that does not fit.
-    """
-    require_states("keys", keys, "B H_kv T D")
-    require_states("values", values, "B H_kv T D_v")
-    require_launchable("keys", keys)
-    require_launchable("values", values)
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
-    require_same_kind("values", values, "keys", keys)
-    require_states("query_mean", query_mean, "B H_q D")
-    require_states("query_covariance", query_covariance, "B H_q D D")
-    batch, num_kv_heads, length, head_dim = keys.shape
-    num_query_heads, value_dim, device = query_mean.shape[1], values.shape[-1], keys.device
-    if num_query_heads % num_kv_heads:
-        raise ValueError(f"query_mean: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} KV heads")
-    require_shape("query_mean", query_mean, (batch, num_query_heads, head_dim), "the batch and head_dim of keys")
-    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
-    for name, statistic in (("query_mean", query_mean), ("query_covariance", query_covariance)):
-        if statistic.device != device:
-            raise ValueError(f"{name}: got device {statistic.device}, wanted {device} (that of keys)")
-    if not 0 <= epsilon < math.inf:
-        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
+    r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`, as `optimized.expected_attention.score`."""
     means, covariances = query_mean.float(), query_covariance.float()
+    batch, num_kv_heads, length, head_dim = keys.shape
+    num_query_heads = means.shape[1]
     heads, readers, group = batch * num_kv_heads, batch * num_query_heads, num_query_heads // num_kv_heads
     terms = 1 if keys.dtype == torch.float32 else TERMS
     tile = _tile(keys, values)
-    block_group = triton.next_power_of_2(group)
+    block_group = padded(group, 1)
     tiles, runs = triton.cdiv(length, tile["BLOCK_T"]), triton.cdiv(length, TOKENS_OF_A_RUN)
-    parts = torch.empty((terms, readers, head_dim, head_dim), dtype=keys.dtype, device=device)
-    factors = torch.empty(readers, dtype=torch.float32, device=device)
-    logits = torch.empty((readers, tiles, tile["BLOCK_T"]), dtype=torch.float32, device=device)
-    highest = torch.empty((readers, tiles), dtype=torch.float32, device=device)
-    mass = torch.empty((readers, tiles), dtype=torch.float32, device=device)
-    scores = torch.empty((batch, num_kv_heads, length), dtype=torch.float32, device=device)
+    parts = keys.new_empty(terms, readers, head_dim, head_dim)
+    factors, logits = floats(keys, readers), floats(keys, readers, tiles, tile["BLOCK_T"])
+    highest, mass = floats(keys, readers, tiles), floats(keys, readers, tiles)
+    scores = floats(keys, batch, num_kv_heads, length)
     split_covariances[(readers,)](
         covariances, parts, factors, *covariances.stride(), parts.stride(0), num_query_heads, head_dim,
-        BLOCK_R=16, BLOCK_D=tile["BLOCK_D"], TERMS=terms, num_warps=_warps(256),
+        BLOCK_R=16, BLOCK_D=tile["BLOCK_D"], TERMS=terms, num_warps=_warps(keys, 256),
     )  # fmt: skip
     expected_logits[(heads * tiles,)](
         keys, values, means, parts, factors, logits, highest, mass, scores,
         *keys.stride(), *values.stride(), *means.stride(), parts.stride(0),
-        num_kv_heads, group, length, tiles, head_dim, value_dim, 1 / math.sqrt(head_dim),
+        num_kv_heads, group, length, tiles, head_dim, values.shape[-1], 1 / math.sqrt(head_dim),
         GROUP=block_group, TERMS=terms, RESCALE=values.dtype != torch.float16, **tile,
     )  # fmt: skip
     weigh_values[(heads * runs,)](
         logits, highest, mass, scores, group, length, tiles, runs, float(epsilon),
-        GROUP=block_group, TILE=tile["BLOCK_T"], BLOCK_T=TOKENS_OF_A_RUN, num_warps=_warps(128),
+        GROUP=block_group, TILE=tile["BLOCK_T"], BLOCK_T=TOKENS_OF_A_RUN, num_warps=_warps(keys, 128),
     )  # fmt: skip
     return scores
 
@@ -229,7 +151,7 @@ def _tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     else:
         tile = {"BLOCK_T": 64 if wide else 128, "BLOCK_N": 32 if wide else 64, "num_warps": 4 if wide else 8, "num_stages": 2}
     tile["BLOCK_N"] = min(tile["BLOCK_N"], block_d)
-    return tile | {"BLOCK_D": block_d, "BLOCK_DV": block_dv, "DOT_DTYPE": _dot_dtype(keys)}
+    return tile | {"BLOCK_D": block_d, "BLOCK_DV": block_dv, "DOT_DTYPE": dot_dtype(keys)}
 
 
 @triton.jit
@@ -247,21 +169,19 @@ def split_covariances(
 ):  # fmt: skip
     """parts[0] + parts[1] = Sigma * 2^e, and factors = 2^-e / (2 d). Grid: query heads of all sequences."""
     reader = tl.program_id(0).to(tl.int64)
-    base = covariances_ptr + (reader // num_query_heads) * stride_b + (reader % num_query_heads) * stride_h
-    columns = tl.arange(0, BLOCK_D).to(tl.int64)
+    base = at_head(covariances_ptr, reader, num_query_heads, stride_b, stride_h)
+    columns = tl.arange(0, BLOCK_D)
     largest = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     for first in range(0, head_dim, BLOCK_R):
-        rows = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
-        inside = (rows < head_dim)[:, None] & (columns < head_dim)[None, :]
-        covariance = tl.load(base + rows[:, None] * stride_r + columns[None, :] * stride_c, mask=inside, other=0.0)
-        largest = tl.maximum(largest, tl.abs(covariance))
+        rows = first + tl.arange(0, BLOCK_R)
+        largest = tl.maximum(largest, tl.abs(load_tile(base, rows, columns, rows < head_dim, stride_r, stride_c, head_dim)))
     scale, inverse = power_of_two(tl.max(tl.max(largest, axis=1), axis=0), 13)
     tl.store(factors_ptr + reader, inverse / (2 * head_dim))
     target = parts_ptr + reader * head_dim * head_dim
     for first in range(0, head_dim, BLOCK_R):
-        rows = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
+        rows = first + tl.arange(0, BLOCK_R)
+        covariance = load_tile(base, rows, columns, rows < head_dim, stride_r, stride_c, head_dim) * scale
         inside = (rows < head_dim)[:, None] & (columns < head_dim)[None, :]
-        covariance = tl.load(base + rows[:, None] * stride_r + columns[None, :] * stride_c, mask=inside, other=0.0) * scale
         offsets = rows[:, None] * head_dim + columns[None, :]
         high = covariance.to(parts_ptr.dtype.element_ty)
         tl.store(target + offsets, high, mask=inside)
@@ -282,16 +202,12 @@ def expected_logits(
     """EA-7 of one tile of one KV head for every query head of its group, and the norms of its values. Grid: heads * tiles."""
     program = tl.program_id(0).to(tl.int64)
     head, tile = program // tiles, program % tiles
-    item, kv_head = head // num_kv_heads, head % num_kv_heads
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = tokens < length
-    # keys [BLOCK_T, BLOCK_D]: one factor of every product
     channels = tl.arange(0, BLOCK_D)
-    rows = keys_ptr + item * key_stride_b + kv_head * key_stride_h + tokens[:, None] * key_stride_t
-    keys = tl.load(
-        rows + channels.to(tl.int64)[None, :] * key_stride_d,
-        mask=inside[:, None] & (channels < head_dim)[None, :], other=0.0,
-    ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+    rows = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    # keys [BLOCK_T, BLOCK_D]: one factor of every product
+    keys = load_tile(rows, tokens, channels, inside, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
     members = tl.arange(0, GROUP)
     logits = tl.zeros([GROUP, BLOCK_T], dtype=tl.float32)
     for step in range(0, group * (BLOCK_D // BLOCK_N)):
@@ -303,11 +219,8 @@ def expected_logits(
         sigma_inside = (channels < head_dim)[:, None] & (columns < head_dim)[None, :]
         sigma = tl.load(sigma_ptr, mask=sigma_inside, other=0.0).to(tl.float32).to(DOT_DTYPE)
         # part [BLOCK_T, BLOCK_N]: the same columns of the keys, from the caches
-        part = tl.load(
-            rows + columns.to(tl.int64)[None, :] * key_stride_d,
-            mask=inside[:, None] & (columns < head_dim)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        mean_ptr = means_ptr + item * mean_stride_b + (kv_head * group + member) * mean_stride_h
+        part = load_tile(rows, tokens, columns, inside, key_stride_t, key_stride_d, head_dim)
+        mean_ptr = at_head(means_ptr, reader, num_kv_heads * group, mean_stride_b, mean_stride_h)
         mean = tl.load(mean_ptr + columns.to(tl.int64) * mean_stride_d, mask=columns < head_dim, other=0.0)
         product = tl.dot(keys, sigma, input_precision="ieee")
         if TERMS == 2:
@@ -325,12 +238,8 @@ def expected_logits(
     tl.store(highest_ptr + reader * tiles + tile, highest, mask=present)
     tl.store(mass_ptr + reader * tiles + tile, mass, mask=present)
     # values [BLOCK_T, BLOCK_DV]: their norms
-    value_channels = tl.arange(0, BLOCK_DV)
-    values = tl.load(
-        values_ptr + item * value_stride_b + kv_head * value_stride_h
-        + tokens[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d,
-        mask=inside[:, None] & (value_channels < value_dim)[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
+    base = at_head(values_ptr, head, num_kv_heads, value_stride_b, value_stride_h)
+    values = load_tile(base, tokens, tl.arange(0, BLOCK_DV), inside, value_stride_t, value_stride_d, value_dim)
     if RESCALE:  # squares of values around 1e30 or 1e-30 would leave float32
         scale, inverse = power_of_two(tl.max(tl.abs(values), axis=1), 0)
         values = values * scale[:, None]
@@ -397,11 +306,8 @@ def load_pairs(
     """Load queries as their channels 0 .. D/2-1 and D/2 .. D-1, before RoPE, 0 from `end` on: float32 [tokens, BLOCK_H] twice."""
     half = (head_dim + ODD) // 2
     pairs = tl.arange(0, BLOCK_H)
-    inside = (tokens < end)[:, None]
-    rows = base + tokens[:, None] * stride_n
-    first_channels, second_channels = pairs.to(tl.int64)[None, :], (half + pairs).to(tl.int64)[None, :]
-    first = tl.load(rows + first_channels * stride_d, mask=inside & (pairs < half)[None, :], other=0.0).to(tl.float32)
-    second = tl.load(rows + second_channels * stride_d, mask=inside & (pairs < head_dim - half)[None, :], other=0.0).to(tl.float32)
+    first = load_tile(base, tokens, pairs, tokens < end, stride_n, stride_d, half)
+    second = load_tile(base, tokens, half + pairs, tokens < end, stride_n, stride_d, head_dim)
     if ROTATED:
         # A product of 32-bit integers drops the whole turns; read as signed, it lies within half a turn.
         position = tl.load(positions_ptr + tokens * position_stride_n, mask=tokens < end, other=0).to(tl.int32)
@@ -426,10 +332,9 @@ def sum_products(
     """
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, program % splits
-    item, head_of_item = head // num_heads, head % num_heads
-    base = queries_ptr + item * stride_b + head_of_item * stride_h
+    base = at_head(queries_ptr, head, num_heads, stride_b, stride_h)
     if ROTATED:
-        positions_ptr += item * position_stride_b + head_of_item * position_stride_h
+        positions_ptr = at_head(positions_ptr, head, num_heads, position_stride_b, position_stride_h)
     # The shift: the mean of queries at even distances. All programs of a head take the same.
     sample = tl.arange(0, BLOCK_T).to(tl.int64) * length // BLOCK_T
     first, second = load_pairs(
@@ -527,25 +432,18 @@ def finish_statistics(
         tl.store(mean_ptr + head * head_dim + columns, shift + away, mask=present)
 
 
-def _compiled(dtype: torch.dtype, head_dim: int, group: int) -> Configuration:
-    def launch() -> None:
-        cache = torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta")
-        mean = torch.empty((2, 8 * group, head_dim), dtype=torch.float32, device="meta")
-        covariance = torch.empty((2, 8 * group, head_dim, head_dim), dtype=torch.float32, device="meta")
-        queries = torch.empty((2, 8 * group, 4096, head_dim), dtype=dtype, device="meta")
-        score(cache, cache, mean, covariance)
-        query_statistics(queries)
-        unrotated_statistics(queries, torch.empty(4096, dtype=torch.int64, device="meta"))
-
-    return Configuration(
-        f"{dtype} head_dim {head_dim} group {group}".removeprefix("torch."),
-        launch,
-        tensor_cores=frozenset() if dtype == torch.float32 else frozenset({"expected_logits", "sum_products"}),
-    )
+def _launch(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    cache = torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta")
+    mean = torch.empty((2, 8 * group, head_dim), dtype=torch.float32, device="meta")
+    covariance = torch.empty((2, 8 * group, head_dim, head_dim), dtype=torch.float32, device="meta")
+    queries = torch.empty((2, 8 * group, 4096, head_dim), dtype=dtype, device="meta")
+    score(cache, cache, mean, covariance, 0.02)
+    query_statistics(queries)
+    unrotated_statistics(queries, torch.empty(4096, dtype=torch.int64, device="meta"), 10000.0)
 
 
-CONFIGURATIONS = [
-    _compiled(dtype, head_dim, group)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for head_dim, group in ((128, 4), (64, 1), (80, 2), (96, 3), (256, 8))
-]
+CONFIGURATIONS = configurations(
+    _launch,
+    *({"head_dim": head_dim, "group": group} for head_dim, group in zip(HEAD_DIMS, (4, 1, 2, 3, 8), strict=True)),
+    tensor_cores=["expected_logits", "sum_products"],
+)

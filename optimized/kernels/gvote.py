@@ -15,32 +15,19 @@ below a threshold grows with the threshold; the smallest weight of the nucleus i
 more than 1 - p of the whole, and it is found bit by bit. That holds in rounded arithmetic too: a sum taken in a fixed order over
 the same places, some of them 0, cannot fall when one of them becomes positive. So no digit found ever contradicts an earlier one.
 Of weights equal to the smallest, as many leave the nucleus as fit into what the mass below has left free. The weights are those of
-the softmax before its division, since mass is relative to the row.
+the softmax before its division, since mass is relative to the row. NaN ranks below every number and has no mass.
 
-Reads and writes. K twice, once for the current queries and once for the samples: 131,072 tokens of 8 heads of 128 bfloat16
-channels are 2 * 268 MB, a floor of 125 microseconds at 4.3 TB/s. The logits of the current queries, 4 * G bytes a token and KV
-head (17 MB), are written once and read ten times, those of S samples (134 MB for S = 8) written once and read five times: from L2,
-if they stay there. S * T logits for each query head are what runs out of memory first in a long prompt. So the samples go in waves
-of as many sequences as WORKSPACE holds, or KV heads of one, or samples of one KV head. The first two kinds share nothing: K is
-still read twice. Only where one KV head alone is too much is its K read again for each of its waves. The memory taken for samples
-is then never more than WORKSPACE or one logit for each token and query head of a group, whatever S is: 32 MiB hold all samples of
-the layer above up to 32,768 tokens; at 131,072 tokens a wave is two KV heads, and there are four.
+Waves. The S * T logits of each query head are what runs out of memory first in a long prompt. So the samples go in waves of as
+many sequences as WORKSPACE holds, or KV heads of one sequence, or samples of one KV head; only the last kind reads K again for
+each wave. The memory taken is never more than WORKSPACE, or one logit for each token and query head of a group.
 
-Prediction for one H200 at 131,072 tokens and S = 8, not measured: K takes 125 microseconds and writing the logits 35. The compiled
-loops need 70 instructions for a logit and digit in `weigh_chunks` and for a logit's first byte in `count_chunks`: 80 microseconds
-for each of the two at four instructions a clock on 132 multiprocessors. The other walks take some 80, the time between 40
-dependent launches some 80 more: half a millisecond.
-
-Launches. `multiply` writes logits: it is the product of at most 64 query rows, the queries of a group, with 128 keys, once for each
-tile, so that K is read once for all rows of a wave. Rows of up to 8,192 logits are settled in registers, without a second read:
-`settle_short_rows` for the budgets, `rank_short_rows` for the votes; a call is then five launches and three for each further wave.
-A longer row is cut into at most 64 chunks, by its length alone. `find_peaks` and eight times `weigh_chunks` find a nucleus, four
-bits at a time, by the mass below fifteen thresholds in one read, and `settle_long_rows` counts it; `count_chunks`, four times, and
-`rank_chunks` find the votes by the histograms of `selection`. `unite` writes or extends the mask. The number of votes of a row
-stays on the GPU; nothing waits for the host. Masses of chunks are stored and added in their order, and histograms are whole
-numbers: two runs agree in every bit, and so does a sequence in whatever batch it runs.
-
-float32 caches are multiplied in full float32, which tensor cores do not do. NaN ranks below every number and has no mass.
+Launches. `multiply` writes logits: the product of at most 64 query rows, the queries of a group, with 128 keys. Rows of up to
+8,192 logits are settled in registers, without a second read: `settle_short_rows` for the budgets, `rank_short_rows` for the
+votes. A longer row is cut into at most 64 chunks, by its length alone. `find_peaks` and eight times `weigh_chunks` find a
+nucleus, four bits at a time, by the mass below fifteen thresholds in one read, and `settle_long_rows` counts it; `count_chunks`,
+four times, and `rank_chunks` find the votes by the histograms of `selection`. `unite` writes or extends the mask. Nothing waits
+for the host. Masses of chunks are added in their order, and histograms are whole numbers: two runs agree in every bit, and so
+does a sequence in whatever batch it runs. float32 caches are multiplied in full float32, without tensor cores.
 """
 
 from __future__ import annotations
@@ -53,13 +40,10 @@ import torch
 import triton
 import triton.language as tl
 
-from evictionary.reference.checks import as_fraction
-
-from ..checks import require_same_kind, require_shape, require_states
-from ..gvote import require_budgets, require_votes
-from .compiling import Configuration
-from .launching import as_heads, padded, require_launchable
-from .selection import byte_counts, keep_from, load_ordered, narrow, ordered
+from .compiling import HEAD_DIMS, configurations
+from .launching import floats, padded
+from .selection import count_keys, find_prefix, keep_from, load_ordered, ordered, store_counts
+from .tiles import at_head, dot_dtype, load_queries, load_tile
 
 WORKSPACE = 32 * 2**20  # bytes of the samples' logits that are held at a time
 LONGEST_SHORT_ROW = 8192
@@ -67,18 +51,11 @@ LEAST_CHUNK = 2048
 MOST_CHUNKS = 64
 
 
-def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95) -> torch.Tensor:
-    r"""GV-A1..3, GV-A9..11: the kept mask, as `optimized.gvote.select`.
-
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; sampled_queries [B, H_q, S, D], float32, float16 or bfloat16, any strides, D at
-    most 256; p in [0, 1]. Returns kept [B, H_kv, T], boolean, ragged. Raises ValueError naming the argument that does not fit.
-    """
-    require_votes(query, keys, sampled_queries)
-    require_launchable("keys", keys)
-    beyond = float(1 - as_fraction("p", p))
+def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, beyond: float) -> torch.Tensor:
+    r"""GV-A1..3, GV-A9..11: the kept mask, as `optimized.gvote.select`; `beyond` is 1 - p."""
     batch, num_kv_heads, length, _ = keys.shape
     group, samples = query.shape[1] // num_kv_heads, sampled_queries.shape[2]
-    budgets = _nuclei(_logits(query[:, :, None], keys)[..., :length], beyond, from_logits=True, mask=False)
+    budgets = _nuclei(_logits(query[:, :, None], keys), beyond, from_logits=True)
     budgets = budgets.view(batch, num_kv_heads, group)
     kept = torch.empty(keys.shape[:3], dtype=torch.bool, device=keys.device)
     items, heads, wave = _waves(batch, num_kv_heads, samples, bytes_each=4 * group * length)
@@ -86,7 +63,7 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
         own = slice(item, item + items), slice(head, head + heads)
         readers = slice(head * group, (head + heads) * group)
         for first in range(0, samples, wave):
-            logits = _logits(sampled_queries[own[0], readers, first : first + wave], keys[own])[..., :length]
+            logits = _logits(sampled_queries[own[0], readers, first : first + wave], keys[own])
             _vote(logits, budgets[own], kept[own], extend=first > 0)
     return kept
 
@@ -103,115 +80,76 @@ def _waves(batch: int, num_kv_heads: int, samples: int, *, bytes_each: int) -> t
     return 1, max(1, heads), samples if heads else max(1, fitting)
 
 
-def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
-    r"""GV-A2: the smallest set with mass >= p, as `optimized.gvote.nucleus`.
-
-    Args: attention [..., T], weights of at least 0, float32, float16 or bfloat16, any strides; p in [0, 1]. Returns a mask
-    [..., T]. Raises ValueError naming the argument that does not fit, and where the weights are on a CPU for one below 0; on a GPU
-    weights below 0 and NaN count as 0.
-    """
-    require_states("attention", attention, "... T")
-    require_launchable("attention", attention, largest=None)
-    if attention.device.type == "cpu" and (attention < 0).any():
-        raise ValueError(f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0")
-    beyond = float(1 - as_fraction("p", p))
-    rows = attention.reshape(-1, attention.shape[-1])
-    return _nuclei(rows, beyond, from_logits=False, mask=True).view(attention.shape)
-
-
-def attention_weights(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""GV-1, GV-A1: `softmax(q K^T / sqrt(D))`. Args: query [..., D], keys [..., T, D]. Returns [..., T] float32."""
-    require_states("query", query, "... D")
-    return sampled_logits(query[..., None, :], keys)[..., 0, :].softmax(dim=-1)
-
-
-def sampled_logits(sampled_queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""GV-A9: `q_s . k_t / sqrt(D)`.
-
-    Args: sampled_queries [..., S, D] and keys [..., T, D] with the same leading axes, float32, float16 or bfloat16, any strides,
-    D at most 256. Returns [..., S, T] float32. Raises ValueError naming the argument that does not fit.
-    """
-    require_states("sampled_queries", sampled_queries, "... S D")
-    require_states("keys", keys, "... T D")
-    require_launchable("keys", keys)
-    wanted = (*keys.shape[:-2], sampled_queries.shape[-2], keys.shape[-1])
-    require_shape("sampled_queries", sampled_queries, wanted, "the heads and channels of keys")
-    require_same_kind("sampled_queries", sampled_queries, "keys", keys)
-    logits = _logits(as_heads(sampled_queries), as_heads(keys))[..., : keys.shape[-2]]
-    return logits.reshape(*sampled_queries.shape[:-1], keys.shape[-2])
+def nucleus(attention: torch.Tensor, beyond: float) -> torch.Tensor:
+    r"""GV-A2: the smallest set with mass >= p, as `optimized.gvote.nucleus`; `beyond` is 1 - p. Weights below 0 count as 0."""
+    return _top_each(attention, _nuclei(attention.reshape(-1, attention.shape[-1]), beyond, from_logits=False))
 
 
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
-    r"""GV-5, GV-A10: every row keeps the number of tokens that is its own, of equal scores the lower positions.
+    r"""GV-5, GV-A10: every row keeps the number of tokens that is its own, as `optimized.gvote.top_each`."""
+    return _top_each(scores, budgets.clamp(0, scores.shape[-1]).to(torch.int32).reshape(-1))
 
-    Args: scores [..., T], float32, float16 or bfloat16, any strides; budgets [...], whole numbers on the same device. Returns kept
-    [..., T]. Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget (on a GPU it counts as 0).
-    """
-    require_budgets(scores, budgets)
-    require_launchable("scores", scores, largest=None)
-    counts = budgets.clamp(0, scores.shape[-1]).to(torch.int32).reshape(-1)
+
+def _top_each(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the mask of the `counts` [R] highest scores of the R rows of `scores` [.., T]."""
     kept = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     _vote(scores.reshape(-1, scores.shape[-1]), counts, kept, extend=False)
     return kept
 
 
 def _logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return `q . k / sqrt(D)` for queries [B, H_q, M, D] as rows [H_q * B * M, T], padded to a multiple of 16 columns."""
+    """GV-1, GV-A9: `q . k / sqrt(D)` for queries [B, H_q, M, D] as rows [B * H_q * M, T] of the heads, then of their queries."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1], keys.shape[2]
     rows = num_query_heads // num_kv_heads * num_queries
     # Rows that start at a multiple of 64 bytes are read and written 16 bytes at a time, whatever T is.
     columns = triton.cdiv(length, 16) * 16
-    logits = torch.empty((batch * num_kv_heads * rows, columns), dtype=torch.float32, device=keys.device)
+    logits = floats(keys, batch * num_kv_heads * rows, columns)
     tile = _tile(keys, rows)
     blocks = triton.cdiv(length, tile["BLOCK_T"])
     multiply[(batch * num_kv_heads * blocks, triton.cdiv(rows, tile["BLOCK_ROWS"]))](
         queries, keys, logits, *queries.stride(), *keys.stride(),
         num_kv_heads, num_queries, rows, length, columns, blocks, head_dim, 1 / math.sqrt(head_dim), **tile,
     )  # fmt: skip
-    return logits
+    return logits[:, :length]
 
 
 def _tile(keys: torch.Tensor, rows: int) -> dict[str, Any]:
     """Return the constants of the tiling of `multiply`."""
     block_d = padded(keys.shape[-1])
     if keys.dtype == torch.float32:
-        return {"BLOCK_ROWS": 16, "BLOCK_T": 32, "BLOCK_D": block_d, "DOT_DTYPE": tl.float32, "num_warps": 4}
-    # The interpreter cannot multiply bfloat16; float32 holds every bfloat16 exactly.
-    bfloat16 = tl.float32 if keys.device.type == "cpu" else tl.bfloat16
-    dot_dtype = tl.float16 if keys.dtype == torch.float16 else bfloat16
-    block_t = 64 if block_d > 128 else 128
-    return {"BLOCK_ROWS": min(64, padded(rows)), "BLOCK_T": block_t, "BLOCK_D": block_d, "DOT_DTYPE": dot_dtype, "num_warps": 4}
+        tile = {"BLOCK_ROWS": 16, "BLOCK_T": 32}
+    else:
+        tile = {"BLOCK_ROWS": min(64, padded(rows)), "BLOCK_T": 64 if block_d > 128 else 128}
+    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(keys), "num_warps": 4}
 
 
 def _short(length: int) -> dict[str, int]:
     """Return the constants of the kernels that hold rows in registers: 4,096 numbers to a program, or one row."""
-    block = max(64, triton.next_power_of_2(length))
+    block = padded(length, 64)
     return {"ROWS": max(1, 4096 // block), "BLOCK": block, "num_warps": max(8, block // 512)}
 
 
 def _chunks(length: int) -> tuple[int, int]:
     """Return the tokens of a chunk of a long row and the number of chunks: by the length alone."""
-    chunk = max(LEAST_CHUNK, triton.next_power_of_2(triton.cdiv(length, MOST_CHUNKS)))
+    chunk = padded(triton.cdiv(length, MOST_CHUNKS), LEAST_CHUNK)
     return chunk, triton.cdiv(length, chunk)
 
 
-def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool, mask: bool) -> torch.Tensor:
-    """Return the nucleus of each row [R, T], as a mask [R, T] or as its size [R] int32. `beyond` is 1 - p."""
+def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool) -> torch.Tensor:
+    """Return the size of the nucleus of each row [R, T], [R] int32. `beyond` is 1 - p."""
     count, length = rows.shape
-    sizes = torch.empty(0 if mask else count, dtype=torch.int32, device=rows.device)
-    kept = torch.empty((count, length) if mask else (0,), dtype=torch.bool, device=rows.device)
-    flags = {"FROM_LOGITS": from_logits, "MASK": mask}
+    sizes = torch.empty(count, dtype=torch.int32, device=rows.device)
     if length <= LONGEST_SHORT_ROW:
         tile = _short(length)
         settle_short_rows[(triton.cdiv(count, tile["ROWS"]),)](
-            rows, sizes, kept, *rows.stride(), count, length, beyond, **flags, **tile
+            rows, sizes, *rows.stride(), count, length, beyond, FROM_LOGITS=from_logits, **tile
         )
-        return kept if mask else sizes
+        return sizes
     chunk, chunks = _chunks(length)
-    peaks = torch.empty((count, chunks), dtype=torch.float32, device=rows.device)
+    peaks = floats(rows, count, chunks)
     # Each digit is worked out from the masses and the threshold that the digit before it left.
-    masses = [torch.empty((count, chunks, 16), dtype=torch.float32, device=rows.device) for _ in range(2)]
+    masses = [floats(rows, count, chunks, 16) for _ in range(2)]
     thresholds = [torch.empty(count, dtype=torch.int32, device=rows.device) for _ in range(2)]
     grid = (count * chunks,)
     find_peaks[grid](rows, peaks, *rows.stride(), length, chunk, chunks, BLOCK=2048, num_warps=4)
@@ -223,10 +161,10 @@ def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool, mask: bool)
             FROM_LOGITS=from_logits, BLOCK=2048, MOST_CHUNKS=MOST_CHUNKS, num_warps=4,
         )  # fmt: skip
     settle_long_rows[(count,)](
-        rows, peaks, masses[1], thresholds[1], sizes, kept, *rows.stride(), length, chunks, beyond,
-        **flags, BLOCK=4096, MOST_CHUNKS=MOST_CHUNKS, num_warps=8,
+        rows, peaks, masses[1], thresholds[1], sizes, *rows.stride(), length, chunks, beyond,
+        FROM_LOGITS=from_logits, BLOCK=4096, MOST_CHUNKS=MOST_CHUNKS, num_warps=8,
     )  # fmt: skip
-    return kept if mask else sizes
+    return sizes
 
 
 def _vote(rows: torch.Tensor, budgets: torch.Tensor, kept: torch.Tensor, *, extend: bool) -> None:
@@ -270,22 +208,15 @@ def multiply(
     """logits[head, row, t] = q_row . k_t * scale, row g * M + m of a KV head. Grid: heads * blocks of tokens, blocks of rows."""
     program = tl.program_id(0).to(tl.int64)
     head, block = program // blocks, program % blocks
-    item, kv_head = head // num_kv_heads, head % num_kv_heads
     channels = tl.arange(0, BLOCK_D)
     row = (tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    query_head = kv_head * (rows // num_queries) + row // num_queries
-    query_offsets = item * query_stride_b + query_head * query_stride_h + (row % num_queries) * query_stride_m
-    # queries [BLOCK_ROWS, BLOCK_D], keys [BLOCK_T, BLOCK_D]
-    queries = tl.load(
-        queries_ptr + query_offsets[:, None] + channels.to(tl.int64)[None, :] * query_stride_d,
-        mask=(row < rows)[:, None] & (channels < head_dim)[None, :], other=0.0,
-    ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-    key_offsets = item * key_stride_b + kv_head * key_stride_h + token * key_stride_t
-    keys = tl.load(
-        keys_ptr + key_offsets[:, None] + channels.to(tl.int64)[None, :] * key_stride_d,
-        mask=(token < length)[:, None] & (channels < head_dim)[None, :], other=0.0,
-    ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+    queries = load_queries(
+        queries_ptr, head, row, channels, num_kv_heads, rows, num_queries, head_dim,
+        query_stride_b, query_stride_h, query_stride_m, query_stride_d,
+    ).to(DOT_DTYPE)  # fmt: skip
+    base = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    keys = load_tile(base, token, channels, token < length, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     # The columns from `length` on belong to the row too: they are written with it, and not read.
     offsets = (head * rows + row)[:, None] * columns + token[None, :]
@@ -334,10 +265,10 @@ def load_rows(values_ptr, rows, length, stride_row, stride_t, ROWS: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "beyond"])
 def settle_short_rows(
-    values_ptr, sizes_ptr, kept_ptr, stride_row, stride_t, rows, length, beyond,
-    FROM_LOGITS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    values_ptr, sizes_ptr, stride_row, stride_t, rows, length, beyond,
+    FROM_LOGITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sizes[row] = the size of the nucleus of a row, or kept[row] = its mask. Grid: blocks of rows."""
+    """sizes[row] = the size of the nucleus of a row. Grid: blocks of rows."""
     values, inside, row = load_rows(values_ptr, rows, length, stride_row, stride_t, ROWS, BLOCK)
     weights = as_weights(values, inside, tl.max(tl.where(inside, values, float("-inf")), axis=1)[:, None], FROM_LOGITS)
     keys = weights.to(tl.uint32, bitcast=True)
@@ -351,15 +282,10 @@ def settle_short_rows(
     # With p near 0 all of the mass may stay below the threshold: the heaviest weight is needed even so.
     threshold = tl.minimum(threshold, tl.max(keys, axis=1))
     below = tl.sum(tl.where(keys < threshold[:, None], weights, 0.0), axis=1)
-    above = keys > threshold[:, None]
-    equal = (inside & (keys == threshold[:, None])).to(tl.int32)
-    needed = equals_needed(threshold, bound, below, tl.sum(equal, axis=1))
-    if MASK:
-        kept = above | ((equal != 0) & (tl.cumsum(equal, axis=1) <= needed[:, None]))
-        tl.store(kept_ptr + row[:, None] * length + tl.arange(0, BLOCK)[None, :], kept, mask=inside)
-    else:
-        sizes = tl.minimum(tl.sum(above.to(tl.int32), axis=1) + needed, length)
-        tl.store(sizes_ptr + row, sizes, mask=row < rows)
+    above = tl.sum((keys > threshold[:, None]).to(tl.int32), axis=1)
+    equals = tl.sum((inside & (keys == threshold[:, None])).to(tl.int32), axis=1)
+    sizes = tl.minimum(above + equals_needed(threshold, bound, below, equals), length)
+    tl.store(sizes_ptr + row, sizes, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -427,12 +353,11 @@ def weigh_chunks(
 
 @triton.jit(do_not_specialize=["chunks", "beyond"])
 def settle_long_rows(
-    values_ptr, peaks_ptr, masses_ptr, thresholds_ptr, sizes_ptr, kept_ptr, stride_row, stride_t, length, chunks, beyond,
-    FROM_LOGITS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+    values_ptr, peaks_ptr, masses_ptr, thresholds_ptr, sizes_ptr, stride_row, stride_t, length, chunks, beyond,
+    FROM_LOGITS: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """sizes[row] = the size of the nucleus of a row, or kept[row] = its mask, after eight `weigh_chunks`. Grid: rows."""
+    """sizes[row] = the size of the nucleus of a row, after eight `weigh_chunks`. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
-    base = values_ptr + row * stride_row
     peak = row_peak(peaks_ptr, row, chunks, MOST_CHUNKS)
     threshold = tl.load(thresholds_ptr + row).to(tl.uint32, bitcast=True)
     threshold, bound = next_digit(masses_ptr, threshold, row, chunks, 7, beyond, MOST_CHUNKS)
@@ -442,22 +367,14 @@ def settle_long_rows(
     above = tl.zeros([BLOCK], dtype=tl.int32)
     equals = tl.zeros([BLOCK], dtype=tl.int32)
     for first in range(0, length, BLOCK):
-        values, inside = load_values(base, first, length, stride_t, BLOCK)
+        values, inside = load_values(values_ptr + row * stride_row, first, length, stride_t, BLOCK)
         weights = as_weights(values, inside, peak, FROM_LOGITS)
         keys = weights.to(tl.uint32, bitcast=True)
         below += tl.where(keys < threshold, weights, 0.0)
         above += (keys > threshold).to(tl.int32)
         equals += (inside & (keys == threshold)).to(tl.int32)
     needed = equals_needed(threshold, bound, tl.sum(below, axis=0), tl.sum(equals, axis=0))
-    if MASK:
-        seen = tl.zeros([], dtype=tl.int32)
-        for first in range(0, length, BLOCK):
-            values, inside = load_values(base, first, length, stride_t, BLOCK)
-            keys = as_weights(values, inside, peak, FROM_LOGITS).to(tl.uint32, bitcast=True)
-            kept, seen = keep_from(keys, inside, threshold, needed, seen)
-            tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
-    else:
-        tl.store(sizes_ptr + row, tl.minimum(tl.sum(above, axis=0) + needed, length))
+    tl.store(sizes_ptr + row, tl.minimum(tl.sum(above, axis=0) + needed, length))
 
 
 @triton.jit(do_not_specialize=["rows", "sharing"])
@@ -494,19 +411,10 @@ def count_chunks(
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
-    values = tl.arange(0, 256)
-    prefix = tl.zeros([], dtype=tl.uint32)
-    left = tl.load(budgets_ptr + row // sharing)
-    for earlier in range(byte):
-        prefix, left = narrow(tl.load(counts_ptr + (row * 4 + earlier) * 256 + values), prefix, left)
-    counts = tl.zeros([256], dtype=tl.int32)
+    prefix, _ = find_prefix(counts_ptr, row, tl.load(budgets_ptr + row // sharing), byte)
     end = tl.minimum((part + 1) * chunk, length)
-    for first in range(part * chunk, end, BLOCK):
-        keys, inside = load_ordered(scores, scores, first, end, stride_t, 0, False, BLOCK)
-        counts += byte_counts(keys, inside, prefix, byte)
-    tl.atomic_add(counts_ptr + (row * 4 + byte) * 256 + values, counts, mask=counts > 0)
-    if byte == 3:
-        tl.store(last_counts_ptr + program * 256 + values, counts)
+    counts = count_keys(scores, scores, part * chunk, end, prefix, byte, stride_t, 0, False, BLOCK)
+    store_counts(counts_ptr, last_counts_ptr, row, program, byte, counts)
 
 
 @triton.jit(do_not_specialize=["sharing", "chunks"])
@@ -519,11 +427,7 @@ def rank_chunks(
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
-    values = tl.arange(0, 256)
-    prefix = tl.zeros([], dtype=tl.uint32)
-    left = tl.load(budgets_ptr + row // sharing)
-    for byte in range(4):
-        prefix, left = narrow(tl.load(counts_ptr + (row * 4 + byte) * 256 + values), prefix, left)
+    prefix, left = find_prefix(counts_ptr, row, tl.load(budgets_ptr + row // sharing), 4)
     parts = tl.arange(0, MOST_CHUNKS)
     equals_ptr = last_counts_ptr + (row * chunks + parts) * 256 + (prefix & 0xFF).to(tl.int64)
     equals = tl.load(equals_ptr, mask=parts < chunks, other=0)
@@ -566,23 +470,15 @@ def unite(
     tl.store(target, kept, mask=positions < length)
 
 
-def _compiled(dtype: torch.dtype, head_dim: int, length: int, group: int = 4) -> Configuration:
-    def launch() -> None:
-        keys = torch.empty((1, 8, length, head_dim), dtype=dtype, device="meta")
-        sampled = torch.empty((1, 8 * group, 16, head_dim), dtype=dtype, device="meta")
-        select(sampled[:, :, 0], keys, sampled)
-        nucleus(torch.empty((8, length), dtype=dtype, device="meta"), 0.95)
-
-    return Configuration(
-        f"{dtype} head_dim {head_dim} {length} tokens".removeprefix("torch."),
-        launch,
-        tensor_cores=frozenset() if dtype == torch.float32 else frozenset({"multiply"}),
-    )
+def _launch(dtype: torch.dtype, head_dim: int, length: int) -> None:
+    keys = torch.empty((1, 8, length, head_dim), dtype=dtype, device="meta")
+    sampled = torch.empty((1, 8 * 4, 16, head_dim), dtype=dtype, device="meta")
+    select(sampled[:, :, 0], keys, sampled, 0.05)
+    nucleus(torch.empty((8, length), dtype=dtype, device="meta"), 0.05)
 
 
-CONFIGURATIONS = [
-    _compiled(dtype, head_dim, length)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for head_dim in (128, 64, 80, 96, 256)
-    for length in (131072, 4096)
-]
+CONFIGURATIONS = configurations(
+    _launch,
+    *({"head_dim": head_dim, "length": length} for head_dim in HEAD_DIMS for length in (131072, 4096)),
+    tensor_cores=["multiply"],
+)

@@ -1,30 +1,49 @@
-"""What every launcher asks before it launches, and the shapes that Triton wants."""
+"""Where the kernels run, and what launchers share.
+
+The kernels run where the tensors are: on a GPU, or on the CPU where TRITON_INTERPRET=1 is in the environment. Triton then runs
+them in its interpreter, slowly but with the same meaning, and the laws judge them through `optimized`. The variable has to be
+there before Triton is imported. What the kernels do not take goes the torch path, on any device.
+
+The entries of `optimized` import this file, also where there is no Triton: it imports Triton and the kernels when they are needed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import os
+from types import ModuleType
 
 import torch
-import triton
-import triton.language as tl
-from triton.runtime.driver import driver
 
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def require_launchable(name: str, value: torch.Tensor, *, largest: int | None = LARGEST_HEAD_DIM) -> None:
-    """Raise ValueError unless the kernels can run on `value`: its device, its dtype, and its last axis, at most `largest`.
+def kernels_for(stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST_HEAD_DIM) -> ModuleType | None:
+    """Return the kernels of a stem if they take these tensors: their device, dtype and last axis, at most `longest`."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    for tensor in tensors:
+        runs = tensor.is_cuda or (interpreted and is_interpreted(tensor))
+        if not runs or tensor.dtype not in DTYPES or (longest is not None and tensor.shape[-1] > longest):
+            return None
+    return importlib.import_module(f"{__package__}.{stem}")
 
-    Tensors of the device `meta` pass: offline compilation launches nothing.
-    """
-    interpreted = value.device.type == "cpu" and triton.knobs.runtime.interpret
-    if not (value.is_cuda or interpreted or value.device.type == "meta"):
-        raise ValueError(f"{name}: got device {value.device}, wanted a GPU (or a CPU with TRITON_INTERPRET=1)")
-    if value.dtype not in DTYPES:
-        raise ValueError(f"{name}: got dtype {value.dtype}, wanted float32, float16 or bfloat16")
-    if largest is not None and value.shape[-1] > largest:
-        raise ValueError(f"{name}: got head_dim {value.shape[-1]}, wanted at most {largest}")
+
+def is_interpreted(states: torch.Tensor) -> bool:
+    """Return whether a kernel that is launched on `states` runs in the interpreter."""
+    return states.device.type == "cpu"
+
+
+def is_amd(states: torch.Tensor) -> bool:
+    """Return whether the GPU to compile for is AMD's, with 64 threads to a warp."""
+    from triton.runtime.driver import driver
+
+    return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
+
+
+def padded(size: int, least: int = 16) -> int:
+    """Return the power of two, at least `least`, that holds `size`; Triton's tiles have no other sizes, the rest is masked."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 def as_heads(states: torch.Tensor) -> torch.Tensor:
@@ -34,22 +53,15 @@ def as_heads(states: torch.Tensor) -> torch.Tensor:
     return states[(None,) * (4 - states.ndim)]
 
 
-def padded(size: int) -> int:
-    """Return the power of two that holds `size`; Triton's tiles have no other sizes, the rest is masked."""
-    return max(16, triton.next_power_of_2(size))
+def floats(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return room for float32 numbers on the device of `like`."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
-def is_interpreted(states: torch.Tensor) -> bool:
-    """Return whether the kernels run in the interpreter, on the CPU."""
-    return states.device.type == "cpu"
+def outputs(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return room for outputs in the dtype of `like`, to which the launcher converts what it returns.
 
-
-def is_amd(states: torch.Tensor) -> bool:
-    """Return whether the GPU to compile for is AMD's, with 64 threads to a warp."""
-    return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
-
-
-def dot_dtype(states: torch.Tensor) -> Any:
-    """What the factors of a product are: the dtype of the cache, but the interpreter cannot multiply bfloat16."""
-    bfloat16 = tl.float32 if is_interpreted(states) else tl.bfloat16
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[states.dtype]
+    The interpreter cuts float32 off to bfloat16 instead of rounding: there the room is float32, and torch rounds afterwards.
+    """
+    dtype = torch.float32 if is_interpreted(like) else like.dtype
+    return torch.empty(shape, dtype=dtype, device=like.device)

@@ -14,13 +14,9 @@ A step equals, in torch, for one KV head with L slots, its G query heads [G, D] 
     output = weights[:, :-1] @ values[left] + weights[:, -1:] * estimate
 
 and then writes the new token into the slot of the evicted one. A cache of a fixed budget is never compacted: its slots are in any
-order, and `positions` says which token each holds.
-
-Reads and writes. K and V once, and the moments once read and once written. Beside them a step leaves 4 * (G + 1) bytes for a token
-between the launches, the logits of the group and the length of the residual: the score is the mean over the group of
-probabilities, so it can only be had when the sum of every query head is known, but then from 20 bytes a token instead of 512.
-32 sequences of 1,024 tokens, 8 heads of 128 bfloat16 channels, G = 4: 134 MB of K and V, 17 MB of S read and 17 MB written; at
-4.3 TB/s the floor is 39 microseconds. At small budgets the moments are most of it: L = 128 has 17 MB of K and V beside the same S.
+order, and `positions` says which token each holds. K and V are read once, the moments read and written once. The score is the
+mean over the group of probabilities, so it can only be had when the sum of every query head is known: between the launches a
+step leaves the logits of the group and the length of the residual of every token.
 
 First launch, `walk_cache`: one program takes one split of one head. A tile of keys is loaded once and multiplied twice: with the
 queries for the logits, and with the covariance for the residuals, whose lengths are all that is kept of them. The same tile of
@@ -32,15 +28,13 @@ adds that token to the moments, and mixes the output from what is left. It alone
 Taking out the evicted token. The first launch attended over L + 1 tokens, the output has L. Subtracting what the evicted token put
 in is exact enough as long as it held little of the weight, as evicted tokens do; but a token whose value the moments predict
 scores 0 however much attention it draws. Where it holds more than an eighth of some query head, sum and output of the head are
-built anew from the logits and values of the others, which are in L2.
+built anew from the logits and values of the others.
 
-The tiling. A residual needs the whole covariance, [D_v, D] as one factor of a product that stays on the multiprocessor for the
-whole walk. It is taken in chunks of value channels where it would be too large; the programs of a chunk are neighbours, and what
-they read twice, K, comes from L2. A head is split only as far as the heads alone do not fill a GPU, since each split reads S. The
-products take float16 or bfloat16 factors and add in float32: the covariance is rounded once, to the precision of the keys it meets
-(float16: multiplied first by a power of two that puts its largest entry below 2^15). The residual is computed n times as large,
-n v - s_v - covariance k / sqrt(D), so that one division a token replaces one for each channel.
-
+The tiles. A residual needs the whole covariance, [D_v, D], as one factor of a product that stays on the multiprocessor for the
+whole walk. It is taken in chunks of value channels where it would be too large; what neighbouring programs read twice, K, comes
+from L2. A head is split only as far as the heads alone do not fill a GPU, since each split reads S. The covariance is rounded
+once, to the dtype of the keys (float16: multiplied first by a power of two that puts its largest entry below 2^15), and the
+residual is computed n times as large, so that one division a token replaces one for each channel.
 """
 
 from __future__ import annotations
@@ -52,63 +46,44 @@ import torch
 import triton
 import triton.language as tl
 
-from ..checks import require_kept
-from ..momentkv import (
-    LARGEST_GROUP,
-    Moments,
-    Step,
-    as_positions,
-    no_moments,
-    require_decoding,
-    require_slots,
-    step_by_step,
-    wide,
-)
-from .compiling import Configuration
-from .launching import dot_dtype, is_amd, is_interpreted, padded, require_launchable
-from .momentkv_prompt import as_float32, compress_prompt, update
+from ..states import Moments, zero_moments
+from .compiling import HEAD_DIMS, configurations
+from .launching import floats, is_amd, outputs, padded
+from .momentkv_prompt import compress_prompt, contiguous, update
+from .tiles import at_head, dot_dtype, load_tile
 
-__all__ = ["CONFIGURATIONS", "LARGEST_GROUP", "Moments", "attend", "compress_prompt", "decode_step", "score", "step", "update"]
+__all__ = ["CONFIGURATIONS", "attend", "compress_prompt", "score", "step", "update"]
 
 PROGRAMS_WANTED = 256
 MOST_SPLITS = 16
 
 
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
-    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, as `optimized.momentkv.score`.
-
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides, D and D_v
-    at most 256, at most 16 query heads for a KV head; moments. Returns [B, H_kv, T] float32. Raises ValueError naming the argument.
-    """
-    moments = _require(query, keys, values, moments)
+    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, as `optimized.momentkv.score`."""
+    moments = contiguous(moments)
     walked = _walk(query, keys, values, moments, scores=True, attends=False)
     batch, num_kv_heads, length, _ = keys.shape
-    scores = torch.empty((batch, num_kv_heads, length), dtype=torch.float32, device=keys.device)
+    scores = floats(keys, batch, num_kv_heads, length)
     block = min(1024, padded(length))
     finish_scores[(batch * num_kv_heads, triton.cdiv(length, block))](
         moments.count, walked.logits, walked.squares, walked.highest, walked.mass, scores,
         walked.group, length, walked.splits, walked.chunks,
-        MOST_SPLITS=MOST_SPLITS, GROUP=_power(walked.group), BLOCK_L=block, num_warps=4,
+        MOST_SPLITS=MOST_SPLITS, GROUP=padded(walked.group, 1), BLOCK_L=block, num_warps=4,
     )  # fmt: skip
     return scores
 
 
 def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments) -> torch.Tensor:
-    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, as `optimized.momentkv.attend`.
-
-    Args: as `score`, and kept [B, H_kv, T], boolean; the others are not read. Returns [B, H_q, D_v] in the dtype of query; a head
-    that keeps nothing and has no moments gives 0. Raises ValueError naming the argument.
-    """
-    moments = _require(query, keys, values, moments)
-    require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
+    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, as `optimized.momentkv.attend`."""
+    moments = contiguous(moments)
     walked = _walk(query, keys, values, moments, kept=kept, scores=False, attends=True)
     batch, num_kv_heads, _, head_dim = keys.shape
-    output = _empty_output(query, values)
+    output = outputs(query, *query.shape[:2], values.shape[3])
     block_v = _block_v(keys, values)
     mix_outputs[(batch * num_kv_heads, triton.cdiv(values.shape[3], block_v))](
         query, *moments, walked.highest, walked.mass, walked.partial, output, *query.stride(),
         num_kv_heads, walked.group, walked.splits, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
-        MOST_SPLITS=MOST_SPLITS, GROUP=_power(walked.group), BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
+        MOST_SPLITS=MOST_SPLITS, GROUP=padded(walked.group, 1), BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
     return output.to(query.dtype)
 
@@ -121,48 +96,25 @@ def step(
     values: torch.Tensor,
     positions: torch.Tensor,
     moments: Moments,
-    position: int | torch.Tensor,
+    position: torch.Tensor,
 ) -> torch.Tensor:
-    r"""MK-A1 in place, in two launches that wait for nothing and may be captured, as `optimized.momentkv.step`.
+    r"""MK-A1 in place, as `optimized.momentkv.step`: two launches that wait for nothing and may be captured in a graph.
 
-    Args: as there; query, new_key, new_value, keys and values float32, float16 or bfloat16, any strides; the moments float32 and
-    contiguous. A `position` that is a number costs a launch more, which a captured graph would also repeat unchanged.
-    Returns [B, H_q, D_v] in the dtype of query. Raises ValueError naming the argument, before anything is written.
+    The moments are float32 and contiguous; position is int64 [B, H_kv].
     """
-    _require(query, keys, values, moments)
-    require_slots(new_key, new_value, keys, values, positions, moments)
-    for name, field in zip(Moments._fields, moments, strict=True):
-        wanted = torch.int64 if name == "count" else torch.float32
-        if not field.is_contiguous() or field.dtype != wanted:
-            raise ValueError(f"moments.{name}: got {field.dtype} of strides {field.stride()}, wanted a contiguous {wanted}")
-    position = as_positions(position, positions)
     batch, num_kv_heads, length, head_dim = keys.shape
     walked = _walk(query, keys, values, moments, new=(new_key, new_value), scores=True, attends=True)
-    output = _empty_output(query, values)
-    block_v, block_t, group = _block_v(keys, values), 16 if keys.dtype == torch.float32 else 32, _power(walked.group)
+    output = outputs(query, *query.shape[:2], values.shape[3])
     replace_lowest[(batch * num_kv_heads,)](
         query, new_key, new_value, keys, values, positions, position, *moments,
         walked.logits, walked.squares, walked.highest, walked.mass, walked.partial, output,
         *query.stride(), *new_key.stride(), *new_value.stride(), *keys.stride(), *values.stride(),
         *positions.stride(), *position.stride(),
         num_kv_heads, walked.group, length, walked.splits, walked.chunks, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
-        MOST_SPLITS=MOST_SPLITS, GROUP=group, BLOCK_L=min(512, padded(length + 1)), BLOCK_T=block_t,
-        BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=8,
+        MOST_SPLITS=MOST_SPLITS, GROUP=padded(walked.group, 1), BLOCK_L=min(512, padded(length + 1)),
+        BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=_block_v(keys, values), num_warps=8,
     )  # fmt: skip
     return output.to(query.dtype)
-
-
-def decode_step(
-    query: torch.Tensor,
-    new_key: torch.Tensor,
-    new_value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    moments: Moments,
-    budget: int,
-) -> Step:
-    r"""MK-A1: add the new token, evict the lowest scores one by one, attend, as `optimized.momentkv.decode_step`."""
-    return step_by_step(step, attend, query, new_key, new_value, keys, values, moments, budget)
 
 
 class _Walked(NamedTuple):
@@ -197,15 +149,11 @@ def _walk(
     tiles = triton.cdiv(length, tile["BLOCK_T"]) + (new is not None)
     tiles_of_split = triton.cdiv(tiles, min(MOST_SPLITS, triton.cdiv(PROGRAMS_WANTED, heads)))
     splits, chunks = triton.cdiv(tiles, tiles_of_split), triton.cdiv(value_dim, tile["BLOCK_DV"])
-
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=keys.device)
-
     # What a launch does not need, it gets no memory for; the pointer of another tensor stands in.
-    marginals = floats(heads, splits, group), floats(heads, splits, group)
-    logits = floats(heads, group, width) if scores else marginals[0]
-    squares = floats(heads, chunks, width) if scores else marginals[0]
-    partial = floats(heads, splits, group, value_dim) if attends else marginals[0]
+    marginals = floats(keys, heads, splits, group), floats(keys, heads, splits, group)
+    logits = floats(keys, heads, group, width) if scores else marginals[0]
+    squares = floats(keys, heads, chunks, width) if scores else marginals[0]
+    partial = floats(keys, heads, splits, group, value_dim) if attends else marginals[0]
     new_key, new_value = new or (keys[:, :, 0], values[:, :, 0])
     walk_cache[(heads * splits * chunks,)](
         query, new_key, new_value, keys, values, marginals[0] if kept is None else kept.contiguous(), *moments,
@@ -215,28 +163,6 @@ def _walk(
         NEW=new is not None, KEPT=kept is not None, SCORE=scores, ATTEND=attends, **tile,
     )  # fmt: skip
     return _Walked(logits, squares, *marginals, partial, group, splits, chunks)
-
-
-def _require(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> Moments:
-    """Check what every decoding function takes, and return the moments as the kernels read them."""
-    require_decoding(query, keys, values)
-    require_launchable("keys", keys)
-    require_launchable("values", values)
-    if query.shape[1] > LARGEST_GROUP * keys.shape[1]:
-        wanted = f"at most {LARGEST_GROUP * keys.shape[1]} for {keys.shape[1]} KV heads"
-        raise ValueError(f"query: got {query.shape[1]} query heads, wanted a contiguous {wanted}")
-    return as_float32(wide(moments, keys, values))
-
-
-def _empty_output(query: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Room for the output. The interpreter cuts float32 off to bfloat16 instead of rounding: there torch rounds afterwards."""
-    dtype = torch.float32 if is_interpreted(query) else query.dtype
-    return torch.empty((*query.shape[:2], values.shape[3]), dtype=dtype, device=query.device)
-
-
-def _power(group: int) -> int:
-    """The power of two that holds the query heads of a group."""
-    return triton.next_power_of_2(group)
 
 
 def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
@@ -254,13 +180,6 @@ def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
 def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
     """The value channels that the second launch takes at a time: so much of S is in the registers of a program."""
     return min(padded(values.shape[3]), 16 if keys.dtype == torch.float32 else 32)
-
-
-@triton.jit
-def load_query(base, rows, count, channels, head_dim, stride_h, stride_d):
-    """Query heads `rows` of a group as float32 [rows, BLOCK_D]; 0 from `count` on."""
-    offsets = rows.to(tl.int64)[:, None] * stride_h + channels.to(tl.int64)[None, :] * stride_d
-    return tl.load(base + offsets, mask=(rows < count)[:, None] & (channels < head_dim)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -304,16 +223,15 @@ def walk_cache(
     """Logits, residuals and partial attention of one split of one head. Grid: heads * splits * chunks, the chunks together."""
     program, chunk = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks
     head, part = program // splits, (program % splits).to(tl.int32)
-    item, kv_head = head // num_kv_heads, head % num_kv_heads
     rows = tl.arange(0, 16)
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    query_base = query_ptr + item * query_stride_b + kv_head * group * query_stride_h
-    query = load_query(query_base, rows, group, channels, head_dim, query_stride_h, query_stride_d).to(DOT_DTYPE)
-    key_base = keys_ptr + item * key_stride_b + kv_head * key_stride_h
-    value_base = values_ptr + item * value_stride_b + kv_head * value_stride_h
-    new_key_base = new_key_ptr + item * new_key_stride_b + kv_head * new_key_stride_h
-    new_value_base = new_value_ptr + item * new_value_stride_b + kv_head * new_value_stride_h
+    query_base = at_head(query_ptr, head * group, num_kv_heads * group, query_stride_b, query_stride_h)
+    query = load_tile(query_base, rows, channels, rows < group, query_stride_h, query_stride_d, head_dim).to(DOT_DTYPE)
+    key_base = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    value_base = at_head(values_ptr, head, num_kv_heads, value_stride_b, value_stride_h)
+    new_key_base = at_head(new_key_ptr, head, num_kv_heads, new_key_stride_b, new_key_stride_h)
+    new_value_base = at_head(new_value_ptr, head, num_kv_heads, new_value_stride_b, new_value_stride_h)
     if SCORE:
         count = tl.maximum(tl.load(count_ptr + head), 1).to(tl.float32)
         key_sum = tl.load(key_sum_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
@@ -352,14 +270,8 @@ def walk_cache(
         if KEPT:
             inside = inside & (tl.load(kept_ptr + head * length + row, mask=inside, other=0) != 0)
         # keys [BLOCK_T, BLOCK_D], values [BLOCK_T, BLOCK_DV]
-        keys = tl.load(
-            keys_here + row.to(tl.int64)[:, None] * key_stride_t + channels.to(tl.int64)[None, :] * key_step,
-            mask=inside[:, None] & (channels < head_dim)[None, :], other=0.0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-        values = tl.load(
-            values_here + row.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_step,
-            mask=inside[:, None] & (value_channels < value_dim)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        keys = load_tile(keys_here, row, channels, inside, key_stride_t, key_step, head_dim).to(DOT_DTYPE)
+        values = load_tile(values_here, row, value_channels, inside, value_stride_t, value_step, value_dim)
         logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         if SCORE:
             target = logits_ptr + (head * group + rows)[:, None] * width + token[None, :]
@@ -460,7 +372,7 @@ def mix(
     """
     rows = tl.arange(0, GROUP)
     divisor = tl.maximum(count, 1.0)
-    queries = load_query(query_base, tl.arange(0, 16), group, channels, head_dim, stride_h, stride_d)
+    queries = load_tile(query_base, tl.arange(0, 16), channels, tl.arange(0, 16) < group, stride_h, stride_d, head_dim)
     for member in range(group):
         query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], queries, 0.0), axis=0)  # [BLOCK_D]
         log_evicted = tl.where(count > 0, tl.log(divisor) + tl.sum(query * mean_key, axis=0) * scale, float("-inf"))
@@ -486,7 +398,6 @@ def mix_outputs(
 ):  # fmt: skip
     """The output of one group of query heads, some value channels of it. Grid: heads, blocks of value channels."""
     head = tl.program_id(0).to(tl.int64)
-    item, kv_head = head // num_kv_heads, head % num_kv_heads
     channels = tl.arange(0, BLOCK_D)
     value_channels = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     top, mass, shares = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
@@ -498,8 +409,9 @@ def mix_outputs(
     _, covariance = load_covariance(
         value_key_sum_ptr + head * value_dim * head_dim, value_sum, mean_key, channels, value_channels, head_dim, value_dim
     )
+    query_base = at_head(query_ptr, head * group, num_kv_heads * group, query_stride_b, query_stride_h)
     mix(
-        query_ptr + item * query_stride_b + kv_head * group * query_stride_h, output_ptr + head * group * value_dim,
+        query_base, output_ptr + head * group * value_dim,
         retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
         query_stride_h, query_stride_d, group, head_dim, value_dim, scale, GROUP,
     )  # fmt: skip
@@ -520,16 +432,16 @@ def replace_lowest(
 ):  # fmt: skip
     """Evict the lowest score of a head, put the new token into its slot, and write the output. Grid: heads."""
     head = tl.program_id(0).to(tl.int64)
-    item, kv_head = head // num_kv_heads, head % num_kv_heads
     rows = tl.arange(0, GROUP)
     channels = tl.arange(0, BLOCK_D)
     width = length + 1
-    keys = keys_ptr + item * key_stride_b + kv_head * key_stride_h
-    values = values_ptr + item * value_stride_b + kv_head * value_stride_h
-    new_key = new_key_ptr + item * new_key_stride_b + kv_head * new_key_stride_h
-    new_value = new_value_ptr + item * new_value_stride_b + kv_head * new_value_stride_h
-    positions = positions_ptr + item * positions_stride_b + kv_head * positions_stride_h
-    position = tl.load(position_ptr + item * position_stride_b + kv_head * position_stride_h)
+    query_base = at_head(query_ptr, head * group, num_kv_heads * group, query_stride_b, query_stride_h)
+    keys = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    values = at_head(values_ptr, head, num_kv_heads, value_stride_b, value_stride_h)
+    new_key = at_head(new_key_ptr, head, num_kv_heads, new_key_stride_b, new_key_stride_h)
+    new_value = at_head(new_value_ptr, head, num_kv_heads, new_value_stride_b, new_value_stride_h)
+    positions = at_head(positions_ptr, head, num_kv_heads, positions_stride_b, positions_stride_h)
+    position = tl.load(at_head(position_ptr, head, num_kv_heads, position_stride_b, position_stride_h))
     top, mass, shares = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
     before = tl.load(count_ptr + head)
 
@@ -600,16 +512,16 @@ def replace_lowest(
             for first in range(0, width, BLOCK_T):
                 slots = first + tl.arange(0, BLOCK_T)
                 stays = (slots < width) & (slots != slot)
-                offsets = slots.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d
-                states = tl.load(values + offsets, mask=(stays & (slots < length))[:, None] & inside[None, :], other=0.0)
-                states = tl.where((slots == length)[:, None], coming[None, :], states.to(tl.float32))  # [BLOCK_T, BLOCK_V]
+                there = stays & (slots < length)
+                states = load_tile(values, slots, value_channels, there, value_stride_t, value_stride_d, value_dim)
+                states = tl.where((slots == length)[:, None], coming[None, :], states)  # [BLOCK_T, BLOCK_V]
                 for member in range(group):
                     own_top = tl.sum(tl.where(rows == member, left_top, 0.0), axis=0)
                     logits = tl.load(logits_ptr + (head * group + member) * width + slots, mask=stays, other=float("-inf"))
                     added = tl.sum(tl.exp(logits - own_top)[:, None] * states, axis=0)
                     retained += tl.where((rows == member)[:, None], added[None, :], 0.0)
         mix(
-            query_ptr + item * query_stride_b + kv_head * group * query_stride_h, output_ptr + head * group * value_dim,
+            query_base, output_ptr + head * group * value_dim,
             retained, left_top, left_mass, count, mean_key, value_sum, covariance, channels, value_channels,
             query_stride_h, query_stride_d, group, head_dim, value_dim, scale, GROUP,
         )  # fmt: skip
@@ -635,27 +547,20 @@ def replace_lowest(
         tl.store(positions + slot * positions_stride_t, position)
 
 
-def _compiled(dtype: torch.dtype, head_dim: int, group: int) -> Configuration:
-    def launch() -> None:
-        cache = torch.empty((32, 8, 1024, head_dim), dtype=dtype, device="meta")
-        query = torch.empty((32, 8 * group, head_dim), dtype=dtype, device="meta")
-        positions = torch.empty((32, 8, 1024), dtype=torch.int64, device="meta")
-        kept = torch.empty((32, 8, 1024), dtype=torch.bool, device="meta")
-        moments = no_moments(cache, cache)
-        step(query, cache[:, :, 0], cache[:, :, 1], cache, cache, positions, moments, 1024)
-        score(query, cache, cache, moments)
-        attend(query, cache, cache, kept, moments)
-
-    return Configuration(
-        f"{dtype} head_dim {head_dim} group {group}".removeprefix("torch."),
-        launch,
-        tensor_cores=frozenset() if dtype == torch.float32 else frozenset({"walk_cache"}),
-        scalar=frozenset({"finish_scores"}),
-    )
+def _launch(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    cache = torch.empty((32, 8, 1024, head_dim), dtype=dtype, device="meta")
+    query = torch.empty((32, 8 * group, head_dim), dtype=dtype, device="meta")
+    positions = torch.empty((32, 8, 1024), dtype=torch.int64, device="meta")
+    kept = torch.empty((32, 8, 1024), dtype=torch.bool, device="meta")
+    moments = zero_moments(cache, cache)
+    step(query, cache[:, :, 0], cache[:, :, 1], cache, cache, positions, moments, positions[:, :, 0].contiguous())
+    score(query, cache, cache, moments)
+    attend(query, cache, cache, kept, moments)
 
 
-CONFIGURATIONS = [
-    _compiled(dtype, head_dim, group)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for head_dim, group in ((128, 4), (64, 1), (80, 8), (96, 3), (256, 8))
-]
+CONFIGURATIONS = configurations(
+    _launch,
+    *({"head_dim": head_dim, "group": group} for head_dim, group in zip(HEAD_DIMS, (4, 1, 8, 3, 8), strict=True)),
+    tensor_cores=["walk_cache"],
+    scalar=["finish_scores"],
+)

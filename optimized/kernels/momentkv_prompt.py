@@ -6,10 +6,10 @@ It equals, in torch, for one KV head whose tokens are kept where `kept` [T] is T
     evicted_keys, evicted_values = keys[~kept].float(), values[~kept].float()
     n, s_k, s_v, S = len(evicted_keys), evicted_keys.sum(0), evicted_values.sum(0), evicted_values.T @ evicted_keys
 
-Reads and writes, `sum_evicted`. S = V_E^T K_E is one product with the tokens in the middle, and the rows that go into it are
-those that compaction does not copy. Each tile is therefore read once, the kept rows into the compressed cache and the evicted ones
-into the product. 131,072 tokens of 8 heads of 128 bfloat16 channels, few of them kept: 537 MB, a floor of 125 microseconds. Splits
-have their own sums in float32, which `add_splits` adds to the moments from before, in the order of the splits.
+First launch, `sum_evicted`. S = V_E^T K_E is one product with the tokens in the middle, and the rows that go into it are those
+that compaction does not copy. Each tile is therefore read once, the kept rows into the compressed cache and the evicted ones into
+the product. Second launch, `add_splits`: the sums of the splits, float32, are added to the moments from before, in the order of
+the splits.
 """
 
 from __future__ import annotations
@@ -20,64 +20,37 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cache import CompressedCache
-from ..checks import require_kept
-from ..momentkv import Moments, no_moments, require_tokens, wide
-from .cache import copy_tile
-from .compiling import Configuration
-from .launching import dot_dtype, padded, require_launchable
+from ..states import CompressedCache, Moments, zero_moments
+from .cache import empty_cache
+from .compiling import HEAD_DIMS, configurations
+from .launching import floats, padded
+from .tiles import at_head, copy_tile, dot_dtype, load_tile
 
 PROGRAMS_WANTED = 256
 LEAST_TOKENS_OF_A_SPLIT = 256
 
 
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
-    r"""MK-25: the moments with those of the evicted tokens added, as `optimized.momentkv.update`.
-
-    Args: moments; keys [B, H_kv, T, D] (any leading axes); values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides;
-    evicted [B, H_kv, T], boolean. Returns the Moments after, float32. Raises ValueError naming the argument.
-    """
-    require_tokens(keys, values)
-    require_launchable("keys", keys)
-    require_launchable("values", values)
-    require_kept("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
-    moments = as_float32(wide(moments, keys, values))
-    _, after = _sum_evicted(keys, values, evicted, moments, None)
-    return after
+    r"""MK-25: the moments with those of the evicted tokens added, as `optimized.momentkv.update`; the sums are float32."""
+    return _sum_evicted(keys, values, evicted, moments)
 
 
-def compress_prompt(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> tuple[CompressedCache, Moments]:
-    r"""CACHE-1 and MK-25 in one pass over K and V: `cache.compress(keys, values, kept)` and the moments of the other tokens.
-
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], float32, float16 or bfloat16, any strides; kept [B, H_kv, T], boolean.
-    Returns the cache in the dtype of its inputs, and the Moments, float32. Raises ValueError naming the argument.
-    Waits for the GPU once, to learn how many tokens are kept.
-    """
-    require_tokens(keys, values, "B H_kv T")
-    require_launchable("keys", keys)
-    require_launchable("values", values)
-    require_kept("kept", kept, "keys", keys, tuple(keys.shape[:3]))
-    rows = kept.reshape(-1).cumsum(0)
-    return _compress(keys, values, kept, rows, int(rows[-1]))
-
-
-def _compress(
-    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor, total: int
+def compress_prompt(
+    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments, total: int | None = None
 ) -> tuple[CompressedCache, Moments]:
-    """Copy the `total` kept tokens, each to the row that `rows` [B * H_kv * T], counted from 1, gives it; sum up the others."""
-    cache = CompressedCache(
-        torch.empty((total, keys.shape[3]), dtype=keys.dtype, device=keys.device),
-        torch.empty((total, values.shape[3]), dtype=values.dtype, device=keys.device),
-        torch.empty(total, dtype=torch.int64, device=keys.device),
-        kept.sum(dim=-1),
-    )
-    return _sum_evicted(keys, values, kept, no_moments(keys, values), (cache, rows))
+    r"""CACHE-1 and MK-25 in one pass over K and V, as `optimized.momentkv.compress_prompt`; `moments` are those before.
+
+    total: the number of kept tokens; where it is None, the GPU is asked, and waited for.
+    """
+    rows = kept.reshape(-1).cumsum(0)
+    cache = empty_cache(keys, values, int(rows[-1]) if total is None else total, kept.sum(dim=-1))
+    return cache, _sum_evicted(keys, values, kept, moments, (*cache[:3], rows))
 
 
 def _sum_evicted(
-    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, before: Moments, copy: tuple[CompressedCache, torch.Tensor] | None
-) -> tuple[Any, Moments]:
-    """Add the evicted tokens to the moments: those of `mask`, or, where `copy` is where to copy its tokens, those it leaves out."""
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, before: Moments, copy: tuple[torch.Tensor, ...] | None = None
+) -> Moments:
+    """Add the evicted tokens to the moments: those of `mask`, or with `copy`, where and to which rows to copy them, the others."""
     lead, (length, head_dim), value_dim = keys.shape[:-2], keys.shape[-2:], values.shape[-1]
     keys, values = (states.reshape(-1, 1, *states.shape[-2:]) if states.ndim != 4 else states for states in (keys, values))
     num_heads = keys.shape[1]
@@ -87,36 +60,29 @@ def _sum_evicted(
     splits = max(1, min(triton.cdiv(PROGRAMS_WANTED, heads), triton.cdiv(length, LEAST_TOKENS_OF_A_SPLIT)))
     split = triton.cdiv(triton.cdiv(length, splits), block_t) * block_t
     splits = triton.cdiv(length, split)
-
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=keys.device)
-
-    sums = floats(heads, splits, head_dim), floats(heads, splits, value_dim), floats(heads, splits, value_dim, head_dim)
-    counts = torch.empty((heads, splits), dtype=torch.int64, device=keys.device)
-    # Where nothing is copied the mask stands in for the pointers.
-    (out_keys, out_values, positions, _), rows = copy or ((mask,) * 4, mask)
     chunks = triton.cdiv(value_dim, tile["BLOCK_DV"])
+    counts = torch.empty((heads, splits), dtype=torch.int64, device=keys.device)
+    sums = [floats(keys, heads, splits, *shape) for shape in ((head_dim,), (value_dim,), (value_dim, head_dim))]
+    # Where nothing is copied the mask stands in for the pointers.
     sum_evicted[(heads * splits * chunks,)](
-        keys, values, mask.contiguous(), rows, out_keys, out_values, positions, counts, *sums, *keys.stride(), *values.stride(),
+        keys, values, mask.contiguous(), *(copy or (mask,) * 4), counts, *sums, *keys.stride(), *values.stride(),
         num_heads, length, split, splits, chunks, head_dim, value_dim, COPY=copy is not None, **tile,
     )  # fmt: skip
     after = Moments(
         torch.empty(lead, dtype=torch.int64, device=keys.device),
-        floats(*lead, head_dim),
-        floats(*lead, value_dim),
-        floats(*lead, value_dim, head_dim),
+        *(floats(keys, *lead, *shape) for shape in ((head_dim,), (value_dim,), (value_dim, head_dim))),
     )
     block = min(2048, padded(head_dim * value_dim))
     add_splits[(heads, triton.cdiv(head_dim * value_dim, block))](
-        *before, counts, *sums, *after, splits, head_dim, value_dim,
+        *contiguous(before), counts, *sums, *after, splits, head_dim, value_dim,
         MOST_SPLITS=PROGRAMS_WANTED, BLOCK_D=padded(head_dim), BLOCK_DV=padded(value_dim), BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return copy and copy[0], after
+    return after
 
 
-def as_float32(moments: Moments) -> Moments:
-    """The moments contiguous, and the sums float32."""
-    return Moments(moments.count.contiguous(), *(field.to(torch.float32).contiguous() for field in moments[1:]))
+def contiguous(moments: Moments) -> Moments:
+    """Return the moments as the kernels read them."""
+    return Moments(*(field.contiguous() for field in moments))
 
 
 def _sum_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
@@ -132,7 +98,7 @@ def _sum_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_evicted(
-    keys_ptr, values_ptr, mask_ptr, rows_ptr, out_keys_ptr, out_values_ptr, positions_ptr,
+    keys_ptr, values_ptr, mask_ptr, out_keys_ptr, out_values_ptr, positions_ptr, rows_ptr,
     counts_ptr, key_sums_ptr, value_sums_ptr, value_key_sums_ptr,
     key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
     num_heads, length, split, splits, chunks, head_dim, value_dim,
@@ -141,11 +107,10 @@ def sum_evicted(
     """The moments of the evicted tokens of one split of one head; with COPY, its kept rows. Grid: heads * splits * chunks."""
     program, chunk = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks
     head, part = program // splits, (program % splits).to(tl.int32)
-    item, kv_head = head // num_heads, head % num_heads
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    keys_base = keys_ptr + item * key_stride_b + kv_head * key_stride_h
-    values_base = values_ptr + item * value_stride_b + kv_head * value_stride_h
+    keys_base = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)
+    values_base = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h)
     # A product with a row of ones is the sum over the tokens; tensor cores want 16 rows, so zeros follow.
     ones = tl.where(tl.arange(0, 16)[:, None] == 0, 1.0, tl.zeros([16, BLOCK_T], dtype=tl.float32)).to(DOT_DTYPE)
     products = tl.zeros([BLOCK_DV, BLOCK_D], dtype=tl.float32)
@@ -163,20 +128,11 @@ def sum_evicted(
             rows = tl.load(rows_ptr + head * length + tokens, mask=kept, other=1) - 1
             copied = kept & (tokens < tl.where(chunk == 0, end, 0))  # the first chunk of value channels copies the keys
             tl.store(positions_ptr + rows, tokens, mask=copied)
-            copy_tile(keys_base, out_keys_ptr, tokens, rows, copied, key_stride_t, key_stride_d, head_dim, BLOCK_D)
-            copied = kept[:, None] & (value_channels < value_dim)[None, :]
-            offsets = tokens.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d
-            states = tl.load(values_base + offsets, mask=copied, other=0.0)
-            tl.store(out_values_ptr + rows[:, None] * value_dim + value_channels[None, :], states, mask=copied)
+            copy_tile(keys_base, out_keys_ptr, tokens, rows, channels, copied, key_stride_t, key_stride_d, head_dim)
+            copy_tile(values_base, out_values_ptr, tokens, rows, value_channels, kept, value_stride_t, value_stride_d, value_dim)
         # keys [BLOCK_T, BLOCK_D], values [BLOCK_T, BLOCK_DV]: rows that are kept are not read here.
-        keys = tl.load(
-            keys_base + tokens.to(tl.int64)[:, None] * key_stride_t + channels.to(tl.int64)[None, :] * key_stride_d,
-            mask=evicted[:, None] & (channels < head_dim)[None, :], other=0.0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-        values = tl.load(
-            values_base + tokens.to(tl.int64)[:, None] * value_stride_t + value_channels.to(tl.int64)[None, :] * value_stride_d,
-            mask=evicted[:, None] & (value_channels < value_dim)[None, :], other=0.0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+        keys = load_tile(keys_base, tokens, channels, evicted, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
+        values = load_tile(values_base, tokens, value_channels, evicted, value_stride_t, value_stride_d, value_dim).to(DOT_DTYPE)
         products += tl.dot(tl.trans(values), keys, input_precision="ieee")
         key_sums += tl.dot(ones, keys, input_precision="ieee")
         value_sums += tl.dot(ones, values, input_precision="ieee")
@@ -222,20 +178,12 @@ def add_rows(before_ptr, sums_ptr, after_ptr, head, splits, size, index):
     tl.store(after_ptr + head * size + index, total, mask=inside)
 
 
-def _compiled(dtype: torch.dtype, head_dim: int) -> Configuration:
-    def launch() -> None:
-        cache = torch.empty((32, 8, 1024, head_dim), dtype=dtype, device="meta")
-        kept = torch.empty((32, 8, 1024), dtype=torch.bool, device="meta")
-        update(no_moments(cache, cache), cache, cache, kept)
-        _compress(cache, cache, kept, kept.reshape(-1).cumsum(0), 32 * 8 * 128)
-
-    return Configuration(
-        f"{dtype} head_dim {head_dim}".removeprefix("torch."),
-        launch,
-        tensor_cores=frozenset() if dtype == torch.float32 else frozenset({"sum_evicted"}),
-    )
+def _launch(dtype: torch.dtype, head_dim: int) -> None:
+    cache = torch.empty((32, 8, 1024, head_dim), dtype=dtype, device="meta")
+    kept = torch.empty((32, 8, 1024), dtype=torch.bool, device="meta")
+    moments = zero_moments(cache, cache)
+    update(moments, cache, cache, kept)
+    compress_prompt(cache, cache, kept, moments, 32 * 8 * 128)
 
 
-CONFIGURATIONS = [
-    _compiled(dtype, head_dim) for dtype in (torch.bfloat16, torch.float16, torch.float32) for head_dim in (128, 64, 80, 96, 256)
-]
+CONFIGURATIONS = configurations(_launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS), tensor_cores=["sum_evicted"])

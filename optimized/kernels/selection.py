@@ -9,15 +9,8 @@ Eviction needs no sorted values and no indices, only the mask, so nothing is sor
 the same order (`ordered`), and the k-th highest key is found one byte at a time, the highest byte first: a histogram of the 256
 values of that byte, among the keys that agree with the bytes already found, says which value holds the k-th key and how many of
 those keys are still to be kept. Four bytes give the threshold and the number of its equals to keep; one last walk over the row,
-in the order of the positions, writes the mask. Nothing depends on k, up to k = T, nor on how the scores are spread, but for the
-time that equal bytes take to count.
-
-Reads and writes. Five walks over a row of T float32 scores and T bytes of mask; only the first walk comes from memory, the others
-from L2. 8 rows of 131,072 are 4.2 MB: one microsecond of bandwidth, so that the floor is the latency of the dependent walks,
-about 10 to 12 microseconds. 256 such rows are 134 MB: 31 microseconds for one read, 94 to 125 if L2 holds nothing.
-Prediction for one H200, not measured: a histogram takes eighty instructions for each key, so the first walk over 256 rows is 0.1
-milliseconds of instructions, and the other four, which skip tiles without a matching key, 0.1 together. Where all keys tie in
-their upper bytes nothing is skipped, and it is half a millisecond.
+in the order of the positions, writes the mask. Of the five walks over a row, the first reads memory, the others L2; a tile
+without a key that agrees with the bytes found so far needs no histogram.
 
 Two schedules. `keep_rows`: one program walks its row five times, in one launch; it serves short rows, and as many rows as fill a
 GPU. `count_byte`, four times, then `keep_chunks`: for a few long rows, one program takes a chunk of a row, and the histograms of
@@ -34,42 +27,17 @@ import torch
 import triton
 import triton.language as tl
 
-from evictionary.reference.checks import as_count
-from evictionary.reference.selection import budget
-
-from .compiling import Configuration
-from .launching import is_amd, require_launchable
-
-__all__ = ["CONFIGURATIONS", "budget", "top_k"]
+from .compiling import configurations
+from .launching import is_amd, padded
 
 ROWS_THAT_FILL_A_GPU = 128
 LONGEST_SHORT_ROW = 16384
 MOST_CHUNKS = 256
 
 
-def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
-    r"""SEL-2..4: keep the `budget` highest scores of each row, as `optimized.selection.top_k`.
-
-    Args: scores [..., T], float32, float16 or bfloat16, any strides, infinities allowed; budget, 0 to any number; protected
-    [..., T] boolean or None. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each row.
-    Raises ValueError for a negative budget, a wrong shape, dtype or device, and, where the scores are on a CPU, for NaN scores
-    or more protected tokens than the budget. On a GPU, NaN ranks below every number and the protected tokens are not counted.
-    """
-    if not isinstance(scores, torch.Tensor) or scores.ndim < 1:
-        raise ValueError(f"scores: got {type(scores).__name__}, wanted a tensor [..., T]")
-    require_launchable("scores", scores, largest=None)
-    if protected is not None and (protected.dtype != torch.bool or protected.shape != scores.shape):
-        raise ValueError(
-            f"protected: got {protected.dtype} {tuple(protected.shape)}, wanted a boolean mask of shape {tuple(scores.shape)}"
-        )
+def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None) -> torch.Tensor:
+    r"""SEL-2..4: keep the `count` highest scores of each row, from 0 to T, as `optimized.selection.top_k`."""
     length = scores.shape[-1]
-    count = min(as_count("budget", budget, low=0), length)
-    if scores.device.type == "cpu":
-        if scores.isnan().any():
-            raise ValueError("scores: got NaN, wanted numbers that can be ordered")
-        most = int(protected.sum(dim=-1).amax()) if protected is not None and protected.numel() else 0
-        if most > budget:
-            raise ValueError(f"protected: got {most} protected tokens in a row, wanted at most the budget, {budget}")
     if count in (0, length):
         return torch.full(scores.shape, count > 0, dtype=torch.bool, device=scores.device)
     rows = scores.reshape(-1, length)
@@ -77,7 +45,7 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     kept = torch.empty(rows.shape, dtype=torch.bool, device=scores.device)
     arguments = (*rows.stride(), *shielded.stride(), length, count)
     whole_rows = rows.shape[0] >= ROWS_THAT_FILL_A_GPU or length <= LONGEST_SHORT_ROW
-    block, num_warps = min(2048, max(256, triton.next_power_of_2(length))), 8
+    block, num_warps = min(2048, padded(length, 256)), 8
     if whole_rows and length > block:
         block, num_warps = 8192, 32  # a program walks its whole row: the more threads, the fewer steps
     if is_amd(scores) and (num_warps == 32 or scores.element_size() == 2):
@@ -86,7 +54,7 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     if whole_rows:
         keep_rows[(rows.shape[0],)](rows, shielded, kept, *arguments, **flags)
         return kept.view(scores.shape)
-    chunk = max(block, triton.next_power_of_2(triton.cdiv(length, MOST_CHUNKS)))
+    chunk = padded(triton.cdiv(length, MOST_CHUNKS), block)
     chunks = triton.cdiv(length, chunk)
     counts = torch.zeros((rows.shape[0], 4, 256), dtype=torch.int32, device=scores.device)
     last_counts = torch.empty((rows.shape[0], chunks, 256), dtype=torch.int32, device=scores.device)
@@ -162,6 +130,37 @@ def narrow(counts, prefix, left):
 
 
 @triton.jit
+def count_keys(
+    scores, protected, start, end, prefix, byte, stride_t, protected_stride_t, PROTECTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return `byte_counts` of the positions start .. end-1 of a row."""
+    counts = tl.zeros([256], dtype=tl.int32)
+    for first in range(start, end, BLOCK):
+        keys, inside = load_ordered(scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK)
+        counts += byte_counts(keys, inside, prefix, byte)
+    return counts
+
+
+@triton.jit
+def find_prefix(counts_ptr, row, count, known):
+    """Return the first `known` bytes of the threshold of a row, from its histograms, and how many keys with them are to be kept."""
+    prefix = tl.zeros([], dtype=tl.uint32)
+    left = count
+    for byte in range(known):
+        prefix, left = narrow(tl.load(counts_ptr + (row * 4 + byte) * 256 + tl.arange(0, 256)), prefix, left)
+    return prefix, left
+
+
+@triton.jit
+def store_counts(counts_ptr, last_counts_ptr, row, program, byte, counts):
+    """Add the histogram of a chunk to that of its row; that of the last byte is also stored by itself."""
+    values = tl.arange(0, 256)
+    tl.atomic_add(counts_ptr + (row * 4 + byte) * 256 + values, counts, mask=counts > 0)
+    if byte == 3:
+        tl.store(last_counts_ptr + program * 256 + values, counts)
+
+
+@triton.jit
 def keep_from(keys, inside, threshold, left, seen):
     """Return which keys are kept, where `seen` equals of the threshold lie before them, and the equals seen after them."""
     equal = ((keys == threshold) & inside).to(tl.int32)
@@ -181,10 +180,7 @@ def keep_rows(
     prefix = tl.zeros([], dtype=tl.uint32)
     left = count
     for byte in range(4):
-        counts = tl.zeros([256], dtype=tl.int32)
-        for first in range(0, length, BLOCK):
-            keys, inside = load_ordered(scores, protected, first, length, stride_t, protected_stride_t, PROTECTED, BLOCK)
-            counts += byte_counts(keys, inside, prefix, byte)
+        counts = count_keys(scores, protected, 0, length, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK)
         prefix, left = narrow(counts, prefix, left)
     seen = tl.zeros([], dtype=tl.int32)
     for first in range(0, length, BLOCK):
@@ -204,19 +200,10 @@ def count_byte(
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
-    values = tl.arange(0, 256)
-    prefix = tl.zeros([], dtype=tl.uint32)
-    left = count
-    for earlier in range(byte):
-        prefix, left = narrow(tl.load(counts_ptr + (row * 4 + earlier) * 256 + values), prefix, left)
-    counts = tl.zeros([256], dtype=tl.int32)
+    prefix, _ = find_prefix(counts_ptr, row, count, byte)
     end = tl.minimum((part + 1) * chunk, length)
-    for first in range(part * chunk, end, BLOCK):
-        keys, inside = load_ordered(scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK)
-        counts += byte_counts(keys, inside, prefix, byte)
-    tl.atomic_add(counts_ptr + (row * 4 + byte) * 256 + values, counts, mask=counts > 0)
-    if byte == 3:
-        tl.store(last_counts_ptr + program * 256 + values, counts)
+    counts = count_keys(scores, protected, part * chunk, end, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK)
+    store_counts(counts_ptr, last_counts_ptr, row, program, byte, counts)
 
 
 @triton.jit(do_not_specialize=["count", "chunks"])
@@ -230,11 +217,7 @@ def keep_chunks(
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
-    values = tl.arange(0, 256)
-    prefix = tl.zeros([], dtype=tl.uint32)
-    left = count
-    for byte in range(4):
-        prefix, left = narrow(tl.load(counts_ptr + (row * 4 + byte) * 256 + values), prefix, left)
+    prefix, left = find_prefix(counts_ptr, row, count, 4)
     # Equals of the threshold in the chunks before this one: the last histogram of each, at the last byte of the threshold.
     before = tl.arange(0, MOST_CHUNKS)
     ties = last_counts_ptr + (row * chunks + before) * 256 + (prefix & 0xFF).to(tl.int64)
@@ -246,18 +229,14 @@ def keep_chunks(
         tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
 
 
-def _compiled(rows: int, length: int, dtype: torch.dtype, protected: bool) -> Configuration:
-    def launch() -> torch.Tensor:
-        scores = torch.empty((rows, length), dtype=dtype, device="meta")
-        return top_k(scores, length // 2, scores.to(torch.bool) if protected else None)
-
-    name = f"{rows} rows of {length} {dtype}{' protected' if protected else ''}".replace("torch.", "")
-    return Configuration(name, launch)
+def _launch(dtype: torch.dtype, rows: int, length: int, protected: int) -> None:
+    scores = torch.empty((rows, length), dtype=dtype, device="meta")
+    top_k(scores, length // 2, scores.to(torch.bool) if protected else None)
 
 
-CONFIGURATIONS = [
-    _compiled(rows, length, dtype, protected)
-    for dtype in (torch.float32, torch.bfloat16)
-    for protected in (True, False)
-    for rows, length in ((8, 131072), (256, 131072), (8, 8192))
-]
+CONFIGURATIONS = configurations(
+    _launch,
+    *({"rows": rows, "length": length, "protected": protected}
+      for protected in (1, 0) for rows, length in ((8, 131072), (256, 131072), (8, 8192))),
+    dtypes=(torch.float32, torch.bfloat16),
+)  # fmt: skip

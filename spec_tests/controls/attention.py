@@ -10,7 +10,8 @@ import torch
 from evictionary.spec_tests.harness.planted import control
 
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
-ALL = ("float64", "float32", "float16", "bfloat16")
+NUMPY = ("float64", "float32")
+ALL = (*NUMPY, "float16", "bfloat16")
 
 
 def refuse(queries, keys) -> None:
@@ -60,7 +61,7 @@ def streamed(queries, keys):
     return weights
 
 
-@control(BY_GROUP, dtypes=("float64", "float32"))
+@control(BY_GROUP, dtypes=NUMPY)
 def head_by_head(queries, keys):
     """Each KV head's readers cut out and stacked."""
     refuse(queries, keys)
@@ -68,7 +69,7 @@ def head_by_head(queries, keys):
     return np.stack([queries[:, head * group : (head + 1) * group] for head in range(keys.shape[1])], axis=1), keys[:, :, None]
 
 
-@control(BY_GROUP, dtypes=("float64", "float32"))
+@control(BY_GROUP, dtypes=NUMPY)
 def permuted_layout(queries, keys):
     """Channels first in memory: the same numbers with other strides."""
     refuse(queries, keys)
@@ -84,7 +85,7 @@ def torch_unflatten(queries, keys):
     return queries.unflatten(1, (keys.shape[1], -1)), keys.unsqueeze(2)
 
 
-@control(CAUSAL, dtypes=("float64", "float32"))
+@control(CAUSAL, dtypes=NUMPY)
 def tiles_of_tokens(queries, keys):
     return streamed(queries, keys)
 
@@ -104,7 +105,7 @@ def torch_attention_of_unit_values(queries, keys):
     return torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=seen).to(keys.dtype)
 
 
-@control(CAUSAL, dtypes=("float64", "float32"))
+@control(CAUSAL, dtypes=NUMPY)
 def powers_of_two(queries, keys):
     """Logits scaled by log2 e, powers of two, summed from the last token on; tokens padded to a multiple of 16 and masked."""
     length = keys.shape[-2]

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from evictionary.spec_tests.controls.refusal import refuse_unless
 from evictionary.spec_tests.harness.planted import control
 
 STEM = "expected_attention"
@@ -18,20 +19,17 @@ ALL = ("float64", "float32", *HALVES)
 
 def refuse(keys, values, query_mean, query_covariance, epsilon) -> None:
     """ValueError for what the contract refuses, of NumPy arrays and tensors alike."""
-    shapes = {
-        "keys": len(keys.shape) == 4 and 0 not in keys.shape,
-        "values": len(values.shape) == 4 and values.shape[:3] == keys.shape[:3] and 0 not in values.shape,
-        "query_mean": len(query_mean.shape) == 3
+    arrays = {"keys": keys, "values": values, "query_mean": query_mean, "query_covariance": query_covariance}
+    refuse_unless(**{name: 0 not in array.shape and (abs(array) < math.inf).all() for name, array in arrays.items()})
+    refuse_unless(
+        keys=len(keys.shape) == 4,
+        values=len(values.shape) == 4 and values.shape[:3] == keys.shape[:3],
+        query_mean=len(query_mean.shape) == 3
         and (query_mean.shape[0], query_mean.shape[2]) == (keys.shape[0], keys.shape[-1])
         and query_mean.shape[1] % keys.shape[1] == 0,
-        "query_covariance": tuple(query_covariance.shape) == (*query_mean.shape, keys.shape[-1]),
-        "epsilon": 0 <= epsilon < math.inf,
-    }
-    for name, array in (("keys", keys), ("values", values), ("query_mean", query_mean), ("query_covariance", query_covariance)):
-        shapes[name] = shapes[name] and bool((abs(array) < math.inf).all())
-    for name, fits in shapes.items():
-        if not fits:
-            raise ValueError(f"{name}: does not fit, or is not finite")
+        query_covariance=tuple(query_covariance.shape) == (*query_mean.shape, keys.shape[-1]),
+        epsilon=0 <= epsilon < math.inf,
+    )
 
 
 @control(SCORE, dtypes=NUMPY)
@@ -120,16 +118,13 @@ def padded_powers_of_two(keys, values, query_mean, query_covariance, *, epsilon=
 
 
 def refuse_window(query_mean, query_covariance, position, horizon, theta) -> None:
-    fits = {
-        "query_mean": query_mean.shape[-1] % 2 == 0,
-        "query_covariance": tuple(query_covariance.shape) == (*query_mean.shape, query_mean.shape[-1]),
-        "position": isinstance(position, int) and position >= 0,
-        "horizon": isinstance(horizon, int) and horizon >= 1,
-        "theta": theta > 0,
-    }
-    for name, good in fits.items():
-        if not good:
-            raise ValueError(f"{name}: does not fit")
+    refuse_unless(
+        query_mean=query_mean.shape[-1] % 2 == 0,
+        query_covariance=tuple(query_covariance.shape) == (*query_mean.shape, query_mean.shape[-1]),
+        position=isinstance(position, int) and position >= 0,
+        horizon=isinstance(horizon, int) and horizon >= 1,
+        theta=theta > 0,
+    )
 
 
 def turned(states, cos, sin):
@@ -222,83 +217,71 @@ def torch_products_with_ones(queries):
     return mean.to(queries.dtype), covariance.to(queries.dtype)
 
 
-def refuse_step(state, token, counts) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}: got {value}")
-    for name, (rows, row) in token.items():
-        if tuple(row.shape) != (*rows.shape[:2], rows.shape[3]):
-            raise ValueError(f"{name}: does not fit the state")
-
-
-def stored(state, keys, values, positions, queries, steps):
-    return state._replace(keys=keys, values=values, positions=positions, queries=queries, position=state.position + 1, steps=steps)
+def grown(state, query, key, value, *, target, interval, buffer_size):
+    """The state with the token added, NumPy or torch; its steps are 0 where a compression is due."""
+    token = {"key": (state.keys, key), "value": (state.values, value), "query": (state.queries, query)}
+    refuse_unless(target=target >= 1, interval=interval >= 1, buffer_size=buffer_size >= 1)
+    refuse_unless(**{name: tuple(row.shape) == (*rows.shape[:2], rows.shape[3]) for name, (rows, row) in token.items()})
+    library = torch if isinstance(key, torch.Tensor) else np
+    keys, values, queries = (library.concatenate([rows, row[:, :, None]], 2) for rows, row in token.values())
+    positions = library.concatenate([state.positions, library.full((*keys.shape[:2], 1), state.position)], 2)
+    return state._replace(
+        keys=keys,
+        values=values,
+        positions=positions,
+        queries=queries[:, :, -buffer_size:],
+        position=state.position + 1,
+        steps=(state.steps + 1) % interval,
+    )
 
 
 @control(STEP, dtypes=NUMPY)
-def head_by_head(state, query, key, value, *, target, interval=512, buffer_size=128, horizon=512, theta=10000.0, epsilon=0.02):
+def head_by_head(state, query, key, value, *, target, interval=512, buffer_size=128, epsilon=0.02, **window):
     """NumPy, each head sorted by itself and its evicted rows deleted."""
-    token = {"key": (state.keys, key), "value": (state.values, value), "query": (state.queries, query)}
-    refuse_step(state, token, {"target": target, "interval": interval, "buffer_size": buffer_size})
-    keys, values, queries = (np.append(rows, row[:, :, None], axis=2) for rows, row in token.values())
-    positions = np.pad(state.positions, [(0, 0), (0, 0), (0, 1)], constant_values=state.position)
-    queries = queries[:, :, max(0, queries.shape[2] - buffer_size) :]
-    steps, surplus = state.steps + 1, keys.shape[2] - target
-    if steps == interval and surplus > 0:
-        statistics = geometric_series(*one_query_at_a_time(queries), position=state.position + 1, horizon=horizon, theta=theta)
-        order = np.argsort(-tokens_first(keys, values, *statistics, epsilon=epsilon), axis=-1, kind="stable")
-        keys, values, positions = (
-            np.stack(
-                [
-                    np.stack([np.delete(rows[item, head], order[item, head, target:], axis=0) for head in range(rows.shape[1])])
-                    for item in range(rows.shape[0])
-                ]
-            )
-            for rows in (keys, values, positions)
-        )
-    return stored(state, keys, values, positions, queries, steps % interval)
+    after = grown(state, query, key, value, target=target, interval=interval, buffer_size=buffer_size)
+    if after.steps or after.keys.shape[2] <= target:
+        return after
+    statistics = geometric_series(*one_query_at_a_time(after.queries), position=after.position, **window)
+    scores = tokens_first(after.keys, after.values, *statistics, epsilon=epsilon)
+    order = np.argsort(-scores, axis=-1, kind="stable")
+
+    def left(rows):
+        heads = [np.delete(rows[index], order[index][target:], axis=0) for index in np.ndindex(rows.shape[:2])]
+        return np.array(heads).reshape(*rows.shape[:2], target, *rows.shape[3:])
+
+    return after._replace(keys=left(after.keys), values=left(after.values), positions=left(after.positions))
 
 
 @control(STEP, array_library="torch", dtypes=ALL)
-def torch_gathering(state, query, key, value, *, target, interval=512, buffer_size=128, horizon=512, theta=10000.0, epsilon=0.02):
+def torch_gathering(state, query, key, value, *, target, interval=512, buffer_size=128, epsilon=0.02, **window):
     """torch, computing at least in float32 from the queries to the scores: topk, then positions sorted and rows gathered."""
-    token = {"key": (state.keys, key), "value": (state.values, value), "query": (state.queries, query)}
-    refuse_step(state, token, {"target": target, "interval": interval, "buffer_size": buffer_size})
-    keys, values, queries = (torch.cat([rows, row[:, :, None]], dim=2) for rows, row in token.values())
-    positions = torch.nn.functional.pad(state.positions, (0, 1), value=state.position)
-    queries = queries[:, :, -buffer_size:]
-    steps = state.steps + 1
-    if steps == interval and keys.shape[2] > target:
-        wide = [states.to(torch.promote_types(keys.dtype, torch.float32)) for states in (keys, values, queries)]
-        statistics = torch_complex_pairs(
-            *torch_products_with_ones(wide[2]), position=state.position + 1, horizon=horizon, theta=theta
-        )
-        scores = torch_in_float32(wide[0], wide[1], *statistics, epsilon=epsilon)
-        rows = scores.topk(target, dim=-1).indices.sort(dim=-1).values
-        keys, values = (states.gather(2, rows[..., None].expand(*rows.shape, states.shape[-1])) for states in (keys, values))
-        positions = positions.gather(2, rows)
-    return stored(state, keys, values, positions, queries, steps % interval)
+    after = grown(state, query, key, value, target=target, interval=interval, buffer_size=buffer_size)
+    if after.steps or after.keys.shape[2] <= target:
+        return after
+    wide = torch.promote_types(key.dtype, torch.float32)
+    statistics = torch_complex_pairs(*torch_products_with_ones(after.queries.to(wide)), position=after.position, **window)
+    scores = torch_in_float32(after.keys.to(wide), after.values.to(wide), *statistics, epsilon=epsilon)
+    rows = scores.topk(target, dim=-1).indices.sort(dim=-1).values
+    keys, values = (
+        states.gather(2, rows[..., None].expand(*rows.shape, states.shape[-1])) for states in (after.keys, after.values)
+    )
+    return after._replace(keys=keys, values=values, positions=after.positions.gather(2, rows))
 
 
 @control(STEP, array_library="torch", dtypes=HALVES)
-def torch_rounded_between(
-    state, query, key, value, *, target, interval=512, buffer_size=128, horizon=512, theta=10000.0, epsilon=0.02
-):
+def torch_rounded_between(state, query, key, value, *, target, interval=512, buffer_size=128, epsilon=0.02, **window):
     """torch, the statistics and scores rounded to the dtype of the keys between the functions, masks in place of indices."""
-    token = {"key": (state.keys, key), "value": (state.values, value), "query": (state.queries, query)}
-    refuse_step(state, token, {"target": target, "interval": interval, "buffer_size": buffer_size})
-    keys, values, queries = (torch.cat([rows, row[:, :, None]], dim=2) for rows, row in token.values())
-    positions = torch.cat([state.positions, torch.full_like(state.positions[..., :1], state.position)], dim=2)
-    queries = queries[:, :, -buffer_size:]
-    steps = state.steps + 1
-    if steps == interval and keys.shape[2] > target:
-        statistics = torch_complex_pairs(
-            *torch_products_with_ones(queries), position=state.position + 1, horizon=horizon, theta=theta
-        )
-        order = torch_in_float32(keys, values, *statistics, epsilon=epsilon).argsort(dim=-1, descending=True, stable=True)
-        kept = torch.zeros(order.shape, dtype=torch.bool).scatter(-1, order[..., :target], True)
-        keys, values, positions = (rows[kept].unflatten(0, (*kept.shape[:2], target)) for rows in (keys, values, positions))
-    return stored(state, keys, values, positions, queries, steps % interval)
+    after = grown(state, query, key, value, target=target, interval=interval, buffer_size=buffer_size)
+    if after.steps or after.keys.shape[2] <= target:
+        return after
+    statistics = torch_complex_pairs(*torch_products_with_ones(after.queries), position=after.position, **window)
+    scores = torch_in_float32(after.keys, after.values, *statistics, epsilon=epsilon)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    kept = torch.zeros(order.shape, dtype=torch.bool).scatter(-1, order[..., :target], True)
+    keys, values, positions = (
+        rows[kept].unflatten(0, (*kept.shape[:2], target)) for rows in (after.keys, after.values, after.positions)
+    )
+    return after._replace(keys=keys, values=values, positions=positions)
 
 
 @control(f"{STEM}.log_expected_scores", dtypes=NUMPY)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from evictionary.reference.cache import CompressedCache
+from evictionary.spec_tests.controls.attention import ALL, NUMPY
+from evictionary.spec_tests.controls.shared import counted_before, torch_indexing
 from evictionary.spec_tests.harness.planted import control
 
 WEIGHTS, NUCLEUS, SELECT = "gvote.attention_weights", "gvote.nucleus", "gvote.select"
@@ -15,8 +17,6 @@ STATISTICS, SAMPLE, PROJECT = (f"gvote.{name}" for name in ("hidden_statistics",
 COS_SIN, ROTATION, LOGITS = (f"gvote.{name}" for name in ("average_cos_sin", "average_rotation", "sampled_logits"))
 TOP_EACH, ALLOCATE, UNION, PRUNE = "gvote.top_each", "gvote_theory.allocate", "gvote.union", "gvote.prune"
 ALGORITHM, OPTIMAL, OVERLAP = "gvote.algorithm_1", "gvote_theory.optimal_keep_set", "gvote_theory.attention_overlap"
-NUMPY = ("float64", "float32")
-ALL = (*NUMPY, "float16", "bfloat16")
 
 
 def widened(*arrays):
@@ -109,9 +109,7 @@ def refuse_budgets(scores, budgets) -> None:
 def counted_rank(scores, budgets):
     """A token is kept if fewer than its row's budget come before it."""
     refuse_budgets(scores, budgets)
-    place, mine, other = np.arange(scores.shape[-1]), scores[..., :, None], scores[..., None, :]
-    better = (other > mine) | ((other == mine) & (place < place[:, None]))
-    return better.sum(axis=-1) < budgets[..., None]
+    return counted_before(scores) < budgets[..., None]
 
 
 @control(TOP_EACH, array_library="torch", dtypes=ALL)
@@ -320,7 +318,7 @@ def torch_any(votes):
 
 @control(PRUNE, array_library="torch", dtypes=ALL)
 def torch_gathered(keys, values, kept):
-    return CompressedCache(keys[kept], values[kept], kept.nonzero()[:, 2], kept.sum(dim=-1))
+    return torch_indexing(keys, values, kept)
 
 
 def refuse(query, keys, sampled_queries, p) -> None:

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import torch
 
-from evictionary.spec_tests.controls.attention import ALL, hidden, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.controls.attention import ALL, NUMPY, hidden, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.controls.shared import counted_before
 from evictionary.spec_tests.harness.planted import control
 
 SCORE, SELECT = "h2o.score", "h2o.select"
-NUMPY = ("float64", "float32")
 
 
 def over_the_group(received, keys):
@@ -99,10 +99,8 @@ def two_parts(queries, keys, *, budget):
 def counted_rank(queries, keys, *, budget):
     """A token is kept if fewer than `budget` come before it."""
     refuse_budget(budget)
-    scores, place = tokens_first(queries, keys), np.arange(keys.shape[2])
-    lifted = np.where(place >= keys.shape[2] - (budget + 1) // 2, np.inf, scores)
-    mine, other = lifted[..., :, None], lifted[..., None, :]
-    return ((other > mine) | ((other == mine) & (place < place[:, None]))).sum(axis=-1) < budget
+    recent = np.arange(keys.shape[2]) >= keys.shape[2] - (budget + 1) // 2
+    return counted_before(np.where(recent, np.inf, tokens_first(queries, keys))) < budget
 
 
 @control(SELECT, array_library="torch", dtypes=ALL)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from evictionary.reference.keydiff import Cache
+from evictionary.spec_tests.controls import attention
+from evictionary.spec_tests.controls.refusal import refuse_unless
 from evictionary.spec_tests.harness.planted import control
 
 SCORE, ATTENTION, CACHED = "keydiff.score", "keydiff_theory.causal_attention", "keydiff_theory.cached_attention"
@@ -18,20 +20,28 @@ HALVES = ("float32", "float16", "bfloat16")
 
 
 def refuse(keys) -> None:
-    finite = keys.isfinite().all() if isinstance(keys, torch.Tensor) else np.isfinite(keys).all()
-    if keys.ndim < 2 or 0 in keys.shape or not finite:
-        raise ValueError(f"keys: got shape {tuple(keys.shape)}, wanted finite numbers [..., T, D]")
+    refuse_unless(keys=keys.ndim >= 2 and 0 not in keys.shape and (abs(keys) < math.inf).all())
+
+
+def units(states):
+    """NumPy, in the dtype of the states; a zero vector has no direction."""
+    norms = np.linalg.norm(states, axis=-1, keepdims=True)
+    return np.divide(states, norms, out=np.zeros_like(states), where=norms > 0)
+
+
+def torch_units(states):
+    """torch, at least in float32."""
+    wide = torch.promote_types(states.dtype, torch.float32)
+    return torch.nn.functional.normalize(states.to(wide), dim=-1, eps=1e-30)
 
 
 @control(SCORE, dtypes=("float64", "float32"))
 def tiled(keys):
     """The anchor summed tile by tile, the last tile shorter."""
     refuse(keys)
-    norms = np.linalg.norm(keys, axis=-1, keepdims=True)
-    units = np.divide(keys, norms, out=np.zeros_like(keys), where=norms > 0)
-    total = sum(units[..., start : start + 16, :].sum(axis=-2, keepdims=True) for start in range(0, keys.shape[-2], 16))
-    length = np.linalg.norm(total, axis=-1, keepdims=True)
-    return -(units * np.divide(total, length, out=np.zeros_like(total), where=length > 0)).sum(axis=-1)
+    directions = units(keys)
+    total = sum(directions[..., start : start + 16, :].sum(axis=-2, keepdims=True) for start in range(0, keys.shape[-2], 16))
+    return -(directions * units(total)).sum(axis=-1)
 
 
 @control(SCORE, dtypes=("float64", "float32"))
@@ -53,9 +63,8 @@ def summed_backwards(keys):
 def torch_in_float32(keys):
     """torch, computing at least in float32 and returning that."""
     refuse(keys)
-    wide = keys if keys.dtype == torch.float64 else keys.float()
-    units = torch.nn.functional.normalize(wide, dim=-1, eps=1e-30)
-    return -(units @ torch.nn.functional.normalize(units.mean(dim=-2), dim=-1, eps=1e-30)[..., None])[..., 0]
+    directions = torch_units(keys)
+    return -(directions @ torch_units(directions.mean(dim=-2))[..., None])[..., 0]
 
 
 @control(SCORE, array_library="torch", dtypes=("float64", "float32", "bfloat16"))
@@ -74,34 +83,28 @@ def torch_padded_and_permuted(keys):
     """Tokens before heads, filled up to whole tiles of 16 with rubbish that is masked, sums in float32 or wider."""
     refuse(keys)
     length = keys.shape[-2]
-    wide = (keys if keys.dtype == torch.float64 else keys.float()).movedim(-2, 0)
-    padded = torch.cat([wide, torch.full((-length % 16, *wide.shape[1:]), 1e3, dtype=wide.dtype)])
-    real = (torch.arange(len(padded)) < length).view(-1, *[1] * (wide.ndim - 1))
-    norms = padded.norm(dim=-1, keepdim=True)
-    units = torch.where(norms > 0, padded / norms.clamp(min=1e-30), 0)
-    tiles = torch.where(real, units, 0).unflatten(0, (-1, 16)).sum(dim=1)
-    total = tiles.sum(dim=0)
-    length_of_total = total.norm(dim=-1, keepdim=True)
-    scores = (units * torch.where(length_of_total > 0, total / length_of_total.clamp(min=1e-30), 0)).sum(dim=-1)
-    return -scores[:length].movedim(0, -1)
+    by_token = keys.movedim(-2, 0)
+    padded = torch.cat([by_token, torch.full((-length % 16, *by_token.shape[1:]), 1e3, dtype=keys.dtype)])
+    real = (torch.arange(len(padded)) < length).view(-1, *[1] * (keys.ndim - 1))
+    directions = torch_units(padded)
+    tiles = torch.where(real, directions, 0).unflatten(0, (-1, 16)).sum(dim=1)
+    return -(directions * torch_units(tiles.sum(dim=0))).sum(dim=-1)[:length].movedim(0, -1)
 
 
 @control("keydiff.pairwise_score", dtypes=("float64", "float32"))
 def pairwise_by_the_total(keys):
     """Minus the dot product with the sum of all unit keys: the rows of S without S."""
     refuse(keys)
-    norms = np.linalg.norm(keys, axis=-1, keepdims=True)
-    units = np.divide(keys, norms, out=np.zeros_like(keys), where=norms > 0)
-    return -np.einsum("...td,...d->...t", units, units[..., ::-1, :].sum(axis=-2))
+    directions = units(keys)
+    return -np.einsum("...td,...d->...t", directions, directions[..., ::-1, :].sum(axis=-2))
 
 
 @control("keydiff.similarity_matrix", array_library="torch", dtypes=("float64", *HALVES))
 def torch_cosine_similarity(keys):
     """torch, widened; every pair by itself."""
     refuse(keys)
-    wide = keys if keys.dtype == torch.float64 else keys.float()
-    units = torch.nn.functional.normalize(wide, dim=-1, eps=1e-30)
-    return (units[..., :, None, :] * units[..., None, :, :]).sum(dim=-1)
+    directions = torch_units(keys)
+    return (directions[..., :, None, :] * directions[..., None, :, :]).sum(dim=-1)
 
 
 @control(ATTENTION, array_library="torch", dtypes=("float64", "float32"))
@@ -113,22 +116,18 @@ def torch_library_attention(queries, keys, values):
 @control(ATTENTION, array_library="torch", dtypes=("float16", "bfloat16"))
 def torch_widened_attention(queries, keys, values):
     """The logits and weights in float32, the output rounded."""
-    logits = queries.float() @ keys.float().mT * queries.shape[-1] ** -0.5
-    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-    return (logits.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ values.float()).to(values.dtype)
+    return (attention.widened(queries, keys) @ values.float()).to(values.dtype)
 
 
 @control(ATTENTION, dtypes=("float64", "float32"))
 def one_key_at_a_time(queries, keys, values):
     """Online softmax: a running maximum, a running sum and a running output for each query."""
-    num_queries, length = queries.shape[-2], keys.shape[-2]
+    num_queries, length, scale = queries.shape[-2], keys.shape[-2], queries.dtype.type(math.sqrt(keys.shape[-1]))
     output = np.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
     top, total = np.full(queries.shape[:-1], -np.inf, queries.dtype), np.zeros(queries.shape[:-1], queries.dtype)
     for place in range(length):
         seeing = (..., slice(max(0, place - length + num_queries), None))
-        logit = (queries[(*seeing, slice(None))] * keys[..., place : place + 1, :]).sum(-1) / np.sqrt(
-            queries.dtype.type(keys.shape[-1])
-        )
+        logit = (queries[(*seeing, slice(None))] * keys[..., place : place + 1, :]).sum(-1) / scale
         higher = np.maximum(top[seeing], logit)
         old, new = np.exp(top[seeing] - higher), np.exp(logit - higher)
         output[(*seeing, slice(None))] *= old[..., None]
@@ -158,17 +157,21 @@ def merged_by_log_sum_exp(queries, keys, values, cache):
 @control("keydiff.append")
 def written_into_a_buffer(cache, keys, values):
     """A buffer of the final size, filled from both ends."""
-    old = 0 if cache is None else cache.keys.shape[-2]
-    seen = 0 if cache is None else cache.seen
-    new = keys.shape[-2]
+    if cache is None:
+        cache = Cache(keys[..., :0, :], values[..., :0, :], np.zeros((*keys.shape[:-2], 0), dtype=int), 0)
+    old, new = cache.keys.shape[-2], keys.shape[-2]
     buffers = [np.full((*states.shape[:-2], old + new, states.shape[-1]), np.nan) for states in (keys, values)]
+    for buffer, last, first in zip(buffers, (keys, values), (cache.keys, cache.values), strict=True):
+        buffer[..., old:, :], buffer[..., :old, :] = last, first
     positions = np.zeros((*keys.shape[:-2], old + new), dtype=int)
-    for buffer, states in zip(buffers, (keys, values), strict=True):
-        buffer[..., old:, :] = states
-    positions[..., old:] = range(seen, seen + new)
-    if cache is not None:
-        buffers[0][..., :old, :], buffers[1][..., :old, :], positions[..., :old] = cache.keys, cache.values, cache.positions
-    return Cache(buffers[0], buffers[1], positions, seen + new)
+    positions[..., old:], positions[..., :old] = range(cache.seen, cache.seen + new), cache.positions
+    return Cache(buffers[0], buffers[1], positions, cache.seen + new)
+
+
+def gathered(cache, places):
+    """The tokens at some places [..., N] of a cache."""
+    keys, values = (np.take_along_axis(states, places[..., None], axis=-2) for states in (cache.keys, cache.values))
+    return Cache(keys, values, np.take_along_axis(cache.positions, places, axis=-1), cache.seen)
 
 
 @control("keydiff.evict")
@@ -176,9 +179,7 @@ def head_by_head(cache, kept):
     if kept.dtype != bool or kept.shape != cache.keys.shape[:-1] or np.ptp(kept.sum(axis=-1)):
         raise ValueError(f"kept: got {kept.dtype} of shape {kept.shape}, wanted equally many tokens of each head")
     rows = [np.flatnonzero(kept[index]) for index in np.ndindex(kept.shape[:-1])]
-    order = np.array(rows).reshape(*kept.shape[:-1], -1)
-    keys, values = (np.take_along_axis(entry, order[..., None], axis=-2) for entry in (cache.keys, cache.values))
-    return Cache(keys, values, np.take_along_axis(cache.positions, order, axis=-1), cache.seen)
+    return gathered(cache, np.array(rows).reshape(*kept.shape[:-1], -1))
 
 
 @control("keydiff_theory.attention_policy", array_library="torch", dtypes=("float64", *HALVES))
@@ -188,24 +189,22 @@ def torch_policy(weights, budget, *, aggregate):
 
 
 def refuse_block(keys, values, **sizes) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: got {size}, wanted at least 1")
-    if tuple(values.shape[:-1]) != tuple(keys.shape[:-1]):
-        raise ValueError(f"values: got shape {tuple(values.shape)}, wanted the tokens of keys")
+    refuse_unless(values=values.shape[:-1] == keys.shape[:-1], **{name: size >= 1 for name, size in sizes.items()})
+
+
+def best_places(scores, budget):
+    """The places of the highest scores by a stable sort, in order."""
+    return np.sort(np.argsort(-scores, axis=-1, kind="stable")[..., :budget], axis=-1)
 
 
 @control(BLOCK, dtypes=("float64", "float32"))
 def worst_token_sorted_out(cache, keys, values, *, budget, scorer=None):
     """The order by a stable sort of minus the scores of another implementation, the kept places sorted again."""
     refuse_block(keys, values, budget=budget)
-    if cache is not None and cache.keys.shape[:-2] != keys.shape[:-2]:
-        raise ValueError(f"keys: got shape {keys.shape}, wanted the heads of the cache")
+    refuse_unless(keys=cache is None or cache.keys.shape[:-2] == keys.shape[:-2])
     joined = written_into_a_buffer(cache, keys, values)
-    states = [entry.astype(keys.dtype) for entry in (joined.keys, joined.values)]
-    places = np.sort(np.argsort(-summed_backwards(states[0]), axis=-1, kind="stable")[..., :budget], axis=-1)
-    held_keys, held_values = (np.take_along_axis(entry, places[..., None], axis=-2) for entry in states)
-    return Cache(held_keys, held_values, np.take_along_axis(joined.positions, places, axis=-1), joined.seen)
+    joined = joined._replace(keys=joined.keys.astype(keys.dtype), values=joined.values.astype(keys.dtype))
+    return gathered(joined, best_places(summed_backwards(joined.keys), budget))
 
 
 @control(PROMPT, dtypes=("float64", "float32"))
@@ -213,17 +212,13 @@ def places_of_the_prompt(keys, values, *, budget, block_size, scorer=None):
     """Only the places of the prompt are carried from block to block; the numbers are gathered once, at the end."""
     refuse_block(keys, values, budget=budget, block_size=block_size)
     length = keys.shape[-2]
-    places = np.zeros((*keys.shape[:-2], 0), dtype=int)
+    whole = Cache(keys, values, np.broadcast_to(np.arange(length), keys.shape[:-1]), length)
+    places = whole.positions[..., :0]
     for start in range(0, length, block_size):
-        block = np.broadcast_to(
-            np.arange(start, min(start + block_size, length)), (*keys.shape[:-2], min(block_size, length - start))
-        )
-        places = np.concatenate([places, block], axis=-1)
-        scores = tiled(np.take_along_axis(keys, places[..., None], axis=-2))
-        best = np.sort(np.argsort(-scores, axis=-1, kind="stable")[..., :budget], axis=-1)
+        places = np.concatenate([places, whole.positions[..., start : start + block_size]], axis=-1)
+        best = best_places(tiled(gathered(whole, places).keys), budget)
         places = np.take_along_axis(places, best, axis=-1)
-    held_keys, held_values = (np.take_along_axis(entry, places[..., None], axis=-2) for entry in (keys, values))
-    return Cache(held_keys, held_values, places, length)
+    return gathered(whole, places)
 
 
 @control(PROMPT, array_library="torch", dtypes=("float64", *HALVES))
@@ -261,11 +256,10 @@ def worst_place_deleted(cache, key, value, *, budget, scorer=None):
 def torch_middle_of_the_sorted(keys):
     """The mean of the two in the middle of a sort, which are one where the number is odd."""
     refuse(keys)
-    wide = keys if keys.dtype == torch.float64 else keys.float()
+    wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
     ordered, length = wide.sort(dim=-2).values, keys.shape[-2]
     median = (ordered[..., (length - 1) // 2, :] + ordered[..., length // 2, :]) / 2
-    units = torch.nn.functional.normalize(wide, dim=-1, eps=1e-30)
-    return -(units @ torch.nn.functional.normalize(median, dim=-1, eps=1e-30)[..., None])[..., 0]
+    return -(torch_units(keys) @ torch_units(median)[..., None])[..., 0]
 
 
 @control("keydiff_variants.raw_mean_score", dtypes=("float64", "float32"))
@@ -288,7 +282,7 @@ def mean_of_the_products(keys):
 @control("keydiff_variants.euclidean_score", array_library="torch", dtypes=("float64", *HALVES))
 def torch_distance(keys):
     refuse(keys)
-    wide = keys if keys.dtype == torch.float64 else keys.float()
+    wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
     return torch.linalg.vector_norm(wide - wide.mean(dim=-2, keepdim=True), dim=-1)
 
 
@@ -297,14 +291,11 @@ def recent_lifted(keys, *, budget, recent_ratio):
     """The recent tokens lifted above all scores, then one sort."""
     refuse(keys)
     ratio = Fraction(str(recent_ratio))
-    for name, value, good in (("budget", budget, budget >= 1), ("recent_ratio", recent_ratio, 0 <= ratio <= 1)):
-        if not good:
-            raise ValueError(f"{name}: got {value}")
+    refuse_unless(budget=budget >= 1, recent_ratio=0 <= ratio <= 1)
     length = keys.shape[-2]
     latest = np.arange(length) >= length - math.floor(ratio * min(budget, length))
-    order = np.argsort(np.where(latest, -2, -tiled(keys)), axis=-1, kind="stable")
     kept = np.zeros(keys.shape[:-1], dtype=bool)
-    np.put_along_axis(kept, order[..., :budget], True, axis=-1)
+    np.put_along_axis(kept, best_places(np.where(latest, 2, tiled(keys)), budget), True, axis=-1)
     return kept
 
 
@@ -318,11 +309,5 @@ def squares_divided_last(vector, basis):
 
 @control("keydiff_theory.alignment_bound")
 def one_logarithm(count, weight, largest_norm):
-    for name, value, good in (
-        ("count", count, count >= 1),
-        ("weight", weight, 0 < weight < 1),
-        ("largest_norm", largest_norm, largest_norm > 0),
-    ):
-        if not good:
-            raise ValueError(f"{name}: got {value}")
+    refuse_unless(count=count >= 1, weight=0 < weight < 1, largest_norm=largest_norm > 0)
     return (math.log(count * weight) - math.log1p(-weight) - largest_norm) / largest_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -9,10 +10,10 @@ import numpy as np
 import torch
 
 from evictionary.reference.lagkv import Stream
+from evictionary.spec_tests.controls.attention import ALL, NUMPY, hidden
 from evictionary.spec_tests.harness.planted import control
 
 SCORE, SELECT, RETAINED, STEP = "lagkv.score", "lagkv.select", "lagkv.retained_length", "lagkv.step"
-ALL = ("float64", "float32", "float16", "bfloat16")
 
 
 def refuse_other_shapes(keys, values, next_keys, next_values) -> None:
@@ -24,44 +25,48 @@ def refuse_other_shapes(keys, values, next_keys, next_values) -> None:
         raise ValueError(f"next_values: got shape {tuple(next_values.shape)}, wanted the channels of values")
 
 
-@control(SCORE, dtypes=("float64", "float32"))
-def sums_of_squares(keys, values, next_keys, next_values):
+def scorer(**claims):
+    """Register a correct score by its part: what the keys, and likewise the values, of a partition have against the next one."""
+
+    def decorate(part):
+        @functools.wraps(part)
+        def score(keys, values, next_keys, next_values):
+            refuse_other_shapes(keys, values, next_keys, next_values)
+            return part(keys, next_keys) + part(values, next_values)
+
+        return control(SCORE, **claims)(score)
+
+    return decorate
+
+
+@scorer(dtypes=NUMPY)
+def sums_of_squares(states, following):
     """The deviation from pairs of channels: the variance is half the mean squared difference of all pairs."""
-    refuse_other_shapes(keys, values, next_keys, next_values)
-
-    def part(states, following):
-        low, spread = following.min(axis=-2, keepdims=True), np.ptp(following, axis=-2, keepdims=True)
-        scaled = np.divide(
-            states - low, spread, out=np.zeros(np.broadcast_shapes(states.shape, low.shape), states.dtype), where=spread > 0
-        )
-        channels = scaled.shape[-1]
-        if channels == 1:
-            deviation = np.zeros(scaled.shape[:-1], states.dtype)
-        else:
-            pairs = scaled[..., :, None] - scaled[..., None, :]
-            deviation = np.sqrt((pairs * pairs).sum(axis=(-2, -1)) / (2 * channels * (channels - 1)))
-        weights = np.exp(deviation - deviation.max(axis=-1, keepdims=True))
-        return weights / weights.sum(axis=-1, keepdims=True)
-
-    return part(keys, next_keys) + part(values, next_values)
+    low, spread = following.min(axis=-2, keepdims=True), np.ptp(following, axis=-2, keepdims=True)
+    scaled = np.divide(
+        states - low, spread, out=np.zeros(np.broadcast_shapes(states.shape, low.shape), states.dtype), where=spread > 0
+    )
+    channels = scaled.shape[-1]
+    if channels == 1:
+        deviation = np.zeros(scaled.shape[:-1], states.dtype)
+    else:
+        pairs = scaled[..., :, None] - scaled[..., None, :]
+        deviation = np.sqrt((pairs * pairs).sum(axis=(-2, -1)) / (2 * channels * (channels - 1)))
+    weights = np.exp(deviation - deviation.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
-@control(SCORE, dtypes=("float64", "float32"))
-def running_extremes(keys, values, next_keys, next_values):
+@scorer(dtypes=NUMPY)
+def running_extremes(states, following):
     """Minimum and maximum kept while walking over the next partition, the softmax through a log-sum-exp."""
-    refuse_other_shapes(keys, values, next_keys, next_values)
-
-    def part(states, following):
-        low = high = following[..., 0, :]
-        for token in range(1, following.shape[-2]):
-            low, high = np.minimum(low, following[..., token, :]), np.maximum(high, following[..., token, :])
-        low, spread = low[..., None, :], (high - low)[..., None, :]
-        scaled = np.where(spread > 0, (states - low) / np.where(spread > 0, spread, 1), 0)
-        deviation = scaled.std(axis=-1, ddof=1) if scaled.shape[-1] > 1 else scaled[..., 0] * 0
-        top = deviation.max(axis=-1, keepdims=True)
-        return np.exp(deviation - top - np.log(np.exp(deviation - top).sum(axis=-1, keepdims=True)))
-
-    return part(keys, next_keys) + part(values, next_values)
+    low = high = following[..., 0, :]
+    for token in range(1, following.shape[-2]):
+        low, high = np.minimum(low, following[..., token, :]), np.maximum(high, following[..., token, :])
+    low, spread = low[..., None, :], (high - low)[..., None, :]
+    scaled = np.where(spread > 0, (states - low) / np.where(spread > 0, spread, 1), 0)
+    deviation = scaled.std(axis=-1, ddof=1) if scaled.shape[-1] > 1 else scaled[..., 0] * 0
+    top = deviation.max(axis=-1, keepdims=True)
+    return np.exp(deviation - top - np.log(np.exp(deviation - top).sum(axis=-1, keepdims=True)))
 
 
 def torch_part(states, following):
@@ -71,64 +76,53 @@ def torch_part(states, following):
     return deviation.softmax(dim=-1)
 
 
-@control(SCORE, array_library="torch", dtypes=("float64", "float32", "bfloat16"))
-def torch_eager(keys, values, next_keys, next_values):
+@scorer(array_library="torch", dtypes=("float64", "float32", "bfloat16"))
+def torch_eager(states, following):
     """torch in the dtype of its inputs."""
-    refuse_other_shapes(keys, values, next_keys, next_values)
-    return torch_part(keys, next_keys) + torch_part(values, next_values)
+    return torch_part(states, following)
 
 
-@control(SCORE, array_library="torch", dtypes=("float16", "bfloat16"))
-def torch_widened(keys, values, next_keys, next_values):
+@scorer(array_library="torch", dtypes=("float16", "bfloat16"))
+def torch_widened(states, following):
     """torch, computing in float32."""
-    refuse_other_shapes(keys, values, next_keys, next_values)
-    return torch_part(keys.float(), next_keys.float()) + torch_part(values.float(), next_values.float())
+    return torch_part(states.float(), following.float())
 
 
-@control(SCORE, dtypes=("float64", "float32"))
-def times_the_reciprocal(keys, values, next_keys, next_values):
-    """The range inverted once for each channel and multiplied with; the deviation in one pass (Welford)."""
-    refuse_other_shapes(keys, values, next_keys, next_values)
-
-    def part(states, following):
-        scaled = inverted_range(states, following)
-        mean = squares = np.zeros(scaled.shape[:-1], scaled.dtype)
-        for number in range(scaled.shape[-1]):
-            distance = scaled[..., number] - mean
-            mean = mean + distance / (number + 1)
-            squares = squares + distance * (scaled[..., number] - mean)
-        root = np.sqrt(squares / max(1, scaled.shape[-1] - 1))
-        weights = np.exp(root - root.max(axis=-1, keepdims=True))
-        return weights / weights.sum(axis=-1, keepdims=True)
-
-    return part(keys, next_keys) + part(values, next_values)
-
-
-@control("lagkv.normalise", dtypes=("float64", "float32"))
+@control("lagkv.normalise", dtypes=NUMPY)
 def inverted_range(states, next_states):
     low, spread = next_states.min(axis=-2, keepdims=True), np.ptp(next_states, axis=-2, keepdims=True)
     return (states - low) * np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0)
 
 
-@control(SCORE, array_library="torch", dtypes=ALL)
-def torch_padded_and_permuted(keys, values, next_keys, next_values):
+@scorer(dtypes=NUMPY)
+def times_the_reciprocal(states, following):
+    """The range inverted once for each channel and multiplied with; the deviation in one pass (Welford)."""
+    scaled = inverted_range(states, following)
+    mean = squares = np.zeros(scaled.shape[:-1], scaled.dtype)
+    for number in range(scaled.shape[-1]):
+        distance = scaled[..., number] - mean
+        mean = mean + distance / (number + 1)
+        squares = squares + distance * (scaled[..., number] - mean)
+    root = np.sqrt(squares / max(1, scaled.shape[-1] - 1))
+    weights = np.exp(root - root.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+@scorer(array_library="torch", dtypes=ALL)
+def torch_padded_and_permuted(states, following):
     """Tokens before heads, both partitions filled up to tiles of 16 that are masked, in float32 or wider."""
-    refuse_other_shapes(keys, values, next_keys, next_values)
 
     def tiles(states, filling):
         wide = (states if states.dtype == torch.float64 else states.float()).movedim(-2, 0)
         return torch.cat([wide, torch.full((-len(wide) % 16, *wide.shape[1:]), filling, dtype=wide.dtype)])
 
-    def part(states, following):
-        low = tiles(following, torch.inf).unflatten(0, (-1, 16)).amin(dim=1).amin(dim=0)
-        spread = tiles(following, -torch.inf).unflatten(0, (-1, 16)).amax(dim=1).amax(dim=0) - low
-        scaled = torch.where(spread == 0, 0, (tiles(states, 7.0) - low) / torch.where(spread == 0, 1, spread))
-        centred = scaled - scaled.mean(dim=-1, keepdim=True)
-        deviation = ((centred * centred).sum(dim=-1) / max(1, scaled.shape[-1] - 1)).sqrt()
-        deviation[states.shape[-2] :] = -torch.inf
-        return deviation.softmax(dim=0)[: states.shape[-2]].movedim(0, -1)
-
-    return part(keys, next_keys) + part(values, next_values)
+    low = tiles(following, torch.inf).unflatten(0, (-1, 16)).amin(dim=1).amin(dim=0)
+    spread = tiles(following, -torch.inf).unflatten(0, (-1, 16)).amax(dim=1).amax(dim=0) - low
+    scaled = torch.where(spread == 0, 0, (tiles(states, 7.0) - low) / torch.where(spread == 0, 1, spread))
+    centred = scaled - scaled.mean(dim=-1, keepdim=True)
+    deviation = ((centred * centred).sum(dim=-1) / max(1, scaled.shape[-1] - 1)).sqrt()
+    deviation[states.shape[-2] :] = -torch.inf
+    return deviation.softmax(dim=0)[: states.shape[-2]].movedim(0, -1)
 
 
 def exact_count(keep_ratio, sink_size, lag_size) -> int:
@@ -143,14 +137,20 @@ def exact_count(keep_ratio, sink_size, lag_size) -> int:
     return math.floor(ratio * lag_size)
 
 
+def compressed_partitions(keys, values, sink_size, lag_size):
+    """The places of each partition that is compressed, and the arguments of its score."""
+    for start in range(sink_size, keys.shape[2] - 2 * lag_size + 1, lag_size):
+        own, following = slice(start, start + lag_size), slice(start + lag_size, start + 2 * lag_size)
+        yield own, (keys[:, :, own], values[:, :, own], keys[:, :, following], values[:, :, following])
+
+
 @control(SELECT)
 def partition_by_partition(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
     """A loop over partitions, the best found by repeated argmax."""
     count = exact_count(keep_ratio, sink_size, lag_size)
     kept = np.ones(keys.shape[:3], dtype=bool)
-    for start in range(sink_size, keys.shape[2] - 2 * lag_size + 1, lag_size):
-        own, following = slice(start, start + lag_size), slice(start + lag_size, start + 2 * lag_size)
-        scores = running_extremes(keys[:, :, own], values[:, :, own], keys[:, :, following], values[:, :, following])
+    for own, states in compressed_partitions(keys, values, sink_size, lag_size):
+        scores = running_extremes(*states)
         chosen = np.zeros(scores.shape, dtype=bool)
         for _ in range(count):
             best = np.where(chosen, -np.inf, scores).argmax(axis=-1)
@@ -159,20 +159,23 @@ def partition_by_partition(keys, values, *, keep_ratio, sink_size=16, lag_size=1
     return kept
 
 
-@control(SELECT, array_library="torch", dtypes=("float64", "float32", "bfloat16"))
-def torch_select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
-    """All partitions at once, a stable sort for the best."""
+def torch_sorted(keys, values, keep_ratio, sink_size, lag_size, scored):
+    """All partitions at once, a stable sort for the best; `scored` has the arguments of `score`."""
     count = exact_count(keep_ratio, sink_size, lag_size)
     kept = torch.ones(keys.shape[:3], dtype=torch.bool)
     partitions = (keys.shape[2] - sink_size) // lag_size
-    if partitions < 2:
-        return kept
-    end = sink_size + partitions * lag_size
-    parts = [states[:, :, sink_size:end].unflatten(2, (partitions, lag_size)) for states in (keys, values)]
-    scores = sum(torch_part(states[:, :, :-1], states[:, :, 1:]) for states in parts)
-    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    kept[:, :, sink_size : end - lag_size] = (rank < count).flatten(2)
+    if partitions >= 2:
+        end = sink_size + partitions * lag_size
+        parts = [states[:, :, sink_size:end].unflatten(2, (partitions, lag_size)) for states in (keys, values)]
+        scores = scored(*(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts))
+        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        kept[:, :, sink_size : end - lag_size] = (rank < count).flatten(2)
     return kept
+
+
+@control(SELECT, array_library="torch", dtypes=("float64", "float32", "bfloat16"))
+def torch_select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
+    return torch_sorted(keys, values, keep_ratio, sink_size, lag_size, torch_eager)
 
 
 @control(SELECT, dtypes=("float32",))
@@ -180,9 +183,8 @@ def in_float32(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
     """NumPy in float32, the threshold found by a partial sort, ties filled from the front."""
     count = exact_count(keep_ratio, sink_size, lag_size)
     kept = np.ones(keys.shape[:3], dtype=bool)
-    for start in range(sink_size, keys.shape[2] - 2 * lag_size + 1, lag_size):
-        own, following = slice(start, start + lag_size), slice(start + lag_size, start + 2 * lag_size)
-        scores = sums_of_squares(keys[:, :, own], values[:, :, own], keys[:, :, following], values[:, :, following])
+    for own, states in compressed_partitions(keys, values, sink_size, lag_size):
+        scores = sums_of_squares(*states)
         if count == 0:
             kept[:, :, own] = False
             continue
@@ -274,10 +276,10 @@ def torch_masked_softmax(queries, keys):
     if new > length:
         raise ValueError(f"queries: got {new}, wanted at most {length}")
     logits = torch.einsum("...md,...td->...mt", queries / math.sqrt(keys.shape[-1]), keys)
-    return logits.masked_fill(torch.ones(new, length, dtype=torch.bool).triu(length - new + 1), -torch.inf).softmax(dim=-1)
+    return logits.masked_fill(hidden(new, length), -torch.inf).softmax(dim=-1)
 
 
-@control("lagkv_theory.attention_output", dtypes=("float64", "float32"))
+@control("lagkv_theory.attention_output", dtypes=NUMPY)
 def head_by_head(weights, values, output_weight):
     """The sum over the heads, each with its own rows of W_O."""
     rows = np.split(output_weight, weights.shape[-3], axis=-2)
@@ -291,32 +293,19 @@ def torch_one_matrix(states, query_weight, key_weight, value_weight):
     return tuple((states @ joined).split([query_weight.shape[-1], key_weight.shape[-1], value_weight.shape[-1]], dim=-1))
 
 
-@control("lagkv_variants.local_score", dtypes=("float64", "float32"))
+@control("lagkv_variants.local_score", dtypes=NUMPY)
 def sums_of_squares_against_itself(keys, values):
     return sums_of_squares(keys, values, keys, values)
 
 
 @control("lagkv_variants.local_select", array_library="torch", dtypes=("float64", "float32", "bfloat16"))
 def torch_local_select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
-    return torch_sorted(keys, values, keep_ratio, sink_size, lag_size, lambda *parts: sum(torch_part(own, own) for own in parts))
+    return torch_sorted(keys, values, keep_ratio, sink_size, lag_size, lambda own, also, *_: torch_eager(own, also, own, also))
 
 
 @control("lagkv_variants.norm_select", array_library="torch", dtypes=ALL)
 def torch_norm_select(keys, values, *, layer, keep_ratio, sink_size=16, lag_size=1024, skipped_layers=2):
     if layer < 0:
         raise ValueError(f"layer: got {layer}")
-    kept = torch_sorted(keys, values, keep_ratio, sink_size, lag_size, lambda own, _: -own.float().norm(dim=-1))
+    kept = torch_sorted(keys, values, keep_ratio, sink_size, lag_size, lambda own, *_: -own.float().norm(dim=-1))
     return kept | (layer < skipped_layers)
-
-
-def torch_sorted(keys, values, keep_ratio, sink_size, lag_size, scorer):
-    """The best of each partition but the last, by scores of it alone."""
-    count = exact_count(keep_ratio, sink_size, lag_size)
-    kept = torch.ones(keys.shape[:3], dtype=torch.bool)
-    compressed = (keys.shape[2] - sink_size) // lag_size - 1
-    if compressed > 0:
-        inner = slice(sink_size, sink_size + compressed * lag_size)
-        parts = (states[:, :, inner].unflatten(2, (compressed, lag_size)) for states in (keys, values))
-        rank = scorer(*parts).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        kept[:, :, inner] = (rank < count).flatten(2)
-    return kept

@@ -15,6 +15,16 @@ from evictionary.spec_tests.harness.planted import control
 STEM = "momentkv_theory"
 
 
+def logits_of(query, keys):
+    """s_i, in NumPy or torch."""
+    return (keys @ query[..., None])[..., 0] / math.sqrt(query.shape[-1])
+
+
+def refuse(kept) -> None:
+    if not (kept.any(-1) & ~kept.all(-1)).all():
+        raise ValueError("kept: got a row in which one of the two sets is empty")
+
+
 @control(f"{STEM}.full_output", dtypes=SINGLE)
 def streamed(query, keys, values):
     """Token by token with a running maximum."""
@@ -38,9 +48,8 @@ def fused_attention(query, keys, values):
 @control(f"{STEM}.sub_outputs", dtypes=SINGLE)
 def exponentials_once(query, keys, values, kept):
     """The exponentials taken once, about the largest of each set, and summed by a matrix of two masks."""
-    if not (kept.any(axis=-1) & ~kept.all(axis=-1)).all():
-        raise ValueError("kept: got a row in which one of the two sets is empty")
-    logits = (keys @ query[..., None])[..., 0] / math.sqrt(query.shape[-1])
+    refuse(kept)
+    logits = logits_of(query, keys)
     masks = np.stack([kept, ~kept], axis=-2)
     top = np.where(masks, logits[..., None, :], -np.inf).max(axis=-1, keepdims=True)
     weights = np.exp(np.where(masks, logits[..., None, :] - top, -np.inf))
@@ -51,10 +60,9 @@ def exponentials_once(query, keys, values, kept):
 @control(f"{STEM}.sub_outputs", array_library="torch", dtypes=HALVES)
 def torch_sub_outputs(query, keys, values, kept):
     """torch, in float32 at least."""
-    if not bool((kept.any(dim=-1) & ~kept.all(dim=-1)).all()):
-        raise ValueError("kept: got a row in which one of the two sets is empty")
+    refuse(kept)
     query, keys, values = widened(query, keys, values)
-    logits = (keys @ query[..., None])[..., 0] / math.sqrt(query.shape[-1])
+    logits = logits_of(query, keys)
     parts = [logits.masked_fill(~mask, -torch.inf).softmax(dim=-1) for mask in (kept, ~kept)]
     return tuple((weights[..., None, :] @ values)[..., 0, :] for weights in parts)
 
@@ -84,7 +92,7 @@ def not_centred_at_all(query, keys, values):
 @control(f"{STEM}.expansion", array_library="torch", dtypes=SINGLE)
 def torch_expansion(query, keys, values):
     """torch, with its own expm1."""
-    delta = ((keys - keys.mean(dim=-2, keepdim=True)) @ query[..., None])[..., 0] / math.sqrt(query.shape[-1])
+    delta = logits_of(query, keys - keys.mean(dim=-2, keepdim=True))
     rest = delta.expm1() - delta
     ones = torch.ones_like(delta)
     numerator, mean_part, linear_part, remainder = (
@@ -99,9 +107,8 @@ def torch_expansion(query, keys, values):
 def torch_log_partition(query, keys):
     """torch, in float32 at least; the bound from the mean key."""
     query, keys = widened(query, keys)
-    root = math.sqrt(query.shape[-1])
-    logits = (keys @ query[..., None])[..., 0] / root
-    return logits.logsumexp(dim=-1), math.log(keys.shape[-2]) + (query * keys.mean(dim=-2)).sum(dim=-1) / root
+    mean_logit = (query * keys.mean(dim=-2)).sum(dim=-1) / math.sqrt(query.shape[-1])
+    return logits_of(query, keys).logsumexp(dim=-1), math.log(keys.shape[-2]) + mean_logit
 
 
 @control(f"{STEM}.logit_variance", dtypes=SINGLE)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from evictionary.reference.cache import CompressedCache
+from evictionary.spec_tests.controls.attention import ALL, NUMPY
 from evictionary.spec_tests.harness.planted import control
 
 BUDGET, TOP_K, COMPRESS, ATTEND = "selection.budget", "selection.top_k", "cache.compress", "attention.attend"
-ALL = ("float64", "float32", "float16", "bfloat16")
 
 
 def exact_ratio(ratio) -> Decimal:
@@ -60,20 +60,19 @@ def greedy_top_k(scores, budget, protected=None):
     return kept
 
 
+def counted_before(scores):
+    """How many tokens of its row come before each: those of higher scores, and of equal ones those at lower positions."""
+    place, mine, other = np.arange(scores.shape[-1]), scores[..., :, None], scores[..., None, :]
+    return ((other > mine) | ((other == mine) & (place < place[:, None]))).sum(axis=-1)
+
+
 @control(TOP_K)
 def counted_rank(scores, budget, protected=None):
     """A token is kept if fewer than `budget` come before it: the ranking by counting that a kernel does."""
     refuse_protection(budget, protected)
     first = np.zeros(scores.shape, dtype=bool) if protected is None else protected
-    position = np.arange(scores.shape[-1])
-    better = (first[..., None, :] & ~first[..., :, None]) | (
-        (first[..., None, :] == first[..., :, None])
-        & (
-            (scores[..., None, :] > scores[..., :, None])
-            | ((scores[..., None, :] == scores[..., :, None]) & (position < position[:, None]))
-        )
-    )
-    return better.sum(axis=-1) < budget
+    lifted = scores.shape[-1] * first - counted_before(scores)
+    return counted_before(lifted) < budget
 
 
 @control(TOP_K, array_library="torch", dtypes=ALL)
@@ -118,7 +117,7 @@ def walk(lengths):
         start = stop
 
 
-@control(ATTEND, dtypes=("float64", "float32"))
+@control(ATTEND, dtypes=NUMPY)
 def one_token_at_a_time(queries, cache):
     """Online softmax: a running maximum, a running sum and a running output."""
     group = queries.shape[1] // cache.lengths.shape[1]
@@ -177,12 +176,12 @@ def padded_storage(queries, cache):
     return output.flatten(1, 2), normaliser.flatten(1, 2)
 
 
-@control("knorm.score", dtypes=("float64", "float32"))
+@control("knorm.score", dtypes=NUMPY)
 def library_norm(keys):
     return -np.linalg.norm(keys, axis=-1)
 
 
-@control("knorm.score", dtypes=("float64", "float32"))
+@control("knorm.score", dtypes=NUMPY)
 def scaled_norm(keys):
     """The largest component divided out first, as against overflow."""
     largest = np.abs(keys).max(axis=-1, keepdims=True)
@@ -269,20 +268,21 @@ def torch_layer_sort(scores, budget, *, floor_ratio=0.2):
     return torch.zeros(lifted.shape, dtype=torch.bool).scatter(1, order, True).view(scores.shape)
 
 
-def refuse_pyramid(budget, num_layers, beta) -> None:
+def exact_line(budget, num_layers, beta) -> list[Fraction]:
+    """The budgets before they are rounded."""
     for name, value in (("budget", budget), ("num_layers", num_layers), ("beta", beta)):
         if value < 1:
             raise ValueError(f"{name}: got {value}")
+    if num_layers == 1:
+        return [Fraction(budget)]
+    last = max(Fraction(1), Fraction(budget) / Fraction(str(beta)))
+    return [2 * budget - last - layer * 2 * (budget - last) / (num_layers - 1) for layer in range(num_layers)]
 
 
 @control("pyramid_kv.budgets")
 def carried_remainder(budget, num_layers, *, beta=20.0):
-    """The line in exact fractions, the largest remainders found one at a time."""
-    refuse_pyramid(budget, num_layers, beta)
-    if num_layers == 1:
-        return [budget]
-    last = max(Fraction(1), Fraction(budget) / Fraction(str(beta)))
-    line = [2 * budget - last - layer * 2 * (budget - last) / (num_layers - 1) for layer in range(num_layers)]
+    """The largest remainders found one at a time."""
+    line = exact_line(budget, num_layers, beta)
     whole = [share.numerator // share.denominator for share in line]
     for _ in range(num_layers * budget - sum(whole)):
         gap = [share - count for share, count in zip(line, whole, strict=True)]
@@ -290,27 +290,21 @@ def carried_remainder(budget, num_layers, *, beta=20.0):
     return whole
 
 
-@control("pyramid_kv.budgets")
-def rounded_line(budget, num_layers, *, beta=20.0):
+def in_pairs(budget, num_layers, beta, rounded) -> list[int]:
     """The line rounded in pairs, first with last: their sum is twice the budget."""
-    refuse_pyramid(budget, num_layers, beta)
-    last = max(Fraction(1), Fraction(budget) / Fraction(str(beta)))
-    whole = [budget] * num_layers
+    line, whole = exact_line(budget, num_layers, beta), [budget] * num_layers
     for layer in range(num_layers // 2):
-        high = 2 * budget - last - layer * 2 * (budget - last) / (num_layers - 1)
-        whole[layer] = int(high)
+        whole[layer] = rounded(line[layer])
         whole[-1 - layer] = 2 * budget - whole[layer]
     return whole
+
+
+@control("pyramid_kv.budgets")
+def rounded_line(budget, num_layers, *, beta=20.0):
+    return in_pairs(budget, num_layers, beta, int)
 
 
 @control("pyramid_kv.budgets")
 def rounded_up_pairs(budget, num_layers, *, beta=20.0):
-    """The same in pairs, the upper half rounded to the nearest."""
-    refuse_pyramid(budget, num_layers, beta)
-    last = max(Fraction(1), Fraction(budget) / Fraction(str(beta)))
-    whole = [budget] * num_layers
-    for layer in range(num_layers // 2):
-        high = 2 * budget - last - layer * 2 * (budget - last) / (num_layers - 1)
-        whole[layer] = min(int(high + Fraction(1, 2)), 2 * budget - 1)
-        whole[-1 - layer] = 2 * budget - whole[layer]
-    return whole
+    """The upper half of the pairs rounded to the nearest."""
+    return in_pairs(budget, num_layers, beta, lambda share: min(int(share + Fraction(1, 2)), 2 * budget - 1))

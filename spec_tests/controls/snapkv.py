@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from evictionary.spec_tests.controls.attention import ALL, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.controls.attention import ALL, NUMPY, refuse, streamed, torch_weights, widened
 from evictionary.spec_tests.harness.planted import control
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
-NUMPY = ("float64", "float32")
 
 
 def checked(queries, keys, window_size, kernel_size) -> int:

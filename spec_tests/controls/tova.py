@@ -6,11 +6,10 @@ import math
 
 import numpy as np
 
-from evictionary.spec_tests.controls.attention import ALL, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.controls.attention import ALL, NUMPY, refuse, streamed, torch_weights, widened
 from evictionary.spec_tests.harness.planted import control
 
 SCORE = "tova.score"
-NUMPY = ("float64", "float32")
 
 
 @control(SCORE, dtypes=NUMPY)

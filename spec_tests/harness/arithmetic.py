@@ -91,7 +91,7 @@ class Rounded(np.ndarray):
         # float64 results carry no record of what was rounded away: only short numbers count as exact there.
         representable = round_to(exact, "float32") if self.dtype_name == "float64" else nearest
         step = np.where(exact == representable, 0, EPSILON[self.dtype_name] / 2)
-        sign = self.generator.choice([-1.0, 1.0], size=exact.shape)
+        sign = 2.0 * self.generator.integers(0, 2, size=exact.shape, dtype=np.int8) - 1.0
         return np.where(step == 0, exact, round_to(exact * (1 + 2 * step * sign), self.dtype_name))
 
     def _summed(self, exact: np.ndarray, magnitude: np.ndarray, count: int, lowest_bit: float) -> np.ndarray:
@@ -100,7 +100,7 @@ class Rounded(np.ndarray):
             return exact
         epsilon = EPSILON[ACCUMULATOR[self.dtype_name]]
         inexact = magnitude * epsilon > 2 * lowest_bit  # a partial sum may need more bits than the accumulator has
-        sign = self.generator.choice([-1.0, 1.0], size=exact.shape)
+        sign = 2.0 * self.generator.integers(0, 2, size=exact.shape, dtype=np.int8) - 1.0
         return exact + np.where(inexact, sign * epsilon / 2 * (1 + np.log2(count)) * magnitude, 0)
 
 

@@ -6,6 +6,7 @@ expression that makes it again.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -126,6 +127,13 @@ class Tiny:
     next_keys: np.ndarray
     next_values: np.ndarray
     queries: np.ndarray
+
+    def as_case(self) -> Case:
+        """A seeded case of the same sizes, of small whole numbers; the numbers of this one are its seed."""
+        _, heads, length, head_dim = self.keys.shape
+        seed = zlib.crc32(b"".join(getattr(self, name).tobytes() for name in self.__dataclass_fields__)) % 2**16
+        group = self.queries.shape[1] // heads
+        return Case("ties", seed, 1, heads, group, length, head_dim, self.values.shape[-1], self.queries.shape[2])
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}=np.array({getattr(self, name).tolist()})" for name in self.__dataclass_fields__)

@@ -6,10 +6,12 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 import sys
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from hypothesis import reject
 
 from evictionary import reference
 from evictionary.spec_tests.harness.arithmetic import round_to
-from evictionary.spec_tests.harness.tolerance import Allowance, allowance
+from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL, degenerate
+from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
+from evictionary.spec_tests.harness.tolerance import Allowance, Violation, allowance, require_numbers
 
 STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
 # The packages of this project, which go by these names on the command line.
@@ -48,7 +52,10 @@ class Implementation:
     """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and returns NumPy.
 
     modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy" or
-    "torch"; calls are those of the example at hand, history the latest of all.
+    "torch"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`); variants maps a function that it
+    declares to be another one to that one. asking is the class of the law at hand; strict where a refusal has to be in our words;
+    compares_order while scores count as an order; outside says what was asked outside the domain; drawn are the inputs of the
+    example at hand. calls are those of the example at hand, history the latest of all.
     """
 
     name: str
@@ -57,6 +64,14 @@ class Implementation:
     array_library: str = "numpy"
     device: str = "cpu"
     dtype: str = "float64"
+    domain: Domain = field(default_factory=Domain)
+    conventions: frozenset[str] = frozenset()
+    variants: dict[str, str] = field(default_factory=dict)
+    asking: str = ""
+    strict: bool = True
+    compares_order: bool = False
+    outside: str = ""
+    drawn: dict[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     history: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
 
@@ -109,15 +124,42 @@ class Implementation:
         stem, name = path.split(".")
         function = getattr(self.modules[stem], name)
         call = Call(path, self._rounded_arguments(path, args, kwargs))
+        if self.asking != REFUSAL and (reason := self.domain.excludes(call.arguments)):
+            raise OutsideDomain(reason)
+        if self.asking == MATHEMATICS and (reason := degenerate(path, call.arguments)):
+            raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")
         self.calls.append(call)
         self.history.append(call)
-        call.result = to_numpy(
-            function(
-                *(self.native(argument) for argument in args),
-                **{key: self.native(argument) for key, argument in kwargs.items()},
-            )
-        )
+        if "ranks" in self.conventions and name.endswith("score") and not self.compares_order:
+            raise OutsideDomain("its scores say the order of the tokens alone")
+        if "beyond_budget" in self.conventions and call.arguments.get("protected") is not None:
+            counts = np.unique(call.arguments["protected"].sum(axis=-1))
+            if len(counts) > 1 or counts[0] > call.arguments["budget"]:
+                raise OutsideDomain("its rows protect equally many tokens, beside the budget")
+            args, kwargs = (), {**call.arguments, "budget": int(call.arguments["budget"] - counts[0])}
+        given = [self.native(argument) for argument in args]
+        with nullcontext() if self.origin.split(".")[0] in OWN else np.errstate(all="ignore"):
+            answer = to_numpy(function(*given, **{key: self.native(argument) for key, argument in kwargs.items()}))
+        call.result = self._in_our_form(call, answer)
         return call.result
+
+    def _in_our_form(self, call: Call, answer: Any) -> Any:
+        """An answer in the form of the contract, where the implementation has said that it answers in another."""
+        if "indices" in self.conventions and isinstance(answer, np.ndarray) and answer.dtype.kind in "iu" and answer.ndim:
+            rows = call.arguments.get("scores", call.arguments.get("attention"))
+            shape = call.arguments["keys"].shape[:-1] if rows is None else rows.shape
+            inside = (answer >= 0) & (answer < shape[-1])
+            if answer.shape[:-1] == shape[:-1] and inside.all():
+                kept = np.zeros(shape, dtype=bool)
+                np.put_along_axis(kept, answer, True, axis=-1)
+                if (kept.sum(axis=-1) == answer.shape[-1]).all():  # a position that is named twice shows as too few
+                    return kept
+                raise Violation("the positions of the kept tokens are not distinct", None, answer)
+        if "cu_lengths" in self.conventions and call.function == "cache.compress" and isinstance(answer, tuple):
+            *rows, ends = answer
+            lengths = np.diff(ends).reshape(call.arguments["kept"].shape[:-1])
+            return type(oracle(call.function)(**call.arguments))(*rows, lengths)
+        return answer
 
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         """What the oracle gives for these arguments, rounded to the dtype under test, and the error allowed on it."""
@@ -129,12 +171,44 @@ class Implementation:
 
     def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
+        if "ranks" in self.conventions and path.endswith("score"):
+            return self._orders(path, *args, **kwargs)
         got = self.call(path, *args, **kwargs)
         if not isinstance(got, tuple):
             self.allowance(path, *args, **kwargs).check(got, path)
             return
         for place, entry in enumerate(got):
             self.allowance(path, *args, pick=place, **kwargs).check(entry, f"entry {place} of {path}")
+
+    @contextmanager
+    def refuses(self, pattern: str = "") -> Iterator[None]:
+        """What stands inside must raise: ValueError with this pattern in its message, or, where nobody asks for ours, anything.
+
+        Raises Violation where nothing is raised, or something else than is asked for.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.strict and not (isinstance(error, ValueError) and re.search(pattern, str(error))):
+                wanted = f"a ValueError with {pattern!r} in its message" if pattern else "a ValueError"
+                raise Violation(f"bad input raises {type(error).__name__}: {error}", wanted, str(error)) from error
+            return
+        raise Violation("bad input is accepted in silence", "an error", None)
+
+    def _orders(self, path: str, *args: Any, **kwargs: Any) -> None:
+        """Raise Violation unless the scores put the tokens in the oracle's order, as far as the dtype can tell them apart."""
+        self.compares_order = True
+        try:
+            got = self.call(path, *args, **kwargs)
+        finally:
+            self.compares_order = False
+        allowed = self.allowance(path, *args, **kwargs)
+        require_numbers(got, allowed.expected.shape, path)
+        order = np.argsort(-got, axis=-1, kind="stable")
+        ordered = np.take_along_axis(allowed.expected, order, axis=-1)
+        later = np.maximum.accumulate(ordered[..., ::-1], axis=-1)[..., ::-1]
+        if (later[..., 1:] - ordered[..., :-1] > 2 * allowed.largest).any():
+            raise Violation("the scores put a token before one that scores more", allowed.expected, got)
 
     def _rounded_arguments(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = inspect.signature(oracle(path)).bind(*args, **kwargs).arguments
@@ -183,11 +257,13 @@ def oracle(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"evictionary.reference.{stem}"), name)
 
 
-def load(target: str, *, device: str = "cpu", dtype: str | None = None) -> Implementation:
+def load(target: str, *, device: str = "cpu", dtype: str | None = None, domain: Domain | None = None) -> Implementation:
     """Load an implementation: a package name, a folder with files named as in `reference/`, or one such file.
 
     dtype None means float64 for NumPy and float32 for torch. Whether it computes with NumPy or torch is read from its attribute
-    `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch.
+    `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch. It may say more, in the package or in a file:
+    `DOMAIN`, what it accepts (`domain` adds to it); `IMPLEMENTS = {"score": "keydiff.raw_mean_score"}`, as which variant it is
+    to be judged; `CONVENTIONS = ("indices",)`, in which form it answers.
     Raises UnusableImplementation, saying what was looked for, where nothing can be judged.
     """
     path = Path(target)
@@ -200,8 +276,25 @@ def load(target: str, *, device: str = "cpu", dtype: str | None = None) -> Imple
     library = getattr(package, "ARRAY_LIBRARY", None) or _array_library(modules)
     if library not in ("numpy", "torch"):
         raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
+    said = [package, *modules.values()] if package is not None else list(modules.values())
+    accepted = Domain()
+    for module in said:
+        try:
+            accepted |= Domain.read(getattr(module, "DOMAIN", {}))
+        except BadDomain as error:
+            raise UnusableImplementation(f"{target}: DOMAIN: {error}") from None
+    accepted |= domain or Domain()
+    modules, variants = _as_declared(target, modules)
     implementation = Implementation(
-        name, modules, target, library, device, dtype or ("float64" if library == "numpy" else "float32")
+        name,
+        modules,
+        target,
+        library,
+        device,
+        dtype or (accepted.dtype[0] if accepted.dtype else "float64" if library == "numpy" else "float32"),
+        accepted,
+        _conventions(target, said),
+        variants,
     )
     if not implementation.functions():
         raise UnusableImplementation(
@@ -211,6 +304,50 @@ def load(target: str, *, device: str = "cpu", dtype: str | None = None) -> Imple
     if library == "numpy" and (implementation.dtype == "bfloat16" or device != "cpu"):
         raise UnusableImplementation(f"{target}: computes with NumPy, which has no {implementation.dtype} on {device}")
     return implementation
+
+
+CONVENTIONS = {
+    "indices": "a selection is the positions of the kept tokens, not a mask",
+    "ranks": "scores say the order of the tokens, and nothing by their numbers",
+    "beyond_budget": "protected tokens are kept beside the budget, not inside it",
+    "cu_lengths": "the rows of a compressed cache end at cumulative lengths, which begin with 0",
+}
+"""The forms in which an implementation may answer; what it says so is no mistake."""
+
+
+def _conventions(target: str, said: list[types.ModuleType]) -> frozenset[str]:
+    found = {each for module in said for each in getattr(module, "CONVENTIONS", ())}
+    if unknown := sorted(found - set(CONVENTIONS)):
+        raise UnusableImplementation(f"{target}: CONVENTIONS: got {unknown[0]!r}, wanted some of {', '.join(CONVENTIONS)}")
+    return frozenset(found)
+
+
+def _as_declared(target: str, modules: dict[str, types.ModuleType]) -> tuple[dict[str, types.ModuleType], dict[str, str]]:
+    """The modules with each function that is declared a variant in the place of that variant, and the list of them."""
+    declared: dict[str, str] = {}
+    found = {stem: types.ModuleType(stem) for stem in modules}
+    for stem, module in modules.items():
+        vars(found[stem]).update(vars(module))
+    for stem, module in modules.items():
+        for name, variant in getattr(module, "IMPLEMENTS", {}).items():
+            method, _, function = variant.partition(".")
+            homes = [each for each in (method, f"{method}_variants", f"{method}_theory") if each in STEMS]
+            home = next((each for each in homes if callable(getattr(_reference(each), function, None))), None)
+            if home is None:
+                raise UnusableImplementation(
+                    f"{target}: IMPLEMENTS: got {variant!r} for {name}, wanted a function of the reference, "
+                    "such as keydiff.raw_mean_score"
+                )
+            if not callable(getattr(module, name, None)):
+                raise UnusableImplementation(f"{target}: IMPLEMENTS: {stem}.py has no function {name}")
+            delattr(found[stem], name)
+            setattr(found.setdefault(home, types.ModuleType(home)), function, getattr(module, name))
+            declared[f"{stem}.{name}"] = f"{home}.{function}"
+    return found, declared
+
+
+def _reference(stem: str) -> types.ModuleType:
+    return importlib.import_module(f"evictionary.reference.{stem}")
 
 
 def _load_package(target: str) -> tuple[dict[str, types.ModuleType], types.ModuleType]:

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis.strategies import SearchStrategy
 
-REQUIREMENTS_FOLDER = Path(__file__).parent.parent / "requirements"
+from evictionary.spec_tests.harness.degenerate import KINDS, MATHEMATICS
+from evictionary.spec_tests.harness.domain import Domain, OutsideDomain
+
+SUITE = Path(__file__).resolve().parent.parent
+REQUIREMENTS_FOLDER = SUITE / "requirements"
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Requirement:
     """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are given.
 
     `verdict` says what became of the paper's statement: definition, true, false, restored (its text was lost) or measured.
-    `no_law` says why a requirement has no law, where it has none.
+    `no_law` says why a requirement has no law, where it has none. An equation has a `name`, and `tex`, the formula that pages show.
     """
 
     id: str
@@ -30,6 +34,8 @@ class Requirement:
     where: str = ""
     verdict: str = "definition"
     no_law: str = ""
+    name: str = ""
+    tex: str = ""
 
     @property
     def source(self) -> str:
@@ -52,7 +58,11 @@ REQUIREMENTS = _read_requirements()
 
 @dataclass(frozen=True)
 class Law:
-    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself."""
+    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself.
+
+    `path` is the file that it is written in, from the folder of the suite (`test_keydiff.py`, `papers/test_keydiff_paper.py`),
+    empty for one that is in no file of it; `name` is the stem of that file and the test: `test_keydiff::test_scores_are_cosines`.
+    """
 
     requirement: Requirement
     functions: tuple[str, ...]
@@ -62,6 +72,9 @@ class Law:
     check: Callable[..., None]
     drawn: dict[str, SearchStrategy]
     not_for: Callable[[Any], str]
+    kind: str = MATHEMATICS
+    brute_force: bool = False
+    path: str = ""
 
     def missing(self, implementation: Any) -> tuple[str, str]:
         """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason), or two empty strings."""
@@ -69,6 +82,9 @@ class Law:
             return "not provided", reason
         if reason := self.not_for(implementation):
             return "not applicable", reason
+        domain: Domain = implementation.domain
+        if self.brute_force and max(domain.min_length, domain.length_multiple_of) > 5:
+            return "not applicable", "it tries every choice among a few tokens, fewer than the domain allows"
         return "", ""
 
     def test(self) -> Callable[..., None]:
@@ -85,18 +101,22 @@ def law(
     of: str | tuple[str, ...] = (),
     why: str = "",
     not_for: Callable[[Any], str] = lambda implementation: "",
+    kind: str = MATHEMATICS,
+    brute_force: bool = False,
     **drawn: SearchStrategy,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function the law of a requirement.
 
     With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample, a recomputed figure):
-    it takes no `impl` and runs once.
+    it takes no `impl`, runs once, and stands in a file of `papers/`.
 
     Args: requirement, an id of `requirements/*.toml`; of, the function or functions of the implementation that the law calls (an
     implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
-    not_for, given an implementation, says why the law does not apply to it (an empty string: it does); drawn, a hypothesis
-    strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments. The first line of
-    its docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement.
+    not_for, given an implementation, says why the law does not apply to it (an empty string: it does); kind, one of mathematics,
+    edge (a degenerate input whose meaning is our decision) and refusal (bad input raises); brute_force, for a law that tries
+    every choice among few tokens; drawn, a hypothesis strategy for each further argument. The test receives `impl`, the
+    implementation, and the drawn arguments. The first line of its docstring is the sentence that a failure prints. Raises
+    KeyError for an unknown requirement or kind.
     """
     functions = (of,) if isinstance(of, str) else of
 
@@ -104,12 +124,25 @@ def law(
         @functools.wraps(test)
         def judging(impl: Any, **arguments: Any) -> None:
             impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
-            test(impl, **arguments)
+            impl.asking = kind
+            impl.drawn = impl.domain.fitted(arguments)
+            try:
+                test(impl, **impl.drawn)
+            except OutsideDomain as error:
+                impl.outside = str(error)
+                if drawn:
+                    reject()
+                raise
 
         check: Callable[..., None] = judging if functions else test
         sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
-        name = f"{Path(test.__code__.co_filename).stem}::{test.__name__}"
-        LAWS[name] = Law(REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for)
+        path = Path(test.__code__.co_filename).resolve().relative_to(SUITE)
+        name = f"{path.stem}::{test.__name__}"
+        if kind not in KINDS:
+            raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
+        LAWS[name] = Law(
+            REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for, kind, brute_force, path.as_posix()
+        )
         return pytest.mark.law(LAWS[name])(LAWS[name].test())
 
     return decorate

@@ -20,7 +20,6 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as with_seed
 
-from evictionary import spec_tests
 from evictionary.spec_tests.harness.implementation import ANY, Implementation
 from evictionary.spec_tests.harness.law import LAWS, Law
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
@@ -48,10 +47,11 @@ def _time_limit(seconds: int) -> Iterator[None]:
 
 
 def load_laws() -> dict[str, Law]:
-    """Import every `test_*.py` beside this file and return the laws by name."""
-    for module in pkgutil.iter_modules(spec_tests.__path__):
-        if module.name.startswith("test_"):
-            importlib.import_module(f"evictionary.spec_tests.{module.name}")
+    """Import every `test_*.py` of the suite, those in papers/ too, and return the laws by name."""
+    for package in ("evictionary.spec_tests", "evictionary.spec_tests.papers"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if module.name.startswith("test_"):
+                importlib.import_module(f"{package}.{module.name}")
     return LAWS
 
 

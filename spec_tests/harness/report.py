@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
@@ -43,7 +44,8 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
             "  to see it again, run",
             *(f"    {line}" for line in repro(implementation, calls[-1].function).splitlines()),
         ]
-    lines.append(f"  this law alone  pytest spec_tests/{law.name.replace('::', '.py::', 1)} --impl {implementation.origin}")
+    test = law.name.partition("::")[2]
+    lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {implementation.origin}")
     return "\n".join(lines)
 
 
@@ -93,18 +95,41 @@ def repro(implementation: Implementation, path: str) -> str:
     call = implementation.calls[-1]
     stem, name = path.split(".")
     arguments = ", ".join(f"{key}={key}" for key in call.arguments)
+    cases = {key: value for key, value in implementation.drawn.items() if isinstance(value, Case)}
+    literals = {key: _from_case(value, cases, implementation) or _literal(value) for key, value in call.arguments.items()}
+    if any("case." in literal for literal in literals.values()):
+        case = [f"case = {next(iter(cases.values()))!r}"]
+    else:
+        case = []
     return "\n".join(
         [
             "import numpy as np",
+            *(["from evictionary.spec_tests.harness.cases import Case"] if case else []),
             *sorted({line for value in call.arguments.values() for line in _imports(value)}),
             *(["from numpy import inf, nan"] if any(_has_no_literal(value) for value in call.arguments.values()) else []),
-            "from spec_tests.implementation import load, oracle",
-            *(f"{key} = {_literal(value)}" for key, value in call.arguments.items()),
+            "from evictionary.spec_tests.harness.implementation import load, oracle",
+            *case,
+            *(f"{key} = {literal}" for key, literal in literals.items() if "impl." not in literal),
             f'impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")',
+            *(f"{key} = {literal}" for key, literal in literals.items() if "impl." in literal),
             f'print("expected", oracle("{path}")({arguments}))',
             f'print("got     ", impl.{stem}.{name}({arguments}))',
         ]
     )
+
+
+def _from_case(value: Any, cases: dict[str, Case], implementation: Implementation) -> str:
+    """`impl.round(case.keys)` where a large array is one of the drawn case, so that nobody reads ten thousand numbers."""
+    if not isinstance(value, np.ndarray) or value.size <= 64:
+        return ""
+    for case in cases.values():
+        for name in ("keys", "values", "next_keys", "next_values", "queries"):
+            array = implementation.round(getattr(case, name))
+            if np.array_equal(array, value):
+                return f"impl.round(case.{name})"
+            if name == "queries" and array.ndim == 4 and np.array_equal(array[:, :, 0], value):
+                return "impl.round(case.queries[:, :, 0])"
+    return ""
 
 
 def _has_no_literal(value: Any) -> bool:

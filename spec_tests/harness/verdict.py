@@ -1,22 +1,31 @@
 """The verdict: by requirement, one column for each implementation, and the files that carry it elsewhere.
 
+Three classes of law are told apart. *mathematics* is what the equation says on generic inputs, and the exit code is that of these
+laws; *edge* is a degenerate input whose meaning is our decision; *refusal* is bad input that must raise. One cause, one failure:
+what depends on a requirement that fails is not judged.
+
 `--report FOLDER` writes `conformance.json` (the schema is docs/conformance.md, its version is in the file), `junit.xml` and
 `badge.json` (one line, in the format of shields.io endpoints).
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evictionary.spec_tests.harness.coverage import functions as functions_by_requirement
+from evictionary.spec_tests.harness.degenerate import EDGE, KINDS, MATHEMATICS, REFUSAL
 from evictionary.spec_tests.harness.implementation import Implementation
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
-SCHEMA = "evictionary/conformance/1"
+SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
 PAPER = "the papers themselves"
 
@@ -25,35 +34,122 @@ JUDGED = pytest.StashKey[list[Implementation]]()
 LEFT_OUT = pytest.StashKey[list[tuple[str, str, str, str]]]()
 
 
+class BadExpectation(ValueError):
+    """A file of expected failures that cannot be read; the message names the line."""
+
+
+def read_expected(path: Path) -> dict[str, str]:
+    """A file of expected failures: on each line an id or a law, and why. Blank lines and what follows a # do not count."""
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        name, _, reason = line.partition("#")[0].strip().partition(" ")
+        if name and not reason.strip():
+            raise BadExpectation(f"{path}, line {number}: {name} has no reason, wanted one behind it")
+        if name:
+            found[name] = reason.strip()
+    return found
+
+
+@functools.cache
+def requirements_of(function: str) -> frozenset[str]:
+    """The requirements that a function of the reference writes: its docstring begins with them."""
+    return frozenset(name for name, written in functions_by_requirement().items() if function in written)
+
+
+@functools.cache
+def suite_version() -> dict[str, str]:
+    """The version of the suite and a digest of its laws and of the mathematics that they compare with."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for folder in (root, root.parent / "reference"):
+        for path in sorted(folder.rglob("*.py")) + sorted(folder.rglob("*.toml")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    try:
+        number = version("evictionary")
+    except PackageNotFoundError:
+        number = "unknown"
+    return {"version": number, "sha256": digest.hexdigest()}
+
+
 class Verdict:
     """What the laws said, gathered from the reports of one run: a list of law outcomes for each requirement and column."""
 
-    def __init__(self, terminal: Any, config: pytest.Config) -> None:
+    def __init__(self, terminal: Any, config: pytest.Config, expected: dict[str, str] | None = None) -> None:
         self.judged = config.stash[JUDGED]
-        self.laws: dict[tuple[str, str], list[dict[str, str]]] = {}
+        self.expected = expected or {}
+        self.laws: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.reasons: dict[tuple[str, str], tuple[str, str]] = {}
         for outcome in ("passed", "failed", "error"):
             for result in terminal.stats.get(outcome, []):
-                law = dict(getattr(result, "user_properties", [])).get("law")
-                if law is not None and (result.when == "call" or result.failed):
-                    requirement, column, name = law
-                    entry = {"law": name, "outcome": "pass" if outcome == "passed" else "fail"}
-                    if entry["outcome"] == "fail":
-                        entry["message"] = str(result.longrepr)
-                    self.laws.setdefault((requirement, column), []).append(entry)
+                properties = dict(getattr(result, "user_properties", []))
+                if "law" not in properties or (result.when != "call" and not result.failed):
+                    continue
+                requirement, column, name, kind, functions = properties["law"]
+                if reason := properties.get("not applicable"):
+                    self.reasons.setdefault((requirement, column), ("not applicable", reason))
+                    continue
+                entry = {"law": name, "kind": kind, "functions": functions, "outcome": "pass" if outcome == "passed" else "fail"}
+                if entry["outcome"] == "fail":
+                    entry["message"] = str(result.longrepr)
+                self.laws.setdefault((requirement, column), []).append(entry)
         for requirement, column, verdict, reason in config.stash.get(LEFT_OUT, []):
             self.reasons.setdefault((requirement, column), (verdict, reason))
+        for implementation in self.judged:
+            for function, variant in implementation.variants.items():
+                for requirement in requirements_of(function):
+                    self.reasons[requirement, str(implementation)] = ("variant", f"{function} is declared to be {variant}")
         self.columns = [str(implementation) for implementation in self.judged]
         if any(column == PAPER for _, column in self.laws):
             self.columns.append(PAPER)
+        self._expect()
+        for column in self.columns:
+            self._excuse(column)
 
-    def of(self, requirement: str, column: str) -> tuple[str, str]:
-        """("pass" | "fail" | "not provided" | "not applicable" | "", how many laws or why)."""
-        laws = self.laws.get((requirement, column))
-        if laws is None:
-            return self.reasons.get((requirement, column), ("", ""))
-        bad = sum(entry["outcome"] == "fail" for entry in laws)
-        return ("fail", f"{bad} of {len(laws)} laws") if bad else ("pass", f"{len(laws)} laws" if len(laws) > 1 else "1 law")
+    def _expect(self) -> None:
+        """Turn the failures that were foretold into such."""
+        self.unmatched = set(self.expected)
+        for (requirement, _), entries in self.laws.items():
+            for entry in entries:
+                name = entry["law"].partition("::")[2]
+                if entry["outcome"] == "fail" and (matched := {requirement, name} & set(self.expected)):
+                    self.unmatched -= matched
+                    entry["outcome"], entry["reason"] = "expected failure", self.expected[matched.pop()]
+
+    def _excuse(self, column: str) -> None:
+        """A law that needs a function whose own requirement fails is not judged; nor is an edge whose mathematics fails."""
+        place = {name: index for index, name in enumerate(REQUIREMENTS)}
+        failed = {name for (name, each), _ in self.laws.items() if each == column and self._failing(name, column, MATHEMATICS)}
+        for name in failed | {name for name, each in self.laws if each == column}:
+            for entry in self.laws[name, column]:
+                if entry["outcome"] != "fail" or entry["kind"] == REFUSAL:
+                    continue
+                own = [requirements_of(function) for function in entry["functions"]]
+                causes = {cause for ids in own for cause in ids & failed if cause != name}
+                if any(name in ids for ids in own):
+                    causes = {cause for cause in causes if place[cause] < place[name]}
+                if entry["kind"] == EDGE and name in failed:
+                    causes.add(name)
+                if causes:
+                    entry["outcome"], entry["reason"] = "not judged", f"{min(causes, key=place.__getitem__)} fails"
+
+    def _failing(self, requirement: str, column: str, kind: str) -> list[dict[str, Any]]:
+        entries = self.laws.get((requirement, column), [])
+        return [entry for entry in entries if entry["kind"] == kind and entry["outcome"] == "fail"]
+
+    def failed(self, *, strict: bool) -> bool:
+        """Whether a law of mathematics fails; with strict, whether any does."""
+        kinds = KINDS if strict else (MATHEMATICS,)
+        return any(entry["outcome"] == "fail" and entry["kind"] in kinds for entries in self.laws.values() for entry in entries)
+
+    def of(self, requirement: str, column: str, kind: str = "") -> tuple[str, str]:
+        """(pass, fail, expected failure, not judged, not applicable, not provided, variant or "", how many laws or why)."""
+        laws = [entry for entry in self.laws.get((requirement, column), []) if kind in ("", entry["kind"])]
+        if not laws:
+            return ("", "") if (requirement, column) in self.laws else self.reasons.get((requirement, column), ("", ""))
+        for word in ("fail", "not judged", "expected failure"):
+            if bad := [entry for entry in laws if entry["outcome"] == word]:
+                return word, bad[0].get("reason", f"{len(bad)} of {len(laws)} laws")
+        return "pass", f"{len(laws)} laws" if len(laws) > 1 else "1 law"
 
     def missing(self, required: list[str]) -> list[str]:
         """Say what `--require` asks for and an implementation does not provide."""
@@ -78,20 +174,51 @@ class Verdict:
             terminal.write(f"{name:10}")
             for column in self.columns:
                 verdict, detail = self.of(name, column)
-                shown = f"{verdict} ({detail})" if verdict in ("pass", "fail") else verdict or "-"
-                terminal.write(f"{shown:{width}}", green=verdict == "pass", red=verdict == "fail", yellow=verdict[:3] == "not")
+                failing = [kind for kind in KINDS if self._failing(name, column, kind)]
+                shown = f"{verdict} ({detail})" if verdict in ("pass", "fail", "not judged") else verdict or "-"
+                if verdict == "fail" and MATHEMATICS not in failing:
+                    shown = f"{' and '.join(failing)} only: {detail}"
+                bad = verdict == "fail" and MATHEMATICS in failing
+                terminal.write(f"{shown:{width}}", green=verdict == "pass", red=bad, yellow=verdict != "pass" and not bad)
             terminal.write_line("")
         for (requirement, column), (verdict, reason) in sorted(self.reasons.items()):
-            if (requirement, column) not in self.laws:
+            if (requirement, column) not in self.laws and verdict != "not provided":
                 terminal.write_line(f"{requirement:10}{verdict} by {column}: {reason}", yellow=True)
+        absent = Counter(column for (name, column), (verdict, _) in self.reasons.items() if verdict == "not provided")
+        for column, count in absent.items():
+            terminal.write_line(f"{column} does not provide the functions of {count} requirements", yellow=True)
+
+    def write_summary(self, terminal: Any) -> None:
+        """What a kernel author reads in ten seconds, and the first failure whole."""
+        for column in (str(one) for one in self.judged):
+            terminal.write_line("")
+            terminal.write_line(column, bold=True)
+            for kind in KINDS:
+                words: dict[str, list[str]] = {}
+                for name in REQUIREMENTS:
+                    verdict, detail = self.of(name, column, kind)
+                    if verdict and (name, column) in self.laws:
+                        shown = f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name
+                        words.setdefault(verdict, []).append(shown)
+                if not words:
+                    continue
+                line = [f"{len(words['pass'])} hold"] if "pass" in words else []
+                line += [f"{len(words[word])} {word}: {', '.join(words[word])}" for word in words if word != "pass"]
+                terminal.write_line(f"  {kind:15}{'; '.join(line)}", red="fail" in words, green=set(words) == {"pass"})
+            for word in ("not applicable", "variant"):
+                found = {name: why for (name, each), (said, why) in self.reasons.items() if each == column and said == word}
+                found = {name: why for name, why in found.items() if (name, column) not in self.laws}
+                for why in dict.fromkeys(found.values()):
+                    names = ", ".join(name for name in found if found[name] == why)
+                    terminal.write_line(f"  {word:15}{names}: {why}", yellow=True)
+        failures = [entry for entries in self.laws.values() for entry in entries if entry["outcome"] == "fail"]
+        if failures:
+            terminal.section("the first failure")
+            terminal.write_line(min(failures, key=lambda entry: KINDS.index(entry["kind"]))["message"])
 
     def as_json(self) -> dict[str, Any]:
         """The content of conformance.json."""
-        try:
-            suite = version("evictionary")
-        except PackageNotFoundError:
-            suite = "unknown"
-        return {"schema": SCHEMA, "suite": suite, "implementations": [self._column(one) for one in self.judged]}
+        return {"schema": SCHEMA, "suite": suite_version(), "implementations": [self._column(one) for one in self.judged]}
 
     def _column(self, implementation: Implementation) -> dict[str, Any]:
         column = str(implementation)
@@ -101,21 +228,23 @@ class Verdict:
             if verdict:
                 requirements[name] = {
                     "verdict": verdict,
-                    "reason": detail if verdict.startswith("not") else "",
+                    "reason": "" if verdict in ("pass", "fail") else detail,
+                    "kinds": {kind: self.of(name, column, kind)[0] for kind in KINDS if self.of(name, column, kind)[0]},
                     "statement": requirement.statement,
                     "source": requirement.source,
                     "laws": sorted(self.laws.get((name, column), []), key=lambda entry: entry["law"]),
                 }
-        counts = dict.fromkeys(("pass", "fail", "not provided", "not applicable"), 0)
-        for entry in requirements.values():
-            counts[entry["verdict"]] += 1
+        words = ("pass", "fail", "expected failure", "not judged", "not provided", "not applicable", "variant")
+        counts = Counter(entry["verdict"] for entry in requirements.values())
         return {
             "name": implementation.name,
             "array_library": implementation.array_library,
             "device": implementation.device,
             "dtype": implementation.dtype,
+            "domain": implementation.domain.said(),
+            "conventions": sorted(implementation.conventions),
             "functions": implementation.functions(),
-            "counts": counts,
+            "counts": {word: counts[word] for word in words},
             "requirements": requirements,
         }
 

@@ -1,0 +1,98 @@
+"""The command `evictionary judge`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evictionary.cli.console import AsJson, exit_codes, given_names, messages, require_folder
+from evictionary.errors import UsageError
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Examples: [bold]evictionary judge my_kernels[/]   [bold]evictionary judge keydiff.py --domain head_dim=64,128 --json[/]"
+)
+def judge(
+    path: Annotated[str, typer.Argument(help="A package, a folder of files named as in reference/, or one such file.")],
+    methods: Annotated[
+        list[str] | None, typer.Option("--method", help="Judge these methods only, such as keydiff; by default all that are there.")
+    ] = None,
+    domain: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What it accepts: head_dim=64,128, also value_dim, group, lag_size, batch, dtype, min_length, max_length, "
+            "length_multiple_of; may be given several times. A DOMAIN in the file or package says the same."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="The device that torch implementations run on.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="Comma-separated: float64, float32, float16, bfloat16. By default float64, torch float32.")
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="How many inputs a law draws: quick 4, student 25, default 50, thorough 500.")
+    ] = "default",
+    strict: Annotated[bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")] = False,
+    expected_failures: Annotated[
+        Path | None, typer.Option(help="A file of requirement ids or law names, a reason behind each: they may fail.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="A folder for conformance.json, junit.xml and badge.json.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put an implementation to the laws of the functions that it provides.
+
+    Three classes are told apart: mathematics, what the equation says; edge, a degenerate input whose meaning is our decision; and
+    refusal, bad input that must raise. The exit code is 0 where the mathematics holds, 1 where it does not, and 2 where there is
+    nothing to judge.
+    """
+    with exit_codes(extra="torch"):
+        if report is not None:
+            require_folder(report)
+        laws = Path(str(files("evictionary.spec_tests")))
+        chosen = _law_files(laws, given_names("--method", methods))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = report or Path(temporary)
+            options = ["--impl", path, "--device", device, "--profile", profile, "--report", str(folder), "--brief"]
+            options += [f"--domain={each}" for each in domain or []]
+            options += [f"--dtype={dtype}"] if dtype else []
+            options += [f"--expected-failures={expected_failures}"] if expected_failures else []
+            options += ["--strict"] if strict else []
+            code = _run_pytest(laws, [str(law) for law in chosen], options, quiet=as_json)
+            verdict = folder / "conformance.json"
+            if as_json and verdict.is_file():
+                typer.echo(json.dumps(json.loads(verdict.read_text(encoding="utf-8")), indent=1), file=sys.__stdout__)
+            if report and verdict.is_file():
+                messages.print(f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False)
+        if code not in (0, 1):
+            raise UsageError(f"path: nothing of {path} was judged; the lines above say why")
+    raise typer.Exit(code)
+
+
+def _law_files(laws: Path, methods: list[str] | None) -> list[Path]:
+    """The files of the laws that judge an implementation: of these methods, or of all."""
+    found = sorted(laws.glob("test_*.py"))
+    for method in methods or []:
+        if not (laws / f"test_{method}.py").is_file():
+            known = ", ".join(path.stem.removeprefix("test_") for path in found)
+            raise UsageError(f"--method: got {method!r}, wanted some of {known}")
+    stems = [f"test_{method}" for method in methods or []]
+    return [path for path in found if not stems or any(path.stem == stem or path.stem.startswith(f"{stem}_") for stem in stems)]
+
+
+def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: bool) -> int:
+    """Run pytest in this process with nothing of the project around it: not its configuration, its plugins or its cache."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    import pytest
+
+    alone = [f"--rootdir={laws.parent}", f"--config-file={os.devnull}", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
+    if not quiet:
+        sys.stdout = sys.__stdout__  # the verdict is the result, and exit_codes sends what a command prints to standard error
+    return int(pytest.main([*chosen, *options, *alone, "-q", "--no-header"]))

@@ -1,0 +1,46 @@
+"""Writes pages: from templates, completely or not at all, with pictures inside them, so that they ask the network for nothing."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from jinja2 import Environment, PackageLoader, select_autoescape
+from matplotlib.figure import Figure
+
+
+def render(template: str, **values: Any) -> str:
+    """The text that a file of evictionary/templates makes of `values`."""
+    environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True)
+    environment.filters["short"] = "{:.3g}".format
+    return environment.get_template(template).render(**values)
+
+
+def put(path: Path, content: str | bytes) -> None:
+    """Write the file completely or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(partial, path)
+
+
+def drawn(figure: Figure, kind: str) -> bytes:
+    """The figure as the bytes of a "png" or "svg" file."""
+    buffer = io.BytesIO()
+    # a fixed salt and no date: the same results give the same file
+    with matplotlib.rc_context({"svg.hashsalt": "evictionary"}):
+        figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def inline(svg: bytes) -> str:
+    """An SVG as an address that holds all of it, for the src of an image."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
+
+
+def short_name(path: str) -> str:
+    """The last part of a path or of a hub name, which names a model."""
+    return path.replace("\\", "/").rstrip("/").rpartition("/")[2]

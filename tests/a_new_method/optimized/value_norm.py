@@ -1,0 +1,17 @@
+r"""ValueNorm (a toy, of no paper): keep the tokens whose values are longest."""
+
+from __future__ import annotations
+
+import torch
+
+from .checks import require_states, working_dtype
+
+
+def score(values: torch.Tensor) -> torch.Tensor:
+    r"""VN-1: `score_i = |v_i|`.
+
+    Args: values [B, H_kv, T, D_v] (any leading axes). Returns scores [B, H_kv, T], float32 (float64 for float64 values).
+    Raises ValueError for an empty, non-finite or wrongly shaped `values`.
+    """
+    require_states("values", values, "... T D_v")
+    return torch.linalg.vector_norm(values.to(working_dtype(values)), dim=-1)

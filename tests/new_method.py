@@ -1,0 +1,56 @@
+"""A 13th method in an afternoon: copies the tree, adds the files of `tests/a_new_method/`, and runs everything in the copy.
+
+`python tests/new_method.py` is the recipe of docs/reference/add_a_method.md, followed literally: it fails where an existing file
+would have to change, or a command to be run that the page does not name. It prints what was added.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FILES = ROOT / "tests" / "a_new_method"
+STEM = "value_norm"
+
+
+def run(*command: str, cwd: Path) -> str:
+    """Run a command in the copy; its output on failure is the failure."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def main() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "evictionary"
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (ROOT / name).is_file():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+        run("git", "init", "--quiet", cwd=copy)
+        run("git", "add", "--all", cwd=copy)
+        run("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "as it is", cwd=copy)
+        for source in sorted(FILES.rglob("*.*")):
+            target = copy / source.relative_to(FILES)
+            assert not target.exists(), f"{target}: a new method adds files and changes none"
+            shutil.copy2(source, target)
+        python = sys.executable
+        run(python, "-m", "ruff", "check", ".", cwd=copy)
+        pytest = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal"]
+        run(*pytest, cwd=copy)
+        run(*pytest, "-m", "slow", "tests/test_mutants.py", "-k", STEM, cwd=copy)
+        assert STEM in run(python, "-m", "evictionary", "methods", cwd=copy)
+        run(python, "-m", "evictionary", "judge", "reference", "--method", STEM, cwd=copy)
+        run("git", "add", "--all", cwd=copy)
+        print(run("git", "diff", "--cached", "--stat", cwd=copy))
+
+
+if __name__ == "__main__":
+    main()

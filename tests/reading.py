@@ -1,0 +1,62 @@
+"""What the tests of the cache share: tokens to read, and short ways to read, to generate and to look at what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from evictionary.cache.layers import EvictingLayer
+
+IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def read(model: Any, ids: torch.Tensor, cache: Any, **named: Any) -> torch.Tensor:
+    """The logits of ids [B, M]."""
+    return model(ids, past_key_values=cache, use_cache=True, **named).logits
+
+
+def read_in(model: Any, cache: Any, sizes: Sequence[int], ids: torch.Tensor = IDS) -> torch.Tensor:
+    """The logits of the first tokens, read in parts of these sizes."""
+    return torch.cat([read(model, part, cache) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1)
+
+
+def generate(
+    model: Any, ids: torch.Tensor, cache: Any = None, *, count: int = 8, mask: torch.Tensor | None = None, **named: Any
+) -> torch.Tensor:
+    """The ids with `count` more of greedy generation."""
+    settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0} | named
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+
+
+def padded(*lengths: int, width: int = 30) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Rows of IDS, of these lengths, padded on the left to `width`, and the arguments of the model that say so."""
+    mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
+    ids = torch.cat([IDS[:, 10 * row : 10 * row + width] for row in range(len(lengths))]) * mask
+    return ids, {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
+
+
+def after(given: dict[str, torch.Tensor], steps: int = 1) -> dict[str, torch.Tensor]:
+    """The arguments for the `steps`-th token after a padded batch, read alone."""
+    ones = torch.ones(len(given["attention_mask"]), steps, dtype=torch.long)
+    positions = given["position_ids"][:, -1:] + steps
+    return {"attention_mask": torch.cat([given["attention_mask"], ones], dim=1), "position_ids": positions}
+
+
+def positions_of(layer: EvictingLayer) -> list[list[int]]:
+    """The positions that each head of the first row stores."""
+    _, _, positions, filled = layer.contents()
+    return [positions[0, head][filled[0, head]].tolist() for head in range(positions.shape[1])]
+
+
+def places(kept: Any) -> list[list[int]]:
+    """The positions of each head where a kept mask [1, H_kv, T] is True."""
+    return [row.nonzero()[0].tolist() for row in kept[0]]
+
+
+def small(method: str) -> dict[str, int]:
+    """Options of a method that suit prompts of some sixty tokens."""
+    return {"snapkv": {"window_size": 4}, "lagkv": {"sink_size": 2, "lag_size": 4}}.get(method.partition("+")[0], {})

@@ -1,0 +1,288 @@
+"""The evicting cache: what it stores, where the tokens are, and that it leaves the model as it found it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_llama
+from reading import generate, places, read
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.errors import MethodError, UsageError
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import selection as reference_selection
+
+QUERY_METHOD = "def score(queries, keys):\n    return (queries.reshape(*keys.shape[:2], -1, *keys.shape[2:]) ** 2).sum((2, 4))\n"
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.9])
+def test_the_tensors_shrink_to_the_budget(model: LlamaForCausalLM, prompt: torch.Tensor, ratio: float) -> None:
+    cache = EvictingCache(model, "keydiff", ratio)
+    read(model, prompt, cache)
+    kept = reference_selection.budget(40, ratio)
+    for layer in cache.layers:
+        assert tuple(layer.keys.shape) == tuple(layer.values.shape) == (1, 2, kept, 8)
+    assert cache.nbytes == 2 * 2 * 2 * kept * 8 * 4
+    assert cache.nbytes_full == 2 * 2 * 2 * 40 * 8 * 4
+
+
+def test_what_is_kept_is_what_the_method_keeps_in_position_order(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    full = DynamicCache()
+    read(model, prompt, full)
+    cache = EvictingCache(model, "keydiff", 0.5)
+    read(model, prompt, cache)
+    for layer, whole in zip(cache.layers, full.layers, strict=True):
+        kept = places(reference_selection.top_k(reference_keydiff.score(whole.keys.double().numpy()), 20))
+        for head, positions in enumerate(kept):
+            assert layer.positions[0, head].tolist() == positions
+            assert torch.equal(layer.keys[0, head], whole.keys[0, head, positions])
+            assert torch.equal(layer.values[0, head], whole.values[0, head, positions])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_nothing_removed_generates_what_no_cache_generates(prompt: torch.Tensor, attention: str) -> None:
+    model = tiny_llama(attn_implementation=attention)
+    assert torch.equal(generate(model, prompt, EvictingCache(model, "keydiff", 0.0)), generate(model, prompt))
+
+
+def test_the_prompt_attends_in_full(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    assert torch.equal(read(model, prompt, EvictingCache(model, "keydiff", 0.9)), read(model, prompt, DynamicCache()))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("pieces", [(5,), (1, 1, 3)])
+def test_later_tokens_attend_causally_at_their_true_positions(attention: str, pieces: tuple[int, ...]) -> None:
+    """Against attention over all tokens with the evicted ones masked out by hand."""
+    model = tiny_llama(attn_implementation=attention)
+    ids = torch.randint(3, 259, (1, 45), generator=torch.Generator().manual_seed(2))
+    cache = EvictingCache(model, "streaming_llm", 0.5)
+    read(model, ids[:, :40], cache)
+    got = torch.cat([read(model, piece, cache) for piece in ids[:, 40:].split(list(pieces), dim=1)], dim=1)
+    visible = torch.ones(45, 45).tril()
+    kept = torch.zeros(45, dtype=torch.bool)
+    kept[:4] = kept[24:] = True  # the sinks and the most recent of the prompt, and everything later
+    visible[40:] *= kept
+    mask = torch.where(visible.bool(), 0.0, torch.finfo(torch.float32).min)[None, None]
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask).logits[:, 40:]
+    assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert cache.get_seq_length() == 45
+    assert cache.layers[0].positions[0, 0].tolist() == [*range(4), *range(24, 45)]
+
+
+def test_bfloat16_and_a_batch_of_equal_lengths(prompt: torch.Tensor) -> None:
+    model = tiny_llama().to(torch.bfloat16)
+    batch = torch.cat([prompt, prompt.flip(1)])
+    cache = EvictingCache(model, "keydiff", 0.5)
+    assert generate(model, batch, cache).shape[1] == 48
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert tuple(cache.layers[0].keys.shape) == (2, 2, 27, 8)
+
+
+def test_rows_of_a_batch_are_compressed_each_for_itself(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    both, alone = EvictingCache(model, "keydiff", 0.5), EvictingCache(model, "keydiff", 0.5)
+    read(model, torch.cat([prompt.flip(1), prompt]), both)
+    read(model, prompt, alone)
+    assert torch.equal(both.layers[0].positions[1], alone.layers[0].positions[0])
+
+
+def test_beam_search_keeps_positions_with_their_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    whole = generate(model, prompt, EvictingCache(model, "keydiff", 0.0), num_beams=3)
+    assert torch.equal(whole, generate(model, prompt, num_beams=3))
+    cache = EvictingCache(model, "keydiff", 0.5)
+    read(model, torch.cat([prompt, prompt.flip(1)]), cache)
+    first, second = cache.layers[0].positions.clone()
+    cache.reorder_cache(torch.tensor([1, 0, 0]))
+    assert torch.equal(cache.layers[0].positions, torch.stack([second, first, first]))
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[0].positions[:2], torch.stack([second, second]))
+
+
+def test_several_questions_do_not_see_one_another(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, "keydiff", 0.5)
+    read(model, prompt, cache)
+    first, second = torch.tensor([[7, 8, 9]]), torch.tensor([[20, 21]])
+    alone = read(model, second, copy.deepcopy(cache))
+    read(model, first, cache)
+    cache.crop(-3)
+    assert torch.equal(read(model, second, cache), alone)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 40
+    assert cache.nbytes == 2 * 2 * 2 * 20 * 8 * 4
+
+
+def test_compressed_tokens_cannot_be_cropped(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, "keydiff", 0.5)
+    read(model, prompt, cache)
+    with pytest.raises(ValueError, match="cannot be given back"):
+        cache.crop(-1)
+
+
+def test_a_prefilled_cache_is_compressed_as_the_prompt_is(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    direct = EvictingCache(model, "lagkv", 0.5, {"lag_size": 8, "sink_size": 4})
+    read(model, prompt, direct)
+    full = DynamicCache()
+    read(model, prompt, full)
+    later = EvictingCache.from_prefilled(model, full, "lagkv", 0.5, {"lag_size": 8, "sink_size": 4})
+    for one, other in zip(direct.layers, later.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.positions, other.positions)
+    assert full.layers[0].keys.shape[2] == 40
+    with pytest.raises(UsageError, match="wanted all tokens"):
+        EvictingCache.from_prefilled(model, direct, "keydiff")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_queries_are_captured_after_rope_and_only_for_the_prompt(tmp_path: Path, prompt: torch.Tensor, attention: str) -> None:
+    model = tiny_llama(attn_implementation=attention)
+    method = write(tmp_path, QUERY_METHOD)
+    plain = generate(model, prompt, EvictingCache(model, None))
+    cache = EvictingCache(model, method, 0.5, record=("queries", "hidden_states"))
+    other = EvictingCache(model, method, 0.0)  # both record at once, and each sees its own prompt
+    assert model.config._attn_implementation != attention
+    assert torch.equal(generate(model, prompt.flip(1), other), generate(model, prompt.flip(1)))
+    read(model, prompt, cache)
+    assert model.config._attn_implementation == attention
+    assert torch.equal(generate(model, prompt), plain)
+    for index, layer in enumerate(model.model.layers):
+        recorded = cache.recorded[index]
+        queries = layer.self_attn.q_proj(recorded["hidden_states"]).view(1, 40, 4, 8).transpose(1, 2)
+        assert tuple(recorded["queries"].shape) == (1, 4, 40, 8)
+        assert torch.equal(recorded["queries"][:, :, 0], queries[:, :, 0])  # RoPE turns nothing at position 0
+        assert torch.allclose(recorded["queries"].norm(dim=-1), queries.norm(dim=-1), rtol=1e-5)
+    again = EvictingCache.from_prefilled(model, _full(model, prompt, "queries"), method, 0.5)
+    assert torch.equal(again.layers[1].positions, cache.layers[1].positions)
+    with pytest.raises(UsageError, match="record="):
+        EvictingCache.from_prefilled(model, _full(model, prompt), method, 0.5)
+
+
+def _full(model: LlamaForCausalLM, prompt: torch.Tensor, *record: str) -> EvictingCache:
+    cache = EvictingCache(model, None, record=record)
+    read(model, prompt, cache)
+    return cache
+
+
+def test_hidden_states_reach_the_method(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    text = "def score(keys, hidden_states, layer_index, num_layers):\n    assert hidden_states.shape == (1, 40, 32)\n"
+    cache = EvictingCache(model, write(tmp_path, text + "    return keys.sum(-1)\n"), 0.5)
+    read(model, prompt, cache)
+    assert cache.tokens_kept == 20
+
+
+def test_hooks_go_with_close_with_the_block_and_with_the_cache(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    method = write(tmp_path, "def score(keys, queries, hidden_states):\n    return keys.sum(-1)\n")
+    EvictingCache(model, method).close()
+    with EvictingCache(model, method):
+        assert model.config._attn_implementation.startswith("evictionary")
+    assert model.config._attn_implementation == "sdpa"
+    cache = EvictingCache(model, method)
+    del cache
+    gc.collect()  # the fixture checks that nothing is left in the model
+
+
+def test_a_closed_cache_says_why_it_cannot_compress(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, write(tmp_path, QUERY_METHOD))
+    cache.close()
+    with pytest.raises(RuntimeError, match="after the cache was closed"):
+        read(model, prompt, cache)
+
+
+def test_reset_waits_for_another_prompt(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, "keydiff", 0.5)
+    first = generate(model, prompt, cache)
+    cache.reset()
+    assert cache.nbytes == 0
+    assert torch.equal(generate(model, prompt, cache), first)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
+def test_assisted_generation_after_the_prompt_and_a_refusal_while_decoding(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str
+) -> None:
+    plain, guessed = EvictingCache(model, method, 0.5), EvictingCache(model, method, 0.5)
+    wanted = generate(model, prompt, plain, count=20)
+    assert torch.equal(generate(model, prompt, guessed, count=20, prompt_lookup_num_tokens=3), wanted)
+    decoding = EvictingCache(model, method, 0.5, every=2)
+    with pytest.raises(ValueError, match="assisted generation wants every=0"):
+        generate(model, prompt, decoding, count=20, prompt_lookup_num_tokens=3)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, "keydiff")
+    read(model, prompt, cache)
+    with pytest.raises(UsageError, match=r"path: got .*no/cache, wanted a file that can be written"):
+        cache.save(tmp_path / "no" / "cache")
+
+
+def test_the_random_baseline_is_seeded(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    full = _full(model, prompt)
+    one, same, other = (EvictingCache.from_prefilled(model, full, "random", 0.5, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one.layers[0].positions, same.layers[0].positions)
+    assert not torch.equal(one.layers[0].positions, other.layers[0].positions)
+    assert not torch.equal(one.layers[0].positions, one.layers[1].positions)
+
+
+def test_nan_keys_are_named(prompt: torch.Tensor) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(MethodError, match="keys: got NaN or infinite numbers in layer 1"):
+        read(model, prompt, EvictingCache(model, "keydiff"))
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"compression_ratio": 1.0}, "compression_ratio: got 1.0"),
+        ({"compression_ratio": -0.1}, "compression_ratio"),
+        ({"compression_ratio": float("nan")}, "compression_ratio"),
+        ({"budget": 0}, "budget: got 0"),
+        ({"budget": 2.5}, "budget: got 2.5"),
+        ({"method": "keydif"}, "did you mean keydiff"),
+        ({"options": {"sinks": 3}}, "keydiff has no such option"),
+        ({"method": None, "options": {"sinks": 3}}, "options"),
+        ({"record": ("scores",)}, "record: got scores"),
+    ],
+)
+def test_bad_arguments_are_value_errors(model: LlamaForCausalLM, named: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvictingCache(model, **named)
+
+
+def test_a_budget_larger_than_the_cache_keeps_all(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, "keydiff", budget=1000)
+    read(model, prompt, cache)
+    assert cache.tokens_kept == 40
+
+
+def test_prompts_that_cannot_be_read(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, "keydiff")
+    with pytest.raises(UsageError, match="got no tokens"):
+        model(prompt[:, :0], past_key_values=cache)
+    with pytest.raises(UsageError, match=r"got 280 tokens, wanted at most the model's context of 256"):
+        read(model, prompt.repeat(1, 7), cache)
+    mask = torch.ones_like(prompt)
+    mask[0, -1] = 0
+    with pytest.raises(UsageError, match="got padding after tokens"):
+        model(prompt, attention_mask=mask, past_key_values=cache)
+
+
+def test_models_that_cannot_be_compressed() -> None:
+    small: dict[str, Any] = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    with pytest.raises(UsageError, match="no rotary positions"):
+        EvictingCache(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=30)))
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    with pytest.raises(UsageError, match="a sliding window in every layer"):
+        EvictingCache(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)))

@@ -1,0 +1,137 @@
+"""The passkey task, the demo's measurements and its report, on the tiny model."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import DynamicCache, PreTrainedTokenizerFast
+
+from evictionary.errors import MethodError, UsageError
+from evictionary.evaluation import demo, passkey
+from evictionary.evaluation.questions import ask, prefill, tokenize
+
+
+@pytest.fixture(scope="module")
+def result(tokenizer: PreTrainedTokenizerFast) -> demo.Result:
+    model = tiny_llama(max_position_embeddings=2048)
+    names = ["keydiff", "lagkv", "random"]
+    return demo.run(model, tokenizer, method_names=names, ratios=(0.5,), depths=(0.2, 0.8), tokens=400)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_the_needle_is_where_it_is_said_to_be(tokenizer: PreTrainedTokenizerFast, depth: float) -> None:
+    prompt = passkey.make(tokenizer, depth=depth, tokens=600)
+    first, last = prompt.needle
+    needle = tokenizer.decode(prompt.context_ids[0, first:last])
+    assert needle.strip().startswith("The secret number is")
+    assert needle.count(prompt.answer) == 2
+    assert tokenizer.decode(prompt.context_ids[0]).count(prompt.answer) == 2
+    assert prompt.answer not in tokenizer.decode(prompt.question_ids[0])
+    assert abs(first / prompt.context_ids.shape[1] - depth) < 0.35
+
+
+def test_texts_are_drawn_from_the_seed(tokenizer: PreTrainedTokenizerFast) -> None:
+    one, same, other = (passkey.make(tokenizer, depth=0.5, seed=seed, tokens=300) for seed in (1, 1, 2))
+    assert torch.equal(one.context_ids, same.context_ids)
+    assert one.answer != other.answer
+    assert len(one.answer) == 7
+
+
+def test_an_answer_is_right_iff_the_digits_appear(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = passkey.make(tokenizer, depth=0.5, tokens=100)
+    answer = prompt.answer
+    assert prompt.is_right(f"It is {answer}.")
+    assert prompt.is_right(f"{int(answer):,}")
+    assert not prompt.is_right(answer[:6])
+    with pytest.raises(UsageError, match="depth"):
+        passkey.make(tokenizer, depth=1.5)
+    with pytest.raises(UsageError, match="tokens"):
+        passkey.make(tokenizer, depth=0.5, tokens=5)
+
+
+def test_context_and_question_are_cut_inside_one_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    context, question = tokenize(tokenizer, "A text.", "Who?", "It is")
+    whole = tokenizer.decode(torch.cat([context, question], dim=1)[0])
+    assert whole == "<s>user\nA text.\n\nWho?</s><s>assistant\nIt is"
+    assert tokenizer.decode(context[0]) == "<s>user\nA text.\n\n"
+    for arguments in (("", "Who?"), ("A text.", " ")):
+        with pytest.raises(UsageError, match="got no text"):
+            tokenize(tokenizer, *arguments)
+
+
+def test_a_model_without_a_chat_format(tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>")
+    context, question = tokenize(plain, "A text.", "Who?")
+    assert plain.decode(torch.cat([context, question], dim=1)[0]) == "<s>A text.\n\nWho?\nAnswer:"
+
+
+def test_asking_is_greedy_and_leaves_the_cache_as_it_was(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny_llama()
+    context, question = tokenize(tokenizer, "A text.", "Who?")
+    cache = DynamicCache()
+    prefill(model, context, cache)
+    first, again = (ask(model, tokenizer, cache, question, max_new_tokens=6) for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert cache.get_seq_length() == context.shape[1]
+    ids = torch.cat([context, question], dim=1)
+    wanted = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert first.token_ids == wanted[: len(first.token_ids)]
+    assert tuple(first.hidden_states.shape) == (question.shape[1], 32)
+    with pytest.raises(UsageError, match="context of 256"):
+        ask(model, tokenizer, cache, question, max_new_tokens=400)
+
+
+def test_every_method_has_a_row_and_a_picture(result: demo.Result) -> None:
+    assert [row.label for row in result.rows] == ["full cache", "keydiff", "lagkv (lag_size=128)", "random"]
+    full, keydiff, _, _ = result.rows
+    assert full.measured["bytes_after"] == full.measured["bytes_before"]
+    assert full.measured["error"] == [0.0, 0.0]
+    numbers = (keydiff.measured[name] for name in ("tokens_before", "tokens_after", "bytes_after"))
+    for before, after, nbytes in zip(*numbers, strict=True):
+        assert after == before // 2
+        assert nbytes == after * 2 * 2 * 2 * 8 * 4
+    assert all(error > 0 for error in keydiff.measured["error"])
+    assert [picture.label for picture in result.pictures] == [row.label for row in result.rows[1:]]
+    for picture, row in zip(result.pictures, result.rows[1:], strict=True):
+        assert picture.kept.shape == (2, 2, row.measured["tokens_before"][1])
+        assert (picture.kept.sum(axis=-1) == row.measured["tokens_after"][1]).all()
+    assert json.loads(json.dumps(result.as_json()))["rows"][1]["summary"]["of"] == 2
+
+
+def test_a_method_that_sets_its_own_budget_is_asked_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny_llama(max_position_embeddings=2048)
+    found = demo.run(model, tokenizer, method_names=["gvote", "knorm"], ratios=(0.25, 0.5), depths=(0.5,), tokens=300)
+    assert [(row.label, row.asked) for row in found.rows[1:]] == [("gvote", "own"), ("knorm", "25%"), ("knorm", "50%")]
+    assert found.rows[1].measured["tokens_after"][0] < found.rows[1].measured["tokens_before"][0]
+
+
+def test_default_methods_say_whom_they_leave_out() -> None:
+    runnable, left_out = demo.default_methods()
+    assert {"keydiff", "knorm", "lagkv", "streaming_llm", "random"} <= set(runnable)
+    assert not set(runnable) & set(left_out)
+
+
+def test_the_report_asks_the_network_for_nothing(result: demo.Result, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    demo.write(result, path)
+    page = path.read_text(encoding="utf-8")
+    html.parser.HTMLParser().feed(page)
+    assert not re.findall(r"https?://", page)
+    sources = re.findall(r'(?:src|href)="([^"]{0,30})', page)
+    assert len(sources) == 4
+    assert all(source.startswith("data:") for source in sources)
+    assert "lagkv (lag_size=128)" in page
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_method_that_fails_ends_the_demo(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(keys):\n    raise RuntimeError('not yet')\n")
+    with pytest.raises(MethodError, match=r"score in mine\.py raised RuntimeError at mine\.py, line 2: not yet"):
+        demo.run(tiny_llama(max_position_embeddings=2048), tokenizer, method_names=[str(mine)], depths=(0.5,), tokens=200)

@@ -1,0 +1,267 @@
+"""Model families by their transformers classes, tiny and random: each is compressed, in every phase, or refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reading import generate, places, read, read_in, small
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    DogeConfig,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    NanoChatConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    SmolLM3Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from evictionary.cache import future_queries
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.layers import EvictingLayer
+from evictionary.cache.model_hooks import attention_modules
+from evictionary.errors import UsageError
+from evictionary.evaluation.questions import ask
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import selection as reference_selection
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.4,
+}
+NO_HEAD_DIM = {name: value for name, value in SMALL.items() if name != "head_dim"}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+}
+DENSE = {
+    "intermediate_size": [48] * 3,
+    "activation_sparsity_pattern": [0.0] * 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300,
+}
+SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama, scaled RoPE": LlamaConfig(**SMALL, rope_parameters={**SCALED, "original_max_position_embeddings": 64}),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": Qwen2Config(**NO_HEAD_DIM),
+    "qwen3": Qwen3Config(**SMALL),
+    "gemma3": Gemma3TextConfig(**SMALL, **LAYERS, query_pre_attn_scalar=16),
+    "phi3": Phi3Config(**NO_HEAD_DIM),
+}
+IDS = torch.randint(3, 299, (1, 48), generator=torch.Generator().manual_seed(0))
+
+
+def build(family: str, **named: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), **named).eval()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keeping_everything_changes_nothing(family: str, attention: str) -> None:
+    """Also where the cache answers for the attention itself: with the moments of nothing."""
+    model = build(family, attn_implementation=attention)
+    whole = read(model, IDS, None)
+    for method in ("keydiff", "knorm+ada_kv", "keydiff+moments"):
+        cache = EvictingCache(model, method, 0.0)
+        got = read_in(model, cache, [40, 1, 1, 6], IDS)
+        torch.testing.assert_close(got, whole, rtol=1e-3, atol=1e-3)
+        cache.close()
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention", "gvote", "momentkv", "tova", "snapkv+ada_kv+moments"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_compressed_and_generates(family: str, method: str, dtype: torch.dtype) -> None:
+    model = build(family).to(dtype)
+    cache = EvictingCache(model, method, 0.5, small(method))
+    output = generate(model, IDS, cache, count=6, min_new_tokens=1)
+    assert output.shape[1] > 48
+    if method != "gvote":  # random weights attend to everything alike, and GVote sets its budget by what is attended to
+        assert cache.nbytes < cache.nbytes_full
+    for layer in cache.layers:
+        if isinstance(layer, EvictingLayer):
+            assert int(layer.lengths.max()) <= 48 + 6
+        else:
+            assert layer.keys.shape[2] == 15  # a sliding window of 16, left alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_kept_is_what_the_method_keeps(family: str) -> None:
+    model = build(family)
+    whole = EvictingCache(model, None)
+    read(model, IDS, whole)
+    cache = EvictingCache.from_prefilled(model, whole, "keydiff", 0.5)
+    for layer, full in zip(cache.layers, whole.layers, strict=True):
+        if isinstance(layer, EvictingLayer):
+            wanted = reference_selection.top_k(reference_keydiff.score(full.keys.double().numpy()), 24)
+            assert layer.positions[0].tolist() == places(wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family: str) -> None:
+    """What the cache records, un-rotated, is what the projection (and QK-norm) of the hidden states gives."""
+    model = build(family)
+    whole = EvictingCache(model, None, record=("queries", "hidden_states"))
+    read(model, IDS, whole)
+    index = 2
+    module: Any = attention_modules(model)[index]
+    recorded = whole.recorded[index]
+    got = future_queries.unrotated(recorded["queries"], *future_queries.rotation(model, index, torch.arange(48)))
+    with torch.no_grad():
+        projected = future_queries.project(model, module, recorded["hidden_states"])
+    factor = future_queries.logit_factor(module, got.shape[-1])
+    torch.testing.assert_close(got, projected * factor, rtol=1e-3, atol=1e-4)
+    assert (abs(factor - 1) > 0.1) == (family == "gemma3")
+    assert np.isfinite(factor)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MistralConfig(**SMALL, sliding_window=8), "a sliding window in every layer"),
+        (Gemma2Config(**{**SMALL, "num_hidden_layers": 2}), "capped attention logits"),
+        (
+            Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 2}, layer_types=["linear_attention", "full_attention"]),
+            "layers of linear_attention; wanted full or sliding attention in every layer",
+        ),
+        (GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "learned attention sinks"),
+        (Gemma3nTextConfig(**{**SMALL, **LAYERS, **DENSE}, num_kv_shared_layers=1), "share keys"),
+        (DiffLlamaConfig(**SMALL), "differential attention"),
+        (DogeConfig(**SMALL), "a mask that it makes from the values"),
+        (DeepseekV3Config(**{**SMALL, **LATENT}), "latent attention"),
+    ],
+    ids=["sliding", "capped", "linear", "sinks", "shared", "differential", "dynamic mask", "latent"],
+)
+def test_what_cannot_be_compressed_is_refused_and_left_as_it_was(config: Any, message: str) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    before = model.config._attn_implementation
+    with pytest.raises(UsageError, match=message):
+        EvictingCache(model)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CohereConfig(**NO_HEAD_DIM),
+        SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
+        NanoChatConfig(**SMALL),
+        GPTNeoXConfig(**{name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"}),
+    ],
+    ids=["interleaved pairs", "a layer without RoPE", "a norm after RoPE", "no projection of queries alone"],
+)
+def test_future_queries_are_refused_where_they_would_be_others_than_the_models(config: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for method in ("expected_attention", "gvote"):
+        with pytest.raises(UsageError, match=f"turned by RoPE in two halves; wanted a method .* in place of {method}"):
+            EvictingCache(model, method)
+    cache = EvictingCache(model, "keydiff+ada_kv", 0.5)  # other methods do not mind
+    assert read(model, IDS, cache).isfinite().all()
+    cache.close()
+    assert not model.config._attn_implementation.startswith("evictionary")
+
+
+@pytest.mark.parametrize("method", ["expected_attention", "gvote"])
+def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(method: str) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SMALL, "max_position_embeddings": 32}, rope_parameters=rope)).eval()
+    model.config.max_position_embeddings = 256
+    read(model, IDS, None)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    cache = EvictingCache(model, method, 0.5)
+    read(model, IDS, cache)
+    cache.close()
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_a_norm_over_all_heads_at_once_is_the_models() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Olmo2Config(**NO_HEAD_DIM)).eval()
+    cache = EvictingCache(model, "gvote")
+    assert read(model, IDS, cache).isfinite().all()
+
+
+def test_other_attention_implementations_are_refused() -> None:
+    model = build("llama", attn_implementation="flex_attention")
+    with pytest.raises(UsageError, match="with the attention flex_attention, wanted attn_implementation='sdpa' or 'eager'"):
+        EvictingCache(model, "keydiff")
+    assert model.config._attn_implementation == "flex_attention"
+
+
+def test_models_that_share_a_config_are_both_left_as_they_were() -> None:
+    one = build("llama")
+    other = type(one)(one.config).eval()
+    caches = [EvictingCache(model, "knorm+ada_kv", 0.5) for model in (one, other)]
+    for model, cache in zip((one, other), caches, strict=True):
+        assert torch.equal(read(model, IDS, cache), read(model, IDS, None))
+    for cache in caches:
+        cache.close()
+    assert one.config._attn_implementation == "sdpa"
+
+
+class _Bytes:
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int], **named: Any) -> str:
+        return str(token_ids)
+
+
+def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_path: Path) -> None:
+    """The prompt is longer than the window, so what slid out of it cannot be cropped back."""
+    model = build("gemma3")
+    cache = EvictingCache(model, "keydiff", 0.5)
+    read(model, IDS, cache)
+    cache.save(tmp_path / "cache")
+    loaded = EvictingCache.load(tmp_path / "cache", model)
+    first, _, third = (ask(model, _Bytes(), cache, question, 4) for question in (IDS[:, :5], IDS[:, 5:9], IDS[:, :5]))
+    assert torch.equal(first.hidden_states, third.hidden_states)
+    assert cache.get_seq_length() == 48
+    assert torch.equal(ask(model, _Bytes(), loaded, IDS[:, :5], 4).hidden_states, first.hidden_states)
+    assert torch.equal(read(model, IDS[:, :5], loaded), read(model, IDS[:, :5], cache))
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=30)
+    with pytest.raises(UsageError, match="an encoder-decoder"):
+        EvictingCache(T5ForConditionalGeneration(config))

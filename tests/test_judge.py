@@ -1,0 +1,160 @@
+"""`evictionary judge`: what an implementation says of itself is respected, and three classes of law are told apart."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evictionary.spec_tests.harness.cases import Case
+from evictionary.spec_tests.harness.domain import BadDomain, Domain
+
+ROOT = Path(__file__).parent.parent
+
+# As kernel authors write them: nothing is checked, and head_dim is what the tile is.
+UNCHECKED = """
+import numpy as np
+
+def score(keys):
+    assert keys.shape[-1] in (64, 128) and keys.shape[-2] % 16 == 0
+    directions = keys / np.sqrt((keys * keys).sum(-1, keepdims=True))
+    mean = directions.mean(-2, keepdims=True)
+    return -(directions * mean).sum(-1) / np.sqrt((mean * mean).sum(-1))
+"""
+DOMAIN = 'DOMAIN = {"head_dim": (64, 128), "length_multiple_of": 16}\n'
+RAW_MEAN = """
+import numpy as np
+
+def score(keys):
+    mean = keys.mean(-2, keepdims=True)
+    return -(keys * mean).sum(-1) / np.sqrt((keys * keys).sum(-1) * (mean * mean).sum(-1))
+"""
+# LagKV's softmax added up token by token: right, and off by more roundings than the plain sum.
+LOG_ADD_EXP = """
+import numpy as np
+
+def part(states, following):
+    low, high = following.min(-2, keepdims=True), following.max(-2, keepdims=True)
+    deviation = ((states - low) / (high - low)).std(-1, ddof=1)
+    return np.exp(deviation - np.logaddexp.reduce(deviation, axis=-1, keepdims=True))
+
+def score(keys, values, next_keys, next_values):
+    return part(keys, next_keys) + part(values, next_values)
+"""
+POSITIONS = """
+import numpy as np
+
+CONVENTIONS = ("indices",)
+
+def top_k(scores, budget, protected=None):
+    if protected is not None:
+        scores = np.where(protected, np.inf, scores)
+    return np.argsort(-scores, axis=-1, kind="stable")[..., :budget]
+"""
+
+
+def judge(*arguments: str | Path, code: int = 0) -> str:
+    command = [sys.executable, "-m", "evictionary", "judge", *map(str, arguments), "--profile", "quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def verdicts(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
+    output = judge(*arguments, "--json", code=code)
+    return json.loads(output[output.index("{") : output.rindex("}") + 1])["implementations"][0]["requirements"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keydiff.py"
+
+
+def test_a_right_kernel_that_checks_nothing_holds_inside_its_domain(file: Path) -> None:
+    file.write_text(UNCHECKED + DOMAIN)
+    assert "mathematics    1 hold" in judge(file, "--method", "keydiff")
+    file.write_text(UNCHECKED)
+    assert verdicts(file, "--domain", "head_dim=64,128 length_multiple_of=16")["KD-8"]["kinds"]["mathematics"] == "pass"
+
+
+def test_degenerate_input_and_refusals_count_where_they_are_asked_for(file: Path) -> None:
+    file.write_text(UNCHECKED.replace("    assert keys.shape[-1] in (64, 128) and keys.shape[-2] % 16 == 0\n", ""))
+    output = judge(file, "--method", "keydiff")
+    assert "mathematics    1 hold" in output and "edge           1 fail: KD-8" in output
+    judge(file, "--method", "keydiff", "--strict", code=1)
+
+
+def test_a_wrong_kernel_fails_inside_its_domain(file: Path) -> None:
+    file.write_text(UNCHECKED.replace("return -(", "return (") + DOMAIN)
+    output = judge(file, "--method", "keydiff", code=1)
+    assert "mathematics    1 fail: KD-8" in output
+    assert "your numbers equal those of: the sign left out" in output
+    assert "keys = impl.round(case.keys)" in output  # and not a thousand numbers
+
+
+def test_what_needs_a_requirement_that_fails_is_not_judged(tmp_path: Path) -> None:
+    (tmp_path / "keydiff.py").write_text(RAW_MEAN)
+    (tmp_path / "selection.py").write_text(POSITIONS)
+    found = verdicts(tmp_path, "--method", "keydiff,selection", code=1)
+    assert found["KD-8"]["verdict"] == "fail"
+    assert (found["KD-O"]["verdict"], found["KD-O"]["reason"]) == ("not judged", "KD-8 fails")
+
+
+def test_a_declared_variant_is_judged_as_that_variant(file: Path) -> None:
+    file.write_text(RAW_MEAN + 'IMPLEMENTS = {"score": "keydiff.raw_mean_score"}\n')
+    found = verdicts(file)
+    assert found["KD-8"]["verdict"] == "variant"
+    assert found["KD-T2"]["kinds"]["mathematics"] == "pass"
+
+
+def test_a_selection_may_be_positions(tmp_path: Path) -> None:
+    (tmp_path / "selection.py").write_text(POSITIONS)
+    found = verdicts(tmp_path)
+    assert {name: found[name]["kinds"]["mathematics"] for name in ("SEL-2", "SEL-3", "SEL-4")} == dict.fromkeys(
+        ("SEL-2", "SEL-3", "SEL-4"), "pass"
+    )
+
+
+def test_a_softmax_by_log_add_exp_is_right(tmp_path: Path) -> None:
+    (tmp_path / "lagkv.py").write_text(LOG_ADD_EXP)
+    assert "fail" not in judge(tmp_path / "lagkv.py", "--method", "lagkv").partition("edge")[0]
+
+
+def test_an_expected_failure_is_none_and_an_idle_line_is_told(file: Path, tmp_path: Path) -> None:
+    file.write_text(RAW_MEAN)
+    (tmp_path / "known.txt").write_text("KD-8 the raw mean is what we ship\nKN-1 long mended\n")
+    output = judge(file, "--method", "keydiff", "--expected-failures", tmp_path / "known.txt")
+    assert "1 expected failure: KD-8 (the raw mean is what we ship)" in output
+    assert "KN-1 did not fail" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("DOMAIN = {'heads': 3}", "heads: got a key that no domain has"),
+        ("DOMAIN = {'head_dim': ()}", "leaves nothing to draw"),
+        ("DOMAIN = {'head_dim': 0}", "head_dim: got 0, wanted a whole number of at least 1"),
+        ("DOMAIN = {'dtype': 'float8'}", "dtype: got 'float8'"),
+        ("DOMAIN = {'length_multiple_of': 64, 'max_length': 63}", "max_length: got 63, with which no length is left"),
+        ("IMPLEMENTS = {'score': 'keydiff.nonsense'}", "IMPLEMENTS: got 'keydiff.nonsense' for score"),
+        ("IMPLEMENTS = {'rank': 'keydiff.raw_mean_score'}", "keydiff.py has no function rank"),
+        ("CONVENTIONS = ('bitmaps',)", "CONVENTIONS: got 'bitmaps'"),
+    ],
+)
+def test_what_cannot_be_understood_is_a_sentence(file: Path, text: str, wanted: str) -> None:
+    file.write_text(RAW_MEAN + text)
+    assert wanted in judge(file, code=2)
+
+
+def test_a_domain_moves_what_was_drawn_inside_it() -> None:
+    domain = Domain.parse(["head_dim=64,128", "group=4", "length_multiple_of=16", "lag_size=128"])
+    moved = domain.fitted({"case": Case(seed=3, length=9, group=3), "lag": 4})
+    assert (moved["case"].head_dim, moved["case"].value_dim, moved["case"].group, moved["lag"]) == (128, 128, 4, 128)
+    assert moved["case"].length % 16 == 0 and moved["case"].length >= 9 * 128 // 4
+    assert not domain.excludes({"keys": moved["case"].keys, "values": moved["case"].values, "queries": moved["case"].queries})
+    with pytest.raises(BadDomain, match="head_dim: got 'x'"):
+        Domain.parse(["head_dim=x"])

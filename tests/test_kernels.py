@@ -1,0 +1,395 @@
+"""The kernels in Triton's interpreter, beside the laws: `TRITON_INTERPRET=1 pytest tests/test_kernels.py`.
+
+The laws judge the kernels through `optimized` in a run with TRITON_INTERPRET=1. Here stands what no law asks: that the entries
+launch their kernels, sizes beyond a tile, any layout in memory, offsets beyond 2^31, NaN as on a GPU, the same bits in two runs and
+alone as in a batch, and the functions that the reference lacks. The oracle is the same entry in float64: it takes the torch path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from evictionary.optimized import attention, cache, gvote, keydiff, lagkv, selection
+from evictionary.optimized import expected_attention as ea
+from evictionary.optimized import momentkv as mk
+from evictionary.optimized.kernels import compiling
+from evictionary.optimized.states import CompressedCache, Moments
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"
+
+KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for stem in compiling.stems()}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LAG = {"keep_ratio": 0.3, "sink_size": 3, "lag_size": 16}
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "tokens before heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every second channel": lambda x: torch.stack([x, torch.full_like(x, 77)], dim=-1).flatten(-2)[..., ::2],
+}
+
+
+class States(NamedTuple):
+    """Keys [B, H_kv, T, D], values [.., D_v] and queries [B, H_q, M, D] of a dtype; a mask; statistics and moments in float32."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    kept: torch.Tensor
+    mean: torch.Tensor
+    covariance: torch.Tensor
+    evicted: torch.Tensor
+    key_sum: torch.Tensor
+    value_sum: torch.Tensor
+    value_key_sum: torch.Tensor
+
+    @property
+    def query(self) -> torch.Tensor:
+        return self.queries[:, :, 0]
+
+    @property
+    def moments(self) -> Moments:
+        return Moments(*self[6:])
+
+    def copied(self, layout: str = "contiguous") -> States:
+        return States(*(LAYOUTS[layout](x.clone()) for x in self[:3]), *(x.clone() for x in self[3:]))
+
+    def exact(self) -> States:
+        return States(*(x.double() if x.is_floating_point() else x.clone() for x in self))
+
+
+def drawn(shape: tuple[int, ...] = (2, 2, 2, 3, 41, 24, 40), dtype: torch.dtype = torch.float32) -> States:
+    """Normal states of B, H_kv, G, M, T, D and D_v; the first head keeps no token, and nothing has been evicted from it."""
+    batch, heads, group, count, length, head_dim, value_dim = shape
+    torch.manual_seed(0)
+    keys, values = (torch.randn(batch, heads, length, size).to(dtype) for size in (head_dim, value_dim))
+    queries = torch.randn(batch, heads * group, count, head_dim).to(dtype)
+    kept, gone = torch.rand(batch, heads, length) < 0.4, torch.rand(batch, heads, 90) < 0.7
+    kept[0, 0] = gone[0, 0] = False
+    mean, root = torch.randn(batch, heads * group, head_dim), torch.randn(batch, heads * group, head_dim, head_dim)
+    old_keys, old_values = (torch.randn(batch, heads, 90, size) * gone[..., None] for size in (head_dim, value_dim))
+    moments = gone.sum(dim=-1), old_keys.sum(dim=2), old_values.sum(dim=2), old_values.mT @ old_keys
+    return States(keys, values, queries, kept, mean, root @ root.mT / head_dim, *moments)
+
+
+def one_head(s: States) -> CompressedCache:
+    """The first head as a compressed cache that shares its memory, whatever its strides."""
+    length = s.keys.shape[2]
+    return CompressedCache(s.keys[0, 0], s.values[0, 0], torch.arange(length), torch.tensor([[length]]))
+
+
+def top_k(s: States) -> torch.Tensor:
+    budget = (s.keys.shape[2] + int(s.kept.sum(dim=-1).amax())) // 2
+    return selection.top_k(s.keys[..., 0], budget, s.kept)
+
+
+def ragged(s: States) -> Any:
+    return attention.attend(s.queries, cache.compress(s.keys, s.values, s.kept))
+
+
+def unrotated(s: States) -> Any:
+    return ea.unrotated_statistics(s.keys[..., : s.keys.shape[-1] // 2 * 2], torch.tensor([1000]))
+
+
+def step(s: States) -> tuple[torch.Tensor, ...]:
+    length = s.keys.shape[2]
+    positions = torch.arange(length).flip(0).repeat(*s.keys.shape[:2], 1)
+    new = (s.keys[:, :, 0] / 2, s.values[:, :, 0] / 2)
+    output = mk.step(s.query, *new, s.keys, s.values, positions, s.moments, length)
+    return output, s.keys, s.values, positions, *s.moments
+
+
+CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
+    "keydiff.score": (lambda s: keydiff.score(s.keys), "sum_unit_keys score_keys"),
+    "keydiff.anchor_sum": (lambda s: keydiff.anchor_sum(s.keys), "sum_unit_keys"),
+    "keydiff.score_with_anchor": (lambda s: keydiff.score_with_anchor(s.keys, s.moments.key_sum), "score_keys"),
+    "keydiff.update_anchor": (lambda s: keydiff.update_anchor(s.moments.key_sum, s.keys, s.keys[:, :, :5]), "update_sums"),
+    "lagkv.score": (lambda s: lagkv.score(s.keys, s.values, s.keys[:, :, -9:], s.values[:, :, -9:]), "score_partitions"),
+    "lagkv.select": (lambda s: lagkv.select(s.keys, s.values, **LAG), "select_partitions"),
+    "lagkv.compress": (lambda s: lagkv.compress(s.keys, s.values, **LAG), "compress_partitions"),
+    "selection.top_k": (top_k, "keep_rows"),
+    "cache.compress": (lambda s: cache.compress(s.keys, s.values, s.kept), "copy_rows"),
+    "attention.attend": (lambda s: attention.attend(s.queries[:1, :2], one_head(s)), "attend_chunks merge_chunks"),
+    "attention.attend, ragged": (ragged, "copy_rows attend_chunks merge_chunks"),
+    "gvote.select": (lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9), "multiply settle_short_rows rank_short_rows unite"),
+    "gvote.nucleus": (lambda s: gvote.nucleus(s.keys[..., 0].relu(), 0.7), "settle_short_rows rank_short_rows unite"),
+    "gvote.top_each": (lambda s: gvote.top_each(s.keys[..., 0], s.kept.sum(dim=-1)), "rank_short_rows unite"),
+    "ea.query_statistics": (lambda s: ea.query_statistics(s.keys), "sum_products finish_statistics"),
+    "ea.unrotated_statistics": (unrotated, "sum_products finish_statistics"),
+    "ea.score": (lambda s: ea.score(s.keys, s.values, s.mean, s.covariance), "split_covariances expected_logits weigh_values"),
+    "momentkv.update": (lambda s: mk.update(s.moments, s.keys, s.values, s.kept), "sum_evicted add_splits"),
+    "momentkv.compress_prompt": (lambda s: mk.compress_prompt(s.keys, s.values, s.kept), "sum_evicted add_splits"),
+    "momentkv.score": (lambda s: mk.score(s.query, s.keys, s.values, s.moments), "walk_cache finish_scores"),
+    "momentkv.attend": (lambda s: mk.attend(s.query, s.keys, s.values, s.kept, s.moments), "walk_cache mix_outputs"),
+    "momentkv.step": (step, "walk_cache replace_lowest"),
+}
+# These products round a factor to float16, or their output to the dtype of the cache.
+ROUNDED = ("attention.attend", "momentkv.score", "momentkv.attend", "momentkv.step", "ea.query", "ea.unrotated")
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    """The tensors of a result, be it one or tuples of them."""
+    return [result] if isinstance(result, torch.Tensor) else [tensor for part in result for tensor in flat(part)]
+
+
+def assert_close(got: Any, wanted: Any, bound: float) -> None:
+    """Whole numbers and masks are equal; other numbers differ by at most `bound` of the largest one."""
+    for mine, exact in zip(flat(got), flat(wanted), strict=True):
+        assert mine.shape == exact.shape
+        if not exact.is_floating_point():
+            assert torch.equal(mine, exact)
+        elif exact.numel():
+            finite = exact.isfinite()
+            assert torch.equal(mine[~finite].double(), exact[~finite])
+            away = (mine.double() - exact)[finite].abs().amax() if finite.any() else torch.zeros(())
+            assert away <= bound * exact[finite].abs().amax().clamp(min=1e-30), f"{away} of {exact[finite].abs().amax()}"
+
+
+def assert_same_bits(got: Any, wanted: Any) -> None:
+    for mine, other in zip(flat(got), flat(wanted), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that the interpreter runs, in their order."""
+    names: list[str] = []
+    run = interpreter.GridExecutor.__call__
+
+    def recorded(executor: Any, *arguments: Any, **options: Any) -> Any:
+        names.append(executor.fn.__name__)
+        return run(executor, *arguments, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of few tokens, so that 200 of them make several."""
+    for module in KERNELS.values():
+        monkeypatch.setattr(module, "LEAST_TOKENS_OF_A_SPLIT", 64, raising=False)
+
+
+@pytest.fixture
+def rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schedule of long rows, in small chunks."""
+    for module in (KERNELS["selection"], KERNELS["gvote"]):
+        monkeypatch.setattr(module, "LONGEST_SHORT_ROW", 0)
+    monkeypatch.setattr(KERNELS["gvote"], "LEAST_CHUNK", 64)
+
+
+LONG = {
+    "selection.top_k": "count_byte keep_chunks",
+    "gvote.select": "multiply find_peaks weigh_chunks settle_long_rows count_chunks rank_chunks unite",
+    "gvote.nucleus": "find_peaks weigh_chunks settle_long_rows count_chunks rank_chunks unite",
+    "gvote.top_each": "count_chunks rank_chunks unite",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_entry_launches_its_kernels(name: str, launched: list[str]) -> None:
+    call, kernels = CALLS[name]
+    call(drawn())
+    assert set(launched) == set(kernels.split())
+    launched.clear()
+    call(drawn().exact())  # float64 takes the torch path
+    assert not launched
+
+
+@pytest.mark.usefixtures("rows_in_chunks")
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_go_in_chunks(name: str, launched: list[str]) -> None:
+    states = drawn((1, 1, 2, 2, 300, 16, 16))
+    assert_close(CALLS[name][0](states), CALLS[name][0](states.exact()), 0)
+    assert set(launched) == set(LONG[name].split())
+
+
+def test_every_kernel_is_launched_by_an_entry() -> None:
+    reached = {kernel for kernels in (*(kernels for _, kernels in CALLS.values()), *LONG.values()) for kernel in kernels.split()}
+    functions = {name: getattr(value, "fn", None) for file in KERNELS.values() for name, value in vars(file).items()}
+    written = {name for name, function in functions.items() if "Grid:" in (getattr(function, "__doc__", None) or "")}
+    assert reached == written
+
+
+ONE, ODD, PADDED, LONG_ROW, WIDE = SHAPES = (
+    (1, 1, 1, 1, 1, 2, 1),
+    (1, 2, 3, 5, 65, 5, 3),
+    (2, 2, 4, 1, 31, 24, 80),
+    (1, 1, 2, 2, 200, 16, 16),
+    (1, 1, 1, 2, 20, 256, 256),
+)
+SIZES = [(torch.float32, shape) for shape in SHAPES] + [(torch.float16, PADDED), (torch.float16, LONG_ROW)]
+SIZES += [(torch.bfloat16, ODD), (torch.bfloat16, WIDE)]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), SIZES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_sizes_around_and_beyond_a_tile(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    states = drawn(shape, dtype)
+    rounded = dtype != torch.float32 and name.startswith(ROUNDED)
+    bound = {torch.float32: 4e-6, torch.float16: 4e-3 if rounded else 4e-6, torch.bfloat16: 1e-2 if rounded else 3e-5}[dtype]
+    assert_close(CALLS[name][0](states.copied()), CALLS[name][0](states.exact()), bound)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_run_gives_the_same_bits_in_any_layout(name: str, layout: str) -> None:
+    assert_same_bits(CALLS[name][0](drawn().copied(layout)), CALLS[name][0](drawn()))
+
+
+# The splits of MomentKV and of the statistics follow the batch; compressed caches have no axis for it.
+ALONE = ("keydiff.score", "lagkv.score", "lagkv.select", "selection.top_k", "gvote.select", "ea.score")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
+    states = drawn()
+    assert_same_bits(CALLS[name][0](States(*(x[-1:] for x in states))), CALLS[name][0](states)[-1:])
+
+
+FAR = torch.empty(2**32 + 2**21, dtype=torch.float16)  # of which only the pages that are written take memory
+
+
+@pytest.mark.parametrize("strides", [(0, 2**31 + 64, 40, 1), (0, 0, 2**32 + 1024, 1)], ids=["heads apart", "tokens apart"])
+@pytest.mark.parametrize("name", CALLS)
+def test_offsets_beyond_32_bits(name: str, strides: tuple[int, ...]) -> None:
+    """Heads or tokens lie 2^31 elements and more apart, where 32-bit offsets would wrap."""
+    shape = (1, 2, 1, 2, 32, 16, 16) if strides[1] else (1, 1, 2, 2, 2, 16, 16)
+    near = far = drawn(shape, torch.float16)
+    for offset, part, states in ((0, "keys", near.keys), (2**20, "values", near.values)):
+        far = far._replace(**{part: torch.as_strided(FAR, states.shape, strides, offset).copy_(states)})
+    assert_same_bits(CALLS[name][0](far), CALLS[name][0](near))
+
+
+def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All equal, few values with both zeros and infinities, protected or not, in both schedules, with every kind of budget."""
+    few = torch.tensor([-torch.inf, -1.0, -0.0, 0.0, 1.0, torch.inf])
+    for schedule, length in itertools.product((KERNELS["selection"].LONGEST_SHORT_ROW, 0), (1, 2500)):
+        monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", schedule)
+        protected = torch.rand(2, length) < 0.1
+        for scores in (few[torch.randint(6, (2, length))], torch.zeros(2, length)):
+            for budget in {0, 1, length // 3, length - 1, length, length + 4}:
+                shield = protected if protected.sum(dim=-1).max() <= budget else None
+                assert torch.equal(selection.top_k(scores, budget, shield), selection.top_k(scores.double(), budget, shield))
+
+
+def test_votes_of_all_kinds_are_counted_alike(rows_in_chunks: None) -> None:
+    """Weights in 64ths, of which every sum is exact: ties, zeros, a row without mass; then votes among few scores."""
+    for length in (1, 65, 300):
+        weights = torch.randint(0, 5, (3, length)) / 64
+        weights[1], weights[2] = weights[1, 0], 0
+        for p in (0, 1e-9, 0.25, 0.5, 1.0):
+            assert torch.equal(gvote.nucleus(weights, p), gvote.nucleus(weights.double(), p))
+        budgets = torch.tensor([0, length // 3, length + 4])
+        scores = torch.tensor([-1.5, -0.0, 0.0, 2.0])[torch.randint(4, (3, length))]
+        assert torch.equal(gvote.top_each(scores, budgets), gvote.top_each(scores.double(), budgets))
+
+
+def test_samples_go_in_waves_that_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {(32, 2**12): (8, 8, 8), (1, 2**17): (1, 2, 8), (1, 2**20): (1, 1, 2)}
+    for (batch, length), wave in sizes.items():
+        assert KERNELS["gvote"]._waves(batch, 8, 8, bytes_each=16 * length) == wave
+    states = drawn((2, 2, 2, 3, 41, 16, 16))
+    whole = CALLS["gvote.select"][0](states)
+    for samples in (0, 2, 3, 9):  # what fits: samples, heads, sequences
+        monkeypatch.setattr(KERNELS["gvote"], "WORKSPACE", samples * 4 * 2 * 41)
+        assert torch.equal(CALLS["gvote.select"][0](states), whole)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_covariances_beyond_float16(scale: float) -> None:
+    """Statistics beyond the range of the keys' dtype, and values whose squares leave float32."""
+    states = drawn(dtype=torch.float16)
+    mean, covariance = states.mean * scale**0.5, states.covariance * scale
+    keys = (states.keys * scale**-0.5).half()
+    for values, factor in ((states.values, 1.0), (states.values.float(), 1e-30), (states.values.float(), 1e25)):
+        got = ea.score(keys.to(values.dtype), values * factor, mean, covariance, epsilon=0)
+        exact = ea.score(keys.double(), values.double() * factor, mean.double(), covariance.double(), epsilon=0)
+        assert ((got.double() - exact).abs() <= 4e-6 * exact).all()
+
+
+@pytest.mark.parametrize("theta", [100.0, 10000.0, 500000.0])
+def test_queries_are_turned_back_from_near_and_far(theta: float) -> None:
+    queries = drawn((1, 2, 1, 1, 70, 80, 1)).keys
+    queries[..., 1] += 100  # a mean of a hundred deviations, which cancels nothing
+    for positions in (torch.arange(70), torch.randint(0, 200_000, (1, 2, 70)), torch.tensor([131_071])):
+        bound = 2e-5 if positions.max() < 1000 else 2e-3  # of an angle, position 200,000 may miss 2^-33 turns as often
+        exact = ea.unrotated_statistics(queries.double(), positions, theta)
+        assert_close(ea.unrotated_statistics(queries, positions, theta), exact, bound)
+
+
+def test_a_kept_anchor_does_not_drift() -> None:
+    """60 steps of block prompt processing, a third of the keys alike: the sum that was kept scores as one taken afresh."""
+    kept_keys, common = torch.randn(1, 2, 96, 64), torch.randn(64)
+    anchor = keydiff.anchor_sum(kept_keys)
+    for _ in range(60):
+        new, slots = torch.randn(1, 2, 8, 64), torch.randperm(96)[:8]
+        new[:, :, ::3] += 3 * common
+        anchor = keydiff.update_anchor(anchor, new, kept_keys[:, :, slots])
+        kept_keys[:, :, slots] = new
+    assert_close(anchor, keydiff.anchor_sum(kept_keys.double()), 2e-6)
+    assert_close(keydiff.score_with_anchor(kept_keys, anchor), keydiff.score(kept_keys.double()), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_of_equal_tokens_the_latest_goes(dtype: torch.dtype, length: int) -> None:
+    """In a tile, in a split or beside the cache. Halves, and a power of two of evicted tokens: no order of addition matters."""
+    keys, values = (torch.randn(1, 2, 1, 24).round().to(dtype).repeat(1, 1, length, 1) / 2 for _ in range(2))
+    positions = torch.stack([torch.randperm(length), torch.randperm(length) + 5]).view(1, 2, length)
+    gone = torch.randn(2, 1, 2, 64, 24).round().to(dtype)
+    moments = mk.update(mk.no_moments(keys, values), *gone, torch.ones(1, 2, 64, dtype=torch.bool))
+    before, new = positions.clone(), (keys[:, :, 0].clone(), values[:, :, 0].clone())
+    # The new token is later than those of the first head, and earlier than most of the second.
+    position = torch.tensor([[length, 2]])
+    mk.step(torch.randn(1, 4, 24).round().to(dtype), *new, keys, values, positions, moments, position)
+    assert torch.equal(positions[0, 0], before[0, 0])
+    assert torch.equal(positions[0, 1], torch.where(before[0, 1] == length + 4, 2, before[0, 1]))
+
+
+@pytest.mark.parametrize("place", [0, 40, 70])
+def test_an_evicted_token_may_have_held_all_of_the_attention(place: int) -> None:
+    """A token of value 0 scores 0 and goes; what rounding left of its weight must not be the output."""
+    states = drawn((1, 1, 3, 1, 71, 16, 40))
+    states.queries[..., 0], states.keys[0, 0, place], states.values[0, 0, place] = 4, 0, 0
+    states.keys[0, 0, place, 0] = 20
+
+    def stepped(s: States) -> torch.Tensor:
+        new, slots = (s.keys[:, :, 70], s.values[:, :, 70]), (s.keys[:, :, :70].clone(), s.values[:, :, :70].clone())
+        return mk.step(s.query, *new, *slots, torch.arange(70).view(1, 1, 70), mk.no_moments(*slots), 70)
+
+    assert_close(stepped(states), stepped(states.exact()), 1e-5)
+
+
+@np.errstate(invalid="ignore")
+@pytest.mark.usefixtures("rows_in_chunks")
+def test_nan_stays_where_it_is_and_no_address_follows_from_it() -> None:
+    """On a GPU nobody looks for NaN beforehand. The launchers get it here as they would get it there."""
+    states = drawn((1, 3, 2, 2, 300, 16, 16))
+    states.keys[0, 1, 7, 3] = torch.nan
+    scores = KERNELS["keydiff"].score_with_anchor(states.keys, torch.ones(1, 3, 16))
+    assert scores.isnan().nonzero().tolist() == [[0, 1, 7]]
+    scores = KERNELS["expected_attention"].score(states.keys, states.values, states.mean, states.covariance, 0.02)
+    assert scores[0, 1].isnan().all() and scores[0, ::2].isfinite().all()
+    positions = KERNELS["lagkv"].compress(states.keys, states.values, 96, sink_size=12, lag_size=16, kept_each=4).positions
+    assert positions.view(3, 96).diff().gt(0).all() and positions.ge(0).all() and positions.lt(300).all()
+    rows = torch.randn(3, 300)
+    rows[0, 3], rows[1] = torch.nan, torch.nan
+    assert KERNELS["selection"].top_k(rows, 7).sum(dim=-1).tolist() == [7, 7, 7]
+    assert KERNELS["gvote"].top_each(rows, torch.tensor([300, 7, 1])).sum(dim=-1).tolist() == [300, 7, 1]
+    assert KERNELS["gvote"].nucleus(rows, 0.5).any(dim=-1).all()
+    assert KERNELS["gvote"].select(states.query, states.keys, states.queries, 0.1).any(dim=-1).all()
+    positions, position = torch.arange(300).repeat(1, 3, 1), torch.full((1, 3), 300)
+    new = torch.ones(1, 3, 16)
+    output = KERNELS["momentkv"].step(states.query, new, new, states.keys, states.values, positions, states.moments, position)
+    assert positions.ge(0).all() and positions.le(300).all()
+    assert output[0, 2:4].isnan().any() and output[0, :2].isfinite().all() and output[0, 4:].isfinite().all()

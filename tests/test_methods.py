@@ -1,0 +1,267 @@
+"""Methods by name and by file: what their functions receive, their options, and what is said when they go wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.errors import MethodError, UsageError
+from evictionary.methods import catalogue
+from evictionary.methods.method import Method, Request, tokens_to_keep
+from evictionary.methods.resolve import resolve
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import lagkv as reference_lagkv
+from evictionary.reference import selection
+
+HALF = Request(compression_ratio=0.5)
+
+
+@pytest.fixture
+def states() -> dict[str, torch.Tensor]:
+    """Keys and values [1, 2, 40, 4]."""
+    draw = torch.Generator().manual_seed(3)
+    return {name: torch.randn(1, 2, 40, 4, generator=draw) for name in ("keys", "values")}
+
+
+def user_method(folder: Path, text: str, suffix: str = "") -> Method:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return resolve(f"{path}{suffix}")
+
+
+def test_the_file_system_is_the_registry() -> None:
+    assert {"keydiff", "knorm", "lagkv", "streaming_llm"} <= set(catalogue.names())
+    assert not {"attention", "selection", "checks", "rope"} & set(catalogue.names())
+    for name in [*catalogue.names(), "random"]:
+        assert catalogue.describe(name)["description"]
+    assert catalogue.describe("lagkv")["paper"] == "2504.04704"
+    assert catalogue.describe("lagkv")["options"] == {"sink_size": 16, "lag_size": 1024}
+
+
+def test_optimized_is_preferred_and_agrees_with_the_reference(states: dict[str, torch.Tensor]) -> None:
+    method = resolve("keydiff")
+    assert method.module.__name__ == "evictionary.optimized.keydiff"
+    wanted = selection.top_k(reference_keydiff.score(states["keys"].double().numpy()), 20)
+    assert np.array_equal(method.kept(states, HALF).numpy(), wanted)
+
+
+def test_every_input_arrives_under_its_name(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
+    text = """
+import json
+def score(keys, values, queries, hidden_states, positions, length, layer_index, num_layers, budget, compression_ratio, keep_ratio):
+    assert type(keys).__module__ == "numpy" and keys.dtype == "float64" and values.shape == (1, 2, 40, 4)
+    assert queries.shape == (1, 4, 40, 4) and hidden_states.shape == (1, 40, 6)
+    assert positions.tolist() == list(range(40)) and positions.dtype == "int64"
+    assert (length, layer_index, num_layers, budget) == (40, 1, 3, 4), (length, layer_index, num_layers, budget)
+    assert (compression_ratio, keep_ratio) == (0.9, 0.1), keep_ratio
+    return keys.sum(-1)
+"""
+    more = {"queries": torch.ones(1, 4, 40, 4), "hidden_states": torch.ones(1, 40, 6)}
+    kept = user_method(tmp_path, text).kept(states | more, Request(compression_ratio=0.9, layer_index=1, num_layers=3))
+    assert kept.sum(-1).tolist() == [[4, 4]]
+
+
+def test_a_file_that_imports_torch_receives_tensors(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
+    text = "import torch\ndef score(keys, /):\n    assert isinstance(keys, torch.Tensor)\n    return keys[..., 0]\n"
+    kept = user_method(tmp_path, text).kept(states, HALF)
+    assert torch.equal(kept, torch.from_numpy(selection.top_k(states["keys"][..., 0].numpy(), 20)))
+
+
+def test_select_goes_before_score_and_a_function_can_be_named(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
+    text = "def score(keys):\n    return keys[..., 0]\ndef select(keys):\n    return keys[..., 0] == keys[..., 0]\n"
+    assert user_method(tmp_path, text).kept(states, HALF).all()
+    assert user_method(tmp_path, text, ":score").kept(states, HALF).sum(-1).tolist() == [[20, 20]]
+
+
+def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.Tensor]) -> None:
+    method = resolve("lagkv")
+    options = {"sink_size": 4, "lag_size": 6}
+    for ratio in (0.25, 0.5, 0.6):
+        budget = selection.budget(40, ratio)
+        solved = reference_lagkv.keep_ratio_for(40, budget, **options)
+        left = reference_lagkv.retained_length(40, keep_ratio=solved, **options)
+        assert left <= budget
+        assert method.kept(states, Request(compression_ratio=ratio, options=options)).sum(-1).tolist() == [[left, left]]
+    fixed = method.kept(states, Request(compression_ratio=0.5, options=options | {"keep_ratio": 0.5})).sum(-1)
+    assert fixed.tolist() == [[reference_lagkv.retained_length(40, keep_ratio=0.5, **options)] * 2]
+
+
+def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tensor]) -> None:
+    method = resolve("lagkv")
+    assert method.kept(states, HALF).all()
+    assert "2064" in str(method.why_nothing_removed(40))
+    assert method.why_nothing_removed(40, {"lag_size": "8", "sink_size": 4}) is None
+    assert resolve("keydiff").why_nothing_removed(40) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("8", 8), (8, 8), ("0.5", "whole number"), ("x", "whole number"), (True, "whole number")]
+)
+def test_options_have_the_type_of_their_default(given: Any, wanted: Any) -> None:
+    method = resolve("lagkv")
+    if isinstance(wanted, int):
+        assert method.typed_options({"lag_size": given}) == {"lag_size": wanted}
+        return
+    with pytest.raises(UsageError, match=wanted):
+        method.typed_options({"lag_size": given})
+
+
+def test_options_of_other_types(tmp_path: Path) -> None:
+    text = "def score(keys, *, share=0.5, strict=False, mode='mean', window=None):\n    return keys[..., 0]\n"
+    method = user_method(tmp_path, text)
+    typed = method.typed_options({"share": "1", "strict": "true", "mode": "7", "window": "3"})
+    assert typed == {"share": 1.0, "strict": True, "mode": "7", "window": 3}
+    with pytest.raises(UsageError, match="true or false"):
+        method.typed_options({"strict": "perhaps"})
+    with pytest.raises(UsageError, match="one of share, strict, mode, window"):
+        method.typed_options({"shares": 1})
+
+
+SINKS_AND_NEWEST = """
+import numpy as np
+def select(keys, values, *, keep_ratio, sink_size=4):
+    place, length = np.arange(keys.shape[2]), keys.shape[2]
+    kept = (place < sink_size) | (place >= length - max(1, int(length * keep_ratio)))
+    return np.broadcast_to(kept, keys.shape[:3])
+"""
+
+
+def test_arguments_like_lagkvs_do_not_make_a_method_recursive(
+    tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor
+) -> None:
+    """keep_ratio and sink_size say what a function reads; that it is recursive is for TRAITS alone to say."""
+    method = user_method(tmp_path, SINKS_AND_NEWEST)
+    assert method.traits == frozenset()
+    with EvictingCache(model, method, 0.5, {"sink_size": 2}, every=4) as cache:
+        for block in prompt.split(8, dim=1):
+            model(block, past_key_values=cache, use_cache=True)
+        layer = cache.layers[0]
+        assert layer.static is None
+        assert layer.positions[0, 0, :2].tolist() == [0, 1]
+        assert layer.positions[0, 0, -1] == 39
+    with EvictingCache(model, method, budget=10, every=4):  # of a recursive method a budget is refused
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "traits"),
+    [
+        ("lagkv", {"recursive"}),
+        ("gvote", {"own_budget"}),
+        ("h2o", {"prompt_only"}),
+        ("momentkv", {"every_token", "evicts_first"}),
+        ("keydiff", set()),
+    ],
+)
+def test_what_a_method_is_stands_in_its_module(name: str, traits: set[str]) -> None:
+    assert resolve(name).traits == traits
+
+
+def test_what_a_users_method_is_stands_in_its_file(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    score = "def score(keys):\n    return keys.sum(-1)\n"
+    with EvictingCache(model, user_method(tmp_path, f"TRAITS = {{'every_token'}}\n{score}")) as cache:
+        assert cache.every == 1
+    with pytest.raises(UsageError, match=r"every: got 5, wanted 0: .*mine.py reads the queries of all tokens"):
+        EvictingCache(model, user_method(tmp_path, f"TRAITS = {{'prompt_only'}}\n{score}"), every=5)
+    with pytest.raises(UsageError, match=r"TRAITS of mine.py: got \{'recursiv'\}, wanted a set of every_token, evicts_first"):
+        user_method(tmp_path, f"TRAITS = {{'recursiv'}}\n{score}")
+    with pytest.raises(UsageError, match=r"TRAITS of .*mine.py: got 'recursive', wanted select to take lag_size then"):
+        user_method(tmp_path, f"TRAITS = {{'recursive'}}{SINKS_AND_NEWEST}")
+    recursive = SINKS_AND_NEWEST.replace("sink_size=4", "sink_size=4, lag_size=8")
+    assert user_method(tmp_path, f"TRAITS = ('recursive',){recursive}").traits == {"recursive"}
+
+
+def test_an_allocator_leaves_a_mask_as_it_is(states: dict[str, torch.Tensor]) -> None:
+    """MomentKV selects from a prompt by a mask of its own, so there are no scores for ada_kv to share a budget out by."""
+    states["queries"] = torch.randn(1, 4, 40, 4, generator=torch.Generator().manual_seed(0))
+    alone, composed = (resolve(name).kept(states, Request(budget=8)) for name in ("momentkv", "momentkv+ada_kv"))
+    assert torch.equal(alone, composed)
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "message"),
+    [
+        ("def rank(keys):\n    return keys\n", "", "it has rank"),
+        ("def score(keys):\n    return keys\n", ":scoer", "wanted a function scoer"),
+        ("x = 1\ndef score(keys:\n", "", r"cannot be imported: SyntaxError at mine.py, line 2"),
+        ("\n1 / 0\n", "", r"cannot be imported: ZeroDivisionError at mine.py, line 2"),
+        ("import sys\nsys.exit(3)\n", "", r"cannot be imported: SystemExit at mine.py, line 2: 3"),
+        ("def score(keys, logits):\n    return keys\n", "", r"names the argument logits in score.*some of keys, values, queries"),
+    ],
+)
+def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        user_method(tmp_path, text, suffix)
+
+
+def test_unknown_names_and_files(tmp_path: Path) -> None:
+    for name, message in (("keydif", "did you mean keydiff"), ("selection", "wanted one of"), (tmp_path / "absent.py", "exists")):
+        with pytest.raises(UsageError, match=message):
+            resolve(str(name))
+
+
+def test_what_follows_a_plus_is_said_once_and_after_a_method() -> None:
+    with pytest.raises(UsageError, match=r"got 'ada_kv' twice in 'keydiff\+ada_kv\+moments\+ada_kv', wanted it once"):
+        resolve("keydiff+ada_kv+moments+ada_kv")
+    for name in [*catalogue.allocators(), "moments"]:
+        with pytest.raises(UsageError, match=rf"got '{name}' first, wanted a method before it, such as keydiff\+{name}"):
+            resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("score", "keys", r"score in mine.py returned shape \[1, 2, 40, 4\], wanted scores of shape \[1, 2, 40\]"),
+        ("score", "keys[..., 0] > 0", "returned dtype torch.bool"),
+        ("score", "'high'", "returned str"),
+        ("score", "None", "returned NoneType"),
+        ("score", "keys[..., 0] * float('nan')", r"returned NaN \(batch 0, head 0, token 0\)"),
+        ("score", "keys[..., 9]", "raised IndexError at mine.py, line 2"),
+        ("select", "keys[..., 0]", "returned dtype torch.float64, wanted a boolean mask"),
+        ("select", "(keys > 0)[..., :3, 0]", r"returned shape \[1, 2, 3\]"),
+        ("select", "keys[..., 0] > 1e9", "keeps no token at all"),
+    ],
+)
+def test_wrong_scores_and_masks_are_named(
+    tmp_path: Path, states: dict[str, torch.Tensor], name: str, body: str, message: str
+) -> None:
+    method = user_method(tmp_path, f"def {name}(keys):\n    return {body}\n")
+    with pytest.raises(MethodError, match=message):
+        method.kept(states, HALF)
+
+
+@pytest.mark.parametrize("module", ["torch", "numpy"])
+def test_the_cache_is_not_written_to(tmp_path: Path, states: dict[str, torch.Tensor], module: str) -> None:
+    """A file of torch is refused; arrays are copies, of float64 tensors too, so a file of NumPy may do what it likes."""
+    method = user_method(tmp_path, f"import {module}\ndef score(keys, values):\n    keys *= 2\n    return keys.sum(-1)\n")
+    states = {name: value.double() for name, value in states.items()}
+    before = states["keys"].clone()
+    if module == "numpy":
+        method.kept(states, HALF)
+        assert torch.equal(states["keys"], before)
+        return
+    with pytest.raises(MethodError, match=r"score in mine.py writes into keys, wanted a function that changes a copy"):
+        method.kept(states, HALF)
+
+
+def test_methods_run_in_inference_mode(tmp_path: Path) -> None:
+    method = user_method(tmp_path, "import torch\ndef score(keys):\n    return keys.sum(-1)\n")
+    with torch.inference_mode():
+        states = {name: torch.randn(1, 2, 40, 4) for name in ("keys", "values")}
+        assert method.kept(states, HALF).sum(-1).tolist() == [[20, 20]]
+
+
+def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
+    text = "def score(keys):\n    scores = keys[..., 0].copy()\n    scores[..., 5] = float('inf')\n    return scores\n"
+    assert user_method(tmp_path, text).kept(states, Request(budget=1))[..., 5].all()
+
+
+@pytest.mark.parametrize(("ratio", "budget", "kept"), [(0.9, None, 1), (0.5, 3, 3), (0.5, 99, 10), (0.0, None, 10)])
+def test_tokens_to_keep(ratio: float, budget: int | None, kept: int) -> None:
+    assert tokens_to_keep(10, ratio, budget) == kept

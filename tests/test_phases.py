@@ -1,0 +1,499 @@
+"""All the phases of a cache: blocks, decoding, ragged heads, padded batches, moments; against the reference, or masks by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_llama
+from reading import IDS, after, generate, padded, places, positions_of, read, read_in, small
+from transformers import DynamicCache, LlamaForCausalLM
+
+from evictionary.cache import future_queries, partial_attention
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.layers import EvictingLayer
+from evictionary.cache.model_hooks import attention_modules
+from evictionary.errors import UsageError
+from evictionary.methods.method import Request
+from evictionary.methods.resolve import resolve
+from evictionary.optimized.momentkv import Moments
+from evictionary.reference import ada_kv as reference_ada_kv
+from evictionary.reference import expected_attention as reference_expected_attention
+from evictionary.reference import gvote as reference_gvote
+from evictionary.reference import keydiff as reference_keydiff
+from evictionary.reference import lagkv as reference_lagkv
+from evictionary.reference import momentkv as reference_momentkv
+from evictionary.reference import rope as reference_rope
+from evictionary.reference import selection as reference_selection
+
+
+def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of the first layer, which no eviction changes."""
+    full = DynamicCache()
+    read(model, IDS, full)
+    return full.layers[0].keys.double().numpy(), full.layers[0].values.double().numpy()
+
+
+# blocks
+
+
+@pytest.mark.parametrize("block", [1, 7, 16])
+def test_keydiff_in_blocks_is_the_papers_and_never_holds_more_than_budget_and_block(model: LlamaForCausalLM, block: int) -> None:
+    cache = EvictingCache(model, "keydiff", budget=12, every=block)
+    sizes = [block] * (60 // block) + ([60 % block] if 60 % block else [])
+    read_in(model, cache, sizes)
+    while cache.layers[0].longest > 12:  # the last block may have been too short to be due
+        cache.every = 1
+        cache._compress(0)
+    keys, values = first_layer(model)
+    wanted = reference_keydiff.process_prompt(keys, values, budget=12, block_size=block)
+    assert positions_of(cache.layers[0]) == wanted.positions[0].tolist()
+    assert cache.peak_tokens <= 12 + block
+
+
+@pytest.mark.parametrize("sizes", [(60,), (20, 20, 20), (9, 1, 30, 1, 19), (1,) * 60])
+def test_lagkv_in_chunks_keeps_what_it_keeps_in_one(model: LlamaForCausalLM, sizes: tuple[int, ...]) -> None:
+    settings = {"sink_size": 3, "lag_size": 8}
+    cache = EvictingCache(model, "lagkv", 0.5, options=settings, every=1)
+    read_in(model, cache, sizes)
+    wanted = reference_lagkv.select(*first_layer(model), keep_ratio=0.5, **settings)
+    assert positions_of(cache.layers[0]) == places(wanted)
+
+
+def test_generate_reads_a_prompt_in_blocks(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "keydiff", budget=10, every=16)
+    generate(model, IDS, cache, count=30, min_new_tokens=1, prefill_chunk_size=16)
+    assert cache.get_seq_length() >= 60
+    assert cache.peak_tokens <= 10 + 16
+
+
+def test_a_ratio_counts_the_tokens_seen_and_a_budget_stays(model: LlamaForCausalLM) -> None:
+    growing, fixed = EvictingCache(model, "knorm", 0.5, every=1), EvictingCache(model, "knorm", budget=9, every=1)
+    for cache in (growing, fixed):
+        read_in(model, cache, [20, 20, *[1] * 20])
+    assert (growing.tokens_kept, fixed.tokens_kept) == (30, 9)
+
+
+# decoding
+
+
+def masked_logits(model: LlamaForCausalLM, visible: torch.Tensor) -> torch.Tensor:
+    """The logits where token m attends to what visible [T, T] says."""
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+    return read(model, IDS[:, : len(visible)], None, attention_mask=mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_was_evicted_while_decoding_is_not_attended_to(attention: str) -> None:
+    model = tiny_llama(attn_implementation=attention)
+    cache = EvictingCache(model, "streaming_llm", budget=10, options={"sink_size": 2}, every=4)
+    got = read_in(model, cache, [20, 1, 1, 1, 1, 1, 1, 6])
+    visible = torch.ones(32, 32).tril().bool()
+    for query in range(20, 32):
+        # Compressed after 20, 24, and 32 tokens (the last six come at once): two sinks and the eight before that stay.
+        last = 20 if query < 24 else 24
+        visible[query, 2 : last - 8] = False
+    torch.testing.assert_close(got, masked_logits(model, visible), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "knorm", "keydiff", "h2o", "gvote", "momentkv"])
+def test_every_method_runs_after_the_prompt_and_generates(model: LlamaForCausalLM, method: str) -> None:
+    cache = EvictingCache(model, method, 0.5, options=small(method))
+    generate(model, IDS, cache, count=5)
+    assert 0 < cache.tokens_kept <= 60 + 5
+    assert cache.nbytes < cache.nbytes_full
+
+
+@pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "momentkv", "keydiff", "random", "streaming_llm"])
+def test_methods_keep_a_fixed_budget_while_decoding(model: LlamaForCausalLM, method: str) -> None:
+    cache = EvictingCache(model, method, budget=10, options=small(method), every=1)
+    read_in(model, cache, [20, 10, *[1] * 20])
+    assert [layer.longest for layer in cache.layers] == [10, 10]
+    assert all(len(set(row)) == 10 and row == sorted(row) for row in positions_of(cache.layers[1]))
+
+
+def first_layer_with_queries(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values of the first layer."""
+    whole = EvictingCache(model, None, record=("queries",))
+    read(model, IDS, whole)
+    return whole.recorded[0]["queries"].double().numpy(), *first_layer(model)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "steps"), [(30, 15), (10, 8)])
+def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens: int, steps: int) -> None:
+    """The first layer against the reference, from the same queries: what is kept, and the moments.
+
+    Of the longer prompt some tokens are evicted at once; of the shorter one none, and yet the first eviction is Algorithm 1's.
+    """
+    queries, keys, values = first_layer_with_queries(model)
+    cache = EvictingCache(model, "momentkv", budget=12)
+    read_in(model, cache, [prompt_tokens, *[1] * steps])
+    held = [states[:, :, :prompt_tokens] for states in (keys, values)]
+    moments = reference_momentkv.no_moments(keys, values)
+    if prompt_tokens > 12:
+        kept = reference_momentkv.select_prompt(queries[:, :, prompt_tokens - 6 : prompt_tokens], *held, 12)
+        moments = reference_momentkv.update(moments, *held, ~kept)
+        held = [states[kept].reshape(1, 2, 12, 8) for states in held]
+    end = prompt_tokens + steps
+    for place in range(prompt_tokens, end):
+        new = (states[:, :, place] for states in (queries, keys, values))
+        step = reference_momentkv.decode_step(*new, *held, moments=moments, budget=12)
+        held, moments = [step.keys, step.values], step.moments
+    layer = cache.layers[0]
+    np.testing.assert_allclose(layer.keys.numpy(), held[0], atol=1e-5)
+    np.testing.assert_allclose(layer.values.numpy(), held[1], atol=1e-5)
+    for got, want in zip(layer.moments, moments, strict=True):
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
+    output = partial_attention.attend(torch.from_numpy(queries[:, :, end : end + 1]).float(), layer)[:, :, 0]
+    wanted = reference_momentkv.attend(queries[:, :, end], *held, np.ones((1, 2, 12), dtype=bool), moments)
+    np.testing.assert_allclose(output.numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 20])
+def test_momentkv_with_a_budget_of_one_token(model: LlamaForCausalLM, length: int) -> None:
+    cache = EvictingCache(model, "momentkv", budget=1)
+    logits = read_in(model, cache, [length, 1, 1, 1])
+    assert logits.isfinite().all()
+    assert [layer.longest for layer in cache.layers] == [1, 1]
+    assert (cache.layers[1].moments.count == length + 2).all()
+
+
+# what methods want of the future
+
+
+def test_future_statistics_are_those_of_the_reference(model: LlamaForCausalLM) -> None:
+    whole = EvictingCache(model, None, record=("queries",))
+    read(model, IDS, whole)
+    queries = whole.recorded[1]["queries"]
+    got = future_queries.future_statistics(model, 1, queries, torch.arange(60), 60)
+    before = reference_rope.rotate(queries.double().numpy(), -np.arange(60))
+    mean, covariance = reference_expected_attention.query_statistics(before)
+    wanted = reference_expected_attention.average_rope(mean, covariance, position=60)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one.numpy(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> None:
+    hidden = torch.randn(1, 60, 32, generator=torch.Generator().manual_seed(0))
+    module: Any = attention_modules(model)[1]
+    with torch.no_grad():
+        got = future_queries.sampled_queries(model, module, 1, hidden, 60, torch.Generator().manual_seed(5))
+    noise = torch.randn(1, future_queries.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
+    mean, variance = reference_gvote.hidden_statistics(hidden.double().numpy())
+    weight = module.q_proj.weight.detach().double().numpy().reshape(4, 8, 32).swapaxes(-1, -2)
+    sampled = reference_gvote.project(reference_gvote.sample_hidden_states(mean, variance, noise)[:, None], weight)
+    np.testing.assert_allclose(got.numpy(), reference_gvote.average_rotation(sampled, position=60), rtol=1e-4, atol=1e-4)
+
+
+# ragged heads
+
+
+def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "knorm+ada_kv", 0.5)
+    read(model, IDS, cache)
+    layer = cache.layers[0]
+    assert layer.ragged is not None
+    keys, _ = first_layer(model)
+    wanted = reference_ada_kv.select(-np.linalg.norm(keys, axis=-1), 30)
+    assert positions_of(layer) == places(wanted)
+    assert cache.nbytes == 2 * 2 * 60 * 8 * 4  # K and V of 2 layers, 2 heads of 30 tokens on average, 8 float32 channels
+    assert cache.tokens_kept == 30
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("sizes", [(40, 5), (40, 1, 1, 3)])
+def test_ragged_heads_attend_to_what_they_kept(tmp_path: Path, attention: str, sizes: tuple[int, ...]) -> None:
+    """Against the same tokens masked out by hand, head by head."""
+    model = tiny_llama(attn_implementation=attention)
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\ndef select(keys, layer_index):\n    place = np.arange(keys.shape[2])\n"
+        "    kept = np.stack([place % (2 + layer_index) == 0, place > 25 + layer_index])\n"
+        "    return np.broadcast_to(kept, keys.shape[:3])\n"
+    )
+    cache = EvictingCache(model, str(path), 0.5)
+    got = read_in(model, cache, sizes)
+    place = torch.arange(45)
+
+    def mask(layer_index: int) -> torch.Tensor:
+        visible = torch.ones(2, 45, 45).tril().bool()
+        kept = torch.stack([place % (2 + layer_index) == 0, place > 25 + layer_index]) | (place >= 40)
+        visible[:, 40:] &= kept[:, None]
+        return torch.where(visible, 0.0, torch.finfo(torch.float32).min).repeat_interleave(2, dim=0)[None]
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, arguments, named, index=index: (arguments, named | {"attention_mask": mask(index)}), with_kwargs=True
+        )
+        for index, layer in enumerate(model.model.layers)
+    ]
+    cache.close()
+    wanted = read(model, IDS[:, :45], None)
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_ragged_cache_is_compressed_again_head_by_head(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "knorm+ada_kv", budget=10, every=5)
+    read_in(model, cache, [20, *[1] * 25])
+    for layer in cache.layers:
+        assert int(layer.lengths.sum()) == 20
+        assert all(row == sorted(set(row)) for row in positions_of(layer))
+    assert cache.peak_tokens <= 10 * 2 + 5
+
+
+@pytest.mark.parametrize("method", ["knorm+pyramid_kv", "tova+pyramid_kv+ada_kv", "keydiff+moments", "snapkv+ada_kv+moments"])
+def test_compositions(model: LlamaForCausalLM, method: str) -> None:
+    cache = EvictingCache(model, method, budget=20, options=small(method))
+    logits = read_in(model, cache, [40, 1, 4])
+    assert logits.isfinite().all()
+    per_layer = [int(layer.lengths.sum()) - 2 * 5 for layer in cache.layers]
+    assert sum(per_layer) == 80
+    assert (per_layer[0] > per_layer[1]) == ("pyramid" in method)
+    for layer in cache.layers:
+        assert (layer.moments is not None) == ("moments" in method)
+        if layer.moments is not None:
+            assert (layer.moments.count + layer.lengths == 45).all()
+
+
+def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) -> None:
+    """The first layer of `keydiff+moments` against the reference's correction."""
+    cache = EvictingCache(model, "keydiff+moments", 0.5)
+    read(model, IDS, cache)
+    layer = cache.layers[0]
+    keys, values = first_layer(model)
+    kept = reference_selection.top_k(reference_keydiff.score(keys), 30)
+    moments = reference_momentkv.update(reference_momentkv.no_moments(keys, values), keys, values, ~kept)
+    queries = np.random.default_rng(0).normal(size=(1, 4, 3, 8))
+    got = partial_attention.attend(torch.from_numpy(queries).float(), copy.deepcopy(layer))
+    for query in range(3):
+        # attend takes the last stored tokens for the queries' own: the third query sees all of them
+        seen = np.ones((1, 2, 60), dtype=bool) & kept
+        for head in range(2):
+            seen[0, head, np.flatnonzero(kept[0, head])[28 + query :]] = False
+        wanted = reference_momentkv.attend(queries[:, :, query], keys, values, seen, moments)
+        np.testing.assert_allclose(got[:, :, query].numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_moments_of_nothing_change_nothing() -> None:
+    layer = EvictingLayer()
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
+    layer.update(keys, values)
+    queries = torch.randn(1, 4, 2, 8, generator=generator)
+    plain = partial_attention.attend(queries, layer)
+    layer.moments = Moments(torch.zeros(1, 2, dtype=torch.int64), *(torch.zeros(1, 2, *shape) for shape in ((8,), (8,), (8, 8))))
+    torch.testing.assert_close(partial_attention.attend(queries, layer), plain)
+
+
+def test_an_allocator_after_a_method_that_chooses_itself_is_refused() -> None:
+    with pytest.raises(UsageError, match="gvote chooses its tokens itself"):
+        resolve("gvote+ada_kv")
+    with pytest.raises(UsageError, match=r"got 'adakv' after the \+, wanted one of ada_kv, pyramid_kv, moments"):
+        resolve("keydiff+adakv")
+
+
+# batches, copies, files
+
+
+@pytest.mark.parametrize("method", ["keydiff", "tova", "expected_attention", "knorm+ada_kv", "keydiff+moments", "lagkv"])
+def test_rows_padded_on_the_left_are_compressed_and_answered_as_alone(model: LlamaForCausalLM, method: str) -> None:
+    lengths = (40, 23, 31)
+    ids, given = padded(*lengths, width=40)
+    cache = EvictingCache(model, method, 0.5, options=small(method))
+    together = generate(model, ids, cache, count=6, mask=given["attention_mask"])[:, 40:]
+    for row, length in enumerate(lengths):
+        one = EvictingCache(model, method, 0.5, options=small(method))
+        alone = generate(model, ids[row : row + 1, 40 - length :], one, count=6)
+        assert together[row].tolist() == alone[0, length:].tolist()
+        assert int(cache.layers[0].lengths[row].sum()) == int(one.layers[0].lengths.sum())
+
+
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention", "gvote", "momentkv", "snapkv", "knorm+ada_kv", "lagkv"])
+def test_padded_rows_are_compressed_while_decoding_as_alone(model: LlamaForCausalLM, method: str) -> None:
+    """Padding counts neither for a ratio, nor for positions, nor among the last queries and hidden states."""
+    options = None if method == "snapkv" else small(method)
+    lengths = (40, 11)
+    ids, given = padded(*lengths, width=40)
+    together = EvictingCache(model, method, 0.5, options, every=3)
+    answers = generate(model, ids, together, count=12, mask=given["attention_mask"])[:, 40:]
+    for row, length in enumerate(lengths):
+        alone = EvictingCache(model, method, 0.5, options, every=3)
+        answer = generate(model, ids[row : row + 1, 40 - length :], alone, count=12)
+        assert answers[row].tolist() == answer[0, length:].tolist()
+        assert torch.equal(together.layers[1].lengths[row], alone.layers[1].lengths[0])
+
+
+def test_gvote_compresses_ragged_heads_again(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "gvote", options={"p": 0.5}, every=4)
+    logits = read_in(model, cache, [30, 4, 4, *[1] * 8])
+    assert logits.isfinite().all()
+    assert cache.layers[0].ragged is not None
+
+
+def test_sampled_queries_come_from_the_last_hidden_states(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While decoding they are a distribution, not the one state of the newest token."""
+    whole = EvictingCache(model, None, record=("hidden_states",))
+    read(model, IDS, whole)
+    given: list[torch.Tensor] = []
+    sampled = future_queries.sampled_queries
+
+    def spy(model: Any, module: Any, layer_index: int, hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if layer_index == 0:
+            given.append(hidden_states)
+        return sampled(model, module, layer_index, hidden_states, *rest)
+
+    monkeypatch.setattr(future_queries, "sampled_queries", spy)
+    cache = EvictingCache(model, "gvote", budget=1, every=1)  # the smallest, so that GVote is asked each time
+    read_in(model, cache, [40, 1, 1])
+    cache.close()
+    assert list(dict.fromkeys(states.shape[1] for states in given)) == [40, 41, 42]  # ragged heads ask one by one
+    torch.testing.assert_close(given[-1], whole.recorded[0]["hidden_states"][:, :42])
+
+
+def test_the_last_queries_are_the_last_where_a_cache_has_as_many_tokens(tmp_path: Path) -> None:
+    """Recent queries are not of the tokens that the cache holds, even when there are equally many."""
+    path = tmp_path / "mine.py"
+    path.write_text("GIVEN = []\ndef score(keys, queries):\n    GIVEN.append(queries)\n    return keys.sum(-1)\n")
+    method: Any = resolve(str(path))
+    states = {"keys": torch.randn(1, 2, 8, 4), "values": torch.randn(1, 2, 8, 4), "queries": torch.randn(1, 4, 8, 4)}
+    filled = torch.ones(1, 2, 8, dtype=torch.bool)
+    filled[0, 1, 3:] = False
+    method.kept(states, Request(budget=2, filled=filled, seen=[30], is_prompt=False))
+    first, second = method.module.GIVEN
+    np.testing.assert_array_equal(first, states["queries"][:, :2].double())
+    np.testing.assert_array_equal(second, states["queries"][:, 2:, -3:].double())
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
+def test_beams_of_a_padded_batch_are_compressed_with_their_own_padding(model: LlamaForCausalLM, method: str) -> None:
+    ids, given = padded(30, 18)
+    one, other = (EvictingCache(model, method, 0.5, every=2) for _ in range(2))
+    read(model, ids, one, **given)
+    swap = torch.tensor([1, 0])
+    one.reorder_cache(swap)
+    swapped = {name: value[swap] for name, value in given.items()}
+    read(model, ids[swap], other, **swapped)
+    for step in range(4):
+        token = IDS[:, step : step + 1].expand(2, 1)
+        later = after(swapped, step + 1)
+        torch.testing.assert_close(read(model, token, one, **later), read(model, token, other, **later))
+
+
+def test_a_padded_prefilled_cache_is_compressed_with_its_padding(model: LlamaForCausalLM) -> None:
+    ids, given = padded(30, 5)  # more padding than tokens are removed of the other row
+    direct, full = EvictingCache(model, "keydiff", budget=10), EvictingCache(model, None)
+    for cache in (direct, full):
+        read(model, ids, cache, **given)
+    prefilled = EvictingCache.from_prefilled(model, full, "keydiff", budget=10)
+    torch.testing.assert_close(*(read(model, ids[:, -1:], cache, **after(given)) for cache in (direct, prefilled)))
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
+def test_beam_search_and_sampling(model: LlamaForCausalLM, method: str) -> None:
+    for settings in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
+        cache = EvictingCache(model, method, 0.5)
+        output = generate(model, IDS, cache, count=6, min_new_tokens=1, **settings)
+        assert output.shape[0] == settings.get("num_return_sequences", 1)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv", "expected_attention"])
+def test_generation_is_continued_in_a_second_call(model: LlamaForCausalLM, method: str) -> None:
+    """A padded batch answers, reads more and answers again: each row as alone."""
+    ids, given = padded(30, 10)
+    mask = given["attention_mask"]
+
+    def twice(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        cache = EvictingCache(model, method, 0.5, every=3)
+        for _ in range(2):
+            ids = generate(model, ids, cache, mask=mask)
+            ids = torch.cat([ids, IDS[:, :5].expand(len(ids), -1)], dim=1)
+            mask = torch.cat([mask, torch.ones(len(ids), 13, dtype=torch.long)], dim=1)
+        return ids
+
+    together = twice(ids, mask)
+    assert together[0].tolist() == twice(ids[:1], mask[:1])[0].tolist()
+    assert together[1, 20:].tolist() == twice(ids[1:, 20:], mask[1:, 20:])[0].tolist()
+
+
+def test_a_block_of_padding_alone_is_refused(model: LlamaForCausalLM) -> None:
+    ids, given = padded(30, 10)
+    cache = EvictingCache(model, "keydiff", budget=8, every=8)
+    with pytest.raises(UsageError, match="got a row of padding alone in the first 8 tokens, wanted a larger block"):
+        generate(model, ids, cache, count=2, mask=given["attention_mask"], prefill_chunk_size=8)
+
+
+def test_ragged_rows_keep_their_tokens_when_the_batch_is_reordered(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "knorm+ada_kv", 0.5)
+    read(model, torch.cat([IDS, IDS.flip(1)]), cache)
+    before = [layer.contents() for layer in cache.layers]
+    cache.reorder_cache(torch.tensor([1, 0, 1]))
+    for layer, (keys, _, positions, filled) in zip(cache.layers, before, strict=True):
+        got_keys, _, got_positions, got_filled = layer.contents()
+        for row, old in enumerate([1, 0, 1]):
+            assert torch.equal(got_positions[row][got_filled[row]], positions[old][filled[old]])
+            assert torch.equal(got_keys[row][got_filled[row]], keys[old][filled[old]])
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "lagkv"])
+def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM, method: str) -> None:
+    cache = EvictingCache(model, method, 0.5, small(method), every=4 if method == "lagkv" else None)
+    read(model, IDS[:, :50], cache)
+    cache.save(tmp_path / "cache.safetensors")
+    twin, loaded = copy.deepcopy(cache), EvictingCache.load(tmp_path / "cache.safetensors", model)
+    assert [layer.longest for layer in loaded.layers] == [layer.longest for layer in cache.layers]
+    answers = [read_in(model, each, [1, 1, 4], IDS[:, 50:]) for each in (cache, twin, loaded)]
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+def test_a_file_knows_the_padding_of_its_prompts(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    ids, given = padded(30, 20)
+    cache = EvictingCache(model, "keydiff", budget=12)
+    read(model, ids, cache, **given)
+    cache.save(tmp_path / "cache")
+    loaded = EvictingCache.load(tmp_path / "cache", model)
+    assert torch.equal(*(read(model, IDS[:, 50:51].expand(2, 1), each, **after(given)) for each in (cache, loaded)))
+
+
+def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    (tmp_path / "text").write_text("no cache")
+    with pytest.raises(UsageError, match=r"wanted a file that EvictingCache\.save wrote"):
+        EvictingCache.load(tmp_path / "text", model)
+    cache = EvictingCache(model, "keydiff")
+    with pytest.raises(ValueError, match="has not read its prompt"):
+        cache.save(tmp_path / "early")
+    read(model, IDS, cache)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(UsageError, match="wanted the model of the cache"):
+        EvictingCache.load(tmp_path / "cache", tiny_llama(num_hidden_layers=3))
+
+
+def test_a_ragged_cache_can_be_cropped_back_to_the_compression(model: LlamaForCausalLM) -> None:
+    cache = EvictingCache(model, "knorm+ada_kv", 0.5)
+    read(model, IDS[:, :40], cache)
+    first = read_in(model, cache, [5], IDS[:, 40:])
+    cache.crop(-5)
+    assert torch.equal(read_in(model, cache, [5], IDS[:, 40:]), first)
+    cache.crop(-5)
+    with pytest.raises(ValueError, match="crop: got -1"):
+        cache.crop(-1)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"every": -1}, "every: got -1"),
+        ({"every": 2.0}, "every: got 2.0"),
+        ({"method": "h2o", "every": 5}, "every: got 5, wanted 0: h2o reads the queries of all tokens"),
+        ({"method": "lagkv", "every": 1, "budget": 100}, "budget: got 100 with every=1, wanted a compression_ratio"),
+    ],
+)
+def test_phases_that_cannot_be(model: LlamaForCausalLM, named: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EvictingCache(model, **named)

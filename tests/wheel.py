@@ -1,0 +1,110 @@
+"""The wheel tried as a user would: built, installed into environments of its own, and used in two folders.
+
+One folder holds the user's own file alone, the other is a project that has its own `reference/`, `benchmarks/` and `tests/`, which
+must stay out of the way and be left alone. `python tests/wheel.py`; it needs a package index.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SCORER = """import numpy as np
+
+
+def score(keys):
+    size = np.linalg.norm(keys, axis=-1, keepdims=True)
+    directions = keys / np.where(size == 0, 1, size)
+    anchor = directions.mean(axis=-2, keepdims=True)
+    length = np.linalg.norm(anchor, axis=-1, keepdims=True)
+    return -(directions * anchor / np.where(length == 0, 1, length)).sum(axis=-1)
+"""
+
+
+def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
+    """Run a command that must end with this exit code; what it prints is the result."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    if done.returncode != code:
+        sys.exit(
+            f"{' '.join(map(str, command))} in {cwd.name}: exit code {done.returncode}, wanted {code}\n{done.stdout}{done.stderr}"
+        )
+    return done.stdout + done.stderr
+
+
+def environment(folder: Path, wheel: Path, extra: str) -> Path:
+    """A fresh environment with the wheel and an extra of it; returns its folder of programs."""
+    venv.create(folder, with_pip=True)
+    wanted = f"evictionary{extra} @ {wheel.as_uri()}"
+    run(folder / "bin" / "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wanted, cwd=folder)
+    return folder / "bin"
+
+
+def folders(parent: Path) -> list[Path]:
+    alone, project = parent / "alone", parent / "project"
+    for folder in (alone, project):
+        (folder / "mine").mkdir(parents=True)
+        (folder / "mine" / "keydiff.py").write_text(SCORER)
+    for name in ("reference", "optimized", "benchmarks", "tests"):
+        (project / name).mkdir()
+        (project / name / "__init__.py").write_text("raise RuntimeError('this is the package of the project')\n")
+    (project / "pytest.ini").write_text("[pytest]\naddopts = --an-option-of-the-project\n")
+    (project / "conftest.py").write_text("raise RuntimeError('this is the conftest of the project')\n")
+    return [alone, project]
+
+
+def try_the_base(programs: Path, folder: Path) -> None:
+    """What needs NumPy and pytest alone."""
+    evictionary = programs / "evictionary"
+    assert run(evictionary, "--version", cwd=folder) == run(programs / "python", "-m", "evictionary", "--version", cwd=folder)
+    assert "keydiff" in run(evictionary, "methods", cwd=folder)
+    assert "hold" in run(evictionary, "judge", "mine", "--profile", "quick", cwd=folder)
+    judged = json.loads(run(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder))
+    assert judged["implementations"][0]["requirements"]["KD-8"]["verdict"] == "pass"
+    run(evictionary, "start", "keydiff", cwd=folder)
+    run(evictionary, "check", "keydiff", cwd=folder, code=1)
+    (folder / "work" / "keydiff.py").write_text((ROOT / "docs" / "classroom" / "transcript" / "3_right.py").read_text())
+    assert "100 of 100" in run(evictionary, "check", "keydiff", cwd=folder)
+    run(evictionary, "submit", "keydiff", cwd=folder)
+    (folder / "secret").write_text("a secret")
+    run(evictionary, "grade", "work", "--assignment", "keydiff", "--seed-file", "secret", "--jobs", "1", cwd=folder)
+    assert "pip install 'evictionary[model]'" in run(evictionary, "demo", cwd=folder, code=1)
+
+
+def try_the_model(programs: Path, folder: Path, model: Path) -> None:
+    """What runs a transformer, on a tiny one."""
+    run(programs / "python", "-c", "from evictionary import EvictingCache", cwd=folder)
+    (folder / "text.txt").write_text("A text about nothing at all. " * 20)
+    evictionary, given = programs / "evictionary", ("--model", model, "--prompt-file", "text.txt", "--question", "What?")
+    assert "tokens kept" in run(evictionary, "run", *given, "--max-new-tokens", "4", cwd=folder)
+    asked = ("--model", model, "--methods", "keydiff,mine/keydiff.py", "--ratios", "0.5", "--depths", "0.5", "--tokens", "600")
+    run(evictionary, "demo", *asked, cwd=folder)
+    assert (folder / "report.html").is_file()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        parent = Path(temporary)
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", parent, ROOT, cwd=parent)
+        (wheel,) = parent.glob("*.whl")
+        print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
+        from conftest import save_tiny_model  # beside this program
+
+        save_tiny_model(parent / "model")
+        base = environment(parent / "base", wheel, "")
+        both = folders(parent)
+        for folder in both:
+            try_the_base(base, folder)
+            print(f"base install, {folder.name}: judge, start, check, submit and grade work")
+        full = environment(parent / "full", wheel, "[model]")
+        for folder in both:
+            try_the_model(full, folder, parent / "model")
+            print(f"with [model], {folder.name}: run and demo work")
+
+
+if __name__ == "__main__":
+    main()
