@@ -11,17 +11,21 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.classroom.child import Child, ChildDied, StudentError
+from evictionary.evaluation import passkey
+from evictionary.evaluation.questions import Answer, ask, prefill
+from evictionary.methods.resolve import resolve
+from evictionary.models.load import load
 
 if TYPE_CHECKING:
-    from evictionary.cache.evicting_cache import EvictingCache
     from evictionary.classroom.grading import Judgement, _Run
-    from evictionary.evaluation.passkey import Passkey
-    from evictionary.evaluation.questions import Answer
 
 RATIO = 0.75
 LAG = {"lag_size": 128}
+load_model = cache(load)  # the embedded one, once in a process
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Setting:
 class Text:
     """One text read by the model, with what the full cache and LagKV make of it."""
 
-    prompt: Passkey
+    prompt: passkey.Passkey
     full: EvictingCache
     answer: Answer
     lagkv_right: bool
@@ -53,19 +57,8 @@ def setting(secret: int | None) -> Setting:
 
 
 @cache
-def load_model() -> tuple[Any, Any]:
-    from evictionary.models.load import load as load_model
-
-    return load_model("embedded")
-
-
-@cache
 def texts(chosen: Setting) -> list[Text]:
     """Read each text once for all submissions that a process grades."""
-    from evictionary.cache.evicting_cache import EvictingCache
-    from evictionary.evaluation import passkey
-    from evictionary.evaluation.questions import ask, prefill
-
     model, tokenizer = load_model()
     found = []
     for depth in chosen.depths:
@@ -81,11 +74,6 @@ def texts(chosen: Setting) -> list[Text]:
 
 def run_method(method: Any, text: Text, options: dict[str, Any] | None = None) -> tuple[bool, float]:
     """Whether the answer is right, and how far the final state is from the full cache's, relative to its length."""
-    import torch
-
-    from evictionary.cache.evicting_cache import EvictingCache
-    from evictionary.evaluation.questions import ask
-
     model, tokenizer = load_model()
     compressed = EvictingCache.from_prefilled(model, text.full, method, RATIO, options)
     answer = ask(model, tokenizer, compressed, text.prompt.question_ids, 12)
@@ -96,7 +84,6 @@ def run_method(method: Any, text: Text, options: dict[str, Any] | None = None) -
 
 def remote_score(child: Child) -> Any:
     """A function `score(keys, values)` of torch tensors that the child computes; what it gives is checked."""
-    import torch
 
     def score(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         got = child.call("score", keys.numpy(), values.numpy())
@@ -114,10 +101,6 @@ def remote_score(child: Child) -> Any:
 
 def judge(run: _Run, result: Judgement) -> None:
     """Fill in the three lines and the leaderboard."""
-    import torch
-
-    from evictionary.methods.resolve import resolve
-
     scores, answers, closer = result.lines
     points = {step.name: step.points for step in run.assignment.steps}
     for line in (answers, closer):
@@ -139,15 +122,12 @@ def judge(run: _Run, result: Judgement) -> None:
             method = replace(resolve("knorm"), name="student", function=score, inputs=("keys", "values"), options={})
             chosen = texts(setting(None if run.secret is None else run.seed("texts")))
             measured = [run_method(method, text) for text in chosen]
-    except (ChildDied, StudentError, ValueError) as error:
-        scores.reason = scores.message = str(error)
-        return
     except Exception as error:
-        cause = error.__cause__
-        if not isinstance(cause, ChildDied | StudentError | ValueError):
+        told = error if isinstance(error, ChildDied | StudentError | ValueError) else error.__cause__  # the model wraps it
+        if not isinstance(told, ChildDied | StudentError | ValueError):
             raise
         scores.verdict, scores.points = "failed", 0
-        scores.reason = scores.message = str(cause)
+        scores.reason = scores.message = str(told)
         return
     right, wanted = sum(each for each, _ in measured), sum(text.lagkv_right for text in chosen)
     distance = float(np.mean([each for _, each in measured]))
