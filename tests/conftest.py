@@ -1,4 +1,4 @@
-"""A tiny random Llama and a tokenizer of bytes, so that the workbench's tests need no network and no time."""
+"""A tiny random Llama and a tokenizer of bytes, so that the tests of the cache and the commands need no network and no time."""
 
 from __future__ import annotations
 
