@@ -30,7 +30,7 @@ class Moments(NamedTuple):
     """
 
     # Decision: float32 or wider, whatever the dtype of the cache: a half-precision sum stops growing (MK-C2).
-    count: torch.Tensor  # type: ignore[assignment]
+    count: torch.Tensor
     key_sum: torch.Tensor
     value_sum: torch.Tensor
     value_key_sum: torch.Tensor

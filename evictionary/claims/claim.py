@@ -140,8 +140,9 @@ def read_paper(name: str) -> Paper:
     words = {key: _one_line(text) for key, text in read.get("words", {}).items()}
     claims = []
     for each in read["claims"]:
-        lists = {key: tuple(each.pop(key, ())) for key in ("seen_if", "possible_if", "beside")}
-        claims.append(Claim(**{key: _one_line(text).format(**words) for key, text in each.items()}, **lists))
+        said: dict[str, Any] = {key: tuple(each.pop(key, ())) for key in ("seen_if", "possible_if", "beside")}
+        said |= {key: _one_line(text).format(**words) for key, text in each.items()}
+        claims.append(Claim(**said))
     meanings = {key: _one_line(text) for key, text in read["numbers"].items()}
     return Paper(read["title"], read["arxiv"], read["shown"], read.get("rows", 1), tuple(claims), meanings)
 
