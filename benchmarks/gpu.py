@@ -1,9 +1,9 @@
 """The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b]`; it limits itself to nine minutes.
 
-First the laws on the GPU, in bfloat16, float16 and float32, for `optimized` and for the kernels themselves: a method that breaks a
-law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the ceilings of this very
-GPU, then every row of `rows` and `decoder`, each side by side with its peers. What a row still does a minute after its time is
-broken off, and where even that does not help the run ends itself and prints where it stood.
+First the laws on the GPU, in bfloat16, float16 and float32, for `optimized`, which hands its tensors to the kernels: a method that
+breaks a law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the ceilings of
+this very GPU, then every row of `rows` and `decoder`, each side by side with its peers. What a row still does a minute after its
+time is broken off, and where even that does not help the run ends itself and prints where it stood.
 
 How a row is measured. Inputs are random and there are several sets of them: of what is small, so many that together they are five
 times the L2 cache and at least twenty; of what is large, two. All calls, one for each set, are captured in one CUDA graph, and a
@@ -64,7 +64,7 @@ NOTHING_TO_JUDGE = 5  # what pytest returns for a file none of whose laws is abo
 
 
 def judge(stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str] = DTYPES) -> dict[str, str]:
-    """Put the laws of stems to `optimized` and to its kernels, in parallel: an empty string for a stem that keeps them all."""
+    """Put the laws of stems to `optimized` in parallel: an empty string for a stem that keeps them all."""
     end = time.monotonic() + seconds
 
     def one(job: tuple[str, str, str]) -> tuple[str, str, bool]:
@@ -73,9 +73,8 @@ def judge(stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str
         left = end - time.monotonic()
         if left <= 0:
             return stem, f"{dtype}: no time was left for its laws", True
-        targets = ["--impl", "optimized", "--impl", "optimized.kernels"] if device != "cpu" else ["--impl", "optimized"]
         options = ["-q", "-x", "-p", "no:cacheprovider", "--profile", "student", "--device", device, "--dtype", dtype]
-        command = [sys.executable, "-m", "pytest", file, *targets, *options]
+        command = [sys.executable, "-m", "pytest", file, "--impl", "optimized", *options]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         try:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)

@@ -56,16 +56,14 @@ class Place:
 
     def ours(self, stem: str, name: str) -> Callable[..., Any]:
         """The entry point of `optimized`; on a GPU it must have a kernel under it, or NoKernel is raised."""
-        kernel = None
         if self.is_gpu:
             try:
                 kernels = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
             except ImportError as error:
                 raise NoKernel(f"optimized/kernels/{stem}.py: {error}") from error
-            kernel = getattr(kernels, name, None)
-            if not callable(kernel):
+            if not callable(getattr(kernels, name, None)):
                 raise NoKernel(f"no {name} in optimized/kernels/{stem}.py")
-        entry = getattr(importlib.import_module(f"evictionary.optimized.{stem}"), name, kernel)
+        entry = getattr(importlib.import_module(f"evictionary.optimized.{stem}"), name, None)
         if entry is None:
             raise NoKernel(f"no {name} in optimized/{stem}.py")
         return entry

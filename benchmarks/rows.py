@@ -19,7 +19,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.row import (
-    NoKernel,
     Place,
     Row,
     Work,
@@ -42,7 +41,7 @@ from benchmarks.torch_peers import (
     statistics_torch,
 )
 from evictionary.optimized.cache import CompressedCache
-from evictionary.optimized.momentkv import Moments, no_moments
+from evictionary.optimized.momentkv import Moments
 from evictionary.optimized.rope import rotate
 from evictionary.reference import attention as reference_attention
 from evictionary.reference import cache as reference_cache
@@ -454,15 +453,7 @@ def step_row(batch: int, length: int) -> Callable[[Place], Work]:
 def prompt_moments_row(place: Place) -> Work:
     tokens = place.tokens(XL)
     count = min(place.tokens(1024), tokens // 2)
-    try:
-        compress = place.ours("momentkv", "compress_prompt")
-    except NoKernel:
-        if place.is_gpu:
-            raise
-        gather, update = place.ours("cache", "compress"), place.ours("momentkv", "update")
-
-        def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> tuple[CompressedCache, Moments]:
-            return gather(keys, values, kept), update(no_moments(keys, values), keys, values, ~kept)
+    compress = place.ours("momentkv", "compress_prompt")
 
     def make(seed: int) -> tuple[Any, ...]:
         kept = random_mask(place, 1, tokens, count, seed)

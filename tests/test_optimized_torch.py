@@ -159,7 +159,11 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
         lambda: optimized_selection.top_k(torch.ones(3), 1, torch.ones(3, dtype=torch.bool)),
         "protected: got 3 .* budget, 1",
     ),
-    ("an integer mask", lambda: optimized_selection.top_k(torch.ones(3), 1, torch.ones(3)), "protected: got torch.float32"),
+    (
+        "an integer mask",
+        lambda: optimized_selection.top_k(torch.ones(3), 1, torch.ones(3)),
+        "protected: got dtype torch.float32",
+    ),
     (
         "five query heads",
         lambda: optimized_attention.attend(QUERIES[:, :5], CACHE),
