@@ -121,7 +121,6 @@ def _run(notebook: Any, lesson: Path) -> None:
     from evictionary.models import embedded
 
     environment = os.environ | {
-        "TRITON_INTERPRET": "1",  # a kernel, and a lesson on kernels, then needs no GPU
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
