@@ -81,7 +81,7 @@ def test_output_equals_the_loops(impl, case, seed):
 
 @law("MK-2", of=ATTEND, case=cases(), seed=seeds())
 def test_without_moments_it_is_plain_attention_over_the_kept(impl, case, seed):
-    """With nothing evicted the output is f_R, attention over the kept tokens alone; 0 if none is kept."""
+    """With nothing evicted the output is f_R, attention over the kept tokens alone."""
     query, keys, values = case.queries[:, :, 0], case.keys, case.values
     kept, empty = some(case, seed), momentkv.no_moments(keys, values)
     allowed = impl.allowance(ATTEND, query, keys, values, kept, empty)
@@ -89,8 +89,14 @@ def test_without_moments_it_is_plain_attention_over_the_kept(impl, case, seed):
     allowed.check(got, "the output without moments")
     query, keys, values = (impl.round(array) for array in (query, keys, values))
     near(got, attend_in_loops(query, keys, values, kept, empty), allowed, "the output without moments")
-    nothing = np.zeros_like(kept)
-    if (impl.momentkv.attend(query, keys, values, nothing, empty) != 0).any():
+
+
+@law("MK-2", of=ATTEND, kind="edge", case=cases())
+def test_a_head_without_any_token_gives_zero(impl, case):
+    """A head that keeps nothing and has evicted nothing has the output 0, not NaN."""
+    query, keys, values = case.queries[:, :, 0], case.keys, case.values
+    nothing = np.zeros(keys.shape[:3], dtype=bool)
+    if (impl.momentkv.attend(query, keys, values, nothing, momentkv.no_moments(keys, values)) != 0).any():
         raise Violation("the output of a head that keeps nothing and has evicted nothing is not 0", 0.0, None)
 
 

@@ -17,17 +17,18 @@ MATHEMATICS, EDGE, REFUSAL = KINDS = ("mathematics", "edge", "refusal")
 Arguments = Mapping[str, Any]
 
 
+def zero_key(arguments: Arguments) -> str:
+    """A zero key has no direction."""
+    keys = arguments.get("keys")
+    return "a zero key" if keys is not None and keys.ndim >= 2 and keys.size and (keys == 0).all(axis=-1).any() else ""
+
+
 def keydiff(arguments: Arguments) -> str:
     """A zero key has no direction, and directions that cancel have no mean direction."""
     keys = arguments.get("keys")
-    if keys is None or keys.ndim < 2 or not keys.size:
-        return ""
-    size = np.abs(keys).max(axis=-1)
-    if (size == 0).any():
-        return "a zero key"
-    if not np.isfinite(size).all():
-        return ""
-    scaled = keys / size[..., None]
+    if (reason := zero_key(arguments)) or keys is None or keys.ndim < 2 or not keys.size or not np.isfinite(keys).all():
+        return reason
+    scaled = keys / np.abs(keys).max(axis=-1, keepdims=True)
     mean = (scaled / np.sqrt((scaled * scaled).sum(axis=-1, keepdims=True))).mean(axis=-2)
     return "directions that cancel" if (np.abs(mean).max(axis=-1) < 1e-6).any() else ""
 
@@ -75,9 +76,9 @@ def attention(arguments: Arguments) -> str:
 
 DEGENERATE: dict[str, Callable[[Arguments], str]] = {
     "keydiff.score": keydiff,
-    "keydiff.anchor": keydiff,
-    "keydiff.pairwise_score": keydiff,
-    "keydiff.similarity_matrix": keydiff,
+    "keydiff.anchor": zero_key,
+    "keydiff.pairwise_score": zero_key,
+    "keydiff.similarity_matrix": zero_key,
     "keydiff.process_block": keydiff,
     "keydiff.process_prompt": keydiff,
     "lagkv": lagkv,
