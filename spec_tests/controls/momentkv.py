@@ -43,6 +43,14 @@ def log_sum_exp(logits: np.ndarray, axis: int) -> np.ndarray:
     return np.where(total > 0, np.squeeze(top, axis) + np.log(np.where(total > 0, total, 1)), -np.inf)
 
 
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Along the last axis; 0 where all logits are -inf."""
+    top = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, 1)
+
+
 # The moments
 
 
@@ -123,10 +131,6 @@ def value_mean_outside(moments):
 @control(RECOVER, array_library="torch", dtypes=WIDE)
 def torch_recover(moments):
     """torch in the dtype of the moments."""
-    return recovered(moments)
-
-
-def recovered(moments):
     count = moments.count.clamp(min=1)[..., None].to(moments.key_sum.dtype)
     mean_key, mean_value = moments.key_sum / count, moments.value_sum / count
     return Recovered(mean_key, mean_value, moments.value_key_sum - mean_value[..., :, None] * moments.key_sum[..., None, :])
@@ -175,21 +179,17 @@ def affine_model(query, keys, values, moments):
     return np.moveaxis(alpha * np.sqrt(np.einsum("tbhi,tbhi->tbh", left, left)), 0, -1)
 
 
-def score_in_torch(query, keys, values, moments):
-    batch, heads, _, head_dim = keys.shape
-    root = math.sqrt(head_dim)
-    _, mean_value, covariance = recovered(moments)
-    count = moments.count.clamp(min=1)[..., None, None].to(keys.dtype)
-    left = values - mean_value[:, :, None] - keys @ (covariance / count / root).mT
-    alpha = (query.reshape(batch, heads, -1, head_dim) @ keys.mT / root).softmax(dim=-1).mean(dim=2)
-    return alpha * left.norm(dim=-1)
-
-
 @control(SCORE, array_library="torch", dtypes=WIDE)
 def torch_eager(query, keys, values, moments):
     """torch in the dtype of its inputs."""
     refuse(keys, values, moments, query)
-    return score_in_torch(query, keys, values, moments)
+    batch, heads, _, head_dim = keys.shape
+    root = math.sqrt(head_dim)
+    _, mean_value, covariance = torch_recover(moments)
+    count = moments.count.clamp(min=1)[..., None, None].to(keys.dtype)
+    left = values - mean_value[:, :, None] - keys @ (covariance / count / root).mT
+    alpha = (query.reshape(batch, heads, -1, head_dim) @ keys.mT / root).softmax(dim=-1).mean(dim=2)
+    return alpha * left.norm(dim=-1)
 
 
 def widened(*states):
@@ -205,8 +205,7 @@ def widened(*states):
 @control(SCORE, array_library="torch", dtypes=HALVES)
 def torch_widened(query, keys, values, moments):
     """torch, computing in float32 at least."""
-    refuse(keys, values, moments, query)
-    return score_in_torch(*widened(query, keys, values, moments))
+    return torch_eager(*widened(query, keys, values, moments))
 
 
 # The corrected attention
@@ -229,11 +228,7 @@ def one_more_token(query, keys, values, kept, moments):
     grouped = query.reshape(*keys.shape[:2], -1, keys.shape[-1])
     value, logit = estimate(grouped, moments)
     logits = np.where(kept[:, :, None], grouped @ np.swapaxes(keys, -1, -2) / math.sqrt(keys.shape[-1]), -np.inf)
-    logits = np.concatenate([logits, logit[..., None]], axis=-1)
-    top = logits.max(axis=-1, keepdims=True)
-    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
-    total = weights.sum(axis=-1, keepdims=True)
-    weights = weights / np.where(total > 0, total, 1)
+    weights = softmax(np.concatenate([logits, logit[..., None]], axis=-1))
     output = weights[..., :-1] @ values + weights[..., -1:] * value
     return output.reshape(*query.shape[:2], -1)
 
@@ -271,21 +266,19 @@ def split_in_two(query, keys, values, kept, moments):
     for start in (0, 1):
         logits = grouped @ np.swapaxes(keys[:, :, start::2], -1, -2) / math.sqrt(keys.shape[-1])
         logits = np.where(kept[:, :, None, start::2], logits, -np.inf)
-        top = logits.max(axis=-1, keepdims=True)
-        weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
-        total = weights.sum(axis=-1, keepdims=True)
-        parts.append((weights / np.where(total > 0, total, 1) @ values[:, :, start::2], log_sum_exp(logits, -1)))
-    top = np.maximum.reduce([log_total for _, log_total in parts])
-    weights = [np.exp(log_total - np.where(np.isfinite(top), top, 0))[..., None] for _, log_total in parts]
-    total = np.add.reduce(weights)
-    output = sum(weight * part for weight, (part, _) in zip(weights, parts, strict=True)) / np.where(total > 0, total, 1)
+        parts.append((softmax(logits) @ values[:, :, start::2], log_sum_exp(logits, -1)))
+    outputs, log_totals = (np.stack(part, axis=-1) for part in zip(*parts, strict=True))
+    output = (outputs @ softmax(log_totals)[..., None])[..., 0]
     return output.reshape(*query.shape[:2], -1)
 
 
-def attend_in_torch(query, keys, values, kept, moments):
+@control(ATTEND, array_library="torch", dtypes=("float64",))
+def torch_attend(query, keys, values, kept, moments):
+    """torch in the dtype of its inputs: the moments as one more token."""
+    refuse(keys, values, moments, query, kept=kept)
     batch, heads, _, head_dim = keys.shape
     root = math.sqrt(head_dim)
-    mean_key, mean_value, covariance = recovered(moments)
+    mean_key, mean_value, covariance = torch_recover(moments)
     grouped = query.reshape(batch, heads, -1, head_dim)
     count = moments.count.clamp(min=1)[..., None].to(keys.dtype)
     logit = torch.where(moments.count[..., None] > 0, count.log() + (grouped @ mean_key[..., None])[..., 0] / root, -torch.inf)
@@ -296,19 +289,10 @@ def attend_in_torch(query, keys, values, kept, moments):
     return output.reshape(*query.shape[:2], -1)
 
 
-@control(ATTEND, array_library="torch", dtypes=("float64",))
-def torch_attend(query, keys, values, kept, moments):
-    """torch in the dtype of its inputs."""
-    refuse(keys, values, moments, query, kept=kept)
-    return attend_in_torch(query, keys, values, kept, moments)
-
-
 @control(ATTEND, array_library="torch", dtypes=HALVES[1:])
 def torch_attend_widened(query, keys, values, kept, moments):
     """torch, computing in float32 at least and rounding its output to the dtype of the query."""
-    refuse(keys, values, moments, query, kept=kept)
-    query_, keys, values, moments = widened(query, keys, values, moments)
-    return attend_in_torch(query_, keys, values, kept, moments).to(query.dtype)
+    return torch_attend(*widened(query, keys, values, kept, moments)).to(query.dtype)
 
 
 # A decoding step and the prompt
@@ -376,13 +360,13 @@ def torch_step(query, new_key, new_value, keys, values, moments, budget):
     refuse_step(new_key, new_value, keys, values, budget)
     keys, values = torch.cat([keys, new_key[:, :, None]], dim=2), torch.cat([values, new_value[:, :, None]], dim=2)
     while keys.shape[2] > budget:
-        scores, place = score_in_torch(query, keys, values, moments), torch.arange(keys.shape[2])
+        scores, place = torch_eager(query, keys, values, moments), torch.arange(keys.shape[2])
         lowest = torch.where(scores == scores.amin(dim=-1, keepdim=True), place, -1).amax(dim=-1, keepdim=True)
         moments = torch_in_float32(moments, keys, values, place == lowest)
         order = torch.where(place[:-1] < lowest, place[:-1], place[1:])[..., None]
         keys, values = (states.gather(2, order.expand(-1, -1, -1, states.shape[-1])) for states in (keys, values))
     kept = torch.ones(keys.shape[:3], dtype=torch.bool)
-    return Step(attend_in_torch(query, keys, values, kept, moments), keys, values, moments)
+    return Step(torch_attend(query, keys, values, kept, moments), keys, values, moments)
 
 
 def refuse_prompt(queries, keys, values, chunk_size) -> None:
@@ -424,21 +408,17 @@ def prompt_by_products(queries, keys, values, *, chunk_size=4):
     return (alpha * np.linalg.norm(values, axis=-1)) @ (same / same.sum(axis=0))
 
 
-def prompt_in_torch(queries, keys, values, chunk_size):
+@control(SCORE_PROMPT, array_library="torch", dtypes=HALVES)
+def torch_prompt(queries, keys, values, *, chunk_size=4):
+    """torch, computing in float32 at least."""
+    refuse_prompt(queries, keys, values, chunk_size)
+    queries, keys, values = widened(queries, keys, values)
     (batch, heads, length, head_dim), window = keys.shape, queries.shape[2]
     grouped = queries.reshape(batch, heads, -1, window, head_dim)
     hidden = torch.ones(window, length, dtype=torch.bool).triu(length - window + 1)
     logits = (grouped @ keys[:, :, None].mT / math.sqrt(head_dim)).masked_fill(hidden, -torch.inf)
     each = logits.softmax(dim=-1).flatten(2, 3).mean(dim=2) * values.norm(dim=-1)
     return torch.cat([part.mean(dim=-1, keepdim=True).expand_as(part) for part in each.split(chunk_size, dim=-1)], dim=-1)
-
-
-@control(SCORE_PROMPT, array_library="torch", dtypes=HALVES)
-def torch_prompt(queries, keys, values, *, chunk_size=4):
-    """torch, computing in float32 at least."""
-    refuse_prompt(queries, keys, values, chunk_size)
-    queries, keys, values = widened(queries, keys, values)
-    return prompt_in_torch(queries, keys, values, chunk_size)
 
 
 @control(SELECT_PROMPT, dtypes=SINGLE)
@@ -455,7 +435,6 @@ def chosen_by_partition(queries, keys, values, budget, *, sink_size=1, chunk_siz
 @control(SELECT_PROMPT, array_library="torch", dtypes=HALVES)
 def torch_chosen(queries, keys, values, budget, *, sink_size=1, chunk_size=4):
     """torch: infinite scores for what is protected, then a stable sort."""
-    queries, keys, values = widened(queries, keys, values)
-    scores = prompt_in_torch(queries, keys, values, chunk_size)
+    scores = torch_prompt(queries, keys, values, chunk_size=chunk_size)
     scores[..., :sink_size] = scores[..., keys.shape[2] - queries.shape[2] :] = torch.inf
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < budget
