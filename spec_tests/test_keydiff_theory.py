@@ -20,6 +20,13 @@ RECENT, STEPS = "keydiff_variants.select_with_recent", "keydiff_theory.score_ste
 BOUND, SQUARES = "keydiff_theory.alignment_bound", "keydiff_theory.squared_cosines"
 
 
+@law("KD-T2", of=(RAW, MEDIAN), kind="edge", case=cases(kinds=("zero_keys", "cancelling_keys", "ties")))
+def test_the_variants_where_a_direction_is_missing(impl, case):
+    """Zero keys, and keys whose mean or median is the zero vector, have cosines of 0 with the anchor."""
+    impl.agrees(RAW, case.keys)
+    impl.agrees(MEDIAN, case.keys)
+
+
 @law("KD-T2", of=MEDIAN, case=cases())
 def test_the_median_is_taken_channel_by_channel(impl, case):
     """Minus the cosine to the median of the keys in each channel; of an even number, the mean of the two in the middle."""

@@ -162,6 +162,7 @@ def test_the_laws_are_written_before_anything_else_can_fail(tmp_path: Path) -> N
     assert json.loads(target.read_text(encoding="utf-8"))["laws"] == {"lagkv": ""}
 
 
+@pytest.mark.slow
 def test_a_file_without_laws_of_these_functions_breaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest calls a run without tests a failure; a stem that nothing at all was asked of is not right either."""
     files = ["spec_tests/test_lagkv_stream.py"]  # about functions that `optimized` has not

@@ -139,6 +139,7 @@ def test_every_kind_has_a_trait_here() -> None:
     assert set(TRAITS) | {"normal"} == set(KINDS)
 
 
+@pytest.mark.slow
 def test_no_law_draws_one_value_most_of_the_time() -> None:
     """Of what each law draws, no kind, length or number comes more than eight times in ten."""
     lopsided, seen = [], set()

@@ -686,7 +686,7 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path) -> None:
     checked = invoke("check", "keydiff", "--work", work)
     assert checked.exit_code == 1
     assert str(work / "see_keydiff.py") in checked.stdout
-    assert json.loads(invoke("check", "keydiff", "--work", work, "--json").stdout)["hidden_cases"] == 450
+    assert json.loads(invoke("check", "keydiff", "--work", work, "--json").stdout)["hidden_cases"] == 475
     packed = json.loads(invoke("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip", "--json").stdout)
     assert packed["files"] == ["keydiff.py", submissions.MANIFEST]
     # What a student's message holds is no markup.

@@ -98,6 +98,7 @@ evaluation.run(plan_for(Path(sys.argv[1])), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(model_folder), str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -113,11 +114,13 @@ def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_fol
     assert all(line in lines for line in first)  # with the seconds of the first run
 
 
+@pytest.mark.slow
 def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
     lines = evaluation.run(plan_for(model_folder), tmp_path, jobs=2)
     assert without_seconds(lines) == without_seconds(finished[1])
 
 
+@pytest.mark.slow
 def test_a_dask_cluster_of_two_workers_finds_the_same(
     finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_degenerate_input_and_refusals_count_where_they_are_asked_for(file: Path
     judge(file, "--method", "keydiff", "--strict", code=1)
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_fails_inside_its_domain(file: Path) -> None:
     file.write_text(UNCHECKED.replace("return -(", "return (") + DOMAIN)
     output = judge(file, "--method", "keydiff", code=1)

@@ -29,10 +29,6 @@ def test_every_equation_has_a_formula_a_function_and_laws(identifier: str) -> No
     assert entry.formula and entry.name and entry.reference and entry.laws
 
 
-def test_every_formula_belongs_to_a_requirement() -> None:
-    assert set(site.FORMULAS) <= set(REQUIREMENTS)
-
-
 @pytest.mark.parametrize("page", METHOD_PAGES)
 def test_a_method_page_has_a_card_or_a_row_for_each_of_its_requirements(page: str) -> None:
     text = pages.filled(page, (DOCS / page).read_text(encoding="utf-8"))
@@ -160,7 +156,7 @@ def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
 def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:
     style = (DOCS / "stylesheets" / "extra.css").read_text(encoding="utf-8")
     for uri, kind in hooks.WIDE.items():
-        assert (DOCS / uri).exists()
+        assert (DOCS / uri).exists() or uri == "coverage.md"  # made with the site
         assert f".{kind} td:nth-child(5)" in style
         html = hooks.on_page_content("<table></table>", page=SimpleNamespace(file=SimpleNamespace(src_uri=uri)))
         assert html == f'<div class="wide {kind}"><table></table></div>'
@@ -176,9 +172,9 @@ def test_the_navigation_names_what_exists() -> None:
             found += named(value) if isinstance(value, list) else [str(value)]
         return found
 
-    generated = pages.api_pages()
+    generated = [*pages.api_pages(), "coverage.md"]
     for target in named(yaml.safe_load((DOCS / ".nav.yml").read_text(encoding="utf-8"))["nav"]):
-        assert (DOCS / target).exists() or any(page.startswith(f"{target}/") for page in generated), target
+        assert (DOCS / target).exists() or any(page == target or page.startswith(f"{target}/") for page in generated), target
 
 
 def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:

@@ -192,9 +192,9 @@ def _vote(rows: torch.Tensor, budgets: torch.Tensor, kept: torch.Tensor, *, exte
             rows, budgets, counts, last_counts, thresholds, lasts, *arguments, BLOCK=2048, MOST_CHUNKS=MOST_CHUNKS, num_warps=4
         )
     masks = kept.numel() // length
-    blocks = triton.cdiv(length, 1024)
+    blocks = triton.cdiv(length, 2048)
     unite[(masks * blocks,)](
-        rows, thresholds, lasts, kept, *rows.stride(), length, count // masks, blocks, EXTEND=extend, BLOCK=1024, num_warps=4
+        rows, thresholds, lasts, kept, *rows.stride(), length, count // masks, blocks, EXTEND=extend, BLOCK=2048, num_warps=4
     )
 
 

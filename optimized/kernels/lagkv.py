@@ -220,7 +220,6 @@ def compress_partitions(
     head, part = program // programs, program % programs
     keys = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)
     values = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     first_row = head * retained
     if part < scored:
         start = sink_size + part * lag
@@ -239,8 +238,10 @@ def compress_partitions(
             tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
             target = first_row + row
             tl.store(positions_ptr + target, start + tokens, mask=row >= 0)
-            copy_tile(keys, out_keys_ptr, tokens, target, channels, row >= 0, key_stride_t, key_stride_d, head_dim)
-            copy_tile(values, out_values_ptr, tokens, target, value_channels, row >= 0, value_stride_t, value_stride_d, value_dim)
+            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), row >= 0, key_stride_t, key_stride_d, head_dim)
+            copy_tile(
+                values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), row >= 0, value_stride_t, value_stride_d, value_dim
+            )
     else:
         copied = length - scored * lag
         first = (part - scored) * lag
@@ -250,8 +251,10 @@ def compress_partitions(
             tokens = tl.where(index < sink_size, index, index + scored * lag)
             target = first_row + tl.where(index < sink_size, index, index + scored * kept_each)
             tl.store(positions_ptr + target, tokens, mask=inside)
-            copy_tile(keys, out_keys_ptr, tokens, target, channels, inside, key_stride_t, key_stride_d, head_dim)
-            copy_tile(values, out_values_ptr, tokens, target, value_channels, inside, value_stride_t, value_stride_d, value_dim)
+            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), inside, key_stride_t, key_stride_d, head_dim)
+            copy_tile(
+                values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), inside, value_stride_t, value_stride_d, value_dim
+            )
 
 
 def _launch(dtype: torch.dtype, head_dim: int, lag_size: int) -> None:

@@ -33,6 +33,16 @@ def keydiff(arguments: Arguments) -> str:
     return "directions that cancel" if (np.abs(mean).max(axis=-1) < 1e-6).any() else ""
 
 
+def plain_anchor(arguments: Arguments) -> str:
+    """A mean or a median of the keys themselves may be the zero vector too."""
+    keys = arguments.get("keys")
+    if (reason := zero_key(arguments)) or keys is None or keys.ndim < 2 or not keys.size or not np.isfinite(keys).all():
+        return reason
+    least = np.abs(keys).max() * 1e-6
+    anchors = (keys.mean(axis=-2), np.median(keys, axis=-2))
+    return "keys that cancel" if any((np.abs(each).max(axis=-1) < least).any() for each in anchors) else ""
+
+
 def lagkv(arguments: Arguments) -> str:
     """A channel without a range cannot be normalised by it, and one channel has no deviation from the others."""
     following = [arguments[name] for name in ("next_keys", "next_values", "next_states") if name in arguments]
@@ -79,6 +89,8 @@ DEGENERATE: dict[str, Callable[[Arguments], str]] = {
     "keydiff.anchor": zero_key,
     "keydiff.pairwise_score": zero_key,
     "keydiff.similarity_matrix": zero_key,
+    "keydiff_variants.raw_mean_score": plain_anchor,
+    "keydiff_variants.median_score": plain_anchor,
     "keydiff.process_block": keydiff,
     "keydiff.process_prompt": keydiff,
     "lagkv": lagkv,

@@ -65,7 +65,7 @@ class Domain:
             else:
                 found[key] = tuple(_whole(key, each) for each in values)
         domain = cls(**found)
-        if domain.max_length is not None and domain.length(domain.min_length) > domain.max_length:
+        if domain.length(domain.min_length) < domain.min_length:
             raise BadDomain(
                 f"max_length: got {domain.max_length}, with which no length is left: wanted a multiple of "
                 f"{domain.length_multiple_of} from {domain.min_length} on"
