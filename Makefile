@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all slow compile-all measure peers lint laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all mutants wheel-check new-method kernels compile-all measure peers lint laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
@@ -19,16 +19,24 @@ test: lint .venv/installed
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/test_keydiff.py spec_tests/test_selection.py --impl optimized --dtype float16
 
-# What is slow: every planted mistake against its laws, the lessons, every kernel in Triton's interpreter, the wheel.
-test-all: test slow
+# What is slow, each by itself too: every planted mistake, the wheel, the recipe for a method, the kernels in Triton's interpreter.
+test-all: test mutants wheel-check new-method kernels
+	$(PYTEST) -m "slow and not browser" --deselect tests/test_mutants.py
+	$(PYTEST) --profile thorough spec_tests/test_selection.py spec_tests/test_cache.py --impl reference --impl optimized
 
-slow: .venv/installed
-	$(PYTEST) -m "slow and not browser"
+mutants: .venv/installed
+	$(PYTEST) -m slow tests/test_mutants.py -k every_mutant
+
+# The wheel in environments of its own, in an empty folder and inside another project.
+wheel-check: .venv/installed
+	$(BIN)/python tests/wheel.py
+
+new-method: .venv/installed
+	$(BIN)/python tests/new_method.py
+
+kernels: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
 	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py
-	$(BIN)/python tests/wheel.py
-	$(BIN)/python tests/new_method.py
-	$(PYTEST) --profile thorough spec_tests/test_selection.py spec_tests/test_cache.py --impl reference --impl optimized
 
 # Every kernel in every configuration for four GPUs, without one: minutes.
 compile-all: .venv/installed
