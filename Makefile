@@ -61,6 +61,7 @@ laws: .venv/installed
 	$(BIN)/python -m pytest spec_tests --impl $(IMPL)
 
 wheel: .venv/installed
+	rm -rf build/lib  # files that are gone from the tree would stay in the wheel
 	$(BIN)/python -m build --wheel --outdir build/wheel .
 
 # The site, strictly: build/site/index.html opens from the folder.

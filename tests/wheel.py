@@ -7,6 +7,7 @@ must stay out of the way and be left alone. `python tests/wheel.py`; it needs a 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,7 @@ def try_the_model(programs: Path, folder: Path, model: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         parent = Path(temporary)
+        shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # files that are gone from the tree would stay in the wheel
         run(sys.executable, "-m", "build", "--wheel", "--outdir", parent, ROOT, cwd=parent)
         (wheel,) = parent.glob("*.whl")
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
