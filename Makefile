@@ -14,14 +14,15 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
 
-# Five minutes on two cores; docs/testing.md says where the seconds go. It needs no browser, no model and no GPU.
+# It needs no browser, no model and no GPU; docs/testing.md says what runs where.
 test: lint .venv/installed
-	$(PYTEST)
+	$(PYTEST) spec_tests tests --profile student
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/test_keydiff.py spec_tests/test_selection.py --impl optimized --dtype float16
 
 # What is slow, each by itself too: every planted mistake, the wheel, the recipe for a method, the kernels in Triton's interpreter.
 test-all: test mutants wheel-check new-method kernels
 	$(PYTEST) -m "slow and not browser" --deselect tests/test_mutants.py
+	$(PYTEST) spec_tests
 	$(PYTEST) --profile thorough spec_tests/test_selection.py spec_tests/test_cache.py --impl reference --impl optimized
 
 mutants: .venv/installed

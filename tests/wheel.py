@@ -64,7 +64,8 @@ def try_the_base(programs: Path, folder: Path) -> None:
     assert run(evictionary, "--version", cwd=folder) == run(programs / "python", "-m", "evictionary", "--version", cwd=folder)
     assert "keydiff" in run(evictionary, "methods", cwd=folder)
     assert "hold" in run(evictionary, "judge", "mine", "--profile", "quick", cwd=folder)
-    judged = json.loads(run(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder))
+    printed = run(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder)
+    judged = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])
     assert judged["implementations"][0]["requirements"]["KD-8"]["verdict"] == "pass"
     run(evictionary, "start", "keydiff", cwd=folder)
     run(evictionary, "check", "keydiff", cwd=folder, code=1)
