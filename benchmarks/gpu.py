@@ -108,7 +108,7 @@ def heaviest(stem: str) -> int:
 def law_files(stem: str) -> list[str]:
     """The files with laws of the implementation of a stem; those about the papers alone judge nothing here."""
     files = [ROOT / "spec_tests" / f"test_{stem}.py", *sorted((ROOT / "spec_tests").glob(f"test_{stem}_*.py"))]
-    return [str(path.relative_to(ROOT)) for path in files if path.exists() and "(impl" in path.read_text(encoding="utf-8")]
+    return [str(path.relative_to(ROOT)) for path in files if path.exists()]
 
 
 # Time ----------------------------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_the_laws_are_put_to_the_implementation() -> None:
     assert gpu.judge(["knorm"], device="cpu", seconds=120, dtypes=["float32"]) == {"knorm": ""}
     assert "no time" in gpu.judge(["knorm"], device="cpu", seconds=0, dtypes=["float32"])["knorm"]
     assert "spec_tests/test_momentkv_steps.py" in gpu.law_files("momentkv")
-    assert "spec_tests/test_gvote_paper.py" not in gpu.law_files("gvote")
+    assert not [path for path in gpu.law_files("gvote") if "paper" in path]
 
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -68,7 +67,7 @@ def judge(
             code = _run_pytest(laws, [str(law) for law in chosen], options, quiet=as_json)
             verdict = folder / "conformance.json"
             if as_json and verdict.is_file():
-                typer.echo(json.dumps(json.loads(verdict.read_text(encoding="utf-8")), indent=1), file=sys.__stdout__)
+                typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
             if report and verdict.is_file():
                 messages.print(f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False)
         if code not in (0, 1):

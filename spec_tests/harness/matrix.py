@@ -55,7 +55,7 @@ def load_laws() -> dict[str, Law]:
     return LAWS
 
 
-def prepared(law: Law, *, max_examples: int, seed: int | None, shrinks: bool = False) -> Callable[..., None]:
+def prepared(law: Law, *, max_examples: int, seed: int | None) -> Callable[..., None]:
     """The test of a law with so many inputs, drawn from a seed or else always the same; it stores nothing."""
     test = law.test()
     if not law.drawn:
@@ -69,7 +69,7 @@ def prepared(law: Law, *, max_examples: int, seed: int | None, shrinks: bool = F
         print_blob=False,
         suppress_health_check=list(HealthCheck),
         # Where the kill counts and not its smallest form, nothing is shrunk.
-        phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if shrinks else [])],
+        phases=[Phase.explicit, Phase.generate],
     )
     test = profile(test)
     return test if seed is None else with_seed(seed)(test)
