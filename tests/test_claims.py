@@ -278,6 +278,7 @@ def test_the_stored_results_follow_from_their_rules() -> None:
             assert claim.verdict(numbers) == stored["verdict"]
 
 
+@pytest.mark.slow
 def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evictionary.claims.run.Scale", lambda: SCALE)
     common = ["--model", model_folder, "--papers", "keydiff,momentkv", "--output", tmp_path / "claims"]

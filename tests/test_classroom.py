@@ -146,6 +146,7 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
     assert judged(name, canary, examples=1, explain=False).score == 0
 
 
+@pytest.mark.slow
 def test_a_triton_kernel_is_graded_in_the_interpreter() -> None:
     assert judged("kernel", KERNEL, examples=1).score == 100
     plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
@@ -164,7 +165,9 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize(("name", "mutant"), MISTAKES)
+@pytest.mark.parametrize(
+    ("name", "mutant"), [one if one is MISTAKES[0] else pytest.param(*one, marks=pytest.mark.slow) for one in MISTAKES]
+)
 def test_a_mistake_loses_its_points_and_is_named(name: str, mutant: str) -> None:
     planted = load_mutants()[mutant]
     result = judged(name, bundled(assignments.load(name).stem, planted), examples=15)
@@ -191,6 +194,7 @@ def select(keys, values, *, keep_ratio, sink_size={sink_size}, lag_size={lag_siz
 """
 
 
+@pytest.mark.slow
 def test_constants_of_a_student() -> None:
     one = assignments.load("lagkv")
     mine = one.constants_of("student-1")
@@ -203,6 +207,7 @@ def test_constants_of_a_student() -> None:
         assert [line.name for line in other.lines if line.verdict == "failed"] == ["defaults"]
 
 
+@pytest.mark.slow
 def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
     from evictionary.models.load import load as load_model
 
@@ -235,6 +240,7 @@ def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
     assert "wanted Moments(count, key_sum" in first("momentkv", "update", "tuple(_right(*args))").message
 
 
+@pytest.mark.slow
 def test_a_step_may_draw_more_inputs_than_others() -> None:
     """One mistake shows on few inputs: with 10 for each law it passes, at this seed, the step that it gets wrong."""
     one, mistake = assignments.load("gvote"), load_mutants()["gvote.ranked_together"]
@@ -623,6 +629,7 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_the_transcript_of_the_docs_is_what_happens() -> None:
     assert transcript.PAGE.read_text(encoding="utf-8") == transcript.run()
 

@@ -9,7 +9,7 @@ import pkgutil
 import re
 import sys
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -54,8 +54,9 @@ class Implementation:
     modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy" or
     "torch"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`); variants maps a function that it
     declares to be another one to that one. asking is the class of the law at hand; strict where a refusal has to be in our words;
-    compares_order while scores count as an order; outside says what was asked outside the domain; drawn are the inputs of the
-    example at hand. calls are those of the example at hand, history the latest of all.
+    compares_order while scores count as an order; outside says what was asked outside the domain, outside_of how often each law
+    asked there and nowhere else; drawn are the inputs of the example at hand. calls are those of the example at hand, history the
+    latest of all.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Implementation:
     strict: bool = True
     compares_order: bool = False
     outside: str = ""
+    outside_of: Counter[str] = field(default_factory=Counter)
     drawn: dict[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     history: deque[Call] = field(default_factory=lambda: deque(maxlen=64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ class Law:
 
 
 LAWS: dict[str, Law] = {}
+# After so many inputs outside its domain, and none inside, nothing more is tried of a law.
+ENOUGH_OUTSIDE = 30
 
 
 def law(
@@ -121,23 +124,29 @@ def law(
     functions = (of,) if isinstance(of, str) else of
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        path = Path(test.__code__.co_filename).resolve().relative_to(SUITE)
+        name = f"{path.stem}::{test.__name__}"
+
         @functools.wraps(test)
         def judging(impl: Any, **arguments: Any) -> None:
+            if impl.outside_of[name] >= ENOUGH_OUTSIDE:
+                reject()
             impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
             impl.asking = kind
             impl.drawn = impl.domain.fitted(arguments)
+            asked = -math.inf
             try:
                 test(impl, **impl.drawn)
             except OutsideDomain as error:
-                impl.outside = str(error)
+                impl.outside, asked = str(error), 1
                 if drawn:
                     reject()
                 raise
+            finally:
+                impl.outside_of[name] += asked
 
         check: Callable[..., None] = judging if functions else test
         sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
-        path = Path(test.__code__.co_filename).resolve().relative_to(SUITE)
-        name = f"{path.stem}::{test.__name__}"
         if kind not in KINDS:
             raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
         LAWS[name] = Law(
