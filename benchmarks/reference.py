@@ -12,7 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
+import functools
 import importlib
+import inspect
 import json
 import platform
 import statistics
@@ -38,29 +40,31 @@ def workloads() -> dict[str, Callable[[], Any]]:
     queries = generator.normal(size=(1, HEADS, TOKENS, HEAD_DIM))
     factor = generator.normal(size=(1, HEADS, HEAD_DIM, HEAD_DIM)) / HEAD_DIM
     moments = momentkv.update(momentkv.no_moments(keys, values), keys, values, np.arange(TOKENS) % 2 == np.zeros((1, HEADS, 1)))
-    arguments: dict[str, dict[str, Any]] = {
-        "expected_attention": {
-            "keys": keys,
-            "values": values,
-            "query_mean": queries.mean(axis=2),
-            "query_covariance": factor @ factor.swapaxes(-1, -2),
-        },
-        "gvote": {"query": queries[:, :, -1], "keys": keys, "sampled_queries": queries[:, :, :8]},
-        "h2o": {"queries": queries, "keys": keys, "budget": TOKENS // 2},
-        "keydiff": {"keys": keys},
-        "knorm": {"keys": keys},
-        "lagkv": {"keys": keys, "values": values, "keep_ratio": 0.5, "lag_size": 128},
-        "momentkv": {"query": queries[:, :, -1], "keys": keys, "values": values, "moments": moments},
-        "snapkv": {"queries": queries[:, :, -32:], "keys": keys},
-        "streaming_llm": {"keys": keys},
-        "tova": {"queries": queries[:, :, -1:], "keys": keys},
+    given: dict[str, Any] = {
+        "keys": keys,
+        "values": values,
+        "query": queries[:, :, -1],
+        "queries": queries,
+        "query_mean": queries.mean(axis=2),
+        "query_covariance": factor @ factor.swapaxes(-1, -2),
+        "sampled_queries": queries[:, :, :8],
+        "moments": moments,
+        "budget": TOKENS // 2,
+        "keep_ratio": 0.5,
+        "lag_size": 128,
     }
+    # The queries that a method reads, where it does not read all.
+    latest = {"snapkv": 32, "tova": 1}
     found = {}
     for stem in STEMS:
         module = importlib.import_module(f"evictionary.reference.{stem}")
         if hasattr(module, "METHOD"):
             seam = getattr(module, "select", None) or module.score
-            found[f"{stem}.{seam.__name__}"] = lambda seam=seam, stem=stem: seam(**arguments[stem])
+            parameters = inspect.signature(seam).parameters.values()
+            read = {each.name: given[each.name] for each in parameters if each.default is each.empty or each.name == "lag_size"}
+            if stem in latest:
+                read["queries"] = queries[:, :, -latest[stem] :]
+            found[f"{stem}.{seam.__name__}"] = functools.partial(seam, **read)
     return found
 
 
