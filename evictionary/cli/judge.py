@@ -59,7 +59,8 @@ def judge(
         chosen = _law_files(laws, given_names("--method", methods))
         with tempfile.TemporaryDirectory() as temporary:
             folder = report or Path(temporary)
-            options = ["--impl", path, "--device", device, "--profile", profile, "--report", str(folder), "--brief"]
+            # With an equals sign: pytest takes what stands alone for a path of tests, and loads the conftest.py beside it.
+            options = [f"--impl={path}", f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"]
             options += [f"--domain={each}" for each in domain or []]
             options += [f"--dtype={dtype}"] if dtype else []
             options += [f"--expected-failures={expected_failures}"] if expected_failures else []
