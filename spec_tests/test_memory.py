@@ -92,7 +92,17 @@ def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str,
                 oracle(path)(**arguments)
             except ValueError:  # this method wants something else of such a case, such as a query for each token
                 continue
-            yield path, arguments
+            if gives_numbers(impl, path, arguments):
+                yield path, arguments
+
+
+def gives_numbers(impl: Implementation, path: str, arguments: dict[str, Any]) -> bool:
+    """Whether a call succeeds and holds no NaN. Where it does not, the laws of its equation say so, and memory has no part in it."""
+    try:
+        found = leaves(to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})))
+    except Exception:
+        return False
+    return not any(np.isnan(leaf).any() for leaf in found if leaf.dtype.kind == "f")
 
 
 def function_of(impl: Implementation, path: str) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from evictionary.classroom.child import Child, ChildDied, StudentError, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.cases import Case
+from evictionary.spec_tests.harness.diagnosis import misconceptions
 from evictionary.spec_tests.harness.implementation import Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
 from evictionary.spec_tests.harness.matrix import load_laws, outcome
@@ -255,14 +256,15 @@ class _Run:
             if isinstance(error, KeyboardInterrupt):
                 raise
             told = _innermost(error)
-            lines = report.sentence(law, implementation, told).replace(f"{StudentError.__name__}: ", "").splitlines()
+            matches = misconceptions(law, implementation)
+            lines = report.sentence(law, implementation, told, matches).replace(f"{StudentError.__name__}: ", "").splitlines()
             # The grader's own files and laws are nothing that a student can open or run.
             line.message = "\n".join(each for each in lines if "classroom/" not in each and "grader.py::" not in each)
             calls = implementation.calls
             line.repro = report.repro(implementation, calls[-1].function) if calls else ""
             if calls and self.assignment.interpret:
                 line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
-            line.misconceptions = [match.misconception for match in report.misconceptions(implementation)]
+            line.misconceptions = [match.misconception for match in matches]
 
 
 def _innermost(error: BaseException) -> BaseException:

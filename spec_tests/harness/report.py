@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from typing import Any
 
 import numpy as np
 
-from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.cases import Case
-from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
+from evictionary.spec_tests.harness.diagnosis import misconceptions
+from evictionary.spec_tests.harness.implementation import Implementation
 from evictionary.spec_tests.harness.law import Law
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.harness.planted import Mutant
 from evictionary.spec_tests.harness.tolerance import Violation
 
 
-def sentence(law: Law, implementation: Implementation, error: BaseException) -> str:
-    """Say what does not hold, for which input, and how to see it again."""
+def sentence(law: Law, implementation: Implementation, error: BaseException, matches: list[Mutant] | None = None) -> str:
+    """Say what does not hold, for which input, and how to see it again; matches are the mistakes to name, if they are known."""
+    matches = misconceptions(law, implementation) if matches is None else matches
     requirement = law.requirement
     lines = [
         f"{requirement.id} does not hold for {' and '.join(law.functions)} of {implementation}",
@@ -37,7 +37,7 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
         lines.append(f"  what is wrong   {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         frame = traceback.extract_tb(error.__traceback__)[-1]
         lines.append(f"  raised in       {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}")
-    for match in misconceptions(implementation):
+    for match in matches:
         lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by})")
     if calls:
         lines += [
@@ -47,47 +47,6 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
     test = law.name.partition("::")[2]
     lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {implementation.origin}")
     return "\n".join(lines)
-
-
-def misconceptions(implementation: Implementation) -> list[Mutant]:
-    """The planted mistakes that give this implementation's numbers, on the counterexample and on what else it was asked of late.
-
-    A few other answers may differ: where a sum cancels, two programs with one mistake disagree in the noise.
-    """
-    found = []
-    for mutant in load_mutants().values():
-        calls = [call for call in implementation.calls if call.function == mutant.of and call.result is not None]
-        past = [call for call in implementation.history if call.function == mutant.of and call.result is not None]
-        wrong = [call for call in calls if _differs(oracle(call.function), call, implementation.dtype)]
-        if wrong and not any(_differs(mutant.function, call, implementation.dtype) for call in wrong):
-            alike = sum(not _differs(mutant.function, call, implementation.dtype) for call in past)
-            if alike >= 0.75 * len(past):
-                found.append(mutant)
-    return found
-
-
-def _differs(function: Any, call: Call, dtype: str) -> bool:
-    try:
-        with np.errstate(all="ignore"):
-            numbers = function(**copy.deepcopy(call.arguments))  # some planted mistakes write into their inputs
-    except Exception:
-        return True
-    mine, theirs = (value if isinstance(value, tuple) else (value,) for value in (call.result, numbers))
-    if len(mine) != len(theirs):
-        return True
-    for got, other in zip(mine, theirs, strict=True):
-        got, other = np.asarray(got), np.asarray(other)
-        if got.shape != other.shape:
-            return True
-        if got.dtype.kind != "f" or other.dtype.kind != "f":
-            if not np.array_equal(got, other):
-                return True
-            continue
-        # The mutant computes in float64: the numbers agree to what the dtype can hold.
-        size = np.abs(other[np.isfinite(other)]).max(initial=0)
-        if not np.allclose(got, other, rtol=0, atol=64 * EPSILON[dtype] * size, equal_nan=True):
-            return True
-    return False
 
 
 def repro(implementation: Implementation, path: str) -> str:

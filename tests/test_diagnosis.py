@@ -1,0 +1,65 @@
+"""A mistake is named only where the numbers leave no other, and a NaN is traced to the division that made it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+
+from evictionary.reference.attention import softmax
+from evictionary.spec_tests.harness.diagnosis import misconceptions
+from evictionary.spec_tests.harness.matrix import load_laws, prepared
+from evictionary.spec_tests.harness.planted import Implementation, replaced
+
+LAGKV = sorted(name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal")
+
+
+def part(states, following):
+    low, high = following.min(-2, keepdims=True), following.max(-2, keepdims=True)
+    return softmax(((states - low) / (high - low)).std(-1, ddof=1))
+
+
+def literal(keys, values, next_keys, next_values):
+    """Equations 7 to 11 as they are printed, with nothing said of a channel without a range."""
+    with np.errstate(all="ignore"):
+        return part(keys, next_keys) + part(values, next_values)
+
+
+def first_token_left_out(keys, values, next_keys, next_values):
+    """The range runs over the next partition from its second token on. Nobody planted this one."""
+    return literal(keys, values, next_keys[..., 1:, :], next_values[..., 1:, :])
+
+
+def raw_mean(keys):
+    mean = keys.mean(-2, keepdims=True)
+    with np.errstate(all="ignore"):
+        return -(keys * mean).sum(-1) / np.sqrt((keys * keys).sum(-1) * (mean * mean).sum(-1))
+
+
+def named(law: str, implementation: Implementation) -> list[str] | None:
+    """The mistakes that are named where the law fails; None where it holds."""
+    try:
+        prepared(load_laws()[law], max_examples=50, seed=None)(implementation)
+    except Exception:
+        return [mutant.misconception for mutant in misconceptions(load_laws()[law], implementation)]
+    return None
+
+
+@pytest.mark.parametrize("law", LAGKV)
+def test_a_mistake_that_nobody_planted_gets_no_name(law: str) -> None:
+    assert not named(law, replaced("mine", {"lagkv.score": first_token_left_out}))
+
+
+def test_a_mistake_that_is_planted_gets_its_name() -> None:
+    law = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
+    assert named(law, replaced("mine", {"keydiff.score": raw_mean})) == ["mean taken before normalising"]
+
+
+def test_a_nan_is_traced_to_the_division_that_made_it() -> None:
+    law = load_laws()["test_lagkv::test_the_score_where_a_range_is_missing"]
+    implementation = replaced("mine", {"lagkv.score": literal})
+    shrinking = settings(max_examples=50, derandomize=True, report_multiple_bugs=False, phases=[Phase.generate, Phase.shrink])
+    with pytest.raises(AssertionError):
+        shrinking(law.test())(implementation)
+    found = [mutant.misconception for mutant in misconceptions(law, implementation)]
+    assert found == ["a channel constant in the next partition divided by a range of zero"]
