@@ -97,7 +97,7 @@ def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str,
 
 
 def gives_numbers(impl: Implementation, path: str, arguments: dict[str, Any]) -> bool:
-    """Whether a call succeeds and holds no NaN. Where it does not, the laws of its equation say so, and memory has no part in it."""
+    """Whether a call succeeds and holds no NaN; where it does not, the laws of its equation say so."""
     try:
         found = leaves(to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})))
     except Exception:

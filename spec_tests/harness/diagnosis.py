@@ -1,7 +1,7 @@
 """Which planted mistake an implementation makes: the one whose numbers it gives, where larger inputs leave no other.
 
-On the smallest input many mistakes coincide: of two tokens a mean taken over too few of them and one of the wrong weights may be the
-same number. So the law is asked again, of larger inputs, and a mistake is named only where it is the only one that is left.
+On the smallest input many mistakes coincide: of two tokens, a mean over too few and a mean with wrong weights may be the same number.
+So the law is asked again, of larger inputs, and a mistake is named only where it is the only one that is left.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -65,10 +66,8 @@ def _larger(law: Law, implementation: Implementation) -> list[Call]:
 
     if law.drawn:
         quietly = settings(max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
-        try:
+        with suppress(Exception):  # where nothing can be drawn, what was recorded before has to do
             quietly(given(**law.drawn)(ask))()
-        except Exception:
-            pass  # nothing can be drawn: what was recorded before has to do
     calls = {id(call): (_numbers(call), call) for call in asked.history if call.result is not None}
     # A call of plain numbers has no size that could be too small.
     fitting = sorted((one for one in calls.values() if one[0] == 0 or LEAST <= one[0] <= MOST), key=lambda one: -one[0])
