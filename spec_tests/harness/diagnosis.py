@@ -1,6 +1,6 @@
 """Which planted mistake an implementation makes: the one whose numbers it gives, where larger inputs leave no other.
 
-On the smallest input many mistakes coincide: of two tokens, a mean over too few and a mean with wrong weights may be the same number.
+On the smallest input many mistakes coincide: a mean over too few tokens and one with wrong weights may be the same number.
 So the law is asked again, of larger inputs, and a mistake is named only where it is the only one that is left.
 """
 
