@@ -109,6 +109,11 @@ _REMEMBERED = 4096
 _remembered: OrderedDict[bytes, list[Any]] = OrderedDict()
 
 
+def forget() -> None:
+    """Forget the runs: the reference is another one now."""
+    _remembered.clear()
+
+
 def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str) -> list[Any]:
     """What `function` gives in float64, and then in the arithmetic of `dtype`: to the nearest, and at random a few times.
 
