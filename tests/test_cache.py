@@ -119,7 +119,7 @@ def test_several_questions_do_not_see_one_another(model: LlamaForCausalLM, promp
 
 def test_compressed_tokens_cannot_be_cropped(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = cached(model, prompt, "keydiff", 0.5)
-    with pytest.raises(ValueError, match="cannot be given back"):
+    with pytest.raises(ValueError, match="cannot be restored"):
         cache.crop(-1)
 
 
