@@ -22,7 +22,7 @@ class NoKernel(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row runs and how large: lengths are divided by `shrink`, and batches are then of two at most."""
+    """The device and the size of a row: `shrink` divides the lengths, and then batches have at most two rows."""
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16

@@ -47,7 +47,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster the first of two arms is: median over median; claimed only if their intervals do not overlap."""
+    """The speed-up of the first of two arms: median over median; claimed only if their intervals do not overlap."""
 
     value: float
     claimed: bool

@@ -86,7 +86,7 @@ def relaxed_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 class Operations(NamedTuple):
-    """How often each arithmetic operation is carried out; a comparison counts as an addition."""
+    """The number of operations of each kind; a comparison counts as an addition."""
 
     multiplications: int
     additions: int

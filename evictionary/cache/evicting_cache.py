@@ -284,7 +284,7 @@ class EvictingCache(Cache):
         layer.evicted_at = layer.seen
 
     def _supply(self, layer_index: int) -> Supply:
-        """What only the model knows, made of what was captured, by name; nothing where that is missing."""
+        """Return the callback that computes the inputs only the model knows, from the captured states."""
 
         def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
             model, source = self._model(), CAPTURED_FOR.get(name)

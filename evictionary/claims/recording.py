@@ -74,7 +74,7 @@ class Recording:
 
     @property
     def later(self) -> int:
-        """How many tokens come after the prompt."""
+        """The number of tokens after the prompt."""
         return self.input_ids.shape[1] - self.split
 
 

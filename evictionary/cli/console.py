@@ -1,4 +1,4 @@
-"""What the commands share: options, messages, exit codes, progress."""
+"""Shared by the commands: options, messages, exit codes, progress."""
 
 from __future__ import annotations
 

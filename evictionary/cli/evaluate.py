@@ -38,7 +38,7 @@ TASKS = "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,vari
 
 
 class Format(StrEnum):
-    """How the results are printed."""
+    """The form in which the results are printed."""
 
     TABLE = "table"
     MARKDOWN = "markdown"

@@ -202,8 +202,8 @@ TASKS = {
         Task("needle_multikey", "four things have a number each, and one is asked for", partial(_needles, keys=4, values=1)),
         Task("needle_multivalue", "one thing has four numbers, and all are asked for", partial(_needles, keys=1, values=4)),
         Task("variables", "a chain of five variables, each set to the one before it", _variables),
-        Task("common_words", "a list of words, of which five occur five times as often as the others", _common_words),
-        Task("frequent_words", "a list of made-up words, of which the three most frequent are asked for", _frequent_words),
+        Task("common_words", "a list of words: five occur five times as often as the others", _common_words),
+        Task("frequent_words", "a list of made-up words; the question asks for the three most frequent", _frequent_words),
         Task("copy", "sixteen words in a long text, to be repeated", _copy),
     )
 }
