@@ -200,7 +200,7 @@ def test_assisted_generation_after_the_prompt_and_a_refusal_while_decoding(
     wanted = generate(model, prompt, plain, count=20)
     assert torch.equal(generate(model, prompt, guessed, count=20, prompt_lookup_num_tokens=3), wanted)
     decoding = EvictingCache(model, method, 0.5, every=2)
-    with pytest.raises(ValueError, match="assisted generation wants every=0"):
+    with pytest.raises(ValueError, match="assisted generation needs every=0"):
         generate(model, prompt, decoding, count=20, prompt_lookup_num_tokens=3)
 
 
