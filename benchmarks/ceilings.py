@@ -1,4 +1,4 @@
-"""What this GPU can do at most, measured in the same run as everything that is compared with it."""
+"""Measures this GPU's maximum bandwidth and arithmetic rate, in the same run as the rows that are compared with them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def sum_chunks(source_ptr, sums_ptr, chunk, length, BLOCK: tl.constexpr):
 
 
 def works() -> dict[str, tuple[Callable[[], Any], float]]:
-    """What is timed, and its size: bytes read and written of a copy, bytes of a read, operations of a product of random matrices.
+    """The timed calls with their sizes: bytes of a copy (read and written), bytes of a read, operations of a matrix product.
 
-    A product of zeros would run faster than any real one. The ceiling of memory is the better of the first two.
+    The matrices are random: a product of zeros would run faster. The ceiling of memory is the better of the first two.
     """
     source = torch.randn(GIGABYTE // 4, device="cuda")
     target = torch.empty_like(source)

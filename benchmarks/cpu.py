@@ -1,18 +1,18 @@
 """The torch path of `optimized` against kvpress on a CPU: `python -m benchmarks.cpu [--out FOLDER] [--tokens 1024,4096]`.
 
 Both score the same tensors in one process, one layer of Llama-3.1-8B: 8 KV heads and 32 query heads of 128 channels, batch 1, in
-float32 and bfloat16. kvpress wants another transformers than this project, so the command makes an environment of its own (torch
-of `constraints.txt`, kvpress and what it needs) in the user's cache folder, once, and runs there.
+float32 and bfloat16. kvpress needs another version of transformers than this project, so the command makes its own environment
+(torch of `constraints.txt`, kvpress and its requirements) in the user's cache folder, once, and runs there.
 
-What is compared is a whole score, from tensors that both have to what top-k needs. A press of kvpress takes hidden states and an
-attention module; the module here projects with the identity, so that the hidden states are the queries, and nothing is paid for a
-projection. Expected Attention includes the statistics of the queries and their averaging over RoPE on both sides. LagKV is
+The benchmark compares whole scores, from the same input tensors to the input of top-k. A press of kvpress takes hidden states and
+an attention module; the module here projects with the identity, so the hidden states are the queries, and the projection costs
+nothing. Expected Attention includes the statistics of the queries and their averaging over RoPE on both sides. LagKV is
 `select` against ranks: both choose within partitions. In float32 the two results must agree; in bfloat16 kvpress computes in
 bfloat16 and `optimized` in float32, so there they may differ.
 
 The arms alternate (ours, kvpress, kvpress, ours); one call of each comes first and is not timed. Time is processor time, which a
-busy machine disturbs less, or wall-clock time with more threads than one; memory is the rise of the resident set above what lay
-there before the call, result included.
+busy machine disturbs less, or wall-clock time with more than one thread; memory is the rise of the resident set during the call,
+result included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES = ("float32", "bfloat16")
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 8, 32, 128
 WINDOW, KERNEL = 64, 5  # SnapKV's, as in kvpress
 SINKS, LAG = 4, 128  # LagKV's, as in kvpress
-# What is aimed at: how many times faster than kvpress, and the largest exponent of the growth in the number of tokens.
+# The goals: how many times faster than kvpress, and the largest exponent of the growth in the number of tokens.
 GOALS = {"keydiff": 10.0, "lagkv": 2.0, "expected_attention": 5.0, "snapkv": 1.0, "tova": 1.0, "knorm": 1.0}
 LARGEST_EXPONENT = 1.05
 SIDES = ("ours", "kvpress")
@@ -45,7 +45,7 @@ ROUNDS = 30
 
 
 class Pair(NamedTuple):
-    """A method twice, and how far apart the two results are: a number that is small where they agree."""
+    """A method in both libraries, and the distance of the two results: a number that is small if they agree."""
 
     ours: Callable[[], Any]
     kvpress: Callable[[], Any]
@@ -68,7 +68,7 @@ def pairs(
     hidden_states = torch.randn(1, tokens, heads[0] * head_dim, generator=generator).to(kind)
     queries = hidden_states.view(1, tokens, heads[0], head_dim).transpose(1, 2)
     module = attention_module(heads, head_dim)
-    # The queries count as rotated already: kvpress turns them by an angle of 0.
+    # The queries count as already rotated: kvpress rotates them by an angle of 0.
     still = {"position_embeddings": (torch.ones(1, tokens, head_dim, dtype=kind), torch.zeros(1, tokens, head_dim, dtype=kind))}
 
     def press(one: Any) -> Callable[[], Any]:
@@ -110,8 +110,8 @@ def rise_of_memory(call: Callable[[], Any]) -> tuple[int, Any]:
     """Bytes by which the resident set rose during a call, at most (Linux only, elsewhere 0), and the result of the call."""
     try:
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back, so that the call cannot use it unseen
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest mark is the present one again
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give freed memory back, so that the call cannot use it unseen
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the highest mark to the present one
         before = _status("VmRSS")
     except OSError:
         return 0, call()
@@ -144,7 +144,7 @@ def measure(pair: Pair, *, rounds: int, budget: float, clock: Callable[[], float
 
 # The environment -----------------------------------------------------------------------------------------------------------------
 
-# What is pinned: the rest of the constraints is for another transformers than kvpress wants.
+# The pinned packages: the other constraints are for another version of transformers than kvpress needs.
 PINNED = ("torch", "numpy", "triton")
 
 
@@ -168,10 +168,10 @@ def environment() -> Path:
     pinned = folder / "pinned.txt"
     pinned.write_text(wanted, encoding="utf-8")
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(pinned)]
-    # torch first and alone: what comes after finds it there and does not ask for a newer one.
+    # torch is installed first and alone: the later packages find it and do not install a newer one.
     subprocess.run([*install, "torch", "numpy"], check=True)
     subprocess.run([*install, f"kvpress=={KVPRESS}", "rich"], check=True)
-    pinned.rename(done)  # only now is it whole
+    pinned.rename(done)  # the environment is complete only now
     return python
 
 
@@ -182,7 +182,7 @@ def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: 
     """Measure every method at every size; runs in the environment of kvpress."""
     import torch
 
-    made = provenance("torch", "kvpress", "transformers", "numpy")  # before the files can change
+    made = provenance("torch", "kvpress", "transformers", "numpy")  # read now, before the files can change
     clock = time.process_time if threads == 1 else time.perf_counter
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
@@ -195,7 +195,7 @@ def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: 
             for name, pair in pairs(count, dtype).items():
                 found[name] = measure(pair, rounds=ROUNDS, budget=seconds_each, clock=clock)
                 distance = found[name]["distance"]
-                # In bfloat16 kvpress rounds, and may choose otherwise: there the distance is stored and not judged.
+                # In bfloat16 kvpress rounds, and may choose other tokens: there the distance is stored and not judged.
                 if dtype == "float32" and not distance < 1e-3:
                     raise RuntimeError(f"{name}, {count} tokens: ours and kvpress are {distance:.2g} apart, wanted less than 1e-3")
                 print(line(dtype, count, name, found[name]), file=sys.stderr, flush=True)

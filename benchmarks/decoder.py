@@ -1,7 +1,7 @@
 """A decoder of the shape of Llama-3.1-8B with random weights, and the rows of the GPU benchmark that need one.
 
-Random weights are fine for the time of anything whose shapes are fixed. The decoder is plain torch: what is compared is what stands
-in the place of its attention. The kernels inside have rows of their own, where they are checked; here nothing is checked again.
+Random weights give the right times, since all shapes are fixed. The decoder is plain torch; the rows compare different attention
+functions in it. Other rows check the kernels; here they are not checked again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Decoder:
         self.width, self.split = width, [width, narrow, narrow]
         angle = torch.linspace(0, 1, place.head_dim // 2, device=place.device).repeat(2)
         self.cos, self.sin = angle.cos().to(place.dtype), angle.sin().to(place.dtype)
-        # Norms, rotation and gate fused as an inference engine would; the products stay cuBLAS. A decoder starts with no code of
-        # another: torch stops compiling a function after some shapes, and would go on with the slow one without a word.
+        # Norms, rotation and gate are fused, as in an inference engine; the products stay cuBLAS. A decoder starts without code of
+        # another one: torch stops compiling a function after some shapes, and would go on with the slow one without a warning.
         if place.is_gpu:
             torch.compiler.reset()
         self.before, self.after = (torch.compile(f, dynamic=False) if place.is_gpu else f for f in (self._before, self._after))
@@ -92,7 +92,7 @@ def full_cache(place: Place, batch: int, tokens: int, model: Decoder, attend: Ca
 
 
 def over(layers: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
-    """As `full_cache`, over keys and values [B, H_kv, T, D] that are there."""
+    """As `full_cache`, over given keys and values [B, H_kv, T, D]."""
     caches = [whole_cache(*states) for states in layers]
 
     def run(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

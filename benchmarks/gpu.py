@@ -1,19 +1,19 @@
 """The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b]`; it limits itself to nine minutes.
 
-First the laws on the GPU, in bfloat16, float16 and float32, for `optimized`, which hands its tensors to the kernels: a method that
-breaks a law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the ceilings of
-this very GPU, then every row of `rows` and `decoder`, each side by side with its peers. What a row still does a minute after its
-time is broken off, and where even that does not help the run ends itself and prints where it stood.
+First the laws judge `optimized`, which hands its tensors to the kernels, on the GPU in bfloat16, float16 and float32: a method that
+breaks a law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the run measures
+the ceilings of this GPU, then every row of `rows` and `decoder`, side by side with its peers. A row that still runs a minute after
+its time is broken off; if this does not help, the run ends itself and prints where it stopped.
 
-How a row is measured. Inputs are random and there are several sets of them: of what is small, so many that together they are five
-times the L2 cache and at least twenty; of what is large, two. All calls, one for each set, are captured in one CUDA graph, and a
-measurement is one replay, between two events, divided by the number of calls; an arm that waits for the GPU cannot be captured and
-is timed by events around its calls, which the result says. The arms take turns, A B C C B A, three times at least. Before that
-every output is compared with the float64 mathematics, with NaN in the memory that it is about to be given.
+How a row is measured. Inputs are random, in several sets: two sets of large inputs; of small inputs at least twenty sets, which
+together are five times the L2 cache. All calls, one for each set, are captured in one CUDA graph, and a measurement is one replay,
+between two events, divided by the number of calls; an arm that waits for the GPU cannot be captured and is timed by events around
+its calls, which the result says. The arms take turns, A B C C B A, three times at least. Before that every output is compared with
+the float64 mathematics, and its memory is filled with NaN first.
 
-A ratio is claimed only if the intervals from the 20 % to the 80 % quantile do not overlap. `floor` is the larger of the least
-bytes over the best measured bandwidth and the least multiplications over the measured matrix product; the share of the floor that
-is reached is `floor / median`. Results are written after every row, so a run that is killed keeps what it had.
+A ratio is claimed only if the intervals from the 20 % to the 80 % quantile do not overlap. `floor` is the larger of two times: the
+least bytes over the best measured bandwidth, and the least multiplications over the measured rate of a matrix product; the reached
+share of the floor is `floor / median`. Results are written after every row, so a run that is killed keeps what it had.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SCHEMA = "evictionary/benchmark-gpu/1"
 ROWS = [*KERNEL_ROWS, *MODEL_ROWS]
 SECONDS = 510.0  # of the whole run
 SHARE_OF_LAWS = 0.55  # of them, at most
-SECONDS_OF_A_ROW = 20.0  # at least, as long as there are so many: torch.compile takes some ten of them
+SECONDS_OF_A_ROW = 20.0  # at least, if the machine has that many: torch.compile takes about ten of them
 GRACE = 60.0  # seconds that a row may take longer
 LAST = 535.0  # the run ends itself
 DTYPES = ("bfloat16", "float16", "float32")
@@ -64,7 +64,7 @@ NOTHING_TO_JUDGE = 5  # what pytest returns for a file none of whose laws is abo
 
 
 def judge(stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str] = DTYPES) -> dict[str, str]:
-    """Put the laws of stems to `optimized` in parallel: an empty string for a stem that keeps them all."""
+    """Judge the laws of stems on `optimized` in parallel: an empty string for a stem that passes all of them."""
     end = time.monotonic() + seconds
 
     def one(job: tuple[str, str, str]) -> tuple[str, str, bool]:
@@ -87,9 +87,9 @@ def judge(stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str
         found = [" ".join(line.split()) for line in printed if any(words in line for words in telling)] or printed[-3:]
         return stem, f"{dtype}: {'; '.join(found)[:1000]}", True
 
-    # Those that compile most come first, so that none of them is alone at the end.
+    # The stems that compile most come first, so that none of them runs alone at the end.
     jobs = [(stem, dtype, file) for stem in sorted(stems, key=heaviest) for file in law_files(stem) for dtype in dtypes]
-    # A process for each file, not for each processor: most of the time goes into compiling kernels, which the next process finds.
+    # A process for each file, not for each processor: most of the time is compiling kernels, and the next process reuses them.
     with ThreadPoolExecutor(max(1, min(14, (os.cpu_count() or 2) - 2))) as pool:
         outcomes = list(pool.map(one, jobs))
     judged = {stem for stem, _, any_law in outcomes if any_law}
@@ -100,13 +100,13 @@ def judge(stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str
 
 
 def heaviest(stem: str) -> int:
-    """Order of the stems: first those whose kernels are the longest."""
+    """Order of the stems: the stems with the longest kernels first."""
     kernels = (ROOT / "optimized" / "kernels").glob(f"{stem}*.py")
     return -sum(path.stat().st_size for path in kernels)
 
 
 def law_files(stem: str) -> list[str]:
-    """The files with laws of the implementation of a stem; those about the papers alone judge nothing here."""
+    """The files with laws for implementations of a stem; laws about the papers alone judge nothing here."""
     files = [ROOT / "spec_tests" / f"test_{stem}.py", *sorted((ROOT / "spec_tests").glob(f"test_{stem}_*.py"))]
     return [str(path.relative_to(ROOT)) for path in files if path.exists()]
 
@@ -115,7 +115,7 @@ def law_files(stem: str) -> list[str]:
 
 
 class ProcessorWatch:
-    """Times calls on a CPU: what the machinery is tested with where there is no GPU. Its figures are not for publication."""
+    """Times calls on a CPU, to test the machinery without a GPU. Its figures are not for publication."""
 
     def rotation(self, size: int, latency: bool) -> int:
         return 1
@@ -146,7 +146,7 @@ class GraphWatch:
         return max(20 if latency else 2, math.ceil(ROTATED_BYTES / max(size, 1)))
 
     def poison(self) -> None:
-        """Leave NaN in memory that will be given out again, so that an output which is not written is seen."""
+        """Fill memory with NaN before it is allocated again, so that an output which is not written shows."""
         for size in (2**29, 2**24, 2**20):
             torch.full((size,), math.nan, device="cuda")
 
@@ -172,7 +172,7 @@ class GraphWatch:
                 return lambda: self._timed(replay) / (repeats * len(inputs)), "graph"
             except TimeoutError:
                 raise
-            except Exception as error:  # what cannot be captured can still be timed
+            except Exception as error:  # a call that cannot be captured can still be timed
                 torch.cuda.synchronize()
                 how = f"events, not captured: {type(error).__name__}"
         else:
@@ -189,7 +189,7 @@ class GraphWatch:
 
     def _timed(self, run: Callable[[], None]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(100_000)  # the GPU is still busy when the work arrives: the launch itself is not measured
+        torch.cuda._sleep(100_000)  # the GPU is still busy when the work arrives, so the time of the launch itself is not measured
         start.record()
         run()
         end.record()
@@ -250,14 +250,14 @@ def shapes_of(value: Any) -> Any:
 
 
 def floor_of(work: Work, found: dict[str, float]) -> float:
-    """The least seconds: bytes at the better measured bandwidth, or multiplications at the measured rate, whichever is more."""
+    """The least seconds: the larger of bytes at the better measured bandwidth and multiplications at the measured rate."""
     memory = max(found["copy_bytes_per_s"], found["read_bytes_per_s"])
     return max(work.bytes / memory, work.flops / found["matmul_flops_per_s"]) / work.units.get("ours", 1)
 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer, and every half minute again: as soon as Python, or a program it waits for, can."""
+    """Raise TimeoutError in code that takes longer, and again every half minute, as soon as Python or a called program can."""
 
     def late(number: int, frame: Any) -> None:
         raise TimeoutError(f"not done after {seconds:.0f} s")
@@ -272,9 +272,9 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds: float, *, grace: float = GRACE) -> dict[str, Any]:
-    """Check and time one row. Whatever goes wrong is in the result, under `status`: "measured" is the only good one.
+    """Check and time one row. The result reports any failure under `status`; only "measured" means success.
 
-    After `seconds` no further peer is begun; `grace` seconds later what still runs is broken off, a peer alone or the row.
+    After `seconds` no further peer is begun; `grace` seconds later the running peer, or the whole row, is broken off.
     """
     result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_s": row.goal_s, "goal_ratio": row.goal_ratio, "arms": {}}
     try:
@@ -343,7 +343,7 @@ def check_arm(work: Work, name: str, call: Callable[..., Any], watch: Any) -> di
         distance = work.check(pristine, output)
     except Exception as error:
         return {"status": f"failed: {type(error).__name__}: {str(error)[:300]}"}
-    # A peer that rounds more is still a peer; its error stands beside its time.
+    # A peer with larger rounding is still a peer; its error stands beside its time.
     wrong = not distance <= (work.limit if name == "ours" else 0.2)
     shown = distance if math.isfinite(distance) else None
     return {"status": f"wrong: error {distance:.2g}, wanted at most {work.limit:.2g}" if wrong else "right", "error": shown}
@@ -461,13 +461,13 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run as the command line asks. Returns 0; 1 where laws or rows fail; 2 without a GPU or for bad options."""
+    """Run the command line. Returns 0; 1 if laws or rows fail; 2 without a GPU or for bad options."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="There is no --skip-laws: what breaks a law is not timed.",
+        epilog="There is no --skip-laws: a method that breaks a law is not timed.",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where gpu.json goes (needed, but for --list)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="the folder for gpu.json (needed, except with --list)")
     parser.add_argument("--rows", metavar="ID,ID", help="only these rows, such as 1,2b")
     parser.add_argument("--list", action="store_true", help="print the rows and their goals, and stop")
     options = parser.parse_args(arguments)
@@ -493,7 +493,7 @@ def main(arguments: list[str] | None = None) -> int:
     if absent:
         print(f"benchmarks.gpu: the laws are judged first, and {' and '.join(absent)} is not installed", file=sys.stderr)
         return 2
-    faulthandler.dump_traceback_later(LAST, exit=True)  # a compiler or a driver that hangs listens to nothing else
+    faulthandler.dump_traceback_later(LAST, exit=True)  # a compiler or a driver that hangs reacts to nothing else
     torch.set_grad_enabled(False)
     result = run(rows, Place(), GraphWatch(), options.out / "gpu.json", laws=judge, found=ceilings)
     faulthandler.cancel_dump_traceback_later()

@@ -1,8 +1,8 @@
-"""What eviction costs and saves in a real model: `python -m benchmarks.model`, on the embedded SmolLM2-135M or another.
+"""The cost and the saving of eviction in a real model: `python -m benchmarks.model`, on the embedded SmolLM2-135M or another.
 
-Three questions, each answered by ratios within one run: how long does compressing a prompt take beside reading it, how long does
-a token take with three quarters of the cache removed (the same number of tokens in every head, and ragged heads), and how much
-does the cache take at its peak when a prompt is read in blocks.
+It measures three ratios within one run: the time to compress a prompt over the time to read it; the time of a token with three
+quarters of the cache removed (the same number of tokens in every head, and ragged heads) over the time with the full cache; and the
+peak memory of the cache when a prompt is read in blocks over the memory of the full cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUDGET, BLOCK = 1024, 512
 
 @torch.no_grad()
 def read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
-    """Read tokens [1, T] into a cache, without logits that nobody reads."""
+    """Read tokens [1, T] into a cache, without computing logits."""
     model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
@@ -75,7 +75,7 @@ def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in caches}
     for _ in track(range(ROUNDS), description="decoding"):
         for name, cache in caches.items():
-            read(model, token, cache)  # once before the clock runs, since other caches have just been at work
+            read(model, token, cache)  # one call before the clock starts, since other caches have just used the processor
             times[name].append(seconds(lambda cache=cache: [read(model, token, cache) for _ in range(DECODED)]) / DECODED)
     rows = []
     for name, cache in caches.items():
@@ -101,7 +101,7 @@ def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """The most that the cache takes while a prompt is read in blocks, as a share of the full cache of that prompt."""
+    """The peak memory of the cache while a prompt is read in blocks, as a share of the full cache of that prompt."""
     rows = []
     for name in ("keydiff", "knorm+ada_kv", "tova"):
         cache = EvictingCache(model, name, budget=BUDGET, every=BLOCK)
@@ -109,7 +109,7 @@ def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
         start = time.perf_counter()
         for block in track(ids.split(BLOCK, dim=1), description=f"{name} in blocks"):
             read(model, block, cache)
-            # Between two blocks; within one, a single layer at a time holds the block beside its budget.
+            # Measured between two blocks; within a block, one layer at a time holds the block beside its budget.
             largest = max(layer.longest for layer in cache.layers)
             peak = max(peak, cache.nbytes + cache.nbytes * (cache.peak_tokens - largest) // max(1, largest * len(cache.layers)))
         rows.append(
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--model", default=EMBEDDED, help="a hub name, a folder, or embedded (the default)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt (default 4096; the blocks read twice that)")
     parser.add_argument("--only", choices=["compression", "decoding", "blocks"], action="append", help="may be repeated")
-    parser.add_argument("--out", type=Path, default=RESULT, help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=RESULT, help="the folder for the JSON")
     arguments = parser.parse_args()
     model, tokenizer = load_model(arguments.model)
     ids = passkey.make(tokenizer, depth=0.5, tokens=2 * arguments.tokens + 200).context_ids.to(model.device)

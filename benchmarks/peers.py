@@ -1,8 +1,8 @@
-"""The same model, the same prompt, two libraries: which tokens do we keep, and which does kvpress? `python -m benchmarks.peers`.
+"""Compares the kept tokens of this project and kvpress on the same model and prompt: `python -m benchmarks.peers`.
 
 kvpress reads a passkey text with the embedded model in an environment of its own (`benchmarks.cpu` makes it) and writes down the
-scores of its presses. We read the same tokens and choose with our methods at the same options. Where the two definitions agree, the
-kept sets have to agree too, up to rounding; where they do not, the table says why. `make peers` runs it; nothing else needs it.
+scores of its presses. We read the same tokens and choose with our methods at the same options. If the two definitions agree, the
+kept sets must agree too, up to rounding; if not, the table gives the reason. `make peers` runs it; nothing else needs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "peers.md"
 
 @dataclass(frozen=True)
 class Peer:
-    """A method in both libraries, as peers.toml names it."""
+    """A method in both libraries, from peers.toml."""
 
     ours: str
     theirs: str
@@ -41,7 +41,7 @@ PEERS = [Peer(**peer) for peer in tomllib.loads((Path(__file__).parent / "peers.
 
 
 def their_scores(folder: str, prompt: Path, output: Path) -> None:
-    """In the environment of kvpress: keys [layers, H_kv, T, D] and the scores of every press [layers, H_kv, T]."""
+    """Run in the environment of kvpress: keys [layers, H_kv, T, D] and the scores of every press [layers, H_kv, T]."""
     import kvpress
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache

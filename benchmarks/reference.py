@@ -1,4 +1,4 @@
-"""How long the mathematics takes at a size that a lesson uses: `python -m benchmarks.reference`.
+"""Times the reference at a size that a lesson uses: `python -m benchmarks.reference`.
 
 Every method over 4,096 tokens, 8 KV heads of 128 dimensions, one query head each, in float64 on one core. The goal is one
 second; H2O reads all queries, so it is quadratic by definition.
@@ -53,7 +53,7 @@ def workloads() -> dict[str, Callable[[], Any]]:
         "keep_ratio": 0.5,
         "lag_size": 128,
     }
-    # The queries that a method reads, where it does not read all.
+    # The queries that a method reads, if it does not read all.
     latest = {"snapkv": 32, "tova": 1}
     found = {}
     for stem in STEMS:
@@ -69,7 +69,7 @@ def workloads() -> dict[str, Callable[[], Any]]:
 
 
 def measured(call: Callable[[], Any], runs: int) -> dict[str, float]:
-    """Processor seconds of the runs, after one that is not counted."""
+    """Processor seconds of the runs, after one uncounted run."""
     call()
     found = [seconds(call, time.process_time) for _ in range(runs)]
     return {"median": statistics.median(found), "least": min(found), "most": max(found)}

@@ -12,7 +12,7 @@ from benchmarks.timing import RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 CLOCKS = {"process_time": "processor time", "perf_counter": "wall-clock time"}
-# What is aimed at, at most: compressing over reading the prompt, a token and the bytes over those of the full cache.
+# The goals, as largest ratios: compressing over reading the prompt, and a token's time and the bytes over the full cache's.
 MODEL_GOALS = {"compression": 0.05, "decoding": 1.0, "blocks": 0.4}
 
 
@@ -51,7 +51,7 @@ def _goals(row: dict[str, Any]) -> str:
 
 
 def _peers(row: dict[str, Any]) -> str:
-    """The other arms of a row: time and ratio of what ran, and why the rest did not."""
+    """The other arms of a row: time and ratio of each that ran, and the reason for each that did not."""
     others = {name: arm for name, arm in row["arms"].items() if name != "ours"}
     told = [
         f"{name} {_microseconds(arm['seconds']['p50'])}, {_ratio(row['ratios'][name])}"
@@ -71,7 +71,7 @@ def _ratio(one: dict[str, Any]) -> str:
 
 
 def _made(result: dict[str, Any]) -> str:
-    """With what a result was made, and when."""
+    """The versions, commit and date of a result."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items() if number != "not installed")
     return f"{versions}; commit {result['commit']}, {result['date']}"
 

@@ -1,4 +1,4 @@
-"""What a row of the GPU benchmark is made of: the place, the work, the arms, and how far apart two results are."""
+"""The parts of a row of the GPU benchmark: the place, the work, the arms, and the distance of two results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoKernel(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row runs and how large: lengths are divided by `shrink`, and batches are then of two at most."""
+    """The device and the size of a row: `shrink` divides the lengths, and then batches have at most two rows."""
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
@@ -51,11 +51,11 @@ class Place:
         return self.states(*shape, seed=2 * seed), self.states(*shape, seed=2 * seed + 1)
 
     def bytes_of(self, tokens: int) -> int:
-        """The bytes of the keys, or of the values, of so many tokens of each KV head."""
+        """The bytes of the keys (or of the values) of `tokens` tokens in each KV head."""
         return self.heads * tokens * self.head_dim * self.dtype.itemsize
 
     def ours(self, stem: str, name: str) -> Callable[..., Any]:
-        """The entry point of `optimized`; on a GPU it must have a kernel under it, or NoKernel is raised."""
+        """The entry point of `optimized`; on a GPU, raises NoKernel if it has no kernel."""
         if self.is_gpu:
             try:
                 kernels = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
@@ -73,10 +73,10 @@ class Place:
 class Work:
     """One row ready to run. The first arm is ours; every arm is called with one set of inputs of `make`.
 
-    read turns the output of an arm into what `check` takes, where they differ; missing says why a peer is not there; limit is the
-    largest error, relative to the largest number, with which ours is timed; waits names the arms that wait for the GPU, which
-    cannot be captured; units says how many pieces (tokens) a call makes, where the time of one is compared; copies, how many sets
-    of inputs are rotated, where that is not left to their size.
+    read converts the output of an arm for `check`, if they differ; missing says why a peer is not there; limit is the largest
+    error, relative to the largest number, with which our arm is timed; waits names the arms that wait for the GPU and cannot be
+    captured; units is the number of pieces (tokens) of a call, if the time of one piece is compared; copies is the number of input
+    sets that are rotated, by default chosen from their size.
     """
 
     make: Callable[[int], tuple[Any, ...]]
@@ -94,7 +94,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: goal_s in seconds and the ratio aimed at are goals, not measurements."""
+    """A line of the table: goal_s (seconds) and goal_ratio are goals, not measurements."""
 
     id: str
     title: str
@@ -134,7 +134,7 @@ def rows_apart(got: torch.Tensor, want: np.ndarray) -> float:
 
 
 def compiled(function: Callable[..., Any], place: Place) -> dict[str, Callable[..., Any]]:
-    """The arm torch.compile, where there is a GPU to compile for."""
+    """The arm torch.compile, if there is a GPU."""
     return {"torch.compile": torch.compile(function, dynamic=False)} if place.is_gpu else {}
 
 
@@ -159,7 +159,7 @@ def press_arm(name: str, score: Callable[[Any, Any], Callable[..., Any]]) -> tup
 
 
 def attention_module(heads: tuple[int, int], head_dim: int) -> Any:
-    """As little of an attention layer as the presses of kvpress look at: its shape, an identity for a projection, and RoPE.
+    """The parts of an attention layer that the presses of kvpress read: its shape, an identity for a projection, and RoPE.
 
     Args: heads, the query heads and the KV heads.
     """

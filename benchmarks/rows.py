@@ -1,10 +1,10 @@
 """The rows of the GPU benchmark: for each, its inputs, the arms that are timed side by side, the check and the least bytes.
 
-A row is measured on one layer of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16). Nothing here needs a GPU but
-the sizes: `Place(device="cpu", shrink=512)` makes the same rows small enough to check on a CPU.
+A row is measured on one layer of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16). Only the sizes need a GPU:
+`Place(device="cpu", shrink=512)` makes the same rows small enough to check on a CPU.
 
-`bytes` is the least that any implementation has to move, not what ours happens to move; `flops` is the least that it has to
-multiply. Checks compare one KV head with the float64 mathematics of `reference`.
+`bytes` is the least number of bytes that any implementation has to move, not the bytes that ours moves; `flops` is the least number
+of multiplications. Checks compare one KV head with the float64 mathematics of `reference`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def statistics_row(place: Place) -> Work:
         return max(float(np.abs(first_head(got[0])[0] - mean).max()), error(got[1][:1, :1], covariance))
 
     def press(kvpress: Any, label: str) -> Callable[..., Any]:
-        # What it does instead: project the hidden states of the prompt once more. The projection is not checked against ours.
+        # kvpress projects the hidden states of the prompt once more instead. The projection is not checked against ours.
         weight = place.states(count * dim, count * dim, seed=0) / math.sqrt(count * dim)
         module = layer_module(place)
         module.q_proj = lambda hidden: hidden @ weight
@@ -185,7 +185,7 @@ def statistics_row(place: Place) -> Work:
         check=check,
         bytes=tokens * count * dim * place.dtype.itemsize,
         flops=2.0 * tokens * count * dim * dim,
-        read={name: lambda inputs, got: None for name in arms},  # its queries are others: projected once more
+        read={name: lambda inputs, got: None for name in arms},  # its queries differ: they are projected once more
         missing=missing,
         limit=2e-2,
     )
@@ -195,7 +195,7 @@ def statistics_row(place: Place) -> Work:
 
 
 def select_row(rows: int, length: int, *, levels: int = 0) -> Callable[[Place], Work]:
-    """Top-k with k = n / 2; with `levels`, scores have so many values, and most of them tie."""
+    """Top-k with k = n / 2; with `levels`, scores have only that many distinct values, and most of them tie."""
 
     def build(place: Place) -> Work:
         top_k, tokens = place.ours("selection", "top_k"), place.tokens(length)

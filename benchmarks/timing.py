@@ -1,4 +1,4 @@
-"""What every benchmark shares: how arms are interleaved, what is said of their times, and when a ratio may be claimed."""
+"""Shared by all benchmarks: the order of the arms, the statistics of their times, and the rule for claiming a ratio."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Spread:
-    """The 20 %, 50 % and 80 % quantiles of repeated measurements, and how many there were."""
+    """The 20 %, 50 % and 80 % quantiles of repeated measurements, and their number."""
 
     p20: float
     p50: float
@@ -47,7 +47,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster the first of two arms is: median over median; claimed only where their intervals do not overlap."""
+    """The speed-up of the first of two arms: median over median; claimed only if their intervals do not overlap."""
 
     value: float
     claimed: bool
@@ -75,8 +75,8 @@ def interleaved(
 ) -> dict[str, Spread]:
     """Measure every arm, one measurement for each visit, in the order A B C C B A.
 
-    Args: arms, each a function that measures itself once and returns seconds; rounds, at least 1; enough, asked after every whole
-    round: True ends the measuring early. Returns the spread of every arm.
+    Args: arms, each a function that measures itself once and returns seconds; rounds, at least 1; enough, called after every whole
+    round: True ends the measurement early. Returns the spread of every arm.
     """
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
@@ -88,7 +88,7 @@ def interleaved(
 
 
 def after(rounds: int, end: float) -> Callable[[], bool]:
-    """What `interleaved` asks after every round: whether there were `rounds` of them and it is later than `end`."""
+    """The `enough` of `interleaved`: True after at least `rounds` rounds and after the time `end`."""
     done = 0
 
     def enough() -> bool:
@@ -126,7 +126,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, stripped; an empty string where it does not exist or fails."""
+    """The output of a command, stripped; an empty string if it does not exist or fails."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -145,7 +145,7 @@ def processor() -> str:
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Where, when and with what a result was measured: date, commit (with "+" where files differ from it), versions, machine."""
+    """The origin of a result: date, commit (with "+" where files differ from it), versions, machine."""
     commit = output_of("git", "rev-parse", "--short=12", "HEAD")
     changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "optimized", "reference", "benchmarks/*.py")
     return {
@@ -159,7 +159,7 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Store a result; its folder is made where there is none."""
+    """Store a result; make its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What a user would write in plain torch: the eager expressions that the kernels are timed beside."""
+"""Plain torch code, as a user would write it: the eager expressions that are timed beside the kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def expected_attention_torch(
 
 
 def statistics_torch(queries: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and covariance of queries turned back by their positions, in torch."""
+    """Mean and covariance of queries with their rotation undone, in torch."""
     plain = rotate(queries, -positions).float()
     mean = plain.mean(dim=-2)
     centred = plain - mean[..., None, :]
@@ -105,7 +105,7 @@ def momentkv_torch(
 
 
 def moments_torch(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, index: torch.Tensor) -> tuple[Any, ...]:
-    """Moments of what is not kept, and the rows of what is, in torch: a masked product and two gathers."""
+    """Moments of the evicted tokens and rows of the kept ones, in torch: a masked product and two gathers."""
     gone_keys, gone_values = torch.where(kept[..., None], 0, keys), torch.where(kept[..., None], 0, values)
     index = index[..., None].expand(-1, -1, -1, keys.shape[-1])
     sums = gone_keys.sum(dim=-2, dtype=torch.float32), gone_values.sum(dim=-2, dtype=torch.float32)

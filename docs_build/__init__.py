@@ -1,1 +1,1 @@
-"""Generates what the site shows of the code: the equations with their functions, kernels and laws, and the sources as pages."""
+"""Generates the site's pages about the code: the equations with their functions, kernels and laws, and the sources as pages."""

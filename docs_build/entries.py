@@ -1,4 +1,4 @@
-"""What the dictionary says of each requirement: equation, functions, kernel, laws, planted mistakes, errata.
+"""Collects the facts about each requirement: equation, functions, kernel, laws, planted mistakes, errata.
 
 Sources: spec_tests/requirements, the docstrings of reference/ and optimized/ (read, not imported), the registered laws and mutants,
 the headings of docs/errata.md.
@@ -57,7 +57,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Entry:
-    """One requirement with everything that stands for it."""
+    """One requirement with its functions, laws, planted mistakes and errata."""
 
     requirement: Requirement
     page: str
@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The short name, where the requirement is an equation; otherwise the place in the paper."""
+        """The short name if the requirement is an equation; otherwise the place in the paper."""
         return self.requirement.name or self.requirement.where
 
     @property
@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def layers(self) -> dict[str, tuple[Definition, ...]]:
-        """The functions that write it, by what they are written with."""
+        """The functions that compute it, by layer (NumPy, torch, Triton)."""
         return {"NumPy": self.reference, "torch": self.torch, "Triton": self.kernels}
 
     @property
@@ -120,7 +120,7 @@ def errata() -> dict[str, list[tuple[str, str]]]:
 
 
 def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -> Iterator[Definition]:
-    """The functions of a layer that write the requirement: the same name in the same file, or a docstring that begins with it."""
+    """The functions of a layer that compute the requirement: by the same name in the same file, or by the id in the docstring."""
     names = {(Path(definition.path).name, definition.name) for definition in reference}
     for path in sorted((ROOT / folder).glob("*.py")):
         for definition in definitions(f"{folder}/{path.name}").values():
@@ -155,12 +155,12 @@ def entries() -> dict[str, Entry]:
 
 
 def law_definition(law: Law) -> Definition:
-    """Where a law is written."""
+    """The file and line of a law."""
     return definitions(f"spec_tests/{law.path}")[law.name.partition("::")[2]]
 
 
 def mutant_definition(mutant: Mutant) -> Definition | None:
-    """Where a planted mistake is written as a function; None where it is an edit of the right one."""
+    """The place of a planted mistake that is a function; None for an edit of the right function."""
     if mutant.written is None:
         return None
     module = mutant.written.__module__.removeprefix("evictionary.")

@@ -1,4 +1,4 @@
-"""Makes the data of the figure of survivors: `python -m docs_build.figures` reads a prompt and writes what each method keeps.
+"""Makes the data of the survivors figure: `python -m docs_build.figures` reads a prompt and writes each method's kept tokens.
 
 The other two figures, of MomentKV and of KeyDiff and LagKV, calculate in the browser; tests compare that with `reference/`.
 """
@@ -26,17 +26,17 @@ PREFIX = "globalThis.evictionarySurvivors = "
 """The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may load scripts."""
 
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"sink_size": 4, "lag_size": 32}}
-"""Where a method's own defaults leave a prompt of 300 tokens whole."""
+"""Options for methods with defaults that would leave a prompt of 300 tokens whole."""
 
 DEPTH, TOKENS, SEED = 0.4, 300, 0
 SMALLEST, STEP = 50, 10
-"""The budgets of the figure in tokens, all below the length of the prompt: beyond it no method is asked."""
+"""The budgets of the figure in tokens, all below the length of the prompt."""
 
 
 def survivors(
     model: PreTrainedModel, prompt: passkey.Passkey, pieces: Sequence[str], method_names: Sequence[str], budgets: Sequence[int]
 ) -> dict[str, Any]:
-    """Read the prompt once and compress it by every method to every budget; return what the figure shows, ready for JSON.
+    """Read the prompt once and compress it by every method to every budget; return the figure's data, ready for JSON.
 
     Args: pieces, the text of each token; budgets, ascending, in tokens for each head.
     """
@@ -70,7 +70,7 @@ def survivors(
 
 
 def encode(masks: np.ndarray) -> dict[str, str]:
-    """Masks [budgets, layers, H_kv, T] in Base64: `levels`, or `masks` where a larger budget may drop what a smaller one keeps.
+    """Masks [budgets, layers, H_kv, T] in Base64: `levels`, or `masks` if a larger budget may drop tokens that a smaller one keeps.
 
     levels has one byte for each layer, head and token: the index of the smallest budget that keeps it, len(budgets) for never.
     masks has one bit for each budget, layer, head and token, the lowest bit of a byte first.

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: generated pages join the files, markers and links are filled in."""
+"""Hooks that mkdocs calls while it builds the site: they add generated pages and fill in markers and links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from docs_build.entries import PAGES, ROOT
 from evictionary.spec_tests.harness import coverage
 from tutorials.build import LessonError, built, is_built, lessons
 
-# Pages whose tables need the width of the navigation, with the class by which the style sheet knows their columns.
+# Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
 WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
 
 
@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def lesson_folders() -> list[Path]:
-    """The folder of each lesson, with page, notebook and pictures; those that have changed are run, and the log says which."""
+    """The folder of each lesson, with page, notebook and pictures; changed lessons are run, and the log names them."""
     changed = [lesson for lesson in lessons() if not is_built(lesson)]
     try:
         for number, lesson in enumerate(changed, 1):
@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if uri in WIDE:
         page.meta["hide"] = ["navigation"]
     if uri in PAGES.values():
-        page.meta["search"] = {"boost": 4}  # who looks for an equation wants its card before what else mentions it
+        page.meta["search"] = {"boost": 4}  # a search for an equation should find its card before other pages
     return pages.linked(uri, pages.filled(uri, markdown))
 
 
@@ -74,6 +74,6 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Leave out source maps, which no reader asks for, and the page for web servers, which does not open from a folder."""
+    """Leave out source maps, which no reader needs, and the page for web servers, which does not open from a folder."""
     for path in [*Path(config.site_dir, "assets").rglob("*.map"), Path(config.site_dir, "404.html")]:
         path.unlink()

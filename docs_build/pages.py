@@ -51,7 +51,7 @@ def api_uri(definition: Definition) -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown that shows it as it is."""
+    """Plain text as Markdown, with special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]#|$])", r"\\\1", text).replace("<", "&lt;")
 
 
@@ -99,7 +99,7 @@ def equations(page: str, stems: str) -> str:
     last = {one: entry.requirement.id for entry in cards for found in entry.layers.values() for one in found}
 
     def quoted(page: str, entry: Entry, found: Iterable[Definition]) -> str:
-        """The functions of a card by name; of those that write another equation too, in whose card their code stands."""
+        """The functions of a card by name; a function of several equations gets a link to the card with its code."""
         names = []
         for one in found:
             elsewhere = last[one] != entry.requirement.id and not _is_program(one)
@@ -144,7 +144,7 @@ def _errata_links(page: str, entry: Entry) -> list[str]:
 
 
 def _mistake(page: str, mutant: Mutant) -> str:
-    """A planted mistake: a link to its function, or the edits that make it out of the right one."""
+    """A planted mistake: a link to its function, or the edits of the right function."""
     if at := mutant_definition(mutant):
         return f"[{escaped(mutant.misconception)}]({relative(page, source_uri(at.path, at.name))})"
     edits = [[" ".join(code.split()) for code in edit] for edit in mutant.edits]
@@ -153,12 +153,12 @@ def _mistake(page: str, mutant: Mutant) -> str:
 
 
 def _is_program(definition: Definition) -> bool:
-    """Whether it runs on the GPU: such a function is read in its file, below the explanation, not quoted in a card."""
+    """Whether a function runs on the GPU: a card does not quote it, because its file explains it."""
     return "@triton.jit" in definition.source
 
 
 def method_table(page: str) -> str:
-    """Every file of reference/ that is a method: what it does, what it reads, where its page is."""
+    """A table of every method in reference/: its description, its inputs, its page."""
     lines = ["| method | what it does | reads |", "|---|---|---|"]
     for stem in sorted(set(PAGES) - set(SHARED), key=lambda stem: (PAGES[stem] == "methods/baselines.md", stem)):
         found = definitions(f"reference/{stem}.py")
@@ -173,19 +173,19 @@ def method_table(page: str) -> str:
 
 
 def counts(page: str) -> str:
-    """How much there is, in a few sentences."""
+    """The numbers of requirements, functions, laws and planted mistakes, in a few sentences."""
     found = entries().values()
     laws, mutants = sum(len(entry.laws) for entry in found), sum(len(entry.mutants) for entry in found)
     functions = len({one for entry in found for one in entry.reference})
     return (
         f"There are {len(found)} requirements, the equations and claims of the papers and of the methods they compare with; "
-        f"{functions} functions of mathematics that write them; {laws} laws, to which any implementation can be put; and {mutants} "
-        "planted mistakes, wrong implementations on which the laws are tried."
+        f"{functions} functions of mathematics that compute them; {laws} laws, which judge any implementation; and {mutants} "
+        "planted mistakes, wrong implementations that test the laws."
     )
 
 
 def lesson_table(page: str) -> str:
-    """Every lesson with the question that it begins with."""
+    """A table of the lessons and their questions."""
     rows = (f"| [{heading(lesson)}]({relative(page, f'lessons/{lesson.stem}.md')}) | {question(lesson)} |" for lesson in lessons())
     return "\n".join(["| lesson | question |", "|---|---|", *rows])
 
@@ -204,7 +204,7 @@ def errata_list(page: str, stem: str) -> str:
 
 
 def measured(page: str, stem: str) -> str:
-    """The picture, the verdicts and the page of the measured claims, where they are stored."""
+    """The picture, the verdicts and the page of the measured claims, if results are stored."""
     stored = ROOT / "docs" / "claims" / "results.json"
     command = f"`evictionary claims --papers {stem}` measures the paper's statements on a model of yours."
     result = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {"papers": []}
@@ -216,9 +216,9 @@ def measured(page: str, stem: str) -> str:
 
 
 def retrieved(page: str, stem: str) -> str:
-    """A table of what the small model still finds with a method and its compositions, and with random eviction."""
+    """A table of the retrieval results of the small model with a method, its compositions, and random eviction."""
     result = json.loads((ROOT / "benchmarks" / "results" / "retrieval.json").read_text(encoding="utf-8"))
-    # A method with a budget of its own has the same numbers whatever was asked for: they are shown once.
+    # A method with its own budget has the same numbers for every requested ratio: they are shown once.
     rows: dict[str, dict[tuple[str, str, str], None]] = {}
     for row in result["rows"]:
         if row["method"].partition("+")[0] in (stem, "random"):
@@ -288,9 +288,9 @@ MARKERS: dict[str, Callable[..., str]] = {
 
 
 def filled(page: str, markdown: str) -> str:
-    """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by what they stand for.
+    """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by their content.
 
-    A marker that is indented, as in a tab, is replaced by lines indented as far.
+    A marker that is indented, as in a tab, is replaced by lines with the same indent.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -315,7 +315,7 @@ def linked(page: str, markdown: str) -> str:
 
 
 def _linked_line(page: str, line: str) -> str:
-    # Odd parts are links, formulas and code, which stay as they are but for tests that are named in code.
+    # Odd parts are links, formulas and code; they stay unchanged, except names of tests in code.
     parts = re.split(r"(\[[^\]]*\]\([^)]*\)|\$\$?[^$]+\$\$?|`[^`]+`|<[^>]+>)", line)
     for place, part in enumerate(parts):
         if place % 2 == 0:

@@ -15,22 +15,22 @@ from evictionary.cli.app import app
 FOLDER = Path(__file__).parents[1] / "docs" / "classroom"
 PAGE = FOLDER / "transcript.md"
 FILES = FOLDER / "transcript"
-# What the student does: a command, or a file that is saved as work/keydiff.py, with a sentence before it.
+# The student's steps: a command, or a file that is saved as work/keydiff.py, with a sentence before it.
 WAY = (
     ("The first command writes the starter file.", "start keydiff"),
     ("Nothing is written yet.", "check keydiff"),
     ("The first attempt averages the keys themselves.", "1_raw_mean.py"),
     ("", "check keydiff"),
-    ("Directions, then: each key is divided by its norm before the mean is taken.", "2_zero_keys.py"),
+    ("The second attempt divides each key by its norm before it takes the mean.", "2_zero_keys.py"),
     ("", "check keydiff"),
-    ("A zero key has no direction, and counts as 0. The edges and the pairwise score are written as well.", "3_right.py"),
+    ("A zero key has no direction, and counts as 0. The last attempt also writes the edges and the pairwise score.", "3_right.py"),
     ("", "check keydiff"),
-    ("Handed in is an archive of one file and its checksum.", "submit keydiff"),
+    ("The student hands in an archive of one file and its checksum.", "submit keydiff"),
 )
 
 
 def run() -> str:
-    """The page, from commands that are run in an empty folder. Seconds are left out, for they differ each time."""
+    """The page, from commands that are run in an empty folder. Seconds are left out, because they differ each time."""
     parts = [
         "# From start to full marks",
         "",
@@ -53,7 +53,7 @@ def run() -> str:
 
 
 def _placed(line: str) -> str:
-    """A line without what differs from place to place: seconds, and the folder of the clone."""
+    """A line without the parts that differ between machines: seconds, and the folder of the clone."""
     line = re.sub(r"(points) in \d+ s$", r"\1", line)
     return re.sub(r"\S*/(tutorials/assignments/)", r"\1", line)
 

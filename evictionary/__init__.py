@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["EvictingCache", "__version__"]
 
-# In a clone, reference/, optimized/ and spec_tests/ stand beside this folder, where a reader finds them; a wheel holds them in it.
+# In a clone, reference/, optimized/ and spec_tests/ stand beside this folder; in a wheel they stand inside it.
 _CLONE = Path(__file__).resolve().parent.parent
 if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "reference").is_dir():
     __path__.append(str(_CLONE))
 
 
 def __getattr__(name: str) -> Any:
-    # When it is asked for: torch takes seconds to import, and whoever judges NumPy functions has none.
+    # Imported on first use: torch takes seconds to import, and users who only judge NumPy functions need no torch.
     if name == "EvictingCache":
         from evictionary.cache.evicting_cache import EvictingCache
 

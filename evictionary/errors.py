@@ -1,14 +1,14 @@
-"""What can go wrong, in three kinds; the command line turns the first into exit code 2 and the others into 1."""
+"""Three kinds of errors; the command line turns UsageError into exit code 2 and the other two into 1."""
 
 from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """An argument has a value that cannot be used: the message names it, what was got and what is wanted."""
+    """An argument has a value that cannot be used: the message names the argument, the value, and the wanted values."""
 
 
 class MethodError(RuntimeError):
-    """A method's own function raised, or returned something that is no scores and no kept mask."""
+    """A method's own function raised, or returned neither scores nor a kept mask."""
 
 
 class InstallError(RuntimeError):

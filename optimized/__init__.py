@@ -1,10 +1,10 @@
 """The methods as fast code: torch entry points with the file names, function names and argument order of `reference/`.
 
-Each file here checks its arguments once, and has a batched torch path that reads like the reference and runs anywhere. What the
-Triton kernels take (`kernels/launching.py` says what) goes to the file of the same stem in `optimized/kernels/`. float16 and
+Each file here checks its arguments once, and has a batched torch path that reads like the reference and runs anywhere. Inputs that
+the Triton kernels support (see `kernels/launching.py`) go to the file of the same stem in `optimized/kernels/`. float16 and
 bfloat16 inputs are computed in float32; scores come back in float32 (float64 for float64 inputs), gathered or attended states in
-the dtype of their input. Inputs are never modified and never aliased. Nothing here imports transformers;
-`reference` lends its exact integer decisions (budgets, partition counts) and nothing else.
+the dtype of their input. Inputs are never modified and never aliased. Nothing here imports transformers; only the exact integer
+decisions (budgets, partition counts) come from `reference`.
 """
 
 ARRAY_LIBRARY = "torch"

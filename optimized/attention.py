@@ -1,4 +1,4 @@
-r"""Attention over a compressed cache, and of the queries of a prompt: the ground that the methods share (ATT-1 to ATT-6)."""
+r"""Attention over a compressed cache, and of the queries of a prompt, which all methods share (ATT-1 to ATT-6)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .checks import require_same_kind, require_states, working_dtype
 from .kernels.launching import kernels_for
 from .states import CompressedCache
 
-# Channels that are converted to float32 at a time: a copy that stays in the processor's cache is had for nothing.
+# Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
 BLOCK = 2**20
 
 
@@ -20,12 +20,12 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     r"""ATT-1..3: `softmax(q K^T / sqrt(D)) V` of every query over the kept tokens of its KV head, and `log sum exp` of its logits.
 
     The query heads of a group and their M queries are rows of one product with the keys that they share. On a CPU the keys are read
-    where they lie, head by head; only the logits are padded to the longest head, and the padding has no weight.
+    in place, head by head; only the logits are padded to the longest head, and the padding has no weight.
 
     Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from `cache.compress`.
     Returns output [B, H_q, M, D_v] in the dtype of the queries and log-sum-exp [B, H_q, M] in float32 (float64 for float64;
     natural logarithm, scaled logits). A head that keeps no token gives output 0 and log-sum-exp -inf.
-    Raises ValueError where queries and cache disagree in shape, dtype or device, and on a CPU for NaN or infinite queries.
+    Raises ValueError if queries and cache disagree in shape, dtype or device, and on a CPU for NaN or infinite queries.
     """
     require_states("queries", queries, "B H_q M D")
     batch, num_query_heads, num_queries, head_dim = queries.shape
@@ -49,7 +49,7 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     for head, span in enumerate(spans):
         torch.mm(grouped[head], cache.keys[span].to(dtype).T, out=logits[head, :, : span.stop - span.start])
     normaliser = logits.logsumexp(dim=-1)
-    # An empty head has logits of -inf alone; -inf less -inf would be NaN, so its normaliser is replaced by 0 for the weights.
+    # An empty head has only logits of -inf; -inf minus -inf would be NaN, so its normaliser is replaced by 0 for the weights.
     weights = (logits - normaliser.masked_fill(normaliser == -math.inf, 0)[..., None]).exp_()
     output = queries.new_empty(*grouped.shape[:2], cache.values.shape[-1], dtype=dtype)
     for head, span in enumerate(spans):
@@ -94,10 +94,10 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def grouped_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
 
-    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T. Returns [B, H_kv, G, M, T], 0 for what a query cannot see.
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T. Returns [B, H_kv, G, M, T], 0 for tokens that a query cannot see.
     """
     logits = grouped_logits(queries, keys)
     num_queries = queries.shape[2]
     later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu(1)
-    logits[..., -num_queries:].masked_fill_(later, -math.inf)  # what comes before the queries is seen by all of them
+    logits[..., -num_queries:].masked_fill_(later, -math.inf)  # every query sees the tokens before the queries
     return logits.softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Preconditions of tensors, said once: a ValueError names the argument, what was got and what is wanted."""
+"""Shared preconditions of tensors: a ValueError names the argument, its value and the wanted form."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 def require_states(name: str, value: torch.Tensor, axes: str, *, finite: bool = True) -> None:
     """Raise ValueError unless `value` is a floating tensor with the axes that `axes` spells, such as `"... T D"`.
 
-    NaN and infinite numbers are refused on a CPU. On a GPU the answer would have to be waited for, which stalls every launch
-    behind it: there they run through, to scores that are NaN and to an output that is NaN, never to a wrong address.
-    `finite=False` leaves that check to a caller that gets it for nothing.
+    NaN and infinite numbers are refused on a CPU. On a GPU the check would wait for the result and stall every later launch:
+    there NaN passes through to NaN scores and a NaN output, never to a wrong address.
+    `finite=False` leaves that check to a caller that can do it at no cost.
     """
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}: got {type(value).__name__}, wanted a torch tensor")
@@ -34,8 +34,8 @@ def require_finite(name: str, value: torch.Tensor) -> None:
 
 
 def is_finite(value: torch.Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinite numbers; on a GPU that waits for it."""
-    # One pass, and NaN anywhere makes both NaN. In the order of storage: a view with its axes exchanged would be copied first.
+    """Return whether a tensor has neither NaN nor infinite numbers; on a GPU this waits for the result."""
+    # One pass: any NaN makes both NaN. In the order of storage: a transposed view would be copied first.
     low, high = value.permute(sorted(range(value.ndim), key=value.stride, reverse=True)).aminmax()
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
@@ -77,7 +77,7 @@ def require_mask(name: str, value: torch.Tensor, like_name: str, like: torch.Ten
 
 
 def working_dtype(value: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic and of the scores: float64 for float64, float32 for all else."""
+    """Return the dtype of the arithmetic and of the scores: float64 for float64, float32 for all others."""
     # Decision: scores of float16 and bfloat16 keys are float32. Rounded to bfloat16, the scores of a long cache have a few
     # hundred distinct values, and the choice among thousands of tokens would be left to the rule for ties.
     return torch.float64 if value.dtype == torch.float64 else torch.float32

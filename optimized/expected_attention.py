@@ -1,4 +1,4 @@
-r"""Expected Attention (arXiv 2510.00636): keep what future queries, modelled as Gaussian, are expected to draw most from."""
+r"""Expected Attention (arXiv 2510.00636): keep the tokens that future queries, modelled as Gaussian, are expected to use most."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def statistics_of_blocks(blocks: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""EA-5 of queries that come in blocks [..., n, D]: each is read once, and stays in a processor's cache meanwhile.
+    r"""EA-5 of queries that come in blocks [..., n, D]: each block is read once, and stays in the processor's cache meanwhile.
 
-    The means and the sums of squares about them are merged pairwise (Chan, Golub and LeVeque, 1979), which loses nothing where the
-    mean is large against the spread; `sum q q^T - N mu mu^T` would.
+    The means and the sums of squares about them are merged pairwise (Chan, Golub and LeVeque, 1979). This stays accurate where the
+    mean is much larger than the spread; `sum q q^T - N mu mu^T` does not.
     """
     blocks = iter(blocks)
     first = next(blocks)
@@ -58,10 +58,10 @@ def statistics_of_blocks(blocks: Iterable[torch.Tensor]) -> tuple[torch.Tensor, 
 def unrotated_statistics(
     queries: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""EA-5 of queries after RoPE, as attention uses them: they are turned back by their positions first.
+    r"""EA-5 of queries after RoPE, as attention uses them: their rotation is undone first.
 
     Args: queries [..., N, D] after RoPE, D even; positions [N] or any shape that broadcasts to [..., N], integers; theta, the base
-    of RoPE. Returns what `query_statistics` does. Raises ValueError as it does, and for positions or theta that do not fit.
+    of RoPE. Returns and raises as `query_statistics`; also raises ValueError for positions or theta that do not fit.
     """
     require_states("queries", queries, "... N D")
     _require_rotation(queries, positions, theta)
@@ -75,7 +75,7 @@ def unrotated_statistics(
 
 
 def _require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> None:
-    """Raise ValueError unless queries [..., N, D] can be turned by integer `positions` and a positive `theta`."""
+    """Raise ValueError unless queries [..., N, D] can be rotated by integer `positions` and a positive `theta`."""
     if queries.shape[-1] % 2:
         raise ValueError(f"queries: got head_dim {queries.shape[-1]}, wanted an even number")
     if not isinstance(positions, torch.Tensor) or positions.is_floating_point() or positions.is_complex():
@@ -87,7 +87,7 @@ def _require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: flo
         got in (1, size) for got, size in zip(reversed(positions.shape), reversed(wanted), strict=False)
     )
     if not fits:
-        raise ValueError(f"positions: got shape {tuple(positions.shape)}, wanted what broadcasts to {tuple(wanted)}")
+        raise ValueError(f"positions: got shape {tuple(positions.shape)}, wanted a shape that broadcasts to {tuple(wanted)}")
     if not 0 < theta < math.inf:
         raise ValueError(f"theta: got {theta}, wanted a positive number")
 
@@ -97,8 +97,8 @@ def average_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged over the next positions.
 
-    Rbar turns and shrinks pairs of channels as RoPE does, with the mean cosine and sine of each, so it is never made: the rows of
-    Sigma are turned, then its columns.
+    Rbar rotates and shrinks pairs of channels, with their mean cosine and sine, so the matrix is never built: the rows of Sigma are
+    rotated, then its columns.
 
     Args: query_mean [B, H_q, D], query_covariance [B, H_q, D, D], before RoPE (any leading axes); position, that of the next token
     (the tokens seen, evicted ones too); horizon, how many positions from there on; theta, the base of RoPE.
@@ -156,8 +156,8 @@ def score(
 def expected_logits(keys: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor) -> torch.Tensor:
     r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)` for each query head: [B, H_kv, G, T].
 
-    The covariances of a group lie side by side, so that one product of a block of keys with all of them, which stays in the
-    processor's cache, serves the whole group. Arguments of `score`, already checked.
+    The covariances of a group lie side by side: one product of a block of keys with all of them serves the whole group, and the
+    block stays in the processor's cache. Arguments of `score`, already checked.
     """
     batch, num_kv_heads, length, head_dim = keys.shape
     group, dtype = query_mean.shape[1] // num_kv_heads, working_dtype(keys)

@@ -1,4 +1,4 @@
-r"""GVote (arXiv 2509.03136): sampled future queries vote on what stays, each with as many votes as the current query needs."""
+r"""GVote (arXiv 2509.03136): sampled future queries vote on the tokens to keep, each for as many as the current query needs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def nucleus_sizes(attention: torch.Tensor, beyond: float) -> torch.Tensor:
-    r"""`B_0 = |K_0|` of each row of `nucleus`, [...], whole numbers from 1 to T; `beyond` is 1 - p. All is already checked."""
-    # The lightest are summed first, so that at p = 1 no weight above 0 is lost to rounding: `tail` is the mass of a token and of
-    # all that are lighter. A token is needed as long as the heavier ones hold less than p, so as long as its tail is above 1 - p.
+    r"""`B_0 = |K_0|` of each row of `nucleus`, [...], whole numbers from 1 to T; `beyond` is 1 - p. Arguments already checked."""
+    # The smallest weights are summed first, so that at p = 1 no weight above 0 is lost to rounding: `tail` is the mass of a token
+    # and of all lighter tokens. A token is needed as long as the heavier ones hold less than p: while its tail is above 1 - p.
     tail = rising(attention).cumsum(dim=-1, dtype=torch.float64)
-    # Decision: mass is relative to the sum of the row, which low precision need not leave at 1.
+    # Decision: mass is relative to the sum of the row, which is not exactly 1 in low precision.
     return (tail > beyond * tail[..., -1:]).sum(dim=-1).clamp(min=1)
 
 
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
-    r"""GV-5, GV-A10: every row keeps the number of tokens that is its own, of equal scores the lower positions.
+    r"""GV-5, GV-A10: every row keeps its own number of tokens, of equal scores the lower positions.
 
     Args: scores [..., T]; budgets [...], whole numbers on the same device, more than T keeps all. Returns kept [..., T].
     Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget and for NaN or infinite scores.
@@ -70,7 +70,7 @@ def _require_budgets(scores: torch.Tensor, budgets: torch.Tensor) -> None:
 
 
 def rising(values: torch.Tensor) -> torch.Tensor:
-    r"""The values [..., T] in ascending order, without their places: NumPy sorts those alone several times faster than torch."""
+    r"""The values [..., T] in ascending order, without their indices: NumPy sorts plain values several times faster than torch."""
     if values.device.type != "cpu":
         return values.sort(dim=-1).values
     return torch.from_numpy(numpy.sort(values.detach().to(working_dtype(values)).numpy(), axis=-1))
@@ -96,10 +96,10 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
     budgets = nucleus_sizes(attention, beyond)
     kept = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
     for sampled in sampled_queries.split(1, dim=2):
-        # Decision: the logits, not their softmax. They rank alike, but the softmax of distant logits is 0 for all, and ties.
+        # Decision: the logits, not their softmax. The ranking is the same, but very low logits have a softmax of 0: ties.
         votes = highest(grouped_logits(sampled, keys), budgets)
-        # Decision: the query heads of a group share one cache, so it keeps what any of them voted for. The tokens of K_0 itself are
-        # not added, and no sink is protected: the paper's union has the samples' sets and nothing else.
+        # Decision: the query heads of a group share one cache, so it keeps every token that any of them voted for. The tokens of
+        # K_0 itself are not added, and no sink is protected: the paper's union has only the sets of the samples.
         kept |= votes.any(dim=3).any(dim=2)
     return kept
 

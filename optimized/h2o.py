@@ -1,4 +1,4 @@
-r"""H2O (arXiv 2306.14048), a baseline: keep the heavy hitters, which gathered most attention so far, and as many recent tokens."""
+r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so far (heavy hitters), and as many recent tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .attention import grouped_attention, require_queries
 from .checks import working_dtype
 from .selection import top_k
 
-# Entries of the attention matrix at a time, over all heads, whatever the length of the prompt. On a CPU they are 4 MiB in float32,
-# which stay in its cache.
+# Entries of the attention matrix at a time, over all heads, for any length of the prompt. On a CPU they take 4 MiB in float32 and
+# stay in its cache.
 TILE = 2**20
 TILE_ON_GPU = 2**24
 
@@ -19,7 +19,7 @@ TILE_ON_GPU = 2**24
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries, mean over the group.
 
-    The attention matrix is made for some queries at a time, and of these only for the tokens that they see.
+    The attention matrix is computed for a block of queries at a time, and only for the tokens that the block sees.
 
     Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T, D], any strides.
     Returns scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64); it costs O(M T).

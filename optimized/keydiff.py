@@ -11,10 +11,10 @@ from torch.linalg import vector_norm
 from .checks import require_finite, require_same_device, require_same_kind, require_shape, require_states, working_dtype
 from .kernels.launching import kernels_for
 
-# Between these norms the square of no component overflows float32, and what underflows is too small to count.
+# Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
 SAFE_NORMS = (1e-15, 1e18)
-# Numbers of a block of tokens and of the heads that are scored together: few enough to stay in a processor's nearer cache for all
-# that is done in one pass, and in its last one from the first pass to the second.
+# Numbers of a block of tokens, and of the heads that are scored together: a block stays in the processor's nearer cache during one
+# pass, and the heads stay in its last cache from the first pass to the second.
 BLOCK, HEADS_TOGETHER = 2**19, 2**21
 
 
@@ -22,8 +22,8 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `score_i = -cos(mu, k_i)`, mu = the mean of the unit keys, in O(T).
 
     The unit keys are never stored: with `w_i = 1 / |k_i|`, mu points along the product of the row w with K, and the scores are
-    the product of K with mu, times w. A block of tokens is converted and read for its norms and its share of mu while it is in
-    the processor's cache. Memory is read twice in all, and once where a head fits into the last cache, since heads come in turn.
+    the product of K with mu, times w. Norms and the share of mu are computed for a block of tokens while it is in the
+    processor's cache. Memory is read twice in total, or once if a head fits into the last cache, since heads come in turn.
 
     Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T] in [-1, 1], higher = keep, float32
     (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
@@ -50,7 +50,7 @@ def anchor(keys: torch.Tensor) -> torch.Tensor:
 
 
 def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    r"""KD-8 with an anchor from elsewhere: `score_i = -cos(anchor, k_i)`, in a single pass over the keys on a GPU.
+    r"""KD-8 with a given anchor: `score_i = -cos(anchor, k_i)`, in a single pass over the keys on a GPU.
 
     With `anchor_sum` of the same keys, or its mean, it is `score` up to rounding.
 
@@ -69,10 +69,10 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
     r"""KD-6: the sum of the unit keys after a step, `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`.
 
     A step of block prompt processing then costs `update_anchor` with the block, `score_with_anchor` of cache and block, and
-    `update_anchor` with what was evicted: the cache is read once. Rounding adds up over the steps; `anchor_sum` starts afresh.
+    `update_anchor` with the evicted keys: the cache is read once. Rounding adds up over the steps; `anchor_sum` starts afresh.
 
     Args: anchor [B, H_kv, D], a sum such as `anchor_sum` gives (not the mean), zeros for an empty cache; new_keys [B, H_kv, M, D]
-    and evicted_keys [B, H_kv, E, D], None for none. Returns [B, H_kv, D]; the argument is left as it was. Raises ValueError naming
+    and evicted_keys [B, H_kv, E, D], None for none. Returns [B, H_kv, D]; the argument is unchanged. Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: equation 6 with equation 8.
     """
     changes = [(name, keys) for name, keys in (("new_keys", new_keys), ("evicted_keys", evicted_keys)) if keys is not None]
@@ -126,7 +126,7 @@ def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
         block = block.to(dtype)
         norms = vector_norm(block, dim=-1)
         least, most = (bound.item() for bound in norms.aminmax())  # NaN where a norm is
-        # A norm within the safe range vouches for every component, so only other caches are looked at again.
+        # A norm within the safe range means safe components, so only other caches are read again.
         if not (least > SAFE_NORMS[0] and most < SAFE_NORMS[1]):
             require_finite(name, keys)
             keys = keys.to(dtype)
@@ -138,7 +138,7 @@ def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _summed_anywhere(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_summed`, for keys whose largest component is 1 or which are zero."""
+    """`_summed` for keys that are zero or have 1 as their largest component."""
     norms = vector_norm(keys, dim=-1)
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
     weights = torch.where(norms == 0, 0, 1 / norms)
@@ -156,5 +156,5 @@ def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tenso
 
 
 def _tokens(keys: torch.Tensor) -> int:
-    """The tokens of a block."""
+    """The number of tokens in a block."""
     return max(1, BLOCK * keys.shape[-2] // keys.numel())

@@ -9,14 +9,14 @@ from torch.linalg import vector_norm
 
 from .checks import require_finite, require_states, working_dtype
 
-# Between these norms the square of no component overflows float32, and what underflows is too small to count.
+# Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
 SAFE_NORMS = (1e-15, 1e18)
-# Channels that are converted to float32 at a time: a copy that stays in the processor's cache is had for nothing.
+# Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
 BLOCK = 2**19
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
-    r"""KN-1: `score_i = -|k_i|`. One read of the keys is all it costs, so torch's own kernel is the fast one on a GPU too.
+    r"""KN-1: `score_i = -|k_i|`. It costs one read of the keys, so torch's own kernel is fast on a GPU too.
 
     Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T], at most 0, higher = keep, float32
     (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
@@ -35,7 +35,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
         for part, block in zip(norms.split(tokens, dim=-1), keys.split(tokens, dim=-2), strict=True):
             vector_norm(block.to(dtype), dim=-1, out=part)
     least, most = (bound.item() for bound in norms.aminmax())  # NaN where a norm is
-    # A norm within the safe range vouches for every component, so only other caches are looked at again.
+    # A norm within the safe range means safe components, so only other caches are read again.
     if not (least > SAFE_NORMS[0] and most < SAFE_NORMS[1]):
         require_finite("keys", keys)
         keys = keys.to(dtype)

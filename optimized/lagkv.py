@@ -1,4 +1,4 @@
-r"""LagKV (arXiv 2504.04704): score each partition of the cache by how far it strays from the range of the next one."""
+r"""LagKV (arXiv 2504.04704): score the tokens of each partition by their variation relative to the range of the next partition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .kernels.launching import kernels_for
 from .selection import top_k
 from .states import CompressedCache
 
-# Counting partitions is exact integer arithmetic: there is one of it.
+# Counting partitions is exact integer arithmetic: the reference's functions serve here too.
 __all__ = [
     "compress",
     "compression_ratio",
@@ -34,9 +34,9 @@ __all__ = [
     "why_nothing_removed",
 ]
 
-# The longest partition that fits the registers of one program of the kernels.
+# The longest partition that fits into the registers of one program of the kernels.
 LONGEST_IN_KERNELS = 4096
-# A token that lies further off than this many ranges of the next partition counts as this far off: its square is a float32 yet.
+# The largest distance of a token, in ranges of the next partition; the square of a larger distance would overflow float32.
 LARGEST_STEP = 1e18
 
 
@@ -51,8 +51,8 @@ def variation_score(states: torch.Tensor, next_states: torch.Tensor) -> torch.Te
     # Decision: a channel that is constant in the next partition normalises to 0.
     normalised = (states.to(dtype) - low).div_(spread).masked_fill_(spread == 0, 0).clamp_(-LARGEST_STEP, LARGEST_STEP)
     if states.shape[-1] == 1:
-        return torch.softmax(torch.zeros_like(normalised[..., 0]), dim=-1)  # one channel does not vary
-    # Decision: the sample standard deviation (ddof=1), as in the authors' code. As the norm of what is left beside the mean it
+        return torch.softmax(torch.zeros_like(normalised[..., 0]), dim=-1)  # a single channel has no variation
+    # Decision: the sample standard deviation (ddof=1), as in the authors' code. As the norm of the differences from the mean it
     # runs at the speed of memory; torch's `std` takes one number at a time.
     centred = normalised.sub_(normalised.mean(dim=-1, keepdim=True))
     return torch.softmax(vector_norm(centred, dim=-1) / math.sqrt(states.shape[-1] - 1), dim=-1)
@@ -62,7 +62,7 @@ def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, nex
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores of a partition sum to 2.
 
     Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values [..., L', D_v], the partition after it.
-    Returns [..., L], higher = keep, float32 (float64 for float64). Raises ValueError where shapes, dtypes or devices disagree,
+    Returns [..., L], higher = keep, float32 (float64 for float64). Raises ValueError if shapes, dtypes or devices disagree,
     and on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 11.
     """
     require_tokens(keys, values, "... L")
@@ -111,8 +111,8 @@ def compress(
 ) -> CompressedCache:
     r"""LK-12 and CACHE-1 at once: `cache.compress(keys, values, select(keys, values, ...))`.
 
-    How many tokens every partition keeps is known beforehand, so on a GPU the scores, the choice and the copy of the kept rows
-    are one launch. Arguments and errors are those of `select`; the result is that of `cache.compress`.
+    The number of tokens that a partition keeps is known beforehand, so on a GPU the scores, the choice and the copy of the kept
+    rows are one launch. Arguments and errors are those of `select`; the result is that of `cache.compress`.
     """
     require_tokens(keys, values, "B H_kv T")
     left = retained_length(keys.shape[2], keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)

@@ -1,4 +1,4 @@
-r"""MomentKV (arXiv 2606.01563): sum up what is evicted in four moments, and give its share of the attention back from them."""
+r"""MomentKV (arXiv 2606.01563): sum the evicted tokens up in four moments, and estimate their share of the attention from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGEST_GROUP = 16
 
 
 class Recovered(NamedTuple):
-    """What the moments say of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a sum)."""
+    """Statistics of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a sum)."""
 
     mean_key: torch.Tensor
     mean_value: torch.Tensor
@@ -123,7 +123,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     keys = keys.to(dtype)
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the softmax.
     alpha = grouped_logits(query[:, :, None], keys).softmax(dim=-1).mean(dim=(2, 3))
-    # Decision: with n_e = 0 the printed line is 0/0; the means it is set beside are 0, so the residual is v_j.
+    # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual is v_j.
     scale = count.clamp(min=1)[..., None, None].to(dtype) * math.sqrt(keys.shape[-1])
     residual = values.to(dtype) - mean_value[..., None, :] - keys @ covariance.mT / scale
     return alpha * vector_norm(residual, dim=-1)
@@ -134,8 +134,8 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
 
     Its logit is `log n_e + q . kbar / sqrt(d)` (MK-11), its value `vbar + Stilde q / (n_e sqrt(d))` (MK-9).
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean (what is not
-    kept has no weight; its moments, if it has been evicted, are in `moments`); moments of the evicted tokens.
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean (other
+    tokens have no weight; if they have been evicted, `moments` holds them); moments of the evicted tokens.
     Returns [B, H_q, D_v] in the dtype of query. With no moments it is f_R; a head that keeps nothing and has no moments gives 0.
     Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
@@ -156,7 +156,7 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -math.inf)
     # The largest logit is subtracted before any logarithm or sum: at logits of 1e4 float32 has three decimals left.
     top = torch.maximum(logits.amax(dim=-1), evicted_logit)
-    top = torch.where(top == -math.inf, 0, top)  # a head without tokens and moments; -inf less -inf would be NaN
+    top = torch.where(top == -math.inf, 0, top)  # a head without tokens and moments; -inf minus -inf would be NaN
     weights, evicted_weight = (logits - top[..., None]).exp(), (evicted_logit - top).exp()[..., None]
     total = weights.sum(dim=-1, keepdim=True) + evicted_weight
     mixed = weights @ values.to(dtype) + evicted_weight * evicted_value
@@ -175,7 +175,7 @@ def step(
 ) -> torch.Tensor:
     r"""MK-A1 in place, for a cache that is full: the new token takes the slot of the lowest score, or is evicted itself.
 
-    Nothing is moved, so the slots end up in any order; `positions` says which token each holds, and decides between equal scores:
+    No token is moved, so the slots end up in any order; `positions` says which token each holds, and decides between equal scores:
     the latest is evicted.
 
     Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; keys [B, H_kv, L, D], values [B, H_kv, L, D_v] and
@@ -189,7 +189,7 @@ def step(
     _require_new(new_key, new_value, keys, values)
     _require_slots(positions, moments, keys)
     place = _as_positions(position, positions)
-    # The kernels write into the moments where they lie.
+    # The kernels write into the moments in place.
     dtypes = (torch.int64, *(torch.float32,) * 3)
     writable = all(field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True))
     if writable and (kernels := _kernels(keys, values, moments, query)):
@@ -197,13 +197,13 @@ def step(
     all_keys = torch.cat([keys, new_key[:, :, None]], dim=2)
     all_values = torch.cat([values, new_value[:, :, None]], dim=2)
     all_positions = torch.cat([positions, place[:, :, None]], dim=2)
-    scores = score(query, all_keys, all_values, before).nan_to_num(nan=-1)  # NaN, on a GPU, goes first
+    scores = score(query, all_keys, all_values, before).nan_to_num(nan=-1)  # on a GPU, NaN is evicted first
     lowest = scores == scores.amin(dim=-1, keepdim=True)
     evicted = all_positions.masked_fill(~lowest, -1).argmax(dim=-1, keepdim=True)
     slots = torch.arange(all_keys.shape[2], device=keys.device)
     after = update(before, all_keys, all_values, slots == evicted)
     output = attend(query, all_keys, all_values, slots != evicted, after)
-    replaced = slots[:-1] == evicted  # nothing, where the new token is the evicted one
+    replaced = slots[:-1] == evicted  # no write if the new token is evicted
     keys.copy_(torch.where(replaced[..., None], new_key[:, :, None], keys))
     values.copy_(torch.where(replaced[..., None], new_value[:, :, None], values))
     positions.copy_(torch.where(replaced, all_positions[:, :, -1:], positions))
@@ -223,8 +223,8 @@ def decode_step(
 ) -> Step:
     r"""MK-A1: Algorithm 1, mended: add the new token, evict the lowest scores one by one, then attend with the moments as they are.
 
-    The functional form of `step`: it copies the cache, and returns it in position order. A decoder that keeps to its budget is
-    faster with `step`.
+    The functional form of `step`: it copies the cache, and returns it in position order. A decoder with a fixed budget is faster
+    with `step`.
 
     Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys [B, H_kv, T, D] and values, any
     strides, and the moments, before; budget (L), at least 1. The new token may be evicted at once. Returns a Step that shares no
@@ -244,7 +244,7 @@ def decode_step(
     positions = torch.arange(length, device=keys.device).repeat(batch, num_kv_heads, 1)
     output = step(query, new_key, new_value, keys, values, positions, moments, length)
     for last in range(length - 1, budget - 1, -1):
-        # Still over the budget: the token in the last slot comes anew, to a cache without that slot.
+        # Still over the budget: the token in the last slot is added again, to a cache without that slot.
         new_key, new_value, position = keys[:, :, last], values[:, :, last], positions[:, :, last]
         keys, values, positions = keys[:, :, :last], values[:, :, :last], positions[:, :, :last]
         output = step(query, new_key, new_value, keys, values, positions, moments, position)
@@ -275,7 +275,7 @@ def score_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 def select_prompt(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, budget: int, *, sink_size: int = 1, chunk_size: int = 4
 ) -> torch.Tensor:
-    r"""MK-P: keep the first token, the observation window and the best of the rest, in one shot; `update` with the others.
+    r"""MK-P: keep the first token, the observation window and the best other tokens, in one shot; `update` takes the evicted ones.
 
     Args: as `score_prompt`, and budget, at least the protected tokens. Returns kept [B, H_kv, T], boolean. Source: section 5.1.
     """

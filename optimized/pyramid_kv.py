@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from evictionary.reference.pyramid_kv import budgets
 
-__all__ = ["budgets"]  # the budgets are exact integer arithmetic: there is one of it
+__all__ = ["budgets"]  # the budgets are exact integer arithmetic: the reference's function serves here too

@@ -1,4 +1,4 @@
-r"""Rotary position embedding, in the half-split pairing of transformers: channel i turns with channel i + D/2."""
+r"""Rotary position embedding, in the half-split pairing of transformers: channels i and i + D/2 rotate together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 
 def rotate(states: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
-    r"""ROPE-2..5: `R_t x_t`, turn each pair (x_i, x_{i + D/2}) by the angle position * frequency_i.
+    r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position * frequency_i.
 
     Args: states [..., T, D], any strides; positions [T] or any shape that broadcasts to [..., T], on the device of states.
     Negated positions undo the rotation. Returns [..., T, D] in the dtype of states.

@@ -10,7 +10,7 @@ from evictionary.reference.selection import budget
 from .checks import require_mask
 from .kernels.launching import kernels_for
 
-__all__ = ["budget", "top_k"]  # the budget is exact integer arithmetic: there is one of it
+__all__ = ["budget", "top_k"]  # the budget is exact integer arithmetic: the reference's function serves here too
 
 
 def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,7 +29,7 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     if protected is not None:
         require_mask("protected", protected, "scores", scores, tuple(scores.shape))
     kernels = kernels_for("selection", scores, longest=None)
-    if not (kernels and scores.is_cuda):  # there the answers would have to be waited for
+    if not (kernels and scores.is_cuda):  # there the check would wait for the GPU
         if scores.is_floating_point() and scores.isnan().any():
             raise ValueError("scores: got NaN, wanted numbers that can be ordered")
         most = int(protected.sum(dim=-1).amax()) if protected is not None and protected.numel() else 0

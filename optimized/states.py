@@ -1,4 +1,4 @@
-"""What the entries and the kernels hand to each other as tuples of tensors: the compressed cache, MomentKV's moments, its step."""
+"""Tuples of tensors that entries and kernels exchange: the compressed cache, MomentKV's moments, its step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Moments(NamedTuple):
     Source: equation 22.
     """
 
-    # Decision: float32 or wider, whatever the dtype of the cache: a half-precision sum stops growing (MK-C2).
+    # Decision: float32 or wider for any dtype of the cache: a half-precision sum stops growing (MK-C2).
     count: torch.Tensor
     key_sum: torch.Tensor
     value_sum: torch.Tensor

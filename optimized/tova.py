@@ -15,7 +15,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     argument that does not fit, and on a CPU for NaN or infinite numbers. Source: section 3.2 of the paper.
     """
     require_queries(queries, keys)
-    # Decision: nothing is protected; the last token attends to itself and has to earn its place, as in the authors' code.
+    # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the authors' code.
     received = grouped_logits(queries[:, :, -1:], keys).softmax(dim=-1)
     scores = received.mean(dim=(1, 2, 3))
     return scores[:, None].repeat(1, keys.shape[1], 1)

@@ -1,14 +1,14 @@
 """The mathematics: every method in NumPy float64, one function per numbered equation, in the order of its paper.
 
-A file with the attribute `METHOD` is an eviction method; a file without it is common ground (checks,
-attention, rope, selection, cache). Nothing here imports anything but NumPy and `reference` itself.
+A file with the attribute `METHOD` is an eviction method; a file without it is shared by all methods
+(checks, attention, rope, selection, cache). Files here import only NumPy and `reference` itself.
 
-`TRAITS = {"recursive"}` beside `METHOD` says what a method is, where it is not like most of them:
+`TRAITS = {"recursive"}` beside `METHOD` names the properties that most methods do not have:
 every_token: it compresses again with every new token;
-evicts_first: it evicts before the new token attends, which then attends to what is left;
+evicts_first: it evicts before the new token attends, so the new token attends to the kept tokens;
 own_budget: it decides by itself how many tokens stay;
 prompt_only: it needs the queries of all tokens, so it compresses the prompt alone;
-recursive: it leaves alone what it has compressed once.
+recursive: it compresses each token once and leaves it alone afterwards.
 
 Axes, everywhere: keys and values `[B, H_kv, T, D]`, queries `[B, H_q, M, D]`, scores and kept masks `[B, H_kv, T]`;
 `H_q = G * H_kv`, and query head h reads KV head `h // G`. Keys are cached after RoPE. A higher score means keep. A kept mask is

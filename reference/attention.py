@@ -1,4 +1,4 @@
-r"""Scaled dot-product attention, the ground that all the papers stand on (requirements ATT-1 to ATT-6)."""
+r"""Scaled dot-product attention, which all the papers use (requirements ATT-1 to ATT-6)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
     Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from `cache.compress`.
     Returns output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M] (natural logarithm, scaled logits). With it the attention over
     two disjoint sets of tokens can be merged exactly. A head that keeps no token gives output 0 and log-sum-exp -inf.
-    Raises ValueError where the queries do not fit the cache.
+    Raises ValueError if the queries do not fit the cache.
     """
     queries = as_float64("queries", queries, "B H_q M D")
     batch, num_query_heads, num_queries, head_dim = queries.shape
@@ -51,7 +51,7 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
         readers = slice(kv_head * group, (kv_head + 1) * group)
         logits = attention_logits(queries[item, readers], cache.keys[rows])
         normaliser[item, readers] = log_sum_exp(logits)
-        # The softmax, written with what is returned anyway: an implementation may do so too, and is judged by this rounding.
+        # The softmax reuses the log-sum-exp: an implementation may do so too, and the tolerance comes from this rounding.
         output[item, readers] = np.exp(logits - normaliser[item, readers, :, None]) @ cache.values[rows]
     return output, normaliser
 

@@ -39,7 +39,7 @@ def compress(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> Compress
 
 
 def heads(cache: CompressedCache) -> Iterator[tuple[int, int, slice]]:
-    """CACHE-3: walk the flat storage: (batch item, KV head, the slice of rows that belong to them)."""
+    """CACHE-3: walk the flat storage: yield (batch item, KV head, slice of their rows)."""
     ends = np.cumsum(cache.lengths).reshape(cache.lengths.shape)
     for index in np.ndindex(cache.lengths.shape):
         stop = int(ends[index])

@@ -1,4 +1,4 @@
-"""Preconditions, said once: an argument becomes a float64 array of the wanted axes, or a ValueError names what is wrong."""
+"""Shared preconditions: an argument becomes a float64 array of the wanted axes, or a ValueError says what is wrong."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 def as_float64(name: str, value: Any, axes: str) -> np.ndarray:
     """Return `value` as a finite float64 array with the axes that `axes` spells, such as `"B H_kv T D"` or `"... T D"`.
 
-    Subclasses of `np.ndarray` stay what they are, so that an array which carries its own arithmetic can run through the
-    reference. Raises ValueError naming the argument, what was got and what is wanted.
+    Subclasses of `np.ndarray` keep their class, so that an array with its own arithmetic can run through the reference.
+    Raises ValueError naming the argument, the value and the wanted form.
     """
     array = np.asanyarray(value)
     if array.dtype.kind not in "fiu":
@@ -37,14 +37,14 @@ def require_shape(name: str, array: np.ndarray, wanted: tuple[int, ...], like: s
 
 
 def group_size(num_query_heads: int, num_kv_heads: int) -> int:
-    """Return G = H_q / H_kv, the number of query heads that read one KV head. Raises ValueError where it does not divide."""
+    """Return G = H_q / H_kv, the number of query heads that read one KV head. Raises ValueError if H_kv does not divide H_q."""
     if num_query_heads % num_kv_heads:
         raise ValueError(f"queries: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} KV heads")
     return num_query_heads // num_kv_heads
 
 
 def as_fraction(name: str, value: Any, *, low: int = 0, high: int = 1, closed_high: bool = True) -> Fraction:
-    """Return a ratio exactly as it was written: 0.9 is nine tenths, not the binary number beside it.
+    """Return a ratio exactly as it was written: 0.9 is nine tenths, not the nearest binary number.
 
     Raises ValueError outside [low, high], or outside [low, high) when `closed_high` is False.
     """

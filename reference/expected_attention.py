@@ -1,4 +1,4 @@
-r"""Expected Attention (arXiv 2510.00636): keep what future queries, modelled as Gaussian, are expected to draw most from."""
+r"""Expected Attention (arXiv 2510.00636): keep the tokens that future queries, modelled as Gaussian, are expected to use most."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def score(
 
 
 def listing_1(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, compression_ratio: float) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-L1: compression of one head as listed, made to run: einsum over every token, exact budget, tokens in position order.
+    r"""EA-L1: listing 1 for one head, corrected so that it runs: einsum over every token, exact budget, tokens in position order.
 
     Args: queries [N, D]; keys [T, D]; values [T, D_v]; compression_ratio in [0, 1). Returns the kept keys and values.
     No RoPE average and epsilon 0, as listed. Raises ValueError for a bad ratio. Source: listing 1.
@@ -150,7 +150,7 @@ def listing_1(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, compres
 
 
 class Decoding(NamedTuple):
-    r"""EA-10: what decoding carries from step to step.
+    r"""EA-10: the state of decoding between two steps.
 
     keys [B, H_kv, n, D], values [B, H_kv, n, D_v], the cache; positions [B, H_kv, n], the true position of each row;
     queries [B, H_q, m, D], the latest queries before RoPE; position, that of the next token; steps since the last compression.
@@ -167,7 +167,7 @@ class Decoding(NamedTuple):
 def start_decoding(keys: np.ndarray, values: np.ndarray, queries: np.ndarray, *, buffer_size: int = 128) -> Decoding:
     r"""EA-10: the state after an uncompressed prompt: keys [B, H_kv, T, D], values, and queries [B, H_q, T, D] before RoPE.
 
-    After a compressed one, build `Decoding` of what is left, with position = the tokens seen, not the tokens left.
+    After a compressed prompt, build `Decoding` from the kept tokens, with position = the tokens seen, not the tokens kept.
     Raises ValueError naming the argument whose shape does not fit. Source: section 3.1, implementation details.
     """
     keys = as_float64("keys", keys, "B H_kv T D")
@@ -181,7 +181,7 @@ def start_decoding(keys: np.ndarray, values: np.ndarray, queries: np.ndarray, *,
 
 
 def appended(name: str, rows: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Append one token, [B, H, D], to rows, [B, H, n, D]. Raises ValueError where it does not fit."""
+    """Append one token, [B, H, D], to rows, [B, H, n, D]. Raises ValueError if the shape does not fit."""
     row = as_float64(name, row, "B H D")
     require_shape(name, row, (*rows.shape[:2], rows.shape[3]), "the batch, heads and channels of the state")
     return np.concatenate([rows, row[:, :, None]], axis=2)
@@ -200,10 +200,10 @@ def decode_step(
     theta: float = 10000.0,
     epsilon: float = 0.02,
 ) -> Decoding:
-    r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, and all where there are fewer.
+    r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, or all tokens if there are fewer.
 
     Args: state; query [B, H_q, D] before RoPE, key [B, H_kv, D] after RoPE, value [B, H_kv, D_v] of the new token; target and
-    interval in tokens; buffer_size, the queries that the statistics are taken of. Returns the next state.
+    interval in tokens; buffer_size, the number of latest queries for the statistics. Returns the next state.
     Raises ValueError for counts below 1 and shapes that do not fit. Source: section 3.1, implementation details, and section 4.2.
     """
     target = as_count("target", target, low=1)
@@ -218,7 +218,7 @@ def decode_step(
         return grown
     if keys.shape[2] <= target:
         return grown._replace(steps=0)
-    # Decision: the average starts at the true next position; the buffer's length, used elsewhere, is a position long past.
+    # Decision: the average starts at the true next position; the buffer's length, used elsewhere, is a long past position.
     mean, covariance = average_rope(*query_statistics(queries), position=grown.position, horizon=horizon, theta=theta)
     kept = top_k(score(keys, values, mean, covariance, epsilon=epsilon), target)
 

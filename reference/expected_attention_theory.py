@@ -1,4 +1,4 @@
-r"""Expected Attention (arXiv 2510.00636), what its argument rests on: the residual stream, what a removal costs, the measures."""
+r"""Expected Attention (arXiv 2510.00636), its derivation: the residual stream, the cost of a removal, the measures."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def update_norms(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np
 
 
 def removal_error(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""EA-4: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: how far the output moves when token i alone is evicted.
+    r"""EA-4: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: the change of the output when only token i is evicted.
 
-    Arguments of `residual_updates`, every weight below 1; returns [..., T]. The paper calls `update_norms` optimal; this is what it
-    estimates: the weights that stay are normalised again, so a token whose value is the output can go without any loss.
+    Arguments of `residual_updates`, every weight below 1; returns [..., T]. The paper calls `update_norms` optimal; it estimates
+    this change: the remaining weights are normalised again, so evicting a token whose value is the output changes nothing.
     """
     output = (weights[..., None] * values).sum(axis=-2, keepdims=True)
     return weights / (1 - weights) * norm((values - output) @ np.swapaxes(w_o, -1, -2))
@@ -56,13 +56,13 @@ def reconstruction_error(hidden: np.ndarray, compressed: np.ndarray) -> np.ndarr
 
 def centre(states: np.ndarray) -> np.ndarray:
     r"""`x - mean of x` over the tokens, [..., T, D]; exactly zero for a constant channel."""
-    # Without the first row gone the mean of equal numbers may miss them by a last bit, and that bit would then be standardised.
+    # The first row is subtracted first: the mean of equal numbers may differ from them in the last bit, which z would enlarge.
     states = states - states[..., :1, :]
     return states - states.mean(axis=-2, keepdims=True)
 
 
 def correlation(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    r"""EA-A: Pearson correlation of two rows of attention, [..., T] twice to [...]; 0 where one is constant.
+    r"""EA-A: Pearson correlation of two rows of attention, [..., T] twice to [...]; 0 if one row is constant.
 
     Source: appendix C, figure 10.
     """
@@ -75,7 +75,7 @@ def skewness_and_kurtosis(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     r"""EA-A: skewness `E[z^3]` and excess kurtosis `E[z^4] - 3` of each channel; a Gaussian has 0 and 0.
 
     z is standardised over the tokens. Args: states [..., T, D]. Returns two arrays [..., D]; a constant channel has 0 and -3.
-    Source: the measure of what appendix B shows in figures 7 to 9.
+    Source: figures 7 to 9 of appendix B show these distributions.
     """
     centred = centre(states)
     deviation = np.sqrt((centred * centred).mean(axis=-2, keepdims=True))

@@ -1,4 +1,4 @@
-r"""GVote (arXiv 2509.03136): sampled future queries vote on what stays, each with as many votes as the current query needs."""
+r"""GVote (arXiv 2509.03136): sampled future queries vote on the tokens to keep, each for as many as the current query needs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-    r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps the number of tokens that is its own.
+    r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
 
     Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the lower position is kept.
-    Raises ValueError where budgets do not fit the rows. Source: equation 5; Algorithm 1, line 10.
+    Raises ValueError if budgets do not fit the rows. Source: equation 5; Algorithm 1, line 10.
     """
     scores, budgets = as_float64("scores", scores, "... T"), np.asarray(budgets)
     if budgets.dtype.kind not in "iu" or (budgets < 0).any():
@@ -54,7 +54,7 @@ def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
     # A token is needed as long as those before it hold less than p, that is, as it and those after it hold more than 1 - p.
     # The tail is summed from its small end, so that at p = 1 no weight above 0 is lost to rounding.
     tail = np.cumsum(falling[..., ::-1], axis=-1)[..., ::-1]
-    # Decision: mass is relative to the sum of the row, which low precision need not leave at 1.
+    # Decision: mass is relative to the sum of the row, which is not exactly 1 in low precision.
     needed = np.asarray(tail > beyond * tail[..., :1])
     needed[..., 0] = True
     kept = np.zeros(attention.shape, dtype=bool)
@@ -71,8 +71,8 @@ def single_step_budget(candidates: np.ndarray) -> np.ndarray:
 def hidden_statistics(hidden_states: np.ndarray, *, sink_size: int = 4) -> tuple[np.ndarray, np.ndarray]:
     r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the normalised hidden states, sinks skipped.
 
-    Args: hidden_states [..., T, C], what the layer norm gives to the attention layer; sink_size, first tokens to skip (of a shorter
-    prompt all but the last). Returns mean and variance, [..., C]. Raises ValueError for a negative sink_size.
+    Args: hidden_states [..., T, C], the layer norm's output, which the attention reads; sink_size, first tokens to skip (of a
+    shorter prompt all but the last). Returns mean and variance, [..., C]. Raises ValueError for a negative sink_size.
     Source: section 3.2, step 2; Algorithm 1, line 4.
     """
     hidden_states = as_float64("hidden_states", hidden_states, "... T C")
@@ -85,7 +85,7 @@ def hidden_statistics(hidden_states: np.ndarray, *, sink_size: int = 4) -> tuple
 
 
 def sample_hidden_states(mean: np.ndarray, variance: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    r"""GV-A5: `x_s = mu + sigma * e_s` is a sample of N(mu, diag(sigma^2)) if the noise e_s is one of N(0, I).
+    r"""GV-A5: `x_s = mu + sigma * e_s` is a sample of N(mu, diag(sigma^2)) if the noise e_s is a sample of N(0, I).
 
     Args: mean, variance [..., C]; noise [..., S, C]. Returns [..., S, C]. Raises ValueError for a negative variance.
     Source: section 3.2, step 3; Algorithm 1, line 5.
@@ -101,7 +101,7 @@ def project(hidden_states: np.ndarray, query_weight: np.ndarray, query_bias: np.
     r"""GV-A6: `Q = X W_Q (+ b)`, the linear layer of the model, before RoPE.
 
     Args: hidden_states [..., S, C]; query_weight [..., C, D], the transpose of torch's; query_bias [..., D] or None.
-    Returns [..., S, D]. Raises ValueError where the channels disagree. Source: section 3.2, step 3; Algorithm 1, line 6.
+    Returns [..., S, D]. Raises ValueError if the channels disagree. Source: section 3.2, step 3; Algorithm 1, line 6.
     """
     hidden_states = as_float64("hidden_states", hidden_states, "... S C")
     query_weight = as_float64("query_weight", query_weight, "... C D")
@@ -138,7 +138,7 @@ def sampled_logits(sampled_queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
     Args: sampled_queries [..., S, D]; keys [..., T, D]. Returns [..., S, T]. Source: section 3.4; Algorithm 1, line 9.
     """
-    # Decision: the logits, not their softmax. They rank alike, but the softmax of distant logits is 0 for all, and ties.
+    # Decision: the logits, not their softmax. The ranking is the same, but very low logits have a softmax of 0: ties.
     return attention_logits(as_float64("sampled_queries", sampled_queries, "... S D"), as_float64("keys", keys, "... T D"))
 
 
@@ -177,8 +177,8 @@ def select(query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, 
     budgets = single_step_budget(nucleus(attention_weights(current, per_query_head), p))
     logits = sampled_logits(sampled, per_query_head)
     votes = top_each(logits, np.repeat(budgets[..., None], samples, axis=-1))
-    # Decision: the query heads of a group share one cache, so it keeps what any of them voted for. The tokens of K_0 itself are not
-    # added, and no sink is protected: the paper's union has the samples' sets and nothing else.
+    # Decision: the query heads of a group share one cache, so it keeps every token that any of them voted for. The tokens of K_0
+    # itself are not added, and no sink is protected: the paper's union has only the sets of the samples.
     return union(votes.reshape(batch, num_kv_heads, group * samples, length))
 
 
@@ -195,7 +195,7 @@ def algorithm_1(
     horizon: int = 512,
     theta: float = 10000.0,
 ) -> CompressedCache:
-    r"""GV-A1..12: the whole of Algorithm 1 on one layer's prompt: what `select` keeps with queries sampled from the hidden states.
+    r"""GV-A1..12: the whole of Algorithm 1 on one layer's prompt: `select` with queries sampled from the hidden states.
 
     Args: query [B, H_q, D], after RoPE, that of the last prompt token; keys [B, H_kv, T, D], after RoPE; values [B, H_kv, T, D_v];
     hidden_states [B, T, C]; query_weight [H_q, C, D]; noise [B, S, C], standard normal, shared by the heads of the layer.

@@ -1,4 +1,4 @@
-r"""GVote (arXiv 2509.03136), what its argument rests on: the budgeted selection that it leaves, and the smallest set to keep."""
+r"""GVote (arXiv 2509.03136), its derivation: the selection with a budget that it replaces, and the smallest set to keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def output(attention: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def importance(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""GV-3: `I_i = sum over the queries of the attention on token i`, the usual choice of the score that the paper leaves open.
+    r"""GV-3: `I_i = sum over the queries of the attention on token i`, a usual choice of the score, which the paper leaves open.
 
     Args: queries [..., M, D], all later than the keys; keys [..., T, D]. Returns [..., T], summing to M. Source: equation 3.
     """
@@ -45,7 +45,7 @@ def optimal_keep_set(attention: np.ndarray, p: float) -> np.ndarray:
 
 
 def attention_overlap(attention: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    r"""GV-F3: `sum over the candidates of the attention of the query that came`, its recall.
+    r"""GV-F3: `sum over the candidates of the attention of the real next query`, its recall.
 
     Args: attention [..., T]; candidates [..., T], boolean, such as the nucleus of a synthetic query. Returns [...], from 0 to 1.
     Source: section 3.3, figure 3.

@@ -1,4 +1,4 @@
-r"""H2O (arXiv 2306.14048), a baseline: keep the heavy hitters, which gathered most attention so far, and as many recent tokens."""
+r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so far (heavy hitters), and as many recent tokens."""
 
 from __future__ import annotations
 

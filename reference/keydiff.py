@@ -16,7 +16,7 @@ ArrayMap = Callable[[np.ndarray], np.ndarray]  # as a scorer: keys [..., T, D] t
 
 
 class Cache(NamedTuple):
-    """What one block hands on to the next: keys [..., n, D], values [..., n, D_v], positions [..., n], number of tokens seen."""
+    """The cache between two blocks: keys [..., n, D], values [..., n, D_v], positions [..., n], number of tokens seen."""
 
     keys: np.ndarray
     values: np.ndarray
@@ -65,7 +65,7 @@ def evict(cache: Cache, kept: np.ndarray) -> Cache:
 
 def unit(vectors: np.ndarray) -> np.ndarray:
     r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
-    # The largest component is divided out first: the square of 1e200 is not a number that float64 has.
+    # The vector is divided by its largest component first: the square of 1e200 overflows in float64.
     scale = np.abs(vectors).max(axis=-1, keepdims=True)
     vectors = vectors / np.where(scale == 0, 1, scale)
     length = np.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
@@ -115,7 +115,7 @@ def score(keys: np.ndarray) -> np.ndarray:
 
 
 def process_block(cache: Cache | None, keys: np.ndarray, values: np.ndarray, *, budget: int, scorer: ArrayMap = score) -> Cache:
-    r"""KD-6: `C_t = pi([C_(t-1) ; K_t, V_t])`: the block joins the cache, is scored with it, and all but N tokens go.
+    r"""KD-6: `C_t = pi([C_(t-1) ; K_t, V_t])`: the block joins the cache and is scored with it; then N tokens are kept.
 
     Args: cache, None before the first block; keys [..., B, D], values [..., B, D_v]; budget N >= 1; scorer, any of this file.
     Returns the Cache of min(N, n + B) tokens. Raises ValueError where shapes disagree or budget < 1. Source: equation 6.
@@ -129,7 +129,7 @@ def process_prompt(keys: np.ndarray, values: np.ndarray, *, budget: int, block_s
     r"""KD-6: block prompt processing of T tokens in blocks of B, the last one shorter: at most N + B tokens are held at a time.
 
     Args: as `process_block`, with keys and values of the whole prompt; block_size B >= 1 (B >= T is one shot). Returns the Cache.
-    In a model the keys of later layers depend on what earlier blocks kept; call `process_block` from there. Source: section 2.4.
+    In a model the keys of later layers depend on the tokens that earlier blocks kept: call `process_block`. Source: section 2.4.
     """
     keys = as_float64("keys", keys, "... T D")
     values = as_float64("values", values, "... T D_v")

@@ -1,4 +1,4 @@
-r"""KeyDiff (arXiv 2504.15364), what its argument rests on: the attention it compresses, the objective, the counts, the theorems."""
+r"""KeyDiff (arXiv 2504.15364), its derivation: the attention, the objective, the operation counts, the theorems."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _masked_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray)
 
 
 def attention_policy(weights: np.ndarray, budget: int, *, aggregate: ArrayMap) -> np.ndarray:
-    r"""KD-5: `top_N of phi(A)`, the family of methods that KeyDiff leaves: phi = the last row of A is TOVA, its column sums H2O.
+    r"""KD-5: `top_N of phi(A)`, scores from attention, unlike KeyDiff: phi = the last row of A is TOVA, its column sums H2O.
 
     Args: weights [..., M, T], attention of M queries; budget N; aggregate (phi), which maps them to scores [..., T].
     Returns kept [..., T], boolean. Raises ValueError as `selection.top_k` does. Source: equation 5.
@@ -66,7 +66,7 @@ def attention_policy(weights: np.ndarray, budget: int, *, aggregate: ArrayMap) -
 
 
 def pairwise_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    r"""KD-O: `sum_{i in S} sum_{j in S} cos(k_i, k_j) = N sum_{i in S} khat_i . mu(S)`, what section 3.3 sets out to minimise.
+    r"""KD-O: `sum_{i in S} sum_{j in S} cos(k_i, k_j) = N sum_{i in S} khat_i . mu(S)`, the objective that section 3.3 minimises.
 
     Args: keys [..., T, D]; kept [..., T], boolean (S). Returns [...]. Raises ValueError for a mask of another shape.
     """
@@ -76,7 +76,7 @@ def pairwise_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 def relaxed_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    r"""KD-O: `sum_{i in S} khat_i . mu`, with the mean over ALL keys in the place of the mean over S; KeyDiff minimises this.
+    r"""KD-O: `sum_{i in S} khat_i . mu`, with the mean over ALL keys instead of the mean over S; KeyDiff minimises this.
 
     Args and Returns as `pairwise_objective`. Source: section 3.3.
     """
@@ -86,7 +86,7 @@ def relaxed_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 class Operations(NamedTuple):
-    """How often each arithmetic operation is carried out; a comparison counts as an addition."""
+    """The number of operations of each kind; a comparison counts as an addition."""
 
     multiplications: int
     additions: int
@@ -104,7 +104,7 @@ def score_step_by_step(keys: np.ndarray, *, epsilon: float = 1e-8) -> np.ndarray
     if (np.abs(keys).max(axis=-1) == 0).any():
         raise ValueError("keys: got a zero key, wanted none: each key is divided by its norm")
     norms = np.sqrt((keys * keys).sum(axis=-1, keepdims=True))
-    # An array of one number for each head, so that whoever counts the operations on arrays counts this division too.
+    # An array with one number for each head, so that a count of array operations includes this division.
     count = np.full_like(norms[..., 0, :], keys.shape[-2])
     mu = (keys * (1 / norms)).sum(axis=-2) * (1 / count)
     dots = keys @ mu[..., None]
@@ -128,7 +128,7 @@ def flops(count: Operations, *, division: int = 5, square_root: int = 8) -> int:
 
 
 def alignment_bound(count: int, weight: float, largest_norm: float) -> float:
-    r"""KD-C1: `a / M - 1` with `a = log n + log(w / (1 - w))`: the least cosine of q with a key that draws the weight w.
+    r"""KD-C1: `a / M - 1` with `a = log n + log(w / (1 - w))`: the least cosine of q with a key that gets the weight w.
 
     Args: count n of other keys; weight w in (0, 1); largest_norm M > 0, above the norm of every key, for a unit query and logits
     k . q. Always `k* . q >= a - M`; the cosine is at least the returned number where that is >= 0 or `k* . q >= 0`, and

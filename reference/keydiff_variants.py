@@ -28,12 +28,12 @@ def raw_mean_score(keys: np.ndarray) -> np.ndarray:
 def dot_product_score(keys: np.ndarray) -> np.ndarray:
     r"""KD-T3: `score_i = -k_i . kbar`, kbar the mean of the keys: it ranks as `-sum_j k_i . k_j`. [..., T, D] to [..., T]."""
     keys = as_float64("keys", keys, "... T D")
-    # Decision: the anchor is the one that equation 7 with this similarity leads to; for dot products that is the mean of the keys.
+    # Decision: the anchor follows from equation 7 with this similarity; for dot products it is the mean of the keys.
     return -(keys @ keys.mean(axis=-2)[..., None])[..., 0]
 
 
 def euclidean_score(keys: np.ndarray) -> np.ndarray:
-    r"""KD-T3: `score_i = |k_i - kbar|`, similarity being minus the distance to the mean of the keys. [..., T, D] to [..., T]."""
+    r"""KD-T3: `score_i = |k_i - kbar|`, with minus the distance to the mean of the keys as similarity. [..., T, D] to [..., T]."""
     keys = as_float64("keys", keys, "... T D")
     # Decision: as for dot products; `sum_j |k_i - k_j|^2` is `T |k_i - kbar|^2` and a number that no token changes.
     difference = keys - keys.mean(axis=-2, keepdims=True)

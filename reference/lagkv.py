@@ -1,4 +1,4 @@
-r"""LagKV (arXiv 2504.04704): score each partition of the cache by how far it strays from the range of the next one."""
+r"""LagKV (arXiv 2504.04704): score the tokens of each partition by their variation relative to the range of the next partition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAITS = {"recursive"}
 def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:
     r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to [..., N + n, D].
 
-    `cached` may be empty (N = 0). Raises ValueError where heads or channels differ. Source: section 2.1, equation 5.
+    `cached` may be empty (N = 0). Raises ValueError if heads or channels differ. Source: section 2.1, equation 5.
     """
     new = as_float64("new", new, "... n D")
     require_shape("cached", cached, (*new.shape[:-2], cached.shape[-2], new.shape[-1]), "the heads and channels of new")
@@ -56,7 +56,7 @@ def variation_score(normalised: np.ndarray) -> np.ndarray:
     Args: normalised [..., L, D]. Returns [..., L]. Source: equation 10.
     """
     if normalised.shape[-1] == 1:
-        deviation = np.zeros_like(normalised[..., 0])  # one channel does not vary
+        deviation = np.zeros_like(normalised[..., 0])  # a single channel has no variation
     else:
         # Decision: the sample standard deviation (ddof=1), as in the authors' code; the paper does not say.
         deviation = normalised.std(axis=-1, ddof=1)
@@ -109,7 +109,7 @@ def compression_ratio(length: int, *, keep_ratio: float | Fraction, sink_size: i
 
 
 def keep_ratio_for(length: int, budget: int, *, sink_size: int = 16, lag_size: int = 1024) -> Fraction:
-    r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0 where none is.
+    r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0 if there is none.
 
     The paper adapts r this way to compare methods at equal compression (section 3.2). Returns an exact fraction of lag_size;
     1 where nothing needs to be removed. Raises ValueError naming an argument out of range.
@@ -124,7 +124,7 @@ def keep_ratio_for(length: int, budget: int, *, sink_size: int = 16, lag_size: i
 
 
 def why_nothing_removed(length: int, *, sink_size: int = 16, lag_size: int = 1024) -> str | None:
-    """Say why a cache of `length` tokens stays whole (LK-12), or None where LagKV compresses it."""
+    """Say why a cache of `length` tokens stays whole (LK-12), or None if LagKV compresses it."""
     shortest = sink_size + 2 * lag_size
     if length >= shortest:
         return None
@@ -146,7 +146,7 @@ def _kept_after(
     keep_ratio: float | Fraction,
     lag_size: int,
 ) -> np.ndarray:
-    """The mask that leaves the first `static_length` tokens alone and compresses the partitions after them, but not the last."""
+    """The kept mask: the first `static_length` tokens stay; every later partition but the last is compressed."""
     keys, values = _states(keys, values)
     lag_size = as_count("lag_size", lag_size, low=1)
     kept_each = tokens_per_partition(keep_ratio, lag_size)
@@ -179,7 +179,7 @@ def select(
 
 
 class Stream(NamedTuple):
-    """LK-R: the cache between two steps: the static part (sinks and what partitions left), then tokens not yet compressed.
+    """LK-R: the cache between two steps: the static part (sinks and kept tokens of partitions), then uncompressed tokens.
 
     keys [B, H_kv, N, D], values [B, H_kv, N, D_v], positions [B, H_kv, N] in the original sequence, ascending; static_length, how
     many of the N are static (sink_size at first, though fewer may have come); seen, how many tokens have come.
@@ -203,11 +203,11 @@ def step(
 ) -> Stream:
     r"""LK-R: append new tokens, then compress every partition after the static part that has a whole partition behind it.
 
-    In whatever chunks the tokens come, prompt or decoding, the kept positions are those of `select` on all of them; what was
-    evicted never returns. At most `sink_size + floor(rL) n + 2L - 1` tokens stay, n the partitions compressed so far.
+    The sizes of the chunks do not matter: the kept positions are those of `select` on all tokens; an evicted token never returns.
+    At most `sink_size + floor(rL) n + 2L - 1` tokens stay, n the partitions compressed so far.
 
     Args: stream, None at the start; keys [B, H_kv, n, D] and values [B, H_kv, n, D_v], the n >= 1 new tokens; the settings of
-    `select`. Returns the next Stream; the given one is left as it is. Raises ValueError naming the argument.
+    `select`. Returns the next Stream; the given stream is unchanged. Raises ValueError naming the argument.
     Source: the list of section 2.2, figure 1 and (the prefill in chunks) section 4.3.
     """
     keys, values = _states(keys, values)
@@ -224,7 +224,7 @@ def step(
     kept = _kept_after(stream.static_length, score, keys, values, keep_ratio, lag_size)
     compressed = max(0, (keys.shape[2] - stream.static_length) // lag_size - 1)
 
-    def gather(states: np.ndarray) -> np.ndarray:  # every head keeps as many as the next, so the rows stay a block
+    def gather(states: np.ndarray) -> np.ndarray:  # every head keeps the same number, so the rows stay a block
         return states[kept].reshape(batch, num_kv_heads, -1, *states.shape[3:])
 
     static_length = stream.static_length + compressed * tokens_per_partition(keep_ratio, lag_size)

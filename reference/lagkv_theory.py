@@ -1,4 +1,4 @@
-r"""LagKV (arXiv 2504.04704), the attention of its section 2.1 that the method compresses the cache of."""
+r"""LagKV (arXiv 2504.04704), the attention of its section 2.1, with the cache that the method compresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def project(
     r"""LK-1, LK-4: `Q = X W_Q, K = X W_K, V = X W_V` of one head; with a single row x, the q, k and v of a decoding step.
 
     Args: states [..., n, d]; the weights [..., d, d_h]. Returns queries, keys and values, each [..., n, d_h].
-    Raises ValueError where a weight does not fit the states. Source: section 2.1, equations 1 and 4.
+    Raises ValueError if a weight does not fit the states. Source: section 2.1, equations 1 and 4.
     """
     states = as_float64("states", states, "... n d")
     projected = []
@@ -55,7 +55,7 @@ def attention_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     if num_queries > length:
         raise ValueError(f"queries: got {num_queries} of them, wanted at most the {length} tokens of keys")
     require_shape("queries", queries, (*keys.shape[:-2], num_queries, keys.shape[-1]), "the heads and channels of keys")
-    # Decision: causal. Equation 3 is printed without a mask, with which a cached prefill would not be the uncached one.
+    # Decision: causal. Equation 3 is printed without a mask; then a cached prefill would differ from the uncached prefill.
     own_position = length - num_queries + np.arange(num_queries)[:, None]
     logits = attention_logits(queries, keys)
     return softmax(np.where(np.arange(length) <= own_position, logits, -np.inf))

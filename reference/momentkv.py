@@ -1,4 +1,4 @@
-r"""MomentKV (arXiv 2606.01563): sum up what is evicted in four moments, and give its share of the attention back from them.
+r"""MomentKV (arXiv 2606.01563): sum the evicted tokens up in four moments, and estimate their share of the attention from them.
 
 The derivation of the approximation, its error bounds and the analysis of eviction (equations 1 to 8, 13 to 36) are in
 `momentkv_theory.py`. E is the evicted set, R the retained one; logits are `s_i = q . k_i / sqrt(d)`.
@@ -25,7 +25,7 @@ class Moments(NamedTuple):
     Source: equation 22.
     """
 
-    # Decision: float32 or wider, whatever the dtype of the cache: a half-precision sum stops growing (MK-C2).
+    # Decision: float32 or wider for any dtype of the cache: a half-precision sum stops growing (MK-C2).
     count: np.ndarray  # type: ignore[assignment]
     key_sum: np.ndarray
     value_sum: np.ndarray
@@ -33,7 +33,7 @@ class Moments(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """What the moments say of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a sum)."""
+    """Statistics of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a sum)."""
 
     mean_key: np.ndarray
     mean_value: np.ndarray
@@ -103,7 +103,7 @@ def residual(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarr
 
     Args: keys [..., T, D]; values [..., T, D_v]; moments. Returns [..., T, D_v]. Source: equation 10, Algorithm 1 line 10.
     """
-    # Decision: with n_e = 0 the printed line is 0/0; the means it is set beside are 0, so the residual is v_j.
+    # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual is v_j.
     recovered = recover(moments)
     scale = np.maximum(moments.count, 1)[..., None, None] * np.sqrt(keys.shape[-1])
     return values - recovered.mean_value[..., None, :] - keys @ np.swapaxes(recovered.covariance, -1, -2) / scale
@@ -158,7 +158,7 @@ def retained_attention(logits: np.ndarray, values: np.ndarray, kept: np.ndarray)
     top = np.where(np.isfinite(top), top, 0)
     total = np.exp(np.where(kept, logits - top, -np.inf)).sum(axis=-1, keepdims=True)
     log_total = np.where(total > 0, top + np.log(np.where(total > 0, total, 1)), -np.inf)
-    # The weights by the log-sum-exp, as where parts are merged: such an implementation is judged by this rounding.
+    # The weights come from the log-sum-exp, as in a merge of parts: the tolerance comes from this rounding.
     weights = np.exp(np.where(kept, logits - np.where(total > 0, log_total, 0), -np.inf))
     return weights @ values, log_total[..., 0]
 
@@ -166,8 +166,8 @@ def retained_attention(logits: np.ndarray, values: np.ndarray, kept: np.ndarray)
 def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments) -> np.ndarray:
     r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log domain.
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T], boolean (what is not kept is not
-    read; its moments, if it has been evicted, are in `moments`); moments of the evicted tokens.
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T], boolean (other tokens are
+    not read; if they have been evicted, `moments` holds them); moments of the evicted tokens.
     Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps nothing and has no moments gives 0.
     Raises ValueError naming the argument that does not fit. Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
@@ -176,7 +176,7 @@ def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.nda
     moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
     queries = _grouped("query", as_float64("query", query, "B H_q D"), keys)
     from_retained, log_retained = retained_attention(attention_logits(queries, keys), values, kept[..., None, :])
-    of_each_query = Moments(*(field[:, :, None] for field in moments))  # one axis more, which the query heads of a group share
+    of_each_query = Moments(*(field[:, :, None] for field in moments))  # one more axis: the query heads of a group share the keys
     log_weights = log_mixing_weights(log_retained, log_evicted_partition(queries, of_each_query))
     retained_weight, evicted_weight = (np.exp(log_weight)[..., None] for log_weight in log_weights)
     output = retained_weight * from_retained + evicted_weight * approximate_evicted(queries, of_each_query)
@@ -218,7 +218,7 @@ def decode_step(
         moments = update(moments, keys, values, ~kept)
         keys = keys[kept].reshape(*keys.shape[:2], -1, keys.shape[-1])
         values = values[kept].reshape(*values.shape[:2], -1, values.shape[-1])
-    # Decision: the means are recovered after the last eviction; the printed lines 22 and 23 reuse those from before it.
+    # Decision: the means are recovered after the last eviction; the printed lines 22 and 23 reuse the means from before it.
     output = attend(query, keys, values, np.ones(keys.shape[:-1], dtype=bool), moments)
     return Step(output, keys, values, moments)
 
@@ -244,7 +244,7 @@ def score_prompt(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, c
 def select_prompt(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, budget: int, *, sink_size: int = 1, chunk_size: int = 4
 ) -> np.ndarray:
-    r"""MK-P: keep the first token, the observation window and the best of the rest, in one shot; `update` with the others.
+    r"""MK-P: keep the first token, the observation window and the best other tokens, in one shot; `update` takes the evicted ones.
 
     Args: as `score_prompt`, and budget, at least the protected tokens. Returns kept [B, H_kv, T], boolean.
     The paper divides the budget over the heads by AdaKV: give the scores to `ada_kv` for that. Source: section 5.1.
@@ -273,7 +273,7 @@ def _as_moments(moments: Moments, lead: tuple[int, ...], head_dim: int, value_di
         fields.append(array)
     if (fields[0] < 0).any() or (fields[0] != np.floor(fields[0])).any():
         raise ValueError("moments.count: got a negative or broken number, wanted whole numbers of at least 0")
-    # The count stays what it is, so that whole numbers remain whole numbers.
+    # The count keeps its dtype, so that whole numbers remain whole numbers.
     return Moments(np.asanyarray(moments[0]), *fields[1:])
 
 

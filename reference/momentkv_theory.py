@@ -1,9 +1,9 @@
-r"""Why MomentKV works and how far (arXiv 2606.01563): the error of eviction, the expansion, its bounds, the mixing weight.
+r"""MomentKV (arXiv 2606.01563), its derivation and limits: the error of eviction, the expansion, its bounds, the mixing weight.
 
 Sections 2 and 3 (equations 1 to 8), appendices A and B (13 to 36), Algorithm 1 as printed and the storage of the moments. The
-method itself is in `momentkv.py`; where the paper prints something that does not hold, the function gives both and the errata say
-more. Every function reads as one head: query [..., D], keys [..., T, D], values [..., T, D_v]; from equation 8 on, keys and values
-are those of the evicted set. Centred logits must stay below 700 where their exponential itself is asked for.
+method itself is in `momentkv.py`; where a printed line does not hold, the function gives the printed and the mended line, and the
+errata explain it. Every function reads as one head: query [..., D], keys [..., T, D], values [..., T, D_v]; from equation 8 on,
+keys and values are those of the evicted set. Centred logits must stay below 700 where their exponential itself is asked for.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def weight_bias(retained: np.ndarray, evicted: np.ndarray, estimate: np.ndarray)
     r"""MK-35: the bias of the mixing weight. Args: Z_R, Z_E and Zhat_E, positive. Source: equation 35.
 
     epsilon = (Z_E - Zhat_E) / Zhat_E. The printed third line, `w_R what_E epsilon / (1 + epsilon what_E)`, divides once too often:
-    it is right with what_R in the place of w_R, or without its denominator.
+    it is right with what_R instead of w_R, or without its denominator.
     """
     epsilon = (evicted - estimate) / estimate
     retained_weight, estimated_weight = retained / (retained + evicted), estimate / (retained + estimate)
@@ -243,7 +243,7 @@ def estimated_evicted_weight(evicted_mass: np.ndarray, ratio: np.ndarray) -> np.
 
 
 class Error(NamedTuple):
-    """MK-36: `f - fhat` as the sum of what the approximation and what the weight gets wrong, [..., D_v] each."""
+    """MK-36: `f - fhat` as the sum of two errors, of the approximation and of the weight, [..., D_v] each."""
 
     of_approximation: np.ndarray
     of_weight: np.ndarray
@@ -279,9 +279,9 @@ def algorithm_1(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Moments]:
     r"""MK-A1: Algorithm 1 line by line as printed, for one head, to be compared with `momentkv.decode_step`.
 
-    Args: query, new_key [D]; new_value [D_v]; retained keys [T, D] and values [T, D_v]; moments of no leading axis; budget (L).
-    Returns output [D_v], keys, values, moments. Raises FloatingPointError where a token is evicted with n_e = 0 (line 10 divides
-    0 by 0), UnboundLocalError where nothing is evicted with n_e > 0 (line 22 reads means that were never set). Otherwise the
+    Args: query, new_key [D]; new_value [D_v]; retained keys [T, D] and values [T, D_v]; moments without leading axes; budget (L).
+    Returns output [D_v], keys, values, moments. Raises FloatingPointError if a token is evicted with n_e = 0 (line 10 divides
+    0 by 0), UnboundLocalError if nothing is evicted with n_e > 0 (line 22 reads means that were never set). Otherwise the
     output mixes with the means from before the last eviction and the count from after it.
     """
     count, key_sum, value_sum, value_key_sum = moments
@@ -328,12 +328,12 @@ def mixing_weight(retained_partition: np.ndarray, evicted_partition: np.ndarray)
 
 
 def attend_zeroth_order(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-T4: `what_R f_R(q) + (1 - what_R) vbar`, the variant of 2d numbers a head: value_key_sum plays no part.
+    r"""MK-T4: `what_R f_R(q) + (1 - what_R) vbar`, the variant with 2d numbers per head: value_key_sum is not used.
 
     Args and returns as `attend`. Source: table 4 ("0th").
     """
     keys, values = _as_tokens(keys, values, "B H_kv T")
     moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    # With S = s_v s_k^T / n_e nothing varies around the mean: Stilde is 0.
+    # With S = s_v s_k^T / n_e there is no variation around the mean: Stilde is 0.
     uncorrelated = moments.value_sum[..., :, None] * recover(moments).mean_key[..., None, :]
     return attend(query, keys, values, kept, moments._replace(value_key_sum=uncorrelated))

@@ -21,7 +21,7 @@ def budgets(budget: int, num_layers: int, *, beta: float = 20.0) -> list[int]:
     step = 2 * (budget - last) / max(1, num_layers - 1)
     exact = [budget if num_layers == 1 else 2 * budget - last - layer * step for layer in range(num_layers)]
     whole = [math.floor(share) for share in exact]
-    # Decision: what the floors leave goes to the largest fractions, lower layers first: the total is exact, budgets still fall.
+    # Decision: tokens left over by the floors go to the largest fractions, lower layers first: the total is exact, budgets fall.
     by_fraction = sorted(range(num_layers), key=lambda layer: (whole[layer] - exact[layer], layer))
     for layer in by_fraction[: num_layers * budget - sum(whole)]:
         whole[layer] += 1

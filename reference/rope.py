@@ -1,4 +1,4 @@
-r"""Rotary position embedding, in the half-split pairing of transformers: channel i turns with channel i + D/2."""
+r"""Rotary position embedding, in the half-split pairing of transformers: channels i and i + D/2 rotate together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def frequencies(head_dim: int, theta: float = 10000.0) -> np.ndarray:
 
 
 def rotate(states: np.ndarray, positions: np.ndarray, theta: float = 10000.0) -> np.ndarray:
-    r"""ROPE-2..5: `R_t x_t`, turn each pair (x_i, x_{i + D/2}) by the angle position * frequency_i.
+    r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position * frequency_i.
 
     Args: states [..., T, D]; positions [T] or any shape that broadcasts to [..., T]. Negated positions undo the rotation.
     Returns [..., T, D]. Raises ValueError for an odd D.

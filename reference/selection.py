@@ -52,7 +52,7 @@ def top_k(scores: np.ndarray, budget: int, protected: np.ndarray | None = None) 
 
 
 def regret(scores: Any, kept: np.ndarray) -> np.ndarray:
-    r"""SEL-2: what a selection lost, `sum of the |kept| highest scores - sum of the kept scores`, at least 0.
+    r"""SEL-2: the loss of a selection, `sum of the |kept| highest scores - sum of the kept scores`, at least 0.
 
     Args: scores [..., T], finite; kept [..., T], boolean. Returns the regret of each row, [...].
     A selection made from slightly different numbers is judged by this, not by comparing positions.

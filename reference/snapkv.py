@@ -1,4 +1,4 @@
-r"""SnapKV (arXiv 2404.14469), a baseline: keep what the last queries of the prompt attend to, smoothed over neighbours."""
+r"""SnapKV (arXiv 2404.14469), a baseline: keep the tokens that the prompt's last queries attend to, smoothed over neighbours."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     Source: section 3.2 of the paper.
     """
     queries, keys = by_group(queries, keys)
-    # Decision: nothing is protected; the last token attends to itself and has to earn its place, as in the authors' code.
+    # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the authors' code.
     received = softmax(attention_logits(queries[..., -1:, :], keys))[..., 0, :]
     scores = received.mean(axis=(1, 2))
     return np.repeat(scores[:, None], keys.shape[1], axis=1)

@@ -119,7 +119,7 @@ def test_several_questions_do_not_see_one_another(model: LlamaForCausalLM, promp
 
 def test_compressed_tokens_cannot_be_cropped(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = cached(model, prompt, "keydiff", 0.5)
-    with pytest.raises(ValueError, match="cannot be given back"):
+    with pytest.raises(ValueError, match="cannot be restored"):
         cache.crop(-1)
 
 
@@ -200,7 +200,7 @@ def test_assisted_generation_after_the_prompt_and_a_refusal_while_decoding(
     wanted = generate(model, prompt, plain, count=20)
     assert torch.equal(generate(model, prompt, guessed, count=20, prompt_lookup_num_tokens=3), wanted)
     decoding = EvictingCache(model, method, 0.5, every=2)
-    with pytest.raises(ValueError, match="assisted generation wants every=0"):
+    with pytest.raises(ValueError, match="assisted generation needs every=0"):
         generate(model, prompt, decoding, count=20, prompt_lookup_num_tokens=3)
 
 

@@ -50,7 +50,7 @@ def test_methods() -> None:
     for name in [*catalogue.allocators(), "moments"]:
         assert f"+{name} " in printed
     assert set(ADDITIONS) == {*catalogue.allocators(), "moments"}
-    assert "They compose: a method, then allocators, then moments" in printed
+    assert "Methods compose: a method, then allocators, then moments" in printed
 
 
 def test_run_answers_several_questions_from_one_cache(model_folder: Path, text_file: Path) -> None:
@@ -118,7 +118,7 @@ def test_control_c_is_one_line_and_130(model_folder: Path, text_file: Path, tmp_
     }
     done = invoke(command, "--model", model_folder, *given[command])
     assert done.exit_code == 130
-    assert done.stderr.strip() == ("stopped" if command == "run" else "stopped the same command goes on where it was")
+    assert done.stderr.strip() == ("stopped" if command == "run" else "stopped the same command goes on where it stopped")
     assert done.stdout == ""
 
 

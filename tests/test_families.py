@@ -191,7 +191,7 @@ def test_future_queries_are_refused_where_they_would_be_others_than_the_models(c
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for method in ("expected_attention", "gvote"):
-        with pytest.raises(UsageError, match=f"turned by RoPE in two halves; wanted a method .* in place of {method}"):
+        with pytest.raises(UsageError, match=f"rotated by RoPE in two halves; wanted a method .* instead of {method}"):
             EvictingCache(model, method)
     cache = EvictingCache(model, "keydiff+ada_kv", 0.5)  # other methods do not mind
     assert read(model, IDS, cache).isfinite().all()

@@ -413,7 +413,7 @@ def test_generation_is_continued_in_a_second_call(model: LlamaForCausalLM, metho
 def test_a_block_of_padding_alone_is_refused(model: LlamaForCausalLM) -> None:
     ids, given = padded(30, 10)
     cache = EvictingCache(model, "keydiff", budget=8, every=8)
-    with pytest.raises(UsageError, match="got a row of padding alone in the first 8 tokens, wanted a larger block"):
+    with pytest.raises(UsageError, match="got a row with only padding in the first 8 tokens, wanted a larger block"):
         generate(model, ids, cache, count=2, mask=given["attention_mask"], prefill_chunk_size=8)
 
 

@@ -1,1 +1,1 @@
-"""Lessons: each file is a script that runs, and is rendered with what it prints when the site is built (`build.py`)."""
+"""Lessons: each file runs as a script, and the site shows it with its output (`build.py`)."""

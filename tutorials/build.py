@@ -1,7 +1,7 @@
-"""Runs the lessons and makes the site's pages of them: what a lesson prints and draws, and a notebook to download.
+"""Runs the lessons and makes their pages for the site: the output and the pictures of each, and a notebook to download.
 
-`mkdocs build` asks for each lesson by `built`; tests/test_lessons.py does too. A lesson is run again only after a change of its
-file or of the code that it may run or show.
+`mkdocs build` and tests/test_lessons.py get each lesson from `built`. A lesson is run again only after a change of its file or of
+the code that it may run or show.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from filelock import FileLock
 ROOT = Path(__file__).parent.parent
 BUILT = ROOT / "build" / "lessons"
 LIMIT_IN_SECONDS = 60  # of processor time, for one lesson
-SOURCES = ("reference", "optimized", "spec_tests", "evictionary")  # what a lesson may run or show
+SOURCES = ("reference", "optimized", "spec_tests", "evictionary")  # the code that a lesson may run or show
 JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
 
 
@@ -40,7 +40,7 @@ def _line(lesson: Path, pattern: str, wanted: str) -> str:
 
 
 def heading(lesson: Path) -> str:
-    """The heading of a lesson's page: its number, by which lessons name each other, and its title."""
+    """The heading of a lesson's page: its number, which other lessons use, and its title."""
     return f"{int(lesson.stem[:2])}. {_line(lesson, r'^# (.+)$', 'a heading, # ...')}"
 
 
@@ -50,15 +50,15 @@ def question(lesson: Path) -> str:
 
 
 def is_built(lesson: Path) -> bool:
-    """Whether `built` would find the lesson's pages, and need not run it."""
+    """Whether `built` would find the lesson's pages without running it."""
     stamp = BUILT / lesson.stem / "made_from"
     return stamp.exists() and stamp.read_text(encoding="utf-8") == _made_from(lesson)
 
 
 def built(lesson: Path) -> Path:
-    """The folder with a lesson's page, notebook and pictures, made now where there is none of this lesson and this code.
+    """The folder with a lesson's page, notebook and pictures, made now if there is none for this lesson and this code.
 
-    Raises LessonError where the lesson cannot be run, takes longer than LIMIT_IN_SECONDS, or has an exercise that is not right.
+    Raises LessonError if the lesson cannot be run, takes longer than LIMIT_IN_SECONDS, or has an exercise that is not right.
     """
     folder = BUILT / lesson.stem
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def _build(lesson: Path, folder: Path) -> None:
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook.metadata.pop("jupytext", None)
     for number, cell in enumerate(notebook.cells):
-        cell["id"] = f"{name}-{number}"  # a number instead of a random one, so that the same lesson is the same file
+        cell["id"] = f"{name}-{number}"  # a fixed id instead of a random one: the same lesson gives the same file
     (folder / f"{name}.ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
     notebook.cells.append(nbformat.v4.new_code_cell(JUDGED))
     _run(notebook, lesson)
@@ -105,7 +105,7 @@ def _build(lesson: Path, folder: Path) -> None:
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     body, resources = exporter.from_notebook_node(notebook, {"output_files_dir": name, "unique_key": "picture"})
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
-    download = f"[Download it as a notebook]({name}.ipynb), or read on: what the code gives stands below it."
+    download = f"[Download it as a notebook]({name}.ipynb), or read on: the output stands below the code."
     rest = re.sub(r"^\*\*Predict\*\*(?:.+\n)+", r"\g<0>{ .predict }\n", body.partition("\n")[2], flags=re.MULTILINE)
     (folder / f"{name}.md").write_text(f"# {heading(lesson)}\n\n{download}\n{rest}\n", encoding="utf-8")
     for path, content in resources["outputs"].items():
@@ -135,9 +135,9 @@ def _run(notebook: Any, lesson: Path) -> None:
 
 
 def judge_exercises(names: dict[str, Any]) -> None:
-    """Called in the kernel of a lesson, at its end, with all names of it: put every exercise to its check, untouched and solved.
+    """Called in the kernel of a lesson, at its end, with all its names: run the check of every exercise, untouched and solved.
 
-    Raises ValueError where there is none, an untouched one passes, a solution does not, or the lesson has taken too long.
+    Raises ValueError if there is no exercise, an untouched exercise passes, a solution fails, or the lesson has taken too long.
     """
     exercises = [name.removeprefix("check_") for name in names if name.startswith("check_")]
     if not exercises:
@@ -149,6 +149,6 @@ def judge_exercises(names: dict[str, Any]) -> None:
         except Exception:
             continue
         raise ValueError(f"the untouched exercise {name} passes its check")
-    seconds = sum(os.times()[:4])  # of this process and its children; a clock on the wall counts what else the machine does
+    seconds = sum(os.times()[:4])  # of this process and its children; wall-clock time would include other work of the machine
     if seconds > LIMIT_IN_SECONDS:
         raise ValueError(f"the lesson took {seconds:.0f} s of processor time, wanted at most {LIMIT_IN_SECONDS}")

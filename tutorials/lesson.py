@@ -1,4 +1,4 @@
-"""What the lessons share: the source of a tested function, the verdict on an exercise, the look of the pictures, the model."""
+"""Helpers of the lessons: show a tested function, judge an exercise, draw pictures, load the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ plt.rcParams.update(
 
 
 def show(*functions: Callable[..., Any]) -> None:
-    """Show the source of functions as it stands in the project."""
+    """Show the source of functions of the project."""
     for function in functions:
         function = getattr(function, "fn", function)  # a Triton kernel wraps the function that it was made of
         file = Path(inspect.getsourcefile(function) or "")
@@ -37,11 +37,11 @@ def show(*functions: Callable[..., Any]) -> None:
 
 
 def report(check: Callable[[Any], None], attempt: Any) -> None:
-    """Say whether an answer passes its check, without stopping the lesson where it does not."""
+    """Say whether an answer passes its check, without stopping the lesson if it does not."""
     try:
         check(attempt)
     except NotImplementedError:
-        print("not yet: this one is still to be written")
+        print("not yet: this function is still to be written")
     except Exception as error:
         print(f"not yet: {error or type(error).__name__}")
     else:

@@ -25,34 +25,34 @@ from evictionary.optimized import momentkv
 from evictionary.optimized.checks import is_finite
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
-"""The states that a cache is not handed by the model and has to capture, if a method names them."""
+"""The states that the model does not hand to a cache; the cache captures them if a method names them."""
 READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries"})
-"""What is made of queries without their rotation, or of hidden states: future_queries.py has to do as the model does."""
+"""Inputs computed from queries before RoPE or from hidden states: future_queries.py must repeat the model's own steps for them."""
 
 
 class EvictingCache(Cache):
-    """A cache for `model.generate(..., past_key_values=cache)` that compresses what has been read.
+    """A cache for `model.generate(..., past_key_values=cache)` that compresses the tokens it has read.
 
-    The prompt is the first thing the model reads with this cache, in one forward. Its tokens attend to one another in full;
-    then each layer keeps what `method` chooses. Later tokens are appended, at their true positions. With `every`, a layer
-    compresses again whenever that many tokens have come: so a prompt read in blocks of `every` tokens never takes more than the
-    budget and a block, and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored
-    ragged, without padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
+    The prompt is the first forward of the model with this cache. Its tokens attend to one another in full; then each layer keeps
+    the tokens that `method` chooses. Later tokens are appended, at their true positions. With `every`, a layer compresses again
+    after that many new tokens: a prompt that is read in blocks of `every` tokens never takes more than the budget and a block,
+    and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored ragged, without
+    padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
 
     Args: model, a decoder with rotary positions; method, a name, a `path/to/file.py[:function]`, a composition such as
     `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything; compression_ratio, the fraction to remove of all tokens seen,
-    in [0, 1), or budget, the tokens to keep in each head, which takes its place; options, the method's own; every, 0 for the prompt
-    alone, by default what the method itself defines (MomentKV: 1); seed, for methods that draw; record, states ("queries",
+    in [0, 1), or budget, the tokens to keep in each head, which replaces the ratio; options, the method's own; every, 0 for the
+    prompt alone, by default the method's own value (MomentKV: 1); seed, for methods that draw; record, states ("queries",
     "hidden_states") to keep for `from_prefilled`.
-    Raises UsageError for any of them that cannot be used.
+    Raises UsageError for an argument that cannot be used.
     """
 
     layers: list[Any]
-    peak_tokens: int  # the most that any head has stored at once
+    peak_tokens: int  # the largest number of tokens that any head has stored at once
     recorded: dict[int, dict[str, torch.Tensor]]
     _padding: torch.Tensor | None
     _finalizer: Any
-    _handed: dict[int, torch.Tensor]  # the keys that the attention of a layer was handed and has not asked about yet
+    _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
 
     def __init__(
@@ -74,7 +74,7 @@ class EvictingCache(Cache):
         self.seed = seed
         tokens_to_keep(1, compression_ratio, budget)  # refuses values out of range before the prompt is read
         if options and self.method is None:
-            raise UsageError("options: got some without a method, wanted none")
+            raise UsageError("options: got options without a method, wanted none")
         self.options = self.method.typed_options(options) if self.method else {}
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
             raise UsageError(f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone")
@@ -83,12 +83,12 @@ class EvictingCache(Cache):
         if self.every and self.method and "recursive" in traits and budget is not None:
             raise UsageError(
                 f"budget: got {budget} with every={self.every}, wanted a compression_ratio: {self.method.name} keeps a fraction of "
-                "each partition when it comes, so that what it keeps grows with the text"
+                "each new partition, so the number of kept tokens grows with the text"
             )
         if self.every and self.method and "prompt_only" in traits:
             raise UsageError(
-                f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, which are gone "
-                "when it is to compress again"
+                f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, and these are gone "
+                "when the cache compresses again"
             )
         if self.method and self.method.reads & READ_FROM_ROPE:
             require_readable_queries(model, self.method.name)
@@ -106,10 +106,10 @@ class EvictingCache(Cache):
 
     @classmethod
     def from_prefilled(cls, model: PreTrainedModel, prefilled: Cache, *arguments: Any, **named: Any) -> EvictingCache:
-        """Compress a prompt that `prefilled`, a full cache, already holds; it stays as it is.
+        """Compress a prompt that `prefilled`, a full cache, already holds; `prefilled` stays unchanged.
 
         The other arguments are those of EvictingCache. A method that reads queries or hidden_states needs a `prefilled` that
-        is an `EvictingCache(model, method=None, record=(...))`. Raises UsageError where something was removed from it.
+        is an `EvictingCache(model, method=None, record=(...))`. Raises UsageError if tokens were removed from `prefilled`.
         """
         cache = cls(model, *arguments, **named)
         recorded = getattr(prefilled, "recorded", {})
@@ -138,17 +138,17 @@ class EvictingCache(Cache):
         cache._close_if_settled()
         return cache
 
-    # what the model calls
+    # called by the model
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to a layer and return what its attention is handed: everything stored, or the tokens since ragged heads."""
+        """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
         layer = self.layers[layer_idx]
         if layer_idx in self._handed:
             raise RuntimeError(
-                f"layer {layer_idx}: tokens were read but their queries never seen, so they could not be compressed; "
-                "does the model change them after they are cached, or was the attention implementation changed in between?"
+                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them; "
+                "does the model change the keys after they are cached, or was the attention implementation changed in between?"
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(layer, EvictingLayer):
@@ -162,13 +162,13 @@ class EvictingCache(Cache):
         return keys, values
 
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
-        """Take what the model was given before it reads `length` tokens of each row; model_hooks.py calls this."""
+        """Take the padding and positions of a forward that will read `length` tokens of each row; model_hooks.py calls this."""
         seen = self.get_seq_length()
         if seen == 0:
             if padding is not None and int(padding.max()) >= length:
                 raise UsageError(
-                    f"attention_mask: got a row of padding alone in the first {length} tokens, wanted a larger block: each row "
-                    "of a batch has to begin in the first one"
+                    f"attention_mask: got a row with only padding in the first {length} tokens, wanted a larger block: the first "
+                    "block must hold a token of each row of the batch"
                 )
             self._padding = padding
             self._counts_padding = padding is not None and position_ids is None
@@ -186,7 +186,7 @@ class EvictingCache(Cache):
     def attend(
         self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Answer for the attention of a layer, and compress it when it is time; model_hooks.py calls this.
+        """Compute the attention of a layer, and compress the layer when it is due; model_hooks.py calls this.
 
         Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask.
         """
@@ -211,7 +211,7 @@ class EvictingCache(Cache):
             if due:
                 self._compress(layer_index)
         except Exception:
-            self.close()  # what was read is lost, and the model is to be as it was
+            self.close()  # the tokens just read are lost; the model gets its own attention back
             raise
         self._captured.pop(layer_index, None)
         self._close_if_settled()
@@ -284,7 +284,7 @@ class EvictingCache(Cache):
         layer.evicted_at = layer.seen
 
     def _supply(self, layer_index: int) -> Supply:
-        """What only the model knows, made of what was captured, by name; nothing where that is missing."""
+        """Return the callback that computes the inputs only the model knows, from the captured states."""
 
         def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
             model, source = self._model(), CAPTURED_FOR.get(name)
@@ -305,10 +305,10 @@ class EvictingCache(Cache):
 
         return supply
 
-    # the life of the cache
+    # opening and closing the cache
 
     def _wait(self) -> None:
-        """Wait for a prompt: watch the model until the cache has no more need of it, is closed, or is dropped."""
+        """Wait for a prompt: watch the model until the cache no longer needs it, is closed, or is deleted."""
         self._handed, self._captured, self.recorded = {}, {}, {}
         self._padding = None
         self._counts_padding = False
@@ -323,19 +323,19 @@ class EvictingCache(Cache):
         self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
 
     def _close_if_settled(self) -> None:
-        """Let go of the model once its own attention can do the rest."""
+        """Stop watching the model once its own attention can do the rest."""
         layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
         if self.method is not None and self.every:
             return
         if any(layer.evicted_at == 0 for layer in layers) or not all(layer.is_plain for layer in layers):
             return
-        # One mask serves all layers of a model, so it must fit them all; and it knows nothing of padding that is gone.
+        # One mask serves all layers of a model, so it must fit all layers; it does not know that padding was removed.
         unpadded = self._padding is None or self.method is None
         if unpadded and len({layer.longest for layer in layers}) == 1:
             self.close()
 
     def close(self) -> None:
-        """Take every hook out of the model again. Happens by itself when it can, and when the cache is dropped."""
+        """Remove every hook from the model. The cache does this by itself as soon as possible, and when it is deleted."""
         self._finalizer()
         self._handed.clear()
 
@@ -369,7 +369,7 @@ class EvictingCache(Cache):
         self._wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
-        """A cache with tensors of its own, for another question; the method and the model are shared."""
+        """Return a copy with tensors of its own, for another question; the copies share the method and the model."""
         if self.get_seq_length() == 0:
             raise ValueError("deepcopy: the cache has not read its prompt yet")
         twin = copy.copy(self)
@@ -388,18 +388,18 @@ class EvictingCache(Cache):
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
-        """Read a cache that `save` wrote, for the same model. Raises UsageError for another file or a model that does not fit."""
+        """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a model that does not fit."""
         settings, tensors = file.read(path, str(model.device))
         cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
         file.restore(cache, model, settings, tensors, path)
         cache._close_if_settled()
         return cache
 
-    # what it takes
+    # memory
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the keys and values really allocate: the sizes of their storages, each counted once."""
+        """The bytes that the keys and values allocate: the sizes of their storages, each counted once."""
         states = [state for layer in self.layers for state in _states(layer)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states}
         return sum(storages.values())
@@ -437,16 +437,17 @@ _readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDic
 
 
 def require_readable_queries(model: PreTrainedModel, name: str) -> None:
-    """Raise UsageError where hidden states do not give the queries of this model by future_queries.py: tried once, on a few tokens.
+    """Raise UsageError if future_queries.py cannot compute this model's queries from hidden states; a few tokens are tried.
 
-    RoPE may be paired in another way, left out of some layers, or followed by a norm, and no configuration says so.
+    A model may pair RoPE's channels in another way, leave RoPE out of some layers, or apply a norm after it; no configuration
+    tells.
     """
     if model not in _readable:
         _readable[model] = _has_readable_queries(model)
     if not _readable[model]:
         raise UsageError(
-            f"model: got {type(model).__name__}, whose queries are not its projected hidden states turned by RoPE in two halves; "
-            f"wanted a method that reads no future queries in place of {name}"
+            f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE in two halves; "
+            f"wanted a method that reads no future queries instead of {name}"
         )
 
 
@@ -463,23 +464,23 @@ def _has_readable_queries(model: PreTrainedModel) -> bool:
                     states["queries"], *future_queries.rotation(model, index, torch.arange(4, device=model.device))
                 )
                 projected = future_queries.project(model, modules[index], states["hidden_states"]).float() * factor
-                # Wrong ones are off by their own size, and bfloat16 by a hundredth of it.
+                # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
                 if not (queries - projected).abs().max() <= 0.1 * projected.abs().max():
                     return False
-        except (KeyError, UsageError):  # it calls its hidden states otherwise, or has no projection of its own for queries
+        except (KeyError, UsageError):  # the model has another name for hidden states, or no separate projection for queries
             return False
     return True
 
 
 def _states(layer: Any) -> list[torch.Tensor]:
-    """The tensors of keys and values of a layer, the flat ones of ragged heads among them."""
+    """The key and value tensors of a layer, including the flat tensors of ragged heads."""
     ragged = getattr(layer, "ragged", None)
     states = [layer.keys, layer.values, *((ragged.keys, ragged.values) if ragged is not None else ())]
     return [state for state in states if state is not None]
 
 
 def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
-    """The mask of the last M tokens over what a layer stores, to be added to the logits [B, 1, M, stored]; None for all to see."""
+    """The additive mask [B, 1, M, stored] of the last M tokens over a layer's stored tokens; None if nothing is masked."""
     assert layer.keys is not None
     num_queries, stored = queries.shape[2], layer.keys.shape[2]
     if num_queries == 1 and layer.padding is None:

@@ -1,4 +1,4 @@
-"""A cache as a safetensors file: its tensors, and in the file's metadata what it was made with."""
+"""Saves a cache as a safetensors file: its tensors, and its arguments in the file's metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "evictionary/cache/1"
 ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
-"""The arguments of a cache that are written as they are."""
+"""The arguments of a cache that are written without conversion."""
 
 
 def write(cache: EvictingCache, path: str | Path) -> None:
@@ -69,7 +69,7 @@ def read(path: str | Path, device: str) -> tuple[dict[str, Any], dict[str, torch
 def restore(
     cache: EvictingCache, model: PreTrainedModel, settings: dict[str, Any], tensors: dict[str, torch.Tensor], path: str | Path
 ) -> None:
-    """Put what `read` found into an empty cache. Raises UsageError, and closes the cache, where the model does not fit."""
+    """Put the settings and tensors from `read` into an empty cache. Raises UsageError, and closes it, if the model does not fit."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     if len(settings["layers"]) != len(cache.layers) or tensors["0.keys"].shape[1] != heads:

@@ -1,7 +1,7 @@
-"""What methods want to know of queries that have not come yet: their Gaussian before RoPE, and samples of it.
+"""Estimates future queries for methods: a Gaussian of the queries before RoPE, and samples from it.
 
-Everything goes through the model's own modules (its rotary embedding, its query projection and norm), so that scaled or partial
-RoPE and QK-norm come out as the model has them; on plain RoPE it equals the reference (EA-6, GV-A4 to GV-A8; tested).
+All steps use the model's own modules (rotary embedding, query projection and norm), so scaled or partial RoPE and QK-norm are
+those of the model; with plain RoPE the results equal the reference (EA-6, GV-A4 to GV-A8; tested).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) 
     rotary = next((module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")), None)
     if rotary is None:
         raise UsageError(f"model: found no rotary embedding in {type(model).__name__}, which this method reads")
-    # Some families turn sliding and full layers by different angles.
+    # Some model families rotate sliding and full layers by different angles.
     extra = {}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         kinds = getattr(model.config.get_text_config(), "layer_types", None)
@@ -42,7 +42,7 @@ def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) 
 
 
 def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE in transformers' pairing on the first R channels of states; the rest passes."""
+    """Apply RoPE, with transformers' pairing, to the first R channels of states; the other channels stay unchanged."""
     rotated, passed = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
     return torch.cat([rotated * cos + torch.cat([-second, first], dim=-1) * sin, passed], dim=-1)
@@ -92,7 +92,7 @@ def sampled_queries(
     generator, for the noise, which the heads share.
     """
     num_tokens = hidden_states.shape[1]
-    sinks = max(0, SINKS - (position - num_tokens))  # the last tokens of a long text hold none
+    sinks = max(0, SINKS - (position - num_tokens))  # the last tokens of a long text include no such token
     observed = hidden_states[:, min(sinks, num_tokens - 1) :].float()
     mean = observed.mean(dim=1, keepdim=True)
     # In blocks that stay in a processor's cache: torch.var over an axis that is not the last takes ten times as long on a CPU.
@@ -124,5 +124,5 @@ def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) ->
 
 
 def logit_factor(module: Any, head_dim: int) -> float:
-    """What queries are multiplied with so that `q . k / sqrt(D)` is the model's logit: 1 but for models that scale otherwise."""
+    """The factor for queries that makes `q . k / sqrt(D)` the model's logit: 1, except for models with another scale."""
     return float(getattr(module, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)

@@ -1,4 +1,4 @@
-"""What a cache stores for one layer: the same number of tokens in every head, or ragged heads, each with its own."""
+"""The storage of one layer: the same number of tokens in every head, or ragged heads, each with its own number."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RECENT = 128
 class EvictingLayer(DynamicLayer):
     """The keys and values of one layer, and the positions of the tokens that they belong to.
 
-    As long as every head keeps as many tokens as the next, `keys` [B, H_kv, stored, D] and `values` hold them all. Once heads
-    differ, `ragged` holds what was kept (flat, not a byte more than the kept tokens), and `keys` and `values` the tokens since.
+    As long as all heads keep the same number of tokens, `keys` [B, H_kv, stored, D] and `values` hold all tokens. Once heads
+    differ, `ragged` holds the kept tokens (flat, without a byte of padding), and `keys` and `values` hold the tokens since then.
     `padding` [B] counts the tokens that each row is padded with on the left, or is None; `moments` are those of the evicted tokens,
-    `recent` [B, H_q, n, D] the last queries, `recent_hidden` [B, n, hidden] the last hidden states and `static` what LagKV never
-    touches again, where a method asks for them.
+    `recent` [B, H_q, n, D] the last queries, `recent_hidden` [B, n, hidden] the last hidden states and `static` the number of
+    tokens that LagKV never compresses again; each is set only for a method that needs it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class EvictingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, H_kv, M, D] at the positions seen .. seen + M - 1. Returns `keys` and `values`: without the ragged part."""
+        """Append [B, H_kv, M, D] at the positions seen .. seen + M - 1. Returns `keys` and `values`, without the ragged part."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.seen += key_states.shape[-2]
         return keys, values
@@ -47,7 +47,7 @@ class EvictingLayer(DynamicLayer):
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys [B, H_kv, N, D], values, positions [B, H_kv, N] and filled [B, H_kv, N], False where there is no token.
 
-        Positions ascend along the filled places of each head. Ragged heads are spread out to the longest one for this.
+        Positions ascend along the filled places of each head. Ragged heads are padded to the longest one for this.
         """
         assert self.keys is not None and self.values is not None
         batch, heads, length, _ = self.keys.shape
@@ -70,9 +70,9 @@ class EvictingLayer(DynamicLayer):
         )
 
     def evict(self, kept: torch.Tensor) -> None:
-        """Keep the tokens where kept [B, H_kv, N], over `contents()`, is True, in position order and in new storage.
+        """Keep the tokens of `contents()` where kept [B, H_kv, N] is True, in position order and in new storage.
 
-        The old tensors are let go of, not written to: the attention of the prompt, which still holds them, reads them whole.
+        The old tensors are released, not written to: the attention of the prompt still holds and reads them.
         """
         keys, values, positions, _ = self.contents()
         counts = kept.sum(dim=-1)
@@ -96,7 +96,7 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def positions(self) -> torch.Tensor:
-        """The positions in the text of what `keys` holds, [B, H_kv, stored], ascending in each head; padding counts."""
+        """The text positions of the tokens in `keys`, [B, H_kv, stored], ascending in each head; padding counts."""
         if self.keys is None:
             raise ValueError("positions: the cache is empty")
         batch, heads, stored, _ = self.keys.shape
@@ -115,13 +115,13 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def longest(self) -> int:
-        """The tokens stored in the head that has most."""
+        """The number of tokens in the longest head."""
         stored = 0 if self.keys is None else self.keys.shape[2]
         return stored + self._longest_ragged
 
     @property
     def ragged(self) -> CompressedCache | None:
-        """What ragged heads kept, or None. Their longest is looked up when it is set, not with every token: a GPU would wait."""
+        """The kept tokens of ragged heads, or None. Only setting it reads the longest length: each read makes a GPU wait."""
         return self._ragged
 
     @ragged.setter
@@ -131,7 +131,7 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model's own attention over `keys` and `values` is the attention over all that is stored."""
+        """Whether `keys` and `values` hold everything stored, so that the model's own attention is enough."""
         return self.ragged is None and self.moments is None
 
     def get_seq_length(self) -> int:
@@ -144,15 +144,15 @@ class EvictingLayer(DynamicLayer):
         return stored + query_length, self.seen - stored
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last `-tokens_to_remove` tokens away again. Raises ValueError beyond the last eviction."""
+        """Remove the last `-tokens_to_remove` tokens. Raises ValueError for tokens before the last eviction."""
         count = -tokens_to_remove
         if count < 0 or count > self.seen - self.evicted_at:
             raise ValueError(
                 f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
-                "the tokens before that have been compressed and cannot be given back (assisted generation wants every=0)"
+                "the tokens before that have been compressed and cannot be restored (assisted generation needs every=0)"
             )
         if count and self.keys is not None and self.values is not None:
-            # a copy, so that the memory of the removed tokens is really free
+            # a copy, so that the memory of the removed tokens is freed
             self.keys = self.keys[..., :-count, :].clone()
             self.values = self.values[..., :-count, :].clone()
             self.seen -= count
@@ -183,7 +183,7 @@ class EvictingLayer(DynamicLayer):
             self.static = [self.static[index] for index in indices.tolist()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the layer by name; `keys` and `values` as well as the flat ones of ragged heads."""
+        """Every tensor of the layer by name: `keys`, `values` and the flat tensors of ragged heads."""
         named = {name: getattr(self, name) for name in ("keys", "values", "padding", "recent", "recent_hidden", "_kept_positions")}
         for part in ("ragged", "moments"):
             value = getattr(self, part)
@@ -198,7 +198,7 @@ def _take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of_batch(cache: CompressedCache, indices: torch.Tensor) -> CompressedCache:
-    """The ragged cache whose batch items are those of `indices`."""
+    """The ragged cache with only the batch items `indices`."""
     ends = cache.lengths.sum(dim=1).cumsum(0).tolist()
     spans = [slice(ends[item - 1] if item else 0, ends[item]) for item in indices.tolist()]
     keys, values, positions = (torch.cat([field[span] for span in spans]) for field in (cache.keys, cache.values, cache.positions))

@@ -1,7 +1,7 @@
-"""Lets a cache see what only the model sees (its padding, the hidden states, the queries) and answer for the attention.
+"""Shows a cache the model's padding, hidden states and queries, and lets the cache compute the attention.
 
-Three of transformers' and torch's own extension points, in place only as long as a cache needs them: a forward pre-hook on the
-decoder, forward pre-hooks on its attention modules, and an attention function registered beside the model's.
+It uses three extension points of transformers and torch, only as long as a cache needs them: a forward pre-hook on the decoder,
+forward pre-hooks on its attention modules, and an attention function registered beside the model's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Watcher(Protocol):
-    """What a cache does with what it is shown."""
+    """The methods of a cache that the hooks call."""
 
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
@@ -37,11 +37,11 @@ class Watcher(Protocol):
 
 _watching: weakref.WeakSet[Any] = weakref.WeakSet()
 _replaced: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()
-"""For each model with our attention: the implementation to go back to, and how many caches need ours."""
+"""For each model with our attention: the implementation to restore, and the number of caches that need ours."""
 
 
 def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
-    """Show `cache` what `model` reads with it, and ask it for the attention, until the returned function is called.
+    """Show `cache` the forwards of `model`, and let it compute the attention, until the returned function is called.
 
     Nothing here keeps the cache alive. Raises UsageError for a model whose attention is fixed.
     """
@@ -49,7 +49,7 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
     modules = list(attention_modules(model).values()) if hidden_states else []
     _start(model)
     _watching.add(cache)
-    # nothing below raises, so whatever is put in place is also taken out
+    # nothing below raises, so every hook that is set is also removed
     hook = _hidden_states_hook(reference)
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     handles.append(model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True))
@@ -58,7 +58,7 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
         for handle in handles:
             handle.remove()
         alive = reference()
-        if alive is not None:  # the set has dropped a dead one by itself
+        if alive is not None:  # the weak set removes a deleted cache by itself
             _watching.discard(alive)
         _stop(model)
 
@@ -66,7 +66,7 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The attention modules of a decoder by layer: those whose class says so and that know their layer."""
+    """The attention modules of a decoder by layer: modules with "Attention" in the class name and a layer index."""
     found = {
         _layer_index(module): module
         for module in model.modules()
@@ -99,9 +99,9 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
 
 
 def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
-    """How many tokens each row of an attention mask [B, T] is padded with on the left, [B], or None without any padding.
+    """The number of padding tokens on the left of each row of an attention mask [B, T], [B], or None without any padding.
 
-    Raises UsageError for padding anywhere else. A row of nothing but padding is the watcher's to judge.
+    Raises UsageError for padding anywhere else. The watcher judges a row with only padding.
     """
     real = mask.bool()
     if real.all():
@@ -135,7 +135,7 @@ def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
 
 
 def _start(model: PreTrainedModel) -> None:
-    # a model that shares its config with a watched one has our attention already
+    # a model that shares its config with a watched model has our attention already
     underlying, count = _replaced.get(model, (model.config._attn_implementation.removeprefix(PREFIX), 0))
     if underlying not in ("sdpa", "eager"):
         raise UsageError(
@@ -160,7 +160,7 @@ def _stop(model: PreTrainedModel) -> None:
 
 
 def _answering_attention(underlying: str) -> Callable[..., Any]:
-    """The attention function of that name, which leaves the answer to the cache that the keys came from."""
+    """An attention function that calls the cache which handed out the keys, or else the model's own function `underlying`."""
 
     def attention(
         module: torch.nn.Module,
@@ -171,7 +171,7 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
         *rest: Any,
         **named: Any,
     ) -> Any:
-        if underlying == "eager":  # each modeling file has its own
+        if underlying == "eager":  # each modeling file has its own eager function
             function = sys.modules[type(module).__module__].eager_attention_forward
         else:
             function = ALL_ATTENTION_FUNCTIONS[underlying]

@@ -1,7 +1,7 @@
-"""Attention over a cache in parts: ragged heads, the tokens since, and the moments of what was evicted, mixed by their masses.
+"""Attention over a cache in parts: ragged heads, later tokens, and the moments of evicted tokens, weighted by their mass.
 
-Each part gives its output and the log-sum-exp of its logits, and the softmax over all of them is the mean of the outputs weighted
-by exp(log-sum-exp).
+Each part gives its output and the log-sum-exp of its logits. The attention over all parts is the mean of the outputs, weighted by
+exp(log-sum-exp).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(queries: torch.Tensor, layer: EvictingLayer) -> torch.Tensor:
-    """The attention of the layer's last M tokens over all that it stores and, with moments, over what they stand for.
+    """The attention of the layer's last M tokens over all stored tokens and, with moments, over the evicted ones.
 
-    Args: queries [B, H_q, M, D], such that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended.
+    Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended.
     Returns [B, H_q, M, D_v] in the dtype of queries.
     """
     assert layer.keys is not None and layer.values is not None
@@ -35,10 +35,10 @@ def attend(queries: torch.Tensor, layer: EvictingLayer) -> torch.Tensor:
 
 
 def attend_dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Part:
-    """Output and log-sum-exp of M queries over keys [B, H_kv, T, D] that end with their own, each seeing none after its own."""
+    """Output and log-sum-exp of M causal queries over keys [B, H_kv, T, D]; the last M keys are the queries' own tokens."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
-    grouped = queries.float().reshape(batch, num_kv_heads, -1, head_dim)  # the query heads of a group and their queries, as rows
+    grouped = queries.float().reshape(batch, num_kv_heads, -1, head_dim)  # rows: a group's query heads, and their queries
     logits = (grouped @ keys.float().mT / math.sqrt(head_dim)).view(batch, num_kv_heads, -1, num_queries, length)
     if num_queries > 1:
         logits = logits.masked_fill(~causal(num_queries, length, keys.device), -math.inf)
@@ -49,13 +49,13 @@ def attend_dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 
 
 def causal(num_queries: int, length: int, device: torch.device) -> torch.Tensor:
-    """[M, T], True where the i-th of the last M tokens may look: at everything stored up to itself."""
+    """The causal mask [M, T] of the last M tokens: True where a token attends, at everything stored up to itself."""
     places = torch.arange(length, device=device)
     return places <= places[length - num_queries :, None]
 
 
 def attend_moments(queries: torch.Tensor, moments: Moments) -> Part:
-    """MK-9, MK-11: what the moments say of the evicted tokens, for each query: output [B, H_q, M, D_v], log-sum-exp [B, H_q, M]."""
+    """MK-9, MK-11: the evicted tokens' part, from their moments: output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M]."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = moments.count.shape[1]
     mean_key, mean_value, covariance = recover(moments)

@@ -22,7 +22,7 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {"<": operator.lt, "<=": oper
 
 @dataclass(frozen=True)
 class Number:
-    """One measured number: its value, the 10th and 90th percentile of what it summarises, and how many those were."""
+    """One measured number: its value, and the 10th percentile, 90th percentile and count of the values that it summarises."""
 
     value: float
     low: float
@@ -77,10 +77,10 @@ def holds(condition: str, numbers: Mapping[str, Number]) -> bool:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, how it is measured here, and when it counts as seen.
+    """A paper's statement, how it is measured here, and the rule for "seen".
 
-    Every condition of `seen_if`, such as 'evicted_mass < 0.08', has to hold for "seen". Where one of `possible_if` fails, the model
-    cannot show the claim at all, and the word is "other model needed". `beside` names numbers that are reported and decide nothing.
+    Every condition of `seen_if`, such as 'evicted_mass < 0.08', has to hold for "seen". If a condition of `possible_if` fails, the
+    model cannot show the claim, and the verdict is "other model needed". `beside` names numbers that are reported, without a rule.
     """
 
     id: str
@@ -99,12 +99,12 @@ class Claim:
 
     @property
     def numbers(self) -> list[str]:
-        """The names of the numbers that the claim reads, in order and once each."""
+        """The names of the numbers that the claim reads, in order, each once."""
         conditions = (*self.seen_if, *self.possible_if)
         return list(dict.fromkeys([*(condition.split()[0] for condition in conditions), *self.beside]))
 
     def verdict(self, numbers: Mapping[str, Number]) -> str:
-        """The word, by the rule."""
+        """The verdict, by the rule."""
         if not all(holds(condition, numbers) for condition in self.possible_if):
             return OTHER_MODEL
         return SEEN if all(holds(condition, numbers) for condition in self.seen_if) else NOT_SEEN
@@ -112,7 +112,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured for one paper: the numbers that the rules read, and the series that the picture shows."""
+    """The measurements for one paper: the numbers that the rules read, and the series that the picture shows."""
 
     numbers: dict[str, Number]
     series: dict[str, Any]
@@ -120,7 +120,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Paper:
-    """What a paper's file says: its claims, `shown`, what the picture shows, in `rows` rows of panels, and meanings of numbers."""
+    """The content of a paper's file: its claims, the picture's caption `shown` and `rows` of panels, the meanings of numbers."""
 
     title: str
     arxiv: str
@@ -130,12 +130,12 @@ class Paper:
     meanings: dict[str, str]
 
     def numbers(self, **words: Any) -> Numbers:
-        """An empty collection of numbers; `words` are those that stand in braces in their meanings."""
+        """An empty collection of numbers; `words` replace the names in braces in the meanings."""
         return Numbers({name: text.format(**words) for name, text in self.meanings.items()})
 
 
 def read_paper(name: str) -> Paper:
-    """Read the file of a paper. `[words]` has texts that several claims share; they name them in braces."""
+    """Read the file of a paper. `[words]` has texts that several claims share; a claim names such a text in braces."""
     read = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
     words = {key: _one_line(text) for key, text in read.get("words", {}).items()}
     claims = []

@@ -45,7 +45,7 @@ def statistics(layer: Layer, count: int, recording: Recording, horizon: int) -> 
 
 
 def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The mask [1, H_kv, split] of every method that is compared, all keeping about `amount` tokens in each head."""
+    """The kept mask [1, H_kv, split] of every compared method, with about `amount` tokens in each head."""
     split = recording.split
     queries, keys, values = layer.queries[:, :, :split], layer.keys[:, :, :split], layer.values[:, :, :split]
     scores: dict[str, Callable[[], torch.Tensor]] = {
@@ -63,14 +63,14 @@ def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Gene
     sinks = torch.arange(split, device=keys.device).expand(keys.shape[:3]) < SINKS
     kept[VARIANTS["sinks"]] = top_k(scores[OURS](), amount, sinks)
     kept["h2o"] = h2o.select(queries, keys, budget=amount)
-    lag = max(1, split // 6)  # the paper's 1024 would leave this prompt whole
+    lag = max(1, split // 6)  # with the paper's 1024 nothing of this prompt would be removed
     ratio: Any = lagkv.keep_ratio_for(split, amount, lag_size=lag)
     kept["lagkv"] = lagkv.select(keys, values, keep_ratio=ratio, lag_size=lag)
     return kept
 
 
 def observe(lab: Lab, recording: Recording) -> Observed:
-    """Measure one text; reading on is what takes long, so it is done for the first text of each kind."""
+    """Measure one text; the error after the prompt takes long, so it is measured on the first text of each kind only."""
     measured = stacked(_correlations(recording, layer) | _shapes(layer) for layer in recording.layers)
     errors = {ratio: reconstruction(lab, recording, ratio) for ratio in RATIOS} if recording.number == 0 else {}
     return Observed(recording.kind, {**measured, "errors": errors})
@@ -86,7 +86,7 @@ def _shapes(layer: Layer) -> dict[str, np.ndarray]:
 
 
 def near_gaussian(skewness: np.ndarray, kurtosis: np.ndarray) -> np.ndarray:
-    """Which channels count as near Gaussian, by their skewness and excess kurtosis."""
+    """Whether each channel is near Gaussian, by its skewness and excess kurtosis."""
     return (np.abs(skewness) <= 0.5) & (np.abs(kurtosis) <= 1)
 
 
@@ -109,7 +109,7 @@ def _correlations(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of each number of a row, 0 for the smallest; [..., T] to [..., T]. The correlation of ranks is Spearman's."""
+    """The rank of each number in its row, 0 for the smallest; [..., T] to [..., T]. Spearman's correlation uses these ranks."""
     return values.argsort(axis=-1, kind="stable").argsort(axis=-1, kind="stable").astype(np.float64)
 
 
@@ -121,7 +121,7 @@ def standardised(states: np.ndarray) -> np.ndarray:
 
 
 def reconstruction(lab: Lab, recording: Recording, ratio: float) -> dict[str, np.ndarray]:
-    """For each method the mean of |h - h_compr| over the tokens read on, one number for each layer."""
+    """For each method the mean of |h - h_compr| over the tokens after the prompt, one number for each layer."""
     split = recording.split
     generator = torch.Generator().manual_seed(lab.seed)
     kept = [masks(recording, layer, budget(split, ratio), generator) for layer in recording.layers]
@@ -169,7 +169,7 @@ def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
 
 
 def _best_other(error: dict[str, np.ndarray]) -> str:
-    """The method with the smallest error, ours and random eviction aside."""
+    """The method with the smallest error, except Expected Attention and random eviction."""
     others = [name for name in error if name not in (OURS, "random", *VARIANTS.values())]
     return min(others, key=lambda name: error[name].mean())
 

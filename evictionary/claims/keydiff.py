@@ -1,4 +1,4 @@
-"""KeyDiff (arXiv 2504.15364): similarity of keys against attention, diversity of what stays, means of keys and queries."""
+"""KeyDiff (arXiv 2504.15364): similarity of keys against attention, diversity of the kept keys, means of keys and queries."""
 
 from __future__ import annotations
 

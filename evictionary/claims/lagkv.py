@@ -1,4 +1,4 @@
-"""LagKV (arXiv 2504.04704): retrieval of a 64-digit number by the tokens kept of each partition, and against LocalKV and L2."""
+"""LagKV (arXiv 2504.04704): retrieval of a 64-digit number against the tokens kept per partition, and against LocalKV and L2."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_text(tokenizer: Any, *, digits: int, depth: float, seed: int, tokens: i
 
 
 def partial_match(text: str, answer: str) -> float:
-    """The longest run of the answer's digits in a text, as a share of the answer; spaces and commas aside."""
+    """The longest run of the answer's digits in a text, as a share of the answer; spaces and commas are ignored."""
     plain = text.replace(" ", "").replace(",", "")
     return SequenceMatcher(None, plain, answer, autojunk=False).find_longest_match().size / len(answer)
 
@@ -67,7 +67,7 @@ def setups(lab: Lab) -> list[tuple[int, float]]:
 
 
 def steps(lab: Lab) -> int:
-    """How often `measure` will say what it does next."""
+    """How many steps `measure` reports."""
     return len(lab.scale.passkey_depths) + 1 + len(METHODS) * len(setups(lab))
 
 
@@ -99,14 +99,14 @@ def _read(lab: Lab, advance: Callable[[str], None]) -> Prompts:
         questions.append(question_ids)
         numbers.append(number)
     layers = []
-    while stored[0]:  # the last layer first; each is let go of as soon as it is copied
+    while stored[0]:  # the last layer first; each layer is released as soon as it is copied
         keys, values = zip(*(each.pop() for each in stored), strict=True)
         layers.append((torch.cat(keys), torch.cat(values)))
     return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers, scale.passkey_tokens)
 
 
 def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.Tensor]:
-    """The kept mask [P, H_kv, T] of every layer. LocalKV and L2 exist in the reference alone."""
+    """The kept mask [P, H_kv, T] of every layer. LocalKV and L2 exist only in the reference."""
     settings: dict[str, Any] = {"keep_ratio": ratio, "sink_size": SINKS, "lag_size": lag}
     if method == "lagkv":
         return [fast.select(keys, values, **settings) for keys, values in prompts.layers]
@@ -124,7 +124,7 @@ def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.
 
 @torch.no_grad()
 def answers(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> list[str]:
-    """The greedy answers to all prompts in one batch, from what `kept` [P, H_kv, T] leaves of each layer."""
+    """The greedy answers to all prompts in one batch, from the tokens that `kept` [P, H_kv, T] leaves in each layer."""
     cache = compressed(prompts.layers, kept)
     position = prompts.length
     # The causal mask is made for the first layer's length, so layers of other lengths have to read one token at a time.

@@ -21,7 +21,7 @@ POSITIONS = 8
 
 
 def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, split: int) -> dict[str, np.ndarray]:
-    """Everything that is measured of one query, [H_kv, G] each.
+    """Everything measured for one query, [H_kv, G] each.
 
     Args: query [H_kv, G, D]; keys [H_kv, T, D]; values [H_kv, T, D_v]; kept [H_kv, T], True after the prompt of `split` tokens.
     """

@@ -1,4 +1,4 @@
-"""What the pictures of the claims share: size, bands over layers, small legends. White background, readable on any page."""
+"""Shared parts of the claims' pictures: size, bands over layers, small legends, a white background for any page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save(draw: Callable[[Figure, dict[str, Any]], None], series: dict[str, Any],
 
 
 def band(axes: Axes, lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
-    """A line with a band around it over 0, 1, ..: `lines` are the low, middle and high of each place."""
+    """Draw a line with a band around it over 0, 1, ..: `lines` are the low, middle and high value at each place."""
     low, middle, high = lines
     places = range(len(middle))
     (line,) = axes.plot(places, middle, label=label, **style)

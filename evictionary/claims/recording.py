@@ -1,4 +1,4 @@
-"""Records what one forward over a text shows in every layer, and reads on from a cache of which tokens were removed."""
+"""Records every layer's states in one forward over a text, and runs the model on from a cache with removed tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evictionary.reference.attention import by_group, causal_attention
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured; the defaults take about ten minutes of one core with the embedded model."""
+    """The amount of work; the defaults take about ten minutes of one core with the embedded model."""
 
     prompt_tokens: int = 768
     later_tokens: int = 256
@@ -34,7 +34,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer over the T tokens of a text; queries and keys are those after RoPE.
+    """The states of one layer over the T tokens of a text; queries and keys are after RoPE.
 
     queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads them (after the
     norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, cos and sin [1, 1, T, D], the model's own RoPE.
@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def plain_queries(self) -> torch.Tensor:
-        """The queries before RoPE, [1, H_q, T, D]: the model's rotation, backwards."""
+        """The queries before RoPE, [1, H_q, T, D]: the inverse of the model's rotation."""
         first, second = self.queries.chunk(2, dim=-1)
         return self.queries * self.cos - torch.cat([-second, first], dim=-1) * self.sin
 
@@ -74,7 +74,7 @@ class Recording:
 
     @property
     def later(self) -> int:
-        """How many tokens come after the prompt."""
+        """The number of tokens after the prompt."""
         return self.input_ids.shape[1] - self.split
 
 
@@ -90,14 +90,14 @@ class Lab:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a paper's module measured on one text: arrays of any shape, the first axis being the layer where there is one."""
+    """The measurements of a paper's module on one text: arrays of any shape; the first axis is the layer, if there is one."""
 
     kind: str
     values: dict[str, Any]
 
 
 def stacked(measured: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What was measured several times under the same names: each name with its arrays on a new first axis."""
+    """Repeated measurements with the same names: for each name, its arrays stacked on a new first axis."""
     each = list(measured)
     return {name: np.stack([values[name] for values in each]) for name in each[0]}
 
@@ -114,7 +114,7 @@ def spread_by_layer(texts: Sequence[Observed], name: str) -> list[list[float]]:
 
 
 def rope_theta(model: PreTrainedModel) -> float:
-    """The base of the model's RoPE. Raises UsageError for a scaled one, whose averages over positions the reference has not."""
+    """The base of the model's RoPE. Raises UsageError for scaled RoPE: the reference averages only plain RoPE over positions."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if parameters.get("rope_type", "default") != "default" or "rope_theta" not in parameters:
         raise UsageError(f"model: got RoPE of type {parameters.get('rope_type')!r}, wanted plain RoPE with one base")
@@ -139,7 +139,7 @@ def record(lab: Lab, kind: str, number: int = 0) -> Recording:
         assert stored.keys is not None and stored.values is not None
         weight, bias = _query_projection(block.self_attn, states["queries"].shape[1])
         layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, cos, sin))
-    # The last one has been through the final norm, so it is no longer the residual stream.
+    # The last hidden state has passed the final norm, so it is not the residual stream any more.
     half = slice(scale.prompt_tokens, scale.prompt_tokens + scale.later_tokens // 2)
     residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
     return Recording(kind, number, input_ids, scale.prompt_tokens, theta, layers, residual)

@@ -29,7 +29,7 @@ PAPERS: dict[str, ModuleType] = {
 
 @dataclass
 class Report:
-    """What was measured for each paper, and how; cpu_seconds are those of the whole process."""
+    """The measurements of each paper, and their settings; cpu_seconds is the time of the whole process."""
 
     model: str
     weights: str
@@ -70,7 +70,7 @@ def _paper(name: str, findings: Findings) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with five significant digits, which is more than any of them is worth."""
+    """Round floats to five significant digits; no measurement is more precise."""
     if isinstance(value, Mapping):
         return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -101,7 +101,7 @@ def run(
 ) -> Report:
     """Measure the claims of the papers. Raises UsageError for an unknown paper or a model that cannot be recorded.
 
-    `plan` is told once how many steps there are and `advance` what each of them is about to do.
+    `plan` is called once with the number of steps, `advance` before each step with its description.
     """
     start = time.perf_counter()
     chosen = check_papers(papers)
@@ -113,7 +113,7 @@ def run(
     for index, (kind, number) in enumerate(wanted):
         place = f"text {index + 1} of {len(wanted)} ({kind})"
         advance(f"{place}: reading")
-        recording = record(lab, kind, number)  # some 200 MB: one at a time
+        recording = record(lab, kind, number)  # about 200 MB: one text at a time
         for name in observing:
             advance(f"{place}: {PAPERS[name].PAPER.title}")
             observed[name].append(PAPERS[name].observe(lab, recording))
@@ -126,7 +126,7 @@ def run(
 
 
 def write(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Write what `Report.as_json` gives: results.json, a picture and a page for each paper, index.md, and claims.html with all.
+    """Write the result of `Report.as_json`: results.json, a picture and a page for each paper, index.md, and claims.html with all.
 
     Returns the paths.
     """

@@ -18,11 +18,11 @@ ASSIGNMENTS = Path(str(files("evictionary.tutorials"))) / "assignments"
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the grade: a requirement of the paper, or a part of it, the laws that judge it, and what it is worth.
+    """One line of the grade: a requirement of the paper, or a part of it, the laws that judge it, and its points.
 
-    `needs` names the steps without which it is not judged; `read` says where to read about it. `check` names a check of the
-    grader's own in place of laws: constants (the student's own defaults), kernel (a Triton kernel is written and launched).
-    `thoroughness` multiplies the inputs that each law draws, where a mistake shows on few of them.
+    `needs` names the steps that must pass before this step is judged; `read` says where to read about it. `check` names a check
+    of the grader instead of laws: constants (the student's own defaults), kernel (a Triton kernel is written and launched).
+    `thoroughness` multiplies the number of inputs that each law draws, for mistakes that show on few inputs.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What is to be written, and how it is judged."""
+    """One assignment: the functions to write, and the steps that judge them."""
 
     name: str
     title: str
@@ -66,7 +66,7 @@ class Assignment:
         return self.folder / "starter.py"
 
     def limits(self, seconds: float | None = None) -> Limits:
-        """What a child may use for one step; `seconds` in place of the assignment's own."""
+        """The limits of a child process for one step; `seconds` replaces the assignment's own limit."""
         wall = self.seconds if seconds is None else seconds
         return Limits(wall, max(1, round(wall)), self.memory_gib * 2**30)
 
@@ -87,12 +87,12 @@ class Assignment:
 
 
 def names() -> list[str]:
-    """The assignments that there are."""
+    """The names of all assignments."""
     return sorted(path.parent.name for path in ASSIGNMENTS.glob("*/assignment.toml"))
 
 
 def load(name: str) -> Assignment:
-    """Read an assignment. Raises UsageError where there is none of that name."""
+    """Read an assignment. Raises UsageError if no assignment has that name."""
     folder = ASSIGNMENTS / name
     if name not in names():
         wanted = ", ".join(names()) or "a clone of the repository, for the assignments come with it"

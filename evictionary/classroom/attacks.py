@@ -1,4 +1,4 @@
-"""What a hostile submission to the KeyDiff assignment may try: each must score nothing, and end as a result file like any other."""
+"""Attacks of hostile submissions to the KeyDiff assignment: each must get no points and an ordinary result file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCES = {name: _source(**attack) for name, attack in _WRITTEN.items()} | {
     "signs without end": "score = " + "-" * 10**6 + "1\n",
     "has NUL bytes": "\0" * 100,
 }
-# A program that takes the audit hook away, then tries what it may do to others.
+# A program that removes the audit hook, then tries to harm other processes.
 PROBE = "import ctypes, os, resource, sys\n" + _PIECES["undo"] + _PIECES["probe"]
 
 
@@ -59,7 +59,7 @@ def _entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 
 
 def archives(folder: Path, oracle: Path) -> dict[str, Path]:
-    """Write the hostile archives and folders, by what they try; `oracle` is the file that they would like to be."""
+    """Write the hostile archives and folders, named after their attack; `oracle` is the file that their links lead to."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     contents: tuple[tuple[str, dict[str, str | bytes], str], ...] = (

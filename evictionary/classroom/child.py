@@ -1,4 +1,4 @@
-"""The parent's end of a child process that runs one student file: start it, call its functions, watch the clock, end it."""
+"""The parent's side of a child process that runs one student file: start it, call its functions, watch the time, end it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_MESSAGE, MOST_FUNCTIONS = 2000, 1000
 
 
 def closed(site: Path) -> list[str]:
-    """What a child may not read wherever it lies: the clone that this file is in, and this project where it is installed."""
+    """Folders that a child may never read: the clone that holds this file, and the installed package."""
     project = Path(worker.__file__).resolve().parents[2]
     folders = {site.resolve(), project, Path(sysconfig.get_path("purelib", vars={"base": sys.base_prefix})).resolve()}
     found = [each for folder in folders if folder.is_dir() for each in folder.iterdir() if _is_banned(each.name)]
@@ -38,14 +38,14 @@ def _is_banned(name: str) -> bool:
 
 
 def clean(text: Any, longest: int = LONGEST_MESSAGE) -> str:
-    """Text of a student's that can be written anywhere: not endless, and without half characters, which no encoding has."""
+    """A student's text, cut to `longest` characters and without lone surrogates, which no encoding can write."""
     shown = str(text).encode("utf-8", "replace").decode("utf-8")
     return shown if len(shown) <= longest else f"{shown[:longest]} ... and {len(shown) - longest} characters more"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a child may use for one requirement: seconds of waiting and of processor time, bytes of memory."""
+    """The limits of a child for one requirement: seconds of waiting and of processor time, bytes of memory."""
 
     wall_seconds: float = 20.0
     cpu_seconds: int = 20
@@ -67,9 +67,9 @@ class StudentError(Exception):
 
 
 class Child:
-    """One student file in a process of its own. Use it as a context manager; `functions` names what the file provides.
+    """One student file in a process of its own. Use it as a context manager; `functions` names the functions of the file.
 
-    Raises StudentError where the file cannot be imported and ChildDied where the process ends.
+    Raises StudentError if the file cannot be imported and ChildDied if the process ends.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Child:
         try:
             try:
                 self.walls = self._exchange(setup, [])[0]["walls"]
-            except ChildDied as error:  # nothing of the student's has run yet
+            except ChildDied as error:  # no code of the student has run yet
                 raise RuntimeError(f"the child process did not start: {error}") from None
             self._waited, self._allowed = 0.0, self.limits.wall_seconds  # importing torch is not the student's time
             reply, _ = self._exchange(None, [])
@@ -146,7 +146,7 @@ class Child:
         self.close()
 
     def close(self) -> None:
-        """End the process and whatever it started in its session."""
+        """End the process and all processes that it started in its session."""
         self._kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -157,7 +157,7 @@ class Child:
     def call(self, name: str, *args: Any, time_it: bool = False, **kwargs: Any) -> Any:
         """Call a function of the student's file; with `time_it`, return its median milliseconds on a GPU.
 
-        ValueError is raised as itself, for laws ask for it; any other exception as StudentError.
+        A ValueError is raised unchanged, because laws expect it; any other exception is raised as StudentError.
         """
         arrays: list[Any] = []
         message = {
@@ -190,7 +190,7 @@ class Child:
             raise self._end(self._how_it_ended()) from None
         except ChildDied:
             raise
-        except Exception as error:  # whatever comes out of the pipe was written by the student's process
+        except Exception as error:  # the student's process may have written anything into the pipe
             raise self._end(f"its answer cannot be read ({type(error).__name__}: {error})") from None
         finally:
             self._waited += time.monotonic() - started
@@ -215,7 +215,7 @@ class Child:
         return b"".join(parts)
 
     def _wait(self, pipe: IO[bytes], event: int, started: float) -> None:
-        """Wait until the pipe is ready; a child that keeps the parent waiting for too long is ended."""
+        """Wait until the pipe is ready; end a child that lets the parent wait for too long."""
         left = self._allowed - self._waited - (time.monotonic() - started)
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, event)

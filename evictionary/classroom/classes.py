@@ -1,4 +1,4 @@
-"""A class: many submissions graded by several processes, with progress; what is done already is not done again."""
+"""A class: several processes grade many submissions, with progress; finished grades are not computed again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class Order:
-    """How a class is graded: what every submission has in common."""
+    """The settings that all submissions of a class share."""
 
     assignment: str
     secret: bytes
@@ -39,17 +39,17 @@ class Order:
 
     @property
     def seed_id(self) -> str:
-        """Says whether two runs had the same seeds, and nothing about them."""
+        """A digest that tells whether two runs had the same seeds, without revealing the seeds."""
         return hashlib.sha256(b"evictionary/" + self.secret).hexdigest()[:16]
 
 
 def find(
     paths: Sequence[Path], file: str, output: Path | None = None, leave_out: Callable[[Path], None] = lambda path: None
 ) -> dict[str, Path]:
-    """The submissions by student: each path itself, or, for a folder without the assignment's `file`, what lies in it.
+    """The submissions by student: each path itself, or, for a folder without the assignment's `file`, the entries of the folder.
 
-    leave_out is told of each entry of a folder that is no submission; hidden ones and the folder `output` are passed over.
-    Raises UsageError where a path does not exist or two submissions have one name.
+    leave_out is called with each entry of a folder that is no submission; hidden entries and the folder `output` are skipped.
+    Raises UsageError if a path does not exist or two submissions have one name.
     """
     found: dict[str, Path] = {}
     for path in paths:
@@ -80,7 +80,7 @@ def find(
 
 
 def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
-    """The content of grade.json for one submission, whatever becomes of it."""
+    """Grade one submission: return the content of grade.json, also when the grading fails."""
     assignment = assignments.load(order.assignment)
     digest = ""
     try:
@@ -108,7 +108,7 @@ def _failed(order: Order, student: str, error: Exception) -> dict[str, Any]:
 
 
 def _settings(order: Order, assignment: Assignment, student: str) -> dict[str, Any]:
-    """What a grade depends on beside the student's file: where all of it is the same, a grade need not be computed again."""
+    """The settings that a grade depends on, beside the student's file; a grade with the same settings is not computed again."""
     return {
         "schema": formats.SCHEMA,
         "suite": __version__,
@@ -134,9 +134,9 @@ def _as_json(order: Order, student: str, digest: str, judgement: grading.Judgeme
 def run(
     order: Order, found: dict[str, Path], output: Path, jobs: int, advance: Callable[[str], None] = lambda student: None
 ) -> Iterator[dict[str, Any]]:
-    """Grade the submissions, write their folders under `output`, and give each grade as it is done.
+    """Grade the submissions, write their folders under `output`, and yield each grade as soon as it is finished.
 
-    One that has been graded with the same file, seeds and settings is read from its folder.
+    A submission that was graded with the same file, seeds and settings is read from its folder.
     """
     waiting = {}
     for student, path in found.items():
@@ -150,7 +150,7 @@ def run(
     def finish(grade: dict[str, Any]) -> dict[str, Any]:
         try:
             formats.write(grade, output / grade["student"], list(order.formats))
-        except OSError:  # nothing can be written there
+        except OSError:  # the folder cannot be written
             raise
         except Exception as error:
             grade = _failed(order, grade["student"], error)
@@ -168,7 +168,7 @@ def run(
             broken[student] = waiting[student]
         else:
             yield finish(_failed(order, student, result) if isinstance(result, Exception) else result)
-    # A process that ends takes the others of its pool with it: each gets a pool of its own, so that none suffers for another.
+    # A process that dies breaks its whole pool, so each submission that was lost with it gets a pool of its own.
     for student, path in broken.items():
         for _, result in _in_processes(order, {student: path}, 1):
             yield finish(_failed(order, student, result) if isinstance(result, Exception) else result)
@@ -184,7 +184,7 @@ def _in_processes(order: Order, waiting: dict[str, Path], jobs: int) -> Iterator
             error = future.exception()
             yield futures[future], error if isinstance(error, Exception) else future.result()
     except BaseException:
-        # Interrupted: what is under way is ended, what waits is not begun. The next run goes on from here.
+        # Interrupted: running submissions are ended, waiting ones are not started. The next run goes on from here.
         for process in multiprocessing.active_children():
             process.terminate()
         raise
@@ -193,7 +193,7 @@ def _in_processes(order: Order, waiting: dict[str, Path], jobs: int) -> Iterator
 
 
 def _leave_interrupts() -> None:
-    """In a process of the pool: Ctrl-C is for the parent, which says when to end; temporary folders are tidied up then."""
+    """Set up a process of the pool: Ctrl-C is left to the parent, which ends the process; temporary folders are deleted then."""
     worker.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -205,7 +205,7 @@ def _stored(order: Order, student: str, path: Path, output: Path) -> dict[str, A
         formats.validator("grade").validate(grade)
         assignment = assignments.load(order.assignment)
         digest = hashlib.sha256(submissions.read(path, assignment)).hexdigest()
-    except Exception:  # nothing there, or nothing that can be trusted: it is graded
+    except Exception:  # no grade, or a damaged one: the submission is graded
         return None
     wanted = _settings(order, assignment, student) | {"source_sha256": digest}
     same = all(grade[key] == value for key, value in wanted.items())
@@ -214,7 +214,7 @@ def _stored(order: Order, student: str, path: Path, output: Path) -> dict[str, A
 
 
 def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How the class did: the distribution of the points, how many pass each step, which misconceptions are frequent."""
+    """The result of the class: the distribution of points, how many pass each step, the most frequent misconceptions."""
     steps: dict[str, Counter[str]] = {}
     for grade in grades:
         for line in grade["lines"]:

@@ -30,7 +30,7 @@ load_model = cache(load)  # the embedded one, once in a process
 
 @dataclass(frozen=True)
 class Setting:
-    """The texts of one grading: their seed, length, and where the number stands in each."""
+    """The texts of one grading: their seed, their length, and the place of the number in each."""
 
     seed: int
     tokens: int
@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass
 class Text:
-    """One text read by the model, with what the full cache and LagKV make of it."""
+    """One text read by the model, with the results of the full cache and of LagKV."""
 
     prompt: passkey.Passkey
     full: EvictingCache
@@ -49,7 +49,7 @@ class Text:
 
 
 def setting(secret: int | None) -> Setting:
-    """One short text for a check; five for a grade, with the places of the number drawn too."""
+    """One short text for a check; five texts for a grade, with random places of the number."""
     if secret is None:
         return Setting(0, 400, (0.4,))
     draw = random.Random(secret)
@@ -83,7 +83,7 @@ def run_method(method: Any, text: Text, options: dict[str, Any] | None = None) -
 
 
 def remote_score(child: Child) -> Any:
-    """A function `score(keys, values)` of torch tensors that the child computes; what it gives is checked."""
+    """A function `score(keys, values)` of torch tensors that the child computes; the scores are checked."""
 
     def score(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         got = child.call("score", keys.numpy(), values.numpy())
@@ -100,7 +100,7 @@ def remote_score(child: Child) -> Any:
 
 
 def judge(run: _Run, result: Judgement) -> None:
-    """Fill in the three lines and the leaderboard."""
+    """Judge the three steps and fill in the leaderboard."""
     scores, answers, closer = result.lines
     points = {step.name: step.points for step in run.assignment.steps}
     for line in (answers, closer):

@@ -1,4 +1,4 @@
-"""grade.json, the one canonical result, and what is derived from it: Gradescope, Classroom 50, JUnit and Markdown."""
+"""grade.json, the one canonical result, and the files derived from it: Gradescope, Classroom 50, JUnit and Markdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def validator(name: str) -> Draft202012Validator:
 
 
 def gradescope(grade: dict[str, Any]) -> str:
-    """results.json of Gradescope: one test for each step, the leaderboard where the assignment has one."""
+    """results.json of Gradescope: one test for each step, and the leaderboard if the assignment has one."""
     content: dict[str, Any] = {
         "score": grade["score"],
         "execution_time": grade["seconds"],
@@ -52,7 +52,7 @@ def gradescope(grade: dict[str, Any]) -> str:
 
 
 def classroom50(grade: dict[str, Any]) -> str:
-    """result.json of Classroom 50: strict keys, whole numbers. Who and what come from the variables that its runner sets."""
+    """result.json of Classroom 50: strict keys, whole numbers. Names and ids come from the environment variables of its runner."""
     here = os.environ.get
     commit = here("COMMIT_URL", "local")
     content = {
@@ -84,7 +84,7 @@ def classroom50(grade: dict[str, Any]) -> str:
 
 
 def junit(grade: dict[str, Any]) -> str:
-    """JUnit: a failed step is a failure, one that is not judged yet is skipped."""
+    """JUnit XML: a failed step is a failure; a step that is not judged yet is skipped."""
     counts = {word: sum(line["verdict"] == word for line in grade["lines"]) for word in ("failed", "not judged yet")}
     suite = ElementTree.Element(
         "testsuite",
@@ -108,7 +108,7 @@ def junit(grade: dict[str, Any]) -> str:
 
 
 def markdown(grade: dict[str, Any]) -> str:
-    """A page: the points, the first failure in full."""
+    """A Markdown page: the points, and the first failure in full."""
     lines = [f"# {grade['title']}: {grade['score']} of {grade['max_score']}", ""]
     if grade["error"]:
         lines += [f"Nothing could be judged: {_cell(grade['error'])}", ""]
@@ -138,7 +138,7 @@ def now() -> str:
 
 
 def write(grade: dict[str, Any], folder: Path, formats: list[str]) -> None:
-    """Write grade.json and the derived files into the folder; grade.json last, for it says that the submission is done."""
+    """Write grade.json and the derived files into the folder; grade.json is last: its presence means that the grading is done."""
     validator("grade").validate(grade)
     folder.mkdir(parents=True, exist_ok=True)
     for name in formats:
@@ -159,5 +159,5 @@ def _cell(text: str) -> str:
 
 
 def _xml(text: str) -> str:
-    """Without the characters that XML has no place for."""
+    """The text without the characters that XML does not allow."""
     return "".join(each for each in text if each in "\t\n" or (each >= " " and not "\ud800" <= each <= "\udfff"))

@@ -1,4 +1,4 @@
-"""Puts the laws to one submission: the parent holds oracle, seeds and verdict, the student's code answers from a child process."""
+"""Checks the laws on one submission: oracle, seeds and verdict stay in the parent, the student's code runs in a child process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LONGEST_TEXT = 20_000
 
 @dataclass
 class Line:
-    """The verdict on one step: passed, failed or not judged yet, its points, the laws, and for a failure what a student reads."""
+    """The verdict on one step: passed, failed or not judged yet, its points, the laws, and the message for a failure."""
 
     name: str
     requirement: str
@@ -57,7 +57,7 @@ class Line:
 
 @dataclass
 class Judgement:
-    """What became of one submission. `error` says why nothing could be judged; `walls` what stood around the child."""
+    """The result of one submission. `error` says why nothing could be judged; `walls` names the protections around the child."""
 
     lines: list[Line]
     error: str = ""
@@ -74,7 +74,7 @@ class Judgement:
 
 
 def empty(assignment: Assignment, error: str = "") -> Judgement:
-    """No step judged."""
+    """A judgement without any judged step."""
     lines = [Line(step.name, step.requirement, step.title, step.points, read=step.read) for step in assignment.steps]
     return Judgement(lines, error)
 
@@ -111,7 +111,7 @@ def judge(
             contest.judge(run, result)
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a law that divides by a student's zero says so by failing
+                warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
                 _judge_steps(run, result, explained=not explain)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -135,19 +135,19 @@ def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
 
 
 def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
-    """The median time of the student's score on the GPU of this machine, in a child without limits: CUDA needs them gone."""
+    """The median time of the student's score on this machine's GPU, in a child without limits: CUDA does not run with them."""
     keys = np.random.default_rng(0).standard_normal(TIMED_SHAPE, dtype=np.float32)
     with Child(path, assignment.stem, library="torch", limits=assignment.limits(300), device="cuda", confine=False) as child:
         return float(child.call("score", keys, time_it=True))
 
 
-# What the oracle gave for an input: a class is graded with the same seeds, so most inputs come again with the next submission.
+# The oracle's results by input: a class is graded with the same seeds, so most inputs come again with the next submission.
 _remembered: dict[bytes, Allowance] = {}
 MOST_REMEMBERED = 20_000
 
 
 class _Judged(Implementation):
-    """An implementation that asks the oracle once for each input."""
+    """An implementation that calls the oracle once for each input."""
 
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         key = hashlib.sha256(pickle.dumps((path, self.dtype, pick, args, kwargs))).digest()
@@ -177,13 +177,13 @@ class _Run:
         return Child(self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named)
 
     def seed(self, name: str) -> int:
-        """A seed for one law or one purpose; without a secret it is public."""
+        """The seed for one law or one purpose; without a secret the seed is public."""
         return int.from_bytes(hashlib.sha256((self.secret or b"") + name.encode()).digest()[:8], "big")
 
     def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
         """Judge one step; returns whether a failure has been explained by now.
 
-        What runs out of time is judged once more with three times as much, for the machine may have been busy.
+        A step that runs out of time is judged once more with three times as much time, because the machine may have been busy.
         """
         failing, late = self._try(step, line, result, patience=1)
         if late and not self.is_slow:
@@ -191,13 +191,13 @@ class _Run:
             failing, self.is_slow = self._try(step, line, result, patience=3)
         if failing is None or explained:
             return explained
-        # In another child, for this takes more calls than judging; the verdict stands whatever becomes of this one.
+        # In another child, because this takes more calls than judging; the verdict does not depend on this child.
         with contextlib.suppress(Exception), self.child(patience=3) as child:
             self.explain(failing, self.implementation(child, by_paper=step.check != "constants"), line, step)
         return True
 
     def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
-        """Put the laws of a step to a child; returns the first that fails by what it was answered, and whether time ran out."""
+        """Check the laws of a step on a child; returns the first law that fails, and whether the time ran out."""
         line.verdict, failing, loaded = "failed", None, False
         try:
             with self.child(patience=patience) as child:
@@ -225,9 +225,9 @@ class _Run:
             return None, is_late
 
     def implementation(self, child: Child, by_paper: bool) -> Implementation:
-        """The functions of the child as an implementation; its arrays cross as NumPy, whatever it computes with.
+        """The functions of the child as an implementation; arrays are sent as NumPy, whatever library the child uses.
 
-        by_paper gives the paper's defaults where a law leaves them out, for a student's own may be others.
+        by_paper fills in the paper's defaults if a law leaves them out, because a student's own constants may differ.
         """
         one = self.assignment
         module, reference = types.ModuleType(one.stem), _reference(one.stem)
@@ -249,7 +249,7 @@ class _Run:
         return decided_by(self.seed(law.name), law, step.thoroughness * self.examples, shrinks=shrinks)
 
     def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
-        """Run a failing law once more with shrinking, and say what a student reads."""
+        """Run a failing law once more with shrinking, and write the student's message."""
         try:
             self.drawn(law, step, shrinks=True).check(implementation)
         except BaseException as error:
@@ -258,7 +258,7 @@ class _Run:
             told = _innermost(error)
             matches = misconceptions(law, implementation)
             lines = report.sentence(law, implementation, told, matches).replace(f"{StudentError.__name__}: ", "").splitlines()
-            # The grader's own files and laws are nothing that a student can open or run.
+            # A student cannot open or run the grader's own files and laws.
             line.message = "\n".join(each for each in lines if "classroom/" not in each and "grader.py::" not in each)
             calls = implementation.calls
             line.repro = report.repro(implementation, calls[-1].function) if calls else ""
@@ -268,14 +268,14 @@ class _Run:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """What really happened, where hypothesis reports that a dead child made the test flaky."""
+    """The real error, if Hypothesis reports a flaky test because the child died."""
     if isinstance(error, BaseExceptionGroup):
         return _innermost(error.exceptions[0])
     return error
 
 
 def _reference(stem: str) -> types.ModuleType:
-    """The module of the reference; an empty one for a method that no paper has."""
+    """The module of the reference, or an empty module for a method without a paper."""
     try:
         return importlib.import_module(f"evictionary.reference.{stem}")
     except ModuleNotFoundError:
@@ -285,8 +285,8 @@ def _reference(stem: str) -> types.ModuleType:
 def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) -> Callable[..., Any]:
     """A function of the child as one of this process.
 
-    by_paper, the reference's function of that name, where there is one, says of what kind the result has to be, and the defaults
-    of those arguments that are constants of a student's own.
+    by_paper, the reference's function of that name if there is one, gives the kind of the result, and the defaults of arguments
+    for which a student may have personal constants.
     """
     is_known = isinstance(by_paper, types.FunctionType)
     parameters = inspect.signature(by_paper).parameters if is_known else {}
@@ -300,7 +300,7 @@ def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) ->
 
 
 def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
-    """The result, where it has as many parts as `returned` says, and names for them; whether they are right the laws say."""
+    """Return the result if its parts are those of `returned`, else raise StudentError; the laws judge the values."""
     wanted: tuple[str, ...] | None = getattr(returned, "_fields", None)
     count = len(typing.get_args(returned)) if typing.get_origin(returned) is tuple else len(wanted or ())
     parts = result if isinstance(result, tuple) else (result,)
@@ -316,7 +316,7 @@ def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
 
 
 def _named(stem: str) -> Callable[[str, list[str]], Any]:
-    """The named tuples of the reference by name, so that what comes back is of a class that the laws know; others are plain."""
+    """The reference's named tuples by name: the child's result gets a class that the laws know; other tuples stay plain."""
 
     def of(name: str, fields: list[str]) -> Any:
         known = getattr(_reference(stem), name, None)
@@ -325,7 +325,7 @@ def _named(stem: str) -> Callable[[str, list[str]], Any]:
     return of
 
 
-# Checks of the grader's own, written as laws
+# The grader's own checks, written as laws
 
 
 def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None]) -> Law:
@@ -359,7 +359,7 @@ def _constants_law(assignment: Assignment, step: Step, constants: dict[str, Any]
 
 
 def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
-    """Lengths at which another sink or lag size shows: the first that is compressed, the one before it, and the next of both."""
+    """Lengths that reveal another sink or lag size: the first compressed length, the length before it, and the next ones."""
     defaults = inspect.signature(oracle("lagkv.select")).parameters
     sink, lag = (constants.get(name, defaults[name].default) for name in ("sink_size", "lag_size"))
     for length in (sink + 2 * lag - 1, sink + 2 * lag, sink + 3 * lag - 1, sink + 3 * lag):
@@ -374,7 +374,7 @@ def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
 
 
 def _kernel_law(step: Step, path: Path) -> Law:
-    """A Triton kernel is in the file and is launched: read from the file, not run."""
+    """Check that the file defines and launches a Triton kernel, by reading the source."""
 
     def check(impl: Implementation) -> None:
         tree = ast.parse(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The inputs of a grading: each law on so many inputs as it asks for, decided by a seed and by nothing else."""
+"""The inputs of a grading: as many for each law as it asks for; they depend on a seed and on nothing else."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BYTES_OF_AN_INPUT = 2**13  # more than the strategies of any law use up
 
 
 def decided_by(seed: int, law: Law, count: int, *, shrinks: bool = False) -> Law:
-    """The law on `count` inputs: the smallest one that it can draw, then inputs made from the bytes of a seeded generator.
+    """Run the law on `count` inputs: the smallest that it can draw, then inputs made from the bytes of a seeded generator.
 
-    Hypothesis's own search would also draw numbers that stand in the modules which happen to be loaded, so that the hundredth
-    student had other inputs than the first. With shrinks, the law fails with the smallest input that Hypothesis finds from the
-    first failing one. Raises RuntimeError where the law accepts none of ten times as many inputs.
+    Hypothesis's own search also draws numbers from the source of loaded modules, so the hundredth student would get other inputs
+    than the first. With shrinks, the law fails with the smallest input that Hypothesis finds from the first failing one. Raises
+    RuntimeError if the law accepts none of ten times as many inputs.
     """
     if not law.drawn:
         return law
@@ -45,7 +45,7 @@ def decided_by(seed: int, law: Law, count: int, *, shrinks: bool = False) -> Law
                 accepted += test.hypothesis.fuzz_one_input(content) is not None
             except BaseException:
                 if shrinks:
-                    test()  # finds the failing input in the database, and fails with a smaller one
+                    test()  # Hypothesis finds the failing input in the database, and fails with a smaller one
                 raise
             if accepted == count:
                 return

@@ -1,9 +1,9 @@
-"""A filter of system calls for the child: what no scorer needs, the kernel refuses. Linux on x86-64 and on 64-bit ARM.
+"""A filter of system calls for the child: the kernel refuses the calls that no scorer needs. Linux on x86-64 and 64-bit ARM.
 
-Landlock keeps a child from files. It says nothing about starting programs with root's rights, slowing or limiting the grader's own
-process, sockets other than TCP, changing the mode of a file, or memory that outlives the process. The filter does, for the child
-and all its threads, and nothing that runs in the child can take it away. `program` makes it as the kernel reads it (classic BPF);
-`worker.py` installs it.
+Landlock keeps a child from files. It does not forbid starting programs with root's rights, slowing or limiting the grader's own
+process, sockets other than TCP, changing the mode of a file, or memory that outlives the process. The filter forbids them, for the
+child and all its threads, and no code in the child can remove the filter. `program` writes it in the kernel's format (classic
+BPF); `worker.py` installs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-# For each call its number on x86-64 and on 64-bit ARM, 0 where that machine has none.
+# For each call its number on x86-64 and on 64-bit ARM, 0 if that machine does not have the call.
 _REFUSED: dict[str, list[int]] = tomllib.loads((Path(__file__).parent / "system_calls.toml").read_text(encoding="utf-8"))
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _PRLIMIT = (56, 220), 435, (302, 261)
@@ -29,13 +29,13 @@ _X32 = 0x40000000  # numbers from here on are those of another table
 
 
 def refused(machine: str) -> dict[str, int]:
-    """The calls that are refused whatever their arguments, with their numbers on `machine`."""
+    """The calls that are always refused, with their numbers on `machine`."""
     column = _MACHINES[machine][0]
     return {name: numbers[column] for name, numbers in _REFUSED.items() if numbers[column]}
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter for `machine`, by default this one; empty where there is none."""
+    """The filter for `machine`, by default this machine; empty if there is no filter for it."""
     machine = (platform.machine() if sys.platform.startswith("linux") else "") if machine is None else machine
     if machine not in _MACHINES or struct.calcsize("P") != 8:
         return b""
@@ -48,7 +48,7 @@ def program(machine: str | None = None) -> bytes:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        (_EQUAL, 0, 1, _CLONE3),  # its flags cannot be read here; told that it is not there, the C library uses clone
+        (_EQUAL, 0, 1, _CLONE3),  # its flags cannot be read here; if it seems to be missing, the C library uses clone
         (_RETURN, 0, 0, _ERROR | _ENOSYS),
     ]
     for number in refused(machine).values():

@@ -1,4 +1,4 @@
-"""Opens what was handed in, a file, a folder or an archive, and takes the assignment's file out of it and nothing else."""
+"""Opens a submission (a file, a folder or an archive) and takes only the assignment's file out of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = "a folder, a .zip, a .tar.gz or a .py file"
 
 
 class BadSubmission(Exception):
-    """The submission cannot be opened, or is built to do harm; the message says why."""
+    """The submission cannot be opened, or is hostile; the message says why."""
 
 
 def student_of(path: Path) -> str:
@@ -33,12 +33,12 @@ def student_of(path: Path) -> str:
     name = path.resolve().name
     if not path.is_dir():
         name = next((path.name.removesuffix(ending) for ending in ENDINGS if path.name.endswith(ending)), path.stem)
-    # A name in no encoding, as old archives leave it, can be printed and written all the same.
+    # Old archives leave names that are not valid UTF-8; the escaped name can be printed and written.
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def read(path: Path, assignment: Assignment) -> bytes:
-    """The bytes of the assignment's file. Raises BadSubmission for links, paths that lead out, and what is too large."""
+    """The bytes of the assignment's file. Raises BadSubmission for links, paths that leave the archive, and too large files."""
     name = Path(assignment.file).name
     if path.is_dir():
         found = path / name
@@ -94,7 +94,7 @@ def _from_tar(path: Path, name: str) -> bytes:
 
 
 def _place_of(name: str, entries: list[tuple[str, bool, int]]) -> int:
-    """Where in an archive the file is, given the name, whether it is a link, and the size of each entry."""
+    """The file's place in an archive, given the name, whether it is a link, and the size of each entry."""
     if len(entries) > MOST_ENTRIES:
         raise BadSubmission(f"{len(entries)} entries in the archive, more than {MOST_ENTRIES}")
     found = []
@@ -105,7 +105,7 @@ def _place_of(name: str, entries: list[tuple[str, bool, int]]) -> int:
         if is_link:
             raise BadSubmission(f"an entry of the archive is a symbolic link, or no file: {path!r}")
         parts = [part for part in parts if part != "."]
-        # What a Mac adds beside each file has the same name.
+        # macOS adds a second entry with the same name beside each file.
         if parts[-1:] == [name] and "__MACOSX" not in parts:
             found.append((parts, place, size))
     at_top = [each for each in found if each[0] == [name]]
@@ -122,7 +122,7 @@ def _place_of(name: str, entries: list[tuple[str, bool, int]]) -> int:
 
 
 def _at_most(read: Callable[[int], bytes], name: str) -> bytes:
-    """Read a file of an archive, which may hold more than its entry says."""
+    """Read a file of an archive; the file may be larger than its entry says."""
     content = read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
         raise BadSubmission(f"{name} has more than {LARGEST_FILE} bytes")

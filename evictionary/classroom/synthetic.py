@@ -1,7 +1,7 @@
-"""A class that never was: right, wrong and hostile submissions, to see that the grader grades.
+"""An artificial class: right, wrong and hostile submissions, to test the grader.
 
 `python -m evictionary.classroom.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every attack of
-`attacks.py`, and of the rest one half right and the other with one planted mistake each.
+`attacks.py`; half of the other submissions are right, and half have one planted mistake each.
 `evictionary grade FOLDER --assignment keydiff` grades them.
 """
 
@@ -25,7 +25,7 @@ from evictionary.spec_tests.harness.planted import Mutant, edited_source, load_m
 
 SWEEP_SEED = b"the seeds of the sweep"
 NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote")
-# A right answer as a student would write it; the docs show how it came about.
+# A right answer as a student would write it; docs/classroom/transcript.md shows the steps to it.
 SOLUTION = Path(__file__).parents[2] / "docs" / "classroom" / "transcript" / "3_right.py"
 
 _LOADER = '''"""A whole package in one file: what a student hands in who has it right, or who has made one mistake."""
@@ -51,7 +51,7 @@ _MUTANT_STUB = "def mutant(*args, **kwargs):\n    return lambda function: functi
 
 
 def bundled(stem: str, mutant: Mutant | None = None) -> str:
-    """The reference of a method as one file that imports NumPy alone; a mutant takes the place of the right function."""
+    """The reference of a method as one file that imports only NumPy; a mutant replaces the right function."""
     sources = {"bundled": ""}
     for name in STEMS:
         _add(name, sources)
@@ -93,7 +93,7 @@ def _renamed(source: str) -> str:
 
 
 def mutants_of(assignment: Assignment) -> list[Mutant]:
-    """The planted mistakes that the assignment asks about: in one of its functions, against one of its requirements."""
+    """The planted mistakes of the assignment: in one of its functions, against one of its requirements."""
     laws = load_laws()
     functions = {function for step in assignment.steps for name in step.laws for function in laws[name].functions}
     requirements = {laws[name].requirement.id for step in assignment.steps for name in step.laws}
@@ -122,7 +122,7 @@ def write_class(folder: Path, count: int) -> dict[str, int]:
 def hand_in(assignment: Assignment, mutant: Mutant, secret: bytes) -> tuple[bool, bool]:
     """Submit a planted mistake; returns whether a step of its requirement is lost, and whether its misconception is named.
 
-    Only the steps of that requirement are judged: the others say nothing about it and take most of the time.
+    Only the steps of that requirement are judged: the other steps say nothing about it and take most of the time.
     """
     steps = tuple(replace(step, needs=()) for step in assignment.steps if _judges(step, mutant.killed_by))
     judgement = grading.judge(
@@ -136,7 +136,7 @@ def hand_in(assignment: Assignment, mutant: Mutant, secret: bytes) -> tuple[bool
 
 
 def _in_whole(assignment: Assignment, mutant: Mutant) -> str:
-    """What the whole assignment makes of a mistake that the steps of its requirement let pass or do not name."""
+    """The whole assignment's judgement of a mistake that the steps of its requirement accept or do not name."""
     source = bundled(assignment.stem, mutant).encode()
     judgement = grading.judge(source, assignment, secret=SWEEP_SEED, examples=grading.GRADE_EXAMPLES)
     failed = [line.name for line in judgement.lines if line.verdict == "failed"]

@@ -1,8 +1,8 @@
-"""The program of the child process: it loads one student file and answers calls, and holds nothing worth stealing.
+"""The program of the child process: it loads one student file and answers calls, and holds no secrets.
 
-It is started as `python -I -S worker.py` with two pipes and imports the standard library, NumPy and, where the assignment needs it,
-torch. What it is told comes as frames: a length, JSON, a length, the arrays as npz. Expected values, seeds and verdicts stay with
-the parent, which imports `pack` and `unpack` from here.
+It is started as `python -I -S worker.py` with two pipes and imports the standard library, NumPy and, if the assignment needs it,
+torch. Messages are frames: a length, JSON, a length, the arrays as npz. Expected values, seeds and verdicts stay in the parent,
+which imports `pack` and `unpack` from here.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, BinaryIO
 
-# What a frame may weigh: a call brings the keys and values of a long text, an answer is a few scores and its JSON a few names.
+# The largest frames: a call holds the keys and values of a long text; an answer holds scores, and its JSON a few names.
 LARGEST_CALL, LARGEST_ANSWER, LARGEST_TEXT = 512 * 2**20, 64 * 2**20, 2**20
 MOST_ARRAYS = 64
 NOBODY = 65534
 
 
 class BadFrame(Exception):
-    """What came through the pipe is no frame, is too large, or holds what may not cross."""
+    """The bytes from the pipe are no frame, are too large, or hold a value that is not allowed."""
 
 
 # Frames
 
 
 def encode(value: Any, arrays: list[Any]) -> Any:
-    """A value as JSON; arrays are put into the list and stand as their place in it. Raises BadFrame for what may not cross."""
+    """A value as JSON; arrays go into the list, and JSON holds their index. Raises BadFrame for a value that is not allowed."""
     import numpy as np
 
     if type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach"):
@@ -64,9 +64,9 @@ def encode(value: Any, arrays: list[Any]) -> Any:
 
 
 def decode(content: Any, arrays: dict[str, Any], named: Callable[[str, list[str]], Any] = namedtuple) -> Any:
-    """The value that `encode` was given; `named` returns the class of a named tuple.
+    """The value that `encode` received; `named` returns the class of a named tuple.
 
-    Raises BadFrame, KeyError, TypeError or ValueError for what `encode` does not write.
+    Raises BadFrame, KeyError, TypeError or ValueError for JSON that `encode` does not write.
     """
     if not isinstance(content, dict):
         raise BadFrame("no value")
@@ -75,7 +75,7 @@ def decode(content: Any, arrays: dict[str, Any], named: Callable[[str, list[str]
         return array[()] if content["scalar"] else array
     if "fraction" in content:
         above, _, below = content["fraction"].partition("/")
-        return Fraction(int(above), int(below or 1))  # not from its text: the Fraction of "1e999999999" is never done
+        return Fraction(int(above), int(below or 1))  # not from its text: Fraction("1e999999999") never ends
     if "items" in content:
         items = [decode(entry, arrays, named) for entry in content["items"]]
         return named(content["name"], content["fields"])(*items) if content["fields"] else tuple(items)
@@ -96,7 +96,7 @@ def pack(message: dict[str, Any], arrays: list[Any]) -> bytes:
 
 
 def sizes(header: bytes, largest: int = LARGEST_ANSWER) -> tuple[int, int]:
-    """The lengths of the two parts that follow a header of 16 bytes. Raises BadFrame where they are too large."""
+    """The lengths of the two parts that follow a header of 16 bytes. Raises BadFrame if they are too large."""
     text, body = struct.unpack(">QQ", header)
     for length, most in ((text, LARGEST_TEXT), (body, largest)):
         if length > most:
@@ -105,7 +105,7 @@ def sizes(header: bytes, largest: int = LARGEST_ANSWER) -> tuple[int, int]:
 
 
 def unpack(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The message and the arrays of a frame. Nothing is unpickled, and no array is larger than the bytes that it came in."""
+    """The message and the arrays of a frame. Nothing is unpickled, and no array is larger than its bytes in the frame."""
     import numpy as np
 
     message = json.loads(text)
@@ -115,9 +115,9 @@ def unpack(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     if body:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             entries = archive.infolist()
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # what is stored cannot swell
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # an uncompressed entry cannot grow
                 raise BadFrame("compressed arrays")
-            # Entries may lie over each other, so that a small body holds any number of large ones.
+            # Entries of an archive may overlap, so a small body can claim many large entries.
             if len(entries) > MOST_ARRAYS or sum(entry.file_size for entry in entries) > len(body):
                 raise BadFrame("more arrays than there are bytes for")
             for entry in entries:
@@ -138,7 +138,7 @@ def unpack(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 def _read(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
     header = stream.read(16)
     if len(header) < 16:
-        os._exit(0)  # the parent is gone, or has asked enough
+        os._exit(0)  # the parent has ended or closed the pipe
     text, body = sizes(header, LARGEST_CALL)
     return unpack(stream.read(text), stream.read(body))
 
@@ -149,19 +149,19 @@ _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 
 
 def without(path: str, closed: list[str]) -> list[str]:
-    """The path or, where something closed lies in it, everything else that lies in it: Landlock opens a folder with all below."""
+    """The path, or its entries without the forbidden ones: Landlock opens a folder together with everything below it."""
     if path in closed:
         return []
     if not any(each.startswith(path.rstrip(os.sep) + os.sep) for each in closed):
         return [path]
     with os.scandir(path) as entries:
-        # A link would open what it leads to; that is in the list by its own name, if it may be.
+        # A link would open its target; an allowed target is in the list by its own name.
         inside = sorted(entry.path for entry in entries if not entry.is_symlink())
     return [kept for entry in inside for kept in without(entry, closed)]
 
 
 def filter_calls(program: bytes) -> bool:
-    """Have the kernel refuse the system calls that `seccomp.program` lists, for good; False where there is no such filter."""
+    """Have the kernel refuse the system calls of `seccomp.program` permanently; False if there is no filter for this machine."""
     if not program:
         return False
     prctl = ctypes.CDLL(None).prctl
@@ -172,7 +172,7 @@ def filter_calls(program: bytes) -> bool:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when the parent ends, however that ends; Linux."""
+    """Have the kernel end this process when the parent ends in any way; Linux."""
     if sys.platform.startswith("linux"):
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -181,9 +181,9 @@ def end_with_parent() -> None:
 
 
 def landlock(readable: list[str], listable: list[str]) -> int:
-    """Take away from this process every file but the readable ones, all writing, TCP and signals to others; Linux 5.13 and newer.
+    """Forbid this process all files but the readable ones, all writing, TCP and signals to others; Linux 5.13 and newer.
 
-    Returns the version of Landlock that the kernel has, 0 where it has none or refuses.
+    Returns the kernel's version of Landlock, 0 if the kernel has none or refuses.
     """
     if not sys.platform.startswith("linux"):
         return 0
@@ -220,12 +220,12 @@ _DENIED = (
 
 
 def guard(readable: list[str], banned: list[str]) -> None:
-    """Refuse, by an audit hook, what no scorer needs: the oracle, other people's files, writing, programs, the network.
+    """Refuse, by an audit hook, actions that no scorer needs: the oracle, other people's files, writing, programs, the network.
 
-    It explains itself to the honest and stops the curious; who knows the interpreter gets round it, and meets the other walls.
+    The hook gives clear messages. A student who knows the interpreter well can evade it; then the other protections hold.
     """
     roots = tuple(os.path.realpath(path) + os.sep for path in readable)
-    closed, denied = frozenset(banned), _DENIED  # not by name: a module's names can be replaced
+    closed, denied = frozenset(banned), _DENIED  # own references: a student can replace a module's names
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "import" and arguments[0].split(".")[0] in closed:
@@ -258,7 +258,7 @@ def limit(cpu_seconds: int, memory: int) -> None:
 
 
 def become_nobody(readable: list[str]) -> bool:
-    """As root, become the user nobody, for whom the limit on processes holds; where nobody can read what is needed, stay."""
+    """As root, become the user nobody: the limit on processes does not bind root. Stay root if that user cannot read the files."""
     if os.getuid() != 0:
         return False
     for path in readable:
@@ -276,7 +276,7 @@ def become_nobody(readable: list[str]) -> bool:
 
 
 def load(path: str, stem: str) -> Any:
-    """Import the file under a name of its own."""
+    """Import the student's file as a module."""
     spec = importlib.util.spec_from_file_location(f"student_{stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -298,7 +298,7 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Set up as the first frame says, load the file, then answer one call after another."""
+    """Read the settings from the first frame, load the file, then answer one call after another."""
 
     def reply(message: dict[str, Any], arrays: list[Any] | None = None) -> None:
         replies.write(pack(message, arrays or []))
@@ -370,7 +370,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Keep the pipes and give the student's code an empty input and an output that nobody reads."""
+    """Keep the pipes, and give the student's code an empty input and an output that is discarded."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

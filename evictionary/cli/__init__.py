@@ -1,1 +1,1 @@
-"""The command `evictionary`: an app of commands that share their options and messages, and import nothing of one another."""
+"""The command `evictionary`: its subcommands share options and messages, and do not import one another."""

@@ -1,4 +1,4 @@
-"""The command `evictionary`: its subcommands, each in a file of its own that imports no other."""
+"""The command `evictionary`: collects the subcommands; each stands in a file of its own that imports no other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Run any KV-cache eviction method inside a real language model."""
-    # Before torch is loaded: threads that spin while they wait make everything ten times slower on a machine that is busy.
+    # This must be set before torch is loaded: threads that spin while they wait are ten times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -24,14 +24,16 @@ COLOURS = {"seen": "green", "not seen": "red", "other model needed": "yellow"}
 def claims(
     papers: Annotated[
         list[str] | None,
-        typer.Option(help="expected_attention, keydiff, lagkv, momentkv, gvote, comma-separated or repeated; all by default."),
+        typer.Option(
+            help="Some of expected_attention, keydiff, lagkv, momentkv, gvote, comma-separated or repeated; all by default."
+        ),
     ] = None,
     model: ModelName = "embedded",
     output: Annotated[Path, typer.Option(help="The folder for results.json, the pictures and the pages.")] = Path("claims"),
-    seed: Annotated[int, whole_number("Draws the texts, the numbers and what methods draw.")] = 0,
+    seed: Annotated[int, whole_number("The seed of the texts, the hidden numbers and the methods' random draws.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the papers' empirical claims on a model: the statement, the number, a picture, and seen or not seen.
+    """Measure the papers' empirical claims on a model: each claim gets numbers, a picture and a verdict, seen or not seen.
 
     All papers take about ten minutes on one core.
     """

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-Name = Annotated[str, typer.Argument(help="keydiff, lagkv, expected_attention, momentkv, gvote, kernel or contest.")]
+Name = Annotated[
+    str, typer.Argument(help="The assignment: keydiff, lagkv, expected_attention, momentkv, gvote, kernel or contest.")
+]
 Work = Annotated[Path, typer.Option(help="The folder of your own files.")]
-Student = Annotated[str | None, typer.Option(help="Your id, where the course draws constants from it.")]
+Student = Annotated[str | None, typer.Option(help="Your id, if your course draws the constants from it.")]
 COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow"}
 
 
@@ -49,7 +51,7 @@ def start(assignment: Name, work: Work = Path("work"), student: Student = None, 
         chosen = assignments.load(assignment)
         path = work / chosen.file
         if path.exists():
-            raise UsageError(f"assignment: {path} is there already, and may hold your work; move it away to begin anew")
+            raise UsageError(f"assignment: {path} exists already and may hold your work; move it away to begin anew")
         with _writing("--work", work, "a folder that can be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(chosen.starter_for(student), encoding="utf-8")
@@ -80,9 +82,9 @@ def check(assignment: Name, work: Work = Path("work"), student: Student = None, 
         try:
             source = submissions.read(path, chosen)
         except submissions.BadSubmission as error:
-            raise UsageError(f"assignment: got {path}, wanted what the grader takes: {error}") from None
+            raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
         constants = chosen.constants_of(student) if student else {}
-        # A quarter of the grader's patience, so that an endless loop does not keep a student for minutes.
+        # A quarter of the grader's time limit: a student does not wait for minutes on an endless loop.
         judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4)
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
     if as_json:
@@ -102,7 +104,7 @@ def _started(work: Path, chosen: Assignment) -> Path:
 
 
 def _command(name: str, chosen: Assignment, work: Path, student: str | None = None) -> str:
-    """What to type next, in the folder and with the id of this command."""
+    """The command to type next, with the folder and the id of this command."""
     options = ("" if work == Path("work") else f" --work {work}") + (f" --student {student}" if student else "")
     return f"evictionary {name} {chosen.name}{options}"
 
@@ -143,17 +145,17 @@ def _print_rest(chosen: Assignment, hidden: int, path: Path) -> None:
     if laws:
         each = GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps)
         console.print(
-            f"\nThe grader puts the same {laws} laws to your file with up to {each} secret inputs each: "
+            f"\nThe grader checks the same {laws} laws on your file with up to {each} secret inputs each: "
             f"up to {hidden} hidden cases, and no hidden rule."
         )
     elif chosen.contest:
-        console.print("\nThe grader asks five longer texts with numbers and places that nobody knows beforehand.")
+        console.print("\nThe grader asks about five longer texts; nobody knows their numbers and places beforehand.")
     if chosen.interpret:
         _print_time(chosen, path)
 
 
 def _print_time(chosen: Assignment, path: Path) -> None:
-    """Where there is a GPU, how long the kernel takes; it is not graded."""
+    """Print how long the kernel takes if there is a GPU; the time is not graded."""
     import torch
 
     if not torch.cuda.is_available():
@@ -173,7 +175,7 @@ def submit(
     output: Annotated[Path | None, typer.Option(help="The archive to write; the assignment's name with .zip by default.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pack what is handed in: your file and a manifest, and nothing else."""
+    """Pack the archive to hand in: your file and a manifest, and nothing else."""
     with exit_codes():
         from evictionary.classroom import assignment as assignments
         from evictionary.classroom import submissions
@@ -187,7 +189,7 @@ def submit(
             with _writing("--output", target, "a file in a folder that can be written"):
                 packed = submissions.pack(chosen, work, target)
         except submissions.BadSubmission as error:
-            raise UsageError(f"assignment: got {path}, wanted what the grader takes: {error}") from None
+            raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
     if as_json:
         typer.echo(json.dumps({"assignment": chosen.name, "archive": str(target), "files": packed}))
         return
@@ -196,26 +198,28 @@ def submit(
 
 @app.command(epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]")
 def grade(
-    submission: Annotated[list[Path], typer.Argument(help="Files, archives or folders; a folder of them counts as its entries.")],
-    assignment: Annotated[str, typer.Option(help="Which assignment they answer.")],
-    seed_file: Annotated[Path | None, typer.Option(help="A file of any secret bytes; without it, new seeds are drawn.")] = None,
+    submission: Annotated[list[Path], typer.Argument(help="Files, archives or folders, or one folder that holds many of them.")],
+    assignment: Annotated[str, typer.Option(help="The assignment that the submissions answer.")],
+    seed_file: Annotated[Path | None, typer.Option(help="A file of secret bytes; without it, new seeds are drawn.")] = None,
     formats: Annotated[
         list[str] | None,
         typer.Option(
-            "--format", "--formats", help="gradescope, classroom50, junit, markdown, with commas between; all by default."
+            "--format",
+            "--formats",
+            help="Some of gradescope, classroom50, junit, markdown, comma-separated or repeated; all by default.",
         ),
     ] = None,
-    output: Annotated[Path, typer.Option(help="A folder for each student is written into it.")] = Path("grades"),
-    jobs: Annotated[int, typer.Option(help="How many submissions at a time.")] = 1,
-    examples: Annotated[int | None, typer.Option(help="Inputs that each law draws; 25 by default.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Seconds of waiting for a student's code in each step.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for the grades; each student gets a folder in it.")] = Path("grades"),
+    jobs: Annotated[int, typer.Option(help="How many submissions are graded at the same time.")] = 1,
+    examples: Annotated[int | None, typer.Option(help="How many inputs each law draws; 25 by default.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="The time limit of a student's code in each step, in seconds.")] = None,
     personal: Annotated[bool, typer.Option(help="Draw sink size, lag size and epsilon from each student's id.")] = False,
-    student: Annotated[str | None, typer.Option(help="The id of a single submission, in place of its file's name.")] = None,
+    student: Annotated[str | None, typer.Option(help="The student's id for a single submission; its file name by default.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Grade submissions with secret seeds: grade.json for each, and the files that platforms read.
+    """Grade submissions with secret seeds: write grade.json for each, and the files that course platforms read.
 
-    Run again with the same seed file, it goes on where it stopped.
+    A run that was stopped goes on where it stopped if you repeat the command with the same seed file.
     """
     with exit_codes():
         from evictionary.classroom import assignment as assignments
@@ -237,13 +241,13 @@ def grade(
         found = classes.find(submission, chosen.file, output, left_out.append)
         if left_out:
             messages.print(
-                f"Left out, for a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}",
+                f"Left out, because a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}",
                 style="yellow",
                 markup=False,
             )
         if student is not None:
             if len(found) != 1:
-                raise UsageError(f"--student: got one id for {len(found)} submissions")
+                raise UsageError(f"--student: got one id for {len(found)} submissions, wanted a single submission")
             if not student.strip() or student in (".", "..") or not {"/", "\\", "\0"}.isdisjoint(student):
                 raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder")
             found = {student: next(iter(found.values()))}
@@ -271,7 +275,7 @@ def grade(
         _print_class(result, output)
 
 
-_GO_ON = "What is graded is written; the same command goes on from there."
+_GO_ON = "The finished grades are written; the same command goes on from there."
 _BEGIN_ANEW = "Without a --seed-file the next run begins anew."
 
 
@@ -288,7 +292,7 @@ def _secret(seed_file: Path | None) -> bytes:
     except OSError as error:
         raise UsageError(f"--seed-file: got {seed_file}, wanted a file that can be read: {error.strerror}") from None
     if len(secret.strip()) < 8:
-        raise UsageError(f"--seed-file: got {seed_file} with {len(secret)} bytes, wanted at least 8 that nobody guesses")
+        raise UsageError(f"--seed-file: got {seed_file} with {len(secret)} bytes, wanted at least 8 secret bytes")
     return secret
 
 
@@ -305,11 +309,11 @@ def _print_class(result: dict[str, Any], output: Path) -> None:
     for name, counts in result["steps"].items():
         console.print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
     for mistake, count in result["misconceptions"].items():
-        console.print(f"{count} did: {mistake}", style="dim", markup=False)
+        console.print(f"{count} of the submissions: {mistake}", style="dim", markup=False)
     if result["errors"]:
         shown = _few(result["unjudged"])
         console.print(
-            f"{result['errors']} could not be judged, error in grade.json says why: {shown}", style="yellow", markup=False
+            f"{result['errors']} could not be judged; the error in grade.json says why: {shown}", style="yellow", markup=False
         )
     if result["walls_missing"]:
         missing = ", ".join(result["walls_missing"])

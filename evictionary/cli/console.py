@@ -1,4 +1,4 @@
-"""What the commands share: options, messages, exit codes, progress."""
+"""Shared by the commands: options, messages, exit codes, progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ messages = Console(stderr=True)
 
 
 def whole(text: str) -> int:
-    """Read an option's whole number; the message then says what was got, as that of every other option does."""
+    """Read an option's whole number; typer's own message would not have the form "got ..., wanted ..."."""
     try:
         return int(text)
     except ValueError:
@@ -49,10 +49,10 @@ ModelName = Annotated[
 
 @contextmanager
 def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
-    """2 for an argument that cannot be used, 1 for a failure, 130 for Ctrl-C; one line each, no traceback.
+    """Turn errors into one line and an exit code: 2 for an argument that cannot be used, 1 for a failure, 130 for Ctrl-C.
 
-    What a user's method prints meanwhile goes to standard error: standard output is for results. `stopped` says what to do after
-    Ctrl-C, `extra` which extra the command needs where a module is missing.
+    Text that a user's method prints goes to standard error: standard output is for results. `stopped` is the advice after Ctrl-C,
+    `extra` the extra that the command needs if a module is missing.
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -101,7 +101,7 @@ def names_in(texts: list[str] | None) -> list[str] | None:
 
 
 def given_names(argument: str, texts: list[str] | None) -> list[str] | None:
-    """The names of an option, or None where it was not given. Raises UsageError where it was, without a name in it."""
+    """The names that an option was given, or None without the option. Raises UsageError for an option without any name."""
     names = names_in(texts)
     if texts and not names:
         raise UsageError(f"{argument}: got {','.join(texts)!r}, wanted at least one name")
@@ -122,7 +122,7 @@ def require_writable(output: Path) -> None:
 
 
 def can_write_into(folder: Path) -> bool:
-    """Whether a file can really be made in the folder: not every file system tells by its permissions."""
+    """Whether a file can be made in the folder, by making one: on some file systems the permissions do not tell."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
@@ -131,7 +131,7 @@ def can_write_into(folder: Path) -> bool:
 
 
 def require_folder(output: Path) -> None:
-    """Raise UsageError, before hours of work, where the folder `output` cannot be made or written."""
+    """Raise UsageError, before hours of work, if the folder `output` cannot be made or written."""
     existing = next(folder for folder in (output.resolve(), *output.resolve().parents) if folder.exists())
     if not can_write_into(existing):
         raise UsageError(f"--output: got {output}, wanted a folder that can be written, or made")

@@ -33,7 +33,7 @@ app = typer.Typer()
     epilog="Examples: [bold]evictionary demo[/]   [bold]evictionary demo --methods keydiff,my_scorer.py --ratios 0.5 --json[/]"
 )
 def demo(
-    output: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option(help="The file to write the report to.")] = Path("report.html"),
     model: ModelName = "embedded",
     methods: Annotated[
         list[str] | None, typer.Option(help="Names or files, comma-separated or repeated; all methods by default.")
@@ -43,7 +43,7 @@ def demo(
         list[str], typer.Option(help="Where the number stands, as fractions of the text, comma-separated or repeated.")
     ] = ["0.1,0.3,0.5,0.7,0.9"],  # noqa: B006
     tokens: Annotated[int, whole_number("About how many tokens each text has.")] = 1500,
-    seed: Annotated[int, whole_number("Draws the texts, the numbers and the random baseline.")] = 0,
+    seed: Annotated[int, whole_number("The seed of the texts, the hidden numbers and the random baseline.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Hide a number in a long text, compress the cache with every method, and ask for the number."""

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-# written out, because the tasks import torch and the help is not to wait for it; a test compares
+# The names stand here because the tasks import torch, and the help must not wait for torch; a test compares the names.
 TASKS = "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,variables,common_words,frequent_words,copy"
 
 
 class Format(StrEnum):
-    """How the results are printed."""
+    """The form in which the results are printed."""
 
     TABLE = "table"
     MARKDOWN = "markdown"
@@ -53,7 +53,7 @@ class Format(StrEnum):
 )
 def evaluate(
     output: Annotated[
-        Path, typer.Option(help="The folder for results.jsonl, which is continued, and the tables, plots and report.")
+        Path, typer.Option(help="The folder for results.jsonl (a later run continues it), the tables, the plots and the report.")
     ] = Path("evaluation"),
     model: ModelName = "embedded",
     methods: Annotated[
@@ -70,23 +70,26 @@ def evaluate(
     budgets: Annotated[list[str] | None, typer.Option(help="Tokens to keep in each head, comma-separated or repeated.")] = None,
     tasks: Annotated[list[str], typer.Option(help=f"Some of {TASKS.replace(',', ', ')}.")] = [TASKS],  # noqa: B006
     lengths: Annotated[
-        list[str], typer.Option("--lengths", "--tokens", help="Tokens of text and question together, comma-separated or repeated.")
+        list[str],
+        typer.Option(
+            "--lengths", "--tokens", help="Lengths of text and question together, in tokens, comma-separated or repeated."
+        ),
     ] = ["1000"],  # noqa: B006
-    samples: Annotated[int, whole_number("Prompts for each task and length; five try all five depths.")] = 5,
-    seed: Annotated[int, whole_number("The seed of the first prompt; the next has the next.")] = 0,
+    samples: Annotated[int, whole_number("Prompts for each task and length; five prompts try all five depths.")] = 5,
+    seed: Annotated[int, whole_number("The seed of the first prompt; each later prompt has the next seed.")] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
     dask: Annotated[
         str | None,
         typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
     ] = None,
-    format: Annotated[Format, typer.Option(help="What to print at the end.")] = Format.TABLE,
+    format: Annotated[Format, typer.Option(help="The form in which the results are printed.")] = Format.TABLE,
     as_json: AsJson = False,
 ) -> None:
-    """Measure methods on tasks. A run that was stopped goes on where it was, given the same command.
+    """Measure methods on tasks. A run that was stopped goes on where it stopped if you repeat the command.
 
-    Exits with 1 if a method failed on a prompt; its other measurements and the other methods go on.
+    Exits with 1 if a method failed on a prompt; all other measurements go on.
     """
-    with exit_codes("the same command goes on where it was", extra="model"):
+    with exit_codes("the same command goes on where it stopped", extra="model"):
         if samples < 1:
             raise UsageError(f"--samples: got {samples}, wanted at least 1")
         kept = [_whole("--budgets", number) for number in numbers_in("--budgets", budgets)] if budgets else []
@@ -126,7 +129,7 @@ def evaluate(
 def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Read 'keydiff,lagkv:lag_size=128,sink_size=4' as [('keydiff', {}), ('lagkv', {'lag_size': '128', 'sink_size': '4'})].
 
-    A part with '=' but no ':' before it is one more option of the method before it. Raises UsageError where there is none.
+    A part with '=' but without ':' is one more option of the method before it. Raises UsageError if no method stands before it.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     for part in ",".join(texts).split(","):
@@ -148,7 +151,7 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _all_methods() -> list[tuple[str, dict[str, Any]]]:
-    """Every method that the demo runs by itself, with the demo's options."""
+    """The methods that the demo runs by default, with the demo's options."""
     from evictionary.evaluation import demo
 
     return [(name, demo.options_of(name)) for name in demo.default_methods()[0]]
@@ -162,7 +165,7 @@ def _whole(argument: str, number: float) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar with the time left on stderr; in a log file, a line every half minute."""
+    """A progress bar with the time left, on stderr; in a log file, a line every half minute."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 
@@ -186,7 +189,7 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
 
 
 def _print_tables(rows: list[dict[str, Any]]) -> None:
-    """The pivot of each length, cut into tables that are no wider than the terminal."""
+    """Print the results of each length (methods by tasks), split into tables no wider than the terminal."""
     from evictionary.evaluation import report as eval_report
 
     console = Console()

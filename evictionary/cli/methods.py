@@ -15,17 +15,17 @@ app = typer.Typer()
 ADDITIONS = {
     "ada_kv": "an allocator for any method with scores: the heads of a layer share its budget",
     "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
-    "moments": "MomentKV's correction beside any selection: moments of what was evicted join the attention",
+    "moments": "MomentKV's correction beside any selection: moments of the evicted tokens join the attention",
 }
-"""What may follow a method's name after a +."""
+"""The names that may follow a method's name after a +."""
 
 
 @app.command(epilog="Example: [bold]evictionary methods --json[/]")
 def methods(as_json: AsJson = False) -> None:
-    """List the methods: what they keep, their paper, their seams and their options.
+    """List the methods: which tokens each keeps, its paper, its functions (score, select, compress, attend) and its options.
 
-    They compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads of a layer share its
-    budget, pyramid_kv gives more to lower layers, and moments adds MomentKV's correction for what was evicted:
+    Methods compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads of a layer share its
+    budget, pyramid_kv gives more to lower layers, and moments adds MomentKV's correction for the evicted tokens:
     snapkv+pyramid_kv+ada_kv, keydiff+moments. A file of your own, path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import RANDOM, describe, names
@@ -44,4 +44,4 @@ def methods(as_json: AsJson = False) -> None:
         table.add_row(f"[bold]+{name}[/]", meaning)
     console = Console()
     console.print(table)
-    console.print("\nThey compose: a method, then allocators, then moments, such as snapkv+pyramid_kv+ada_kv or keydiff+moments.")
+    console.print("\nMethods compose: a method, then allocators, then moments: snapkv+pyramid_kv+ada_kv or keydiff+moments.")

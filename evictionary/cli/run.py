@@ -25,7 +25,7 @@ app = typer.Typer()
 )
 def run(
     prompt_file: Annotated[Path, typer.Option(help="A UTF-8 text file: the context to compress.")],
-    question: Annotated[list[str], typer.Option(help="A question about it; may be given several times.")],
+    question: Annotated[list[str], typer.Option(help="A question about the text; may be repeated.")],
     model: ModelName = "embedded",
     method: Annotated[
         str,
@@ -36,14 +36,16 @@ def run(
     compression_ratio: Annotated[
         float, typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1).")
     ] = 0.5,
-    budget: Annotated[int | None, whole_number("Tokens to keep in each head, in place of the ratio.")] = None,
+    budget: Annotated[int | None, whole_number("Tokens to keep in each head, instead of the ratio.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")] = None,
     every: Annotated[
         int | None,
-        whole_number("Compress again after so many new tokens, reading the text in blocks of them; by default the prompt alone."),
+        whole_number(
+            "Compress again after this many new tokens, and read the text in blocks of that size; by default only the prompt."
+        ),
     ] = None,
     max_new_tokens: Annotated[int, whole_number("The longest answer, in tokens.")] = 64,
-    seed: Annotated[int, whole_number("For methods that draw.")] = 0,
+    seed: Annotated[int, whole_number("The seed for methods that draw random numbers.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compress the cache of a text once, then answer several questions from it."""
@@ -133,7 +135,7 @@ def _read(path: Path) -> str:
 
 
 def _note(cache: EvictingCache) -> str | None:
-    """Why nothing was removed although compression was asked for."""
+    """The reason why nothing was removed although compression was asked for, or None."""
     length = cache.get_seq_length()
     from evictionary.methods.method import tokens_to_keep
 

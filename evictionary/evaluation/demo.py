@@ -26,12 +26,12 @@ RATIOS = (0.25, 0.5, 0.75)
 MAX_NEW_TOKENS = 12
 
 OPTIONS: dict[str, Any] = {"lag_size": 128}
-"""A method that has one of these options runs with it, and its row says so: 1,500 tokens are below LagKV's 16 + 2 * 1024."""
+"""The demo sets these options where a method has them, and the row shows it: 1,500 tokens are below LagKV's 16 + 2 * 1024."""
 
 
 @dataclass
 class Row:
-    """What one method did at one ratio (None: it sets its own budget); each list of `measured` has one entry for each depth."""
+    """The results of one method at one ratio (None: it sets its own budget); the lists of `measured` have one entry per depth."""
 
     method: str
     options: dict[str, Any]
@@ -49,7 +49,7 @@ class Row:
         return "own" if self.compression_ratio is None else f"{self.compression_ratio:.0%}"
 
     def add(self, depth: float, full: Measurement, own: Measurement) -> None:
-        """Add what was measured at one depth, beside the full cache."""
+        """Add the measurement at one depth, compared with the full cache."""
         line = own.line
         if full.answer is None or own.answer is None:
             raise MethodError(line["error"])
@@ -71,7 +71,7 @@ class Row:
             self.measured.setdefault(name, []).append(number)
 
     def summary(self) -> dict[str, Any]:
-        """The row of the table: means over the prompts, and how many answers were right."""
+        """The row of the table: means over the prompts, and the number of right answers."""
         names = ("bytes_before", "bytes_after", "tokens_before", "tokens_after", "error", "relative_error", "seconds")
         right = self.measured["right"]
         means = {name: float(np.mean(self.measured[name])) for name in names}
@@ -85,7 +85,7 @@ class Row:
 
 @dataclass
 class Result:
-    """The rows of the table in its order, the pictures of the middle prompt, and why methods were left out."""
+    """The rows of the table in order, the pictures of the middle prompt, and the reasons why methods were left out."""
 
     model: str
     seed: int
@@ -111,7 +111,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def default_methods() -> tuple[list[str], dict[str, str]]:
-    """Every method with a torch path that a prompt alone can feed, and the random baseline; and why the others are left out."""
+    """Every method with a torch path that needs only a prompt, and the random baseline; and why the others are left out."""
     runnable, left_out = [], {}
     for name in catalogue.names():
         function = catalogue.entry(catalogue.definition(name))
@@ -137,9 +137,9 @@ def run(
     advance: Callable[[str], None] = lambda text: None,
     plan: Callable[[int], None] = lambda steps: None,
 ) -> Result:
-    """Run every method at every ratio on one prompt for each depth, and the full cache beside them.
+    """Run the full cache, and every method at every ratio, on one prompt for each depth.
 
-    `plan` is told once how many steps there are and `advance` what each of them is about to do.
+    `plan` is called once with the number of steps, `advance` before each step with its description.
     Raises UsageError for an unknown method, a ratio or a depth out of range, or none of them; MethodError for a method that fails.
     """
     for name, values in (("ratios", ratios), ("depths", depths)):

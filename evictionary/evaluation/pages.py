@@ -1,4 +1,4 @@
-"""Writes pages: from templates, completely or not at all, with pictures inside them, so that they ask the network for nothing."""
+"""Writes pages from templates, completely or not at all, with the pictures inside: a page loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 
 def render(template: str, **values: Any) -> str:
-    """The text that a file of evictionary/templates makes of `values`."""
+    """Render a file of evictionary/templates with `values`."""
     environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True)
     environment.filters["short"] = "{:.3g}".format
     return environment.get_template(template).render(**values)
@@ -37,10 +37,10 @@ def drawn(figure: Figure, kind: str) -> bytes:
 
 
 def inline(svg: bytes) -> str:
-    """An SVG as an address that holds all of it, for the src of an image."""
+    """An SVG as a data URL, for the src of an image."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
 
 
 def short_name(path: str) -> str:
-    """The last part of a path or of a hub name, which names a model."""
+    """A model's short name: the last part of a path or of a hub name."""
     return path.replace("\\", "/").rstrip("/").rpartition("/")[2]

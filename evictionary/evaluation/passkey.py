@@ -24,7 +24,7 @@ INTRODUCTION = "A secret number is hidden in the following text. Find it and rem
 NEEDLE = "The secret number is {0}. Remember it: {0} is the secret number."
 QUESTION = "What is the secret number mentioned in the text? Answer with the number only."
 ANSWER_START = "The secret number mentioned in the text is"
-"""What the model says first of its own accord; starting there halves the tokens to generate."""
+"""The words with which the model begins its answer by itself; starting after them halves the tokens to generate."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Passkey:
     needle: tuple[int, int]
 
     def is_right(self, text: str) -> bool:
-        """Right iff the seven digits appear in the answer, thousands separators and spaces aside."""
+        """Whether the seven digits appear in the answer; thousands separators and spaces are ignored."""
         return self.answer in text.replace(",", "").replace(" ", "")
 
 
@@ -49,12 +49,12 @@ def filler(draw: random.Random) -> str:
 
 
 def count_tokens(tokenizer: Any, text: str) -> int:
-    """How many tokens a text has in the middle of another one."""
+    """The number of tokens of a text in the middle of another text."""
     return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
 
 
 def sentences_of(tokenizer: Any, draw: Callable[[], str], tokens: int) -> list[str]:
-    """Sentences as `draw` makes them, until they have at least so many tokens."""
+    """Sentences from `draw`, until they have at least `tokens` tokens."""
     sentences: list[str] = []
     length = 0
     while length < tokens:
@@ -84,7 +84,7 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
 
 
 def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:
-    """The first and the one-past-last token position of the needle in context ids [1, T], counted in decoded characters."""
+    """The needle's range of token positions (first, last + 1) in context ids [1, T], found in the decoded text."""
     pieces = [tokenizer.decode([token]) for token in context_ids[0].tolist()]
     start = "".join(pieces).index(needle)
     ends, total = [], 0

@@ -19,7 +19,7 @@ TEXT_COLOUR = "#8a8a8a"  # readable on a light page and on a dark one
 
 @dataclass(frozen=True)
 class Picture:
-    """The tokens that one method kept of one prompt: kept [layers, H_kv, T], and where the number stands."""
+    """The tokens of one prompt that one method kept: kept [layers, H_kv, T], and the place of the number."""
 
     label: str
     asked: str
@@ -28,7 +28,7 @@ class Picture:
 
 
 def survivors(cache: EvictingCache) -> np.ndarray:
-    """Which tokens the cache still has of the first row of a batch, [layers, H_kv, T]."""
+    """The tokens of a batch's first row that the cache still holds, as a mask [layers, H_kv, T]."""
     masks = np.zeros((len(cache.layers), cache.layers[0].lengths.shape[1], cache.get_seq_length()), dtype=bool)
     for mask, layer in zip(masks, cache.layers, strict=True):
         _, _, positions, filled = layer.contents()
@@ -38,7 +38,7 @@ def survivors(cache: EvictingCache) -> np.ndarray:
 
 
 def panels(pictures: list[Picture]) -> list[dict[str, str]]:
-    """For each method a label, what was removed, and one figure of its pictures as the address of an image."""
+    """For each method a label, the removed fractions, and one figure with its pictures as a data URL."""
     found = []
     for label, group in groupby(pictures, key=lambda picture: picture.label):
         own = list(group)

@@ -25,15 +25,15 @@ class Answer:
 
 
 def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (context ids [1, T], question ids [1, M]) of one user turn, in the model's chat format where it has one.
+    """Return (context ids [1, T], question ids [1, M]) of one user turn, in the model's chat format if it has one.
 
-    The cut lies between the two, so that the context can be compressed before the question is known. `answer_start` is put
-    into the model's mouth: the question's tokens end with it and the answer goes on from there.
+    The text is split between context and question, so the context can be compressed before the question is known. The question's
+    tokens end with `answer_start`, the first words of the answer; the model goes on from there.
     Raises UsageError for an empty context or question.
     """
     for name, text in (("prompt", context), ("question", question)):
         if not text.strip():
-            raise UsageError(f"{name}: got no text, wanted some")
+            raise UsageError(f"{name}: got no text, wanted a text")
     if getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": f"{context.strip()}\n\n{SPLIT}{question.strip()}"}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
@@ -48,7 +48,7 @@ def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = ""
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, block_size: int | None = None) -> None:
-    """Read the context [1, T] into the cache, in one forward or in blocks, without computing logits that nobody reads."""
+    """Read the context [1, T] into the cache, in one forward or in blocks, without computing logits."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require_prompt(context_ids.shape[1], longest)
     for block in context_ids.to(model.device).split(block_size or context_ids.shape[1], dim=1):
@@ -59,9 +59,9 @@ def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, blo
 def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torch.Tensor, max_new_tokens: int = 32) -> Answer:
     """Answer one question greedily and leave the cache as it was, ready for the next question.
 
-    Raises UsageError where context, question and answer together exceed the model's context.
+    Raises UsageError if context, question and answer together exceed the model's context length.
     """
-    # What evicts while it decodes, by a method or by a sliding window, cannot give back what is gone.
+    # A cache that evicts while it decodes, by a method or by a sliding window, cannot restore the evicted tokens.
     is_copied = bool(getattr(cache, "every", 0)) or any(getattr(layer, "is_sliding", False) for layer in cache.layers)
     if is_copied:
         cache = copy.deepcopy(cache)

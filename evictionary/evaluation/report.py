@@ -1,4 +1,4 @@
-"""Sums up an evaluation's lines as JSON, Markdown tables, plots and one HTML page that asks the network for nothing."""
+"""Summarises an evaluation's lines as JSON, Markdown tables, plots and one HTML page that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MARKERS = "osD^vP*Xh<>"
 def summarise(lines: Sequence[Line]) -> list[Row]:
     """One row for each task, length, method and setting: means over the prompts, in the order of the tables.
 
-    removed is the fraction of the cache's bytes that really went away. Measurements that failed are counted in `failed` and are
-    in no mean; where all of them failed the means are None.
+    removed is the measured fraction of the cache's bytes that was freed. Failed measurements are counted in `failed` and are in no
+    mean; if all of them failed, the means are None.
     """
     groups: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
     for line in lines:
@@ -54,7 +54,7 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
 
 
 def summary(lines: Sequence[Line]) -> dict[str, Any]:
-    """What summary.json holds: the model, the versions that the lines come from, the failures, and the rows."""
+    """The content of summary.json: the model, the versions of the software, the failures, and the rows."""
     failures: dict[tuple[str, str], int] = defaultdict(int)
     for line in lines:
         if line["error"] is not None:
@@ -78,7 +78,7 @@ def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
     images = {}
     for name, figure in (("scores", scores_figure), ("heatmap", heatmap_figure)):
         for kind in ("png", "svg"):
-            data = drawn(figure(rows), kind)  # a new figure each time: a legend outside the axes shrinks them at every drawing
+            data = drawn(figure(rows), kind)  # a new figure each time: a legend outside the axes shrinks the axes at every drawing
             put(folder / f"{name}.{kind}", data)
         images[name] = inline(data)
     page = render(
@@ -128,7 +128,7 @@ def asked(row: Mapping[str, Any]) -> str:
 
 
 def cell_text(row: Row | None) -> str:
-    """'0.75 (50%)': the partial score and how many answers were exact; 'failed' or a dash where there is none."""
+    """'0.75 (50%)': the partial score and the share of exact answers; 'failed' or a dash if there is no score."""
     if row is None:
         return "-"
     if row["partial"] is None:
@@ -173,7 +173,7 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
         figsize=(4.1 * columns, 0.6 + 2.9 * deep * len(lengths) + 0.22 * len(labels) / columns), dpi=110, layout="constrained"
     )
     grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
-    colours = [f"C{index}" for index in range(10) if index != 7]  # C7 is grey, which random eviction has
+    colours = [f"C{index}" for index in range(10) if index != 7]  # C7 is grey, the colour of random eviction
     for at, length in enumerate(lengths):
         for index in range(deep * columns):
             axes = grid[at * deep + index // columns][index % columns]
@@ -248,7 +248,7 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
 
 
 def _short(name: str) -> str:
-    """A label that fits into a figure: of the path to a user's file the end says most."""
+    """A label that fits into a figure: a long path is cut at the front, because its end says most."""
     return name if len(name) <= 40 else f"...{name[-37:]}"
 
 
@@ -257,7 +257,7 @@ def _by_length(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The full cache first, random eviction last, the methods between them by name; the weakest compression first."""
+    """The sorting key: the full cache first, then the methods by name, random eviction last; weak compression before strong."""
     amount = (row["budget"] is not None, row["ratio"] if row["budget"] is None else -row["budget"])
     return row["method"] == RANDOM, row["method"] != FULL, row["method"], json.dumps(row["options"], sort_keys=True), *amount
 

@@ -1,7 +1,7 @@
-"""Runs methods on tasks, many at once if wanted, and keeps every finished measurement.
+"""Runs methods on tasks, in parallel if wanted, and keeps every finished measurement.
 
-One unit of work is a prompt: a task, a length and a seed. Its text is read once, and every method at every setting then
-compresses a copy of the same cache. Each measurement is one line of `results.jsonl`, which only ever grows by whole lines, so a
+One unit of work is a prompt: a task, a length and a seed. The model reads the prompt's text once; every method at every setting
+then compresses a copy of the same cache. Each measurement is one line of `results.jsonl`. The file grows only by whole lines, so a
 run that was killed goes on where it stopped.
 """
 
@@ -49,18 +49,17 @@ RESULTS = "results.jsonl"
 LOCK = ".lock"
 
 SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "source", "versions")
-"""What the line of a measurement that did not fail has, beside what identifies it."""
+"""The fields of a successful measurement's line, beside those that identify it."""
 
 Line = dict[str, Any]
-"""One measurement. What identifies it: model, task, length, seed, method, options, ratio, budget. What was found: exact,
-partial, answer, expected, tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and
-answer), error (None, or why the method failed; then there are no scores). And source, a digest of a user's own file, and the
-versions."""
+"""One measurement. Its identity: model, task, length, seed, method, options, ratio, budget. Its results: exact, partial,
+answer, expected, tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and answer), error
+(None, or why the method failed; then there are no scores). Also source, a digest of a user's own file, and the versions."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method with its options, and the fraction to remove or else the tokens to keep in each head."""
+    """A method with its options, and either the fraction to remove or the tokens to keep in each head."""
 
     method: str
     options: dict[str, Any] = field(hash=False, default_factory=dict)
@@ -69,7 +68,7 @@ class Setting:
 
     @property
     def source(self) -> str | None:
-        """A digest of the user's files that the method names, so that an edited one is measured anew."""
+        """A digest of the user's files that the method names: an edited file is measured again."""
         files = re.findall(r"[^+:]+\.py\b", self.method)
         contents = b"".join(Path(file).read_bytes() for file in files)
         return hashlib.sha256(contents).hexdigest()[:12] if files else None
@@ -88,7 +87,7 @@ class Plan:
     """Everything to measure: each method at each ratio and each budget, and the two baselines, on each prompt.
 
     `methods` are pairs of a name and options; lengths are in tokens, of context and question together.
-    Raises UsageError for what is unknown, out of range or empty.
+    Raises UsageError for an unknown name, a value out of range or an empty list.
     """
 
     model: str
@@ -133,9 +132,9 @@ class Plan:
 
 
 class Measurement(NamedTuple):
-    """What one setting did on one prompt: its line without the model and the unit, the answer, and the cache it came from.
+    """The result of one setting on one prompt: its line without the model and the unit, the answer, and the cache.
 
-    There is no answer where the method failed.
+    The answer is None if the method failed.
     """
 
     line: Line
@@ -144,7 +143,7 @@ class Measurement(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Measurements done and planned in this run, what the last one was, and the seconds left at the speed so far."""
+    """Measurements done and planned in this run, a description of the last one, and the estimated seconds left."""
 
     done: int
     total: int
@@ -155,11 +154,11 @@ class Progress(NamedTuple):
 def run(
     plan: Plan, folder: Path, *, jobs: int = 1, dask: str | None = None, advance: Callable[[Progress], None] = lambda progress: None
 ) -> list[Line]:
-    """Measure what `folder / results.jsonl` does not have yet, and return every line of that file, sorted.
+    """Run the measurements that `folder / results.jsonl` lacks, and return every line of that file, sorted.
 
     `jobs` processes share the prompts; `dask`, a scheduler's address, or "local" for a cluster of `jobs` workers on this machine,
-    sends them to Dask workers instead. One process stores each measurement at once, several each prompt at once. Measurements
-    that failed before are tried again, and so are those of a method whose file has changed.
+    sends them to Dask workers instead. One process stores each measurement at once; several processes store each prompt at once.
+    Measurements that failed before are tried again, and so are the measurements of a method whose file has changed.
     Raises UsageError for an unusable folder, length or cluster, or a folder with the results of another model.
     """
     if jobs < 1:
@@ -186,22 +185,22 @@ def run(
 
 
 def label(line: Mapping[str, Any]) -> str:
-    """'lagkv (lag_size=128)', for a line or anything with its method and options."""
+    """'lagkv (lag_size=128)', for a line or any dictionary with method and options."""
     options = ", ".join(f"{name}={value}" for name, value in line["options"].items())
     return f"{line['method']} ({options})" if options else line["method"]
 
 
 def identity(line: Mapping[str, Any]) -> str:
-    """What tells two measurements apart, as JSON."""
+    """The identity of a measurement, as JSON."""
     names = ("model", "task", "length", "seed", "method", "options", "ratio", "budget")
     return json.dumps([line[name] for name in names], sort_keys=True)
 
 
 def read(path: Path) -> dict[str, Line]:
-    """The lines of a results file by their identity, the last one where there are several.
+    """The lines of a results file by their identity; of several lines with one identity, the last.
 
-    A last line without an end, from a write that was cut off, is taken out of the file. Raises UsageError for any other line
-    that is no measurement.
+    An incomplete last line, from a write that was cut off, is removed from the file. Raises UsageError for any other line that is
+    no measurement.
     """
     if not path.exists():
         return {}
@@ -222,7 +221,7 @@ def read(path: Path) -> dict[str, Line]:
 
 
 def append(path: Path, line: Line) -> None:
-    """Add one line in one write, and return when it is on the disk."""
+    """Append one line in one write, and return when it is on the disk."""
     data = (json.dumps(line) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -234,7 +233,7 @@ def append(path: Path, line: Line) -> None:
 
 
 def rewrite(path: Path, lines: Sequence[Line]) -> None:
-    """Put the lines in the place of the file, completely or not at all: the order no longer tells who finished first."""
+    """Replace the file by these sorted lines, completely or not at all: the order does not depend on which process was faster."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     with partial.open("w", encoding="utf-8") as file:
@@ -275,7 +274,7 @@ def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence
 
 
 def versions() -> dict[str, str]:
-    """The versions that can change a result."""
+    """The software versions that can change a result."""
     return {
         "evictionary": __version__,
         "torch": torch.__version__,
@@ -289,7 +288,7 @@ _one_at_a_time = threading.Lock()
 
 
 def _whole_unit(model_name: str, unit: Unit, settings: Sequence[Setting]) -> list[Line]:
-    # what a method prints in a worker is not for the standard output of the command, which may be JSON
+    # a method's own prints in a worker must not reach the standard output of the command, which may be JSON
     with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
         return list(_lines(model_name, unit, settings))
 
@@ -307,7 +306,7 @@ def _loaded(model_name: str) -> tuple[Any, Any]:
     """The model and the tokenizer, loaded once in each process."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a worker process would draw its own into ours
+    logging.disable_progress_bar()  # a worker's progress bar would mix with ours
     return load_model(model_name)
 
 
@@ -358,7 +357,7 @@ def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Two runs that wrote into one folder would measure everything twice. A killed run leaves no lock behind."""
+    """Lock the folder: two runs that write into one folder would measure everything twice. A killed run leaves no lock behind."""
     try:
         with filelock.FileLock(folder / LOCK, timeout=0):
             yield
@@ -367,7 +366,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _missing(plan: Plan, found: Mapping[str, Line]) -> list[tuple[Unit, list[Setting]]]:
-    """The units that are not finished, each with the settings that it lacks."""
+    """The unfinished units, each with its missing settings."""
     settings = [(setting, setting.source) for setting in plan.settings()]
     work = []
     for unit in plan.units():

@@ -1,7 +1,7 @@
 """Tasks made offline from a seed: passkeys, needles, variables, word counts and copying.
 
-The kinds are those of RULER (arXiv 2404.06654) and of LagKV's 64-digit passkey (arXiv 2504.04704), in words of our own. All of
-them ask after the context, so that a cache can be compressed before the question is known.
+The kinds of tasks come from RULER (arXiv 2404.06654) and LagKV's 64-digit passkey (arXiv 2504.04704); the texts are our own. The
+question always follows the context, so a cache can be compressed before the question is known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORDS = _NOUNS.split()
 
 
 class Score(NamedTuple):
-    """exact is 1 for an answer without a mistake and else 0; partial, in [0, 1], is the share that is right."""
+    """exact is 1 for an answer without a mistake, else 0; partial, in [0, 1], is the right share of the answer."""
 
     exact: float
     partial: float
@@ -50,8 +50,8 @@ class Score(NamedTuple):
 class Prompt:
     """One text with a question about it.
 
-    context_ids [1, T] and question_ids [1, M] together have at most the tokens asked for. `needles` are the ranges of context
-    positions [first, one past last) that hold the answer; there are none where the whole text does.
+    context_ids [1, T] and question_ids [1, M] together have at most the requested number of tokens. `needles` are the ranges of
+    context positions [first, one past last) that hold the answer; the tuple is empty if the whole text holds the answer.
     """
 
     context_ids: torch.Tensor
@@ -66,7 +66,7 @@ class Prompt:
 class Task:
     """A generator of prompts: `make(tokenizer, tokens, seed)`. The same arguments give the same prompt.
 
-    It raises UsageError for too few tokens to hold the question and what it asks for.
+    It raises UsageError for too few tokens to hold the question and its answer.
     """
 
     name: str
@@ -84,9 +84,9 @@ def get(name: str) -> Task:
 
 
 def score_number(answer: str, text: str) -> Score:
-    """Exact iff the number appears, thousands separators and spaces aside; partial: its digits that stand in their places.
+    """exact: the number appears, ignoring thousands separators and spaces; partial: the share of its digits in the right place.
 
-    Of several numbers in the text the best one counts. A random number has a tenth of its digits in place.
+    If the text has several numbers, the best one counts. A random number has a tenth of its digits in place.
     """
     joined = re.sub(r"[,\s]", "", text)
     if answer in joined:
@@ -96,7 +96,7 @@ def score_number(answer: str, text: str) -> Score:
 
 
 def score_all(answers: Sequence[str], text: str) -> Score:
-    """Exact iff every answer appears, as a whole word, in any order; partial: the share that does."""
+    """exact: every answer appears as a whole word, in any order; partial: the share of the answers that appear."""
     joined = re.sub(r"[,\s]", "", text)
     found = sum(
         answer in joined if answer.isdigit() else re.search(rf"\b{re.escape(answer)}\b", text, re.IGNORECASE) is not None
@@ -106,7 +106,7 @@ def score_all(answers: Sequence[str], text: str) -> Score:
 
 
 def score_copy(answer: str, text: str) -> Score:
-    """Exact iff the words appear one after the other with nothing between; partial: the share that appears in order."""
+    """exact: the words appear one after the other with nothing between; partial: the share of the words that appear in order."""
     wanted, got = answer.lower().split(), re.findall(r"\w+", text.lower())
     whole = any(got[start : start + len(wanted)] == wanted for start in range(len(got)))
     blocks = difflib.SequenceMatcher(None, wanted, got, autojunk=False).get_matching_blocks()
@@ -122,7 +122,7 @@ def _passkey(tokenizer: Any, tokens: int, seed: int, *, digits: int) -> Prompt:
 
 
 def _needles(tokenizer: Any, tokens: int, seed: int, *, keys: int, values: int) -> Prompt:
-    """`keys` things with `values` numbers each; all numbers of the first thing are asked for."""
+    """A text with `keys` things and `values` numbers for each; the question asks for all numbers of the first thing."""
     draw = random.Random(f"needles/{keys}/{values}/{seed}")
     things = draw.sample(WORDS, keys)
     numbers = {_number(draw, 7): thing for thing in things for _ in range(values)}
@@ -145,7 +145,7 @@ def _needles(tokenizer: Any, tokens: int, seed: int, *, keys: int, values: int) 
 
 
 def _variables(tokenizer: Any, tokens: int, seed: int) -> Prompt:
-    """One chain of five variables: the first is given a number, each other one the variable before it."""
+    """One chain of five variables: the first is set to a number, each other one to the variable before it."""
     draw = random.Random(f"variables/{seed}")
     names = _distinct(5, lambda: "".join(draw.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 5)))
     value = _number(draw, 5)
@@ -169,7 +169,7 @@ def _copy(tokenizer: Any, tokens: int, seed: int) -> Prompt:
 
 
 def _common_words(tokenizer: Any, tokens: int, seed: int) -> Prompt:
-    """A list of words of which five occur five times as often as the others."""
+    """A list of words; five of them occur five times as often as the others."""
     draw = random.Random(f"common words/{seed}")
     words = draw.sample(WORDS, len(WORDS))
     common, others = words[:5], words[5:]
@@ -187,7 +187,7 @@ def _frequent_words(tokenizer: Any, tokens: int, seed: int) -> Prompt:
     words = _distinct(tokens, lambda: "".join(draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(3)))
 
     def counts(total: int) -> dict[str, int]:
-        # total is the count of the first word; below 32 the third and the fourth word would occur equally often or nearly so
+        # total is the count of the first word; below 32 the third and fourth word have equal or nearly equal counts
         return {word: total // rank**2 for rank, word in enumerate(words, start=1) if rank**2 <= total}
 
     return _in_list(tokenizer, tokens, draw, "Code words", words[:3], counts, range(32, max(33, tokens)))
@@ -202,8 +202,8 @@ TASKS = {
         Task("needle_multikey", "four things have a number each, and one is asked for", partial(_needles, keys=4, values=1)),
         Task("needle_multivalue", "one thing has four numbers, and all are asked for", partial(_needles, keys=1, values=4)),
         Task("variables", "a chain of five variables, each set to the one before it", _variables),
-        Task("common_words", "a list of words, of which five occur five times as often as the others", _common_words),
-        Task("frequent_words", "a list of made-up words, of which the three most frequent are asked for", _frequent_words),
+        Task("common_words", "a list of words: five occur five times as often as the others", _common_words),
+        Task("frequent_words", "a list of made-up words; the question asks for the three most frequent", _frequent_words),
         Task("copy", "sixteen words in a long text, to be repeated", _copy),
     )
 }
@@ -222,7 +222,7 @@ def _distinct(count: int, make: Callable[[], str]) -> list[str]:
 
 
 def _depth(seed: int) -> float:
-    """Where a lone needle stands: five seeds in a row try all five depths."""
+    """The depth of a single needle: five seeds in a row try all five depths."""
     return passkey.DEPTHS[seed % len(passkey.DEPTHS)]
 
 
@@ -242,12 +242,14 @@ def _in_filler(
     score: Callable[[str], Score],
     needles: Sequence[str] | None = None,
 ) -> Prompt:
-    """The sentences `hidden`, each at its depth, among everyday ones; `needles` are those of them that hold the answer."""
-    everyday = [passkey.filler(draw) for _ in range(tokens // 8)]  # none of them is shorter than eight tokens
+    """A prompt with the sentences `hidden`, each at its depth, among everyday ones; the sentences `needles` hold the answer."""
+    everyday = [passkey.filler(draw) for _ in range(tokens // 8)]  # no sentence is shorter than eight tokens
 
     def text(length: int) -> str:
         sentences = everyday[:length]
-        for sentence, depth in reversed(hidden.items()):  # from the last, so that the places of the others stay
+        for sentence, depth in reversed(
+            hidden.items()
+        ):  # from the last to the first, so that insertions do not shift earlier places
             sentences.insert(round(depth * length), sentence)
         return " ".join([introduction, *sentences])
 
@@ -284,13 +286,13 @@ def _in_list(
 def _longest(
     tokenizer: Any, tokens: int, text: Callable[[int], str], ask: tuple[str, str], sizes: range
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Context and question ids with the largest of the sizes at which both together have at most `tokens` tokens."""
+    """Context and question ids at the largest size for which both together have at most `tokens` tokens."""
 
     def length(size: int) -> int:
         return sum(ids.shape[1] for ids in tokenize(tokenizer, text(size), *ask))
 
     index = bisect_right(sizes, tokens, key=length) - 1
-    while index > 0 and length(sizes[index]) > tokens:  # the length need not grow with every step
+    while index > 0 and length(sizes[index]) > tokens:  # the length does not always grow with the size
         index -= 1
     if length(sizes[max(index, 0)]) > tokens:
         raise UsageError(f"tokens: got {tokens}, wanted at least {length(sizes[0])} for this task with this tokenizer")
@@ -298,6 +300,6 @@ def _longest(
 
 
 def _answer_tokens(tokenizer: Any, answers: Sequence[str]) -> int:
-    """How long an answer may be: the right one with a few tokens around each of its parts."""
+    """The longest answer, in tokens: the right answer plus a few tokens around each of its parts."""
     text = " " + ", ".join(answers)
     return len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 4 * (1 + len(answers))

@@ -1,1 +1,1 @@
-"""Which methods there are, and how one is called on the states of a layer."""
+"""Finds the methods, and calls a method on the states of a layer."""

@@ -1,4 +1,4 @@
-"""Calls a method's function with tensors or arrays, reads its options, and checks what comes back."""
+"""Calls a method's function with tensors or arrays, reads its options, and checks its result."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from evictionary.errors import MethodError, UsageError
 def typed_option(name: str, value: Any, default: Any) -> Any:
     """Return `value` in the type of the option's default; text, as the command line gives it, is read as that type.
 
-    Raises UsageError naming the option where the value does not fit.
+    Raises UsageError with the option's name if the value does not fit.
     """
     wanted = type(default)
     if isinstance(value, str) and wanted is not str:
-        with contextlib.suppress(ValueError, SyntaxError):  # it stays text, which only an option without a typed default accepts
+        with contextlib.suppress(ValueError, SyntaxError):  # it stays text; only an option without a typed default accepts that
             value = ast.literal_eval(value.capitalize() if wanted is bool else value)
     if wanted is float and type(value) is int:
         value = float(value)
@@ -37,10 +37,10 @@ def _article(wanted: type) -> str:
 
 
 def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any], *, as_torch: bool) -> Any:
-    """Call a method's function with tensors, or with NumPy float64 arrays where it knows no torch.
+    """Call a method's function with tensors, or with NumPy float64 arrays if it does not use torch.
 
-    Positional-only arguments work too. Raises MethodError with the file and line for whatever the function raises, and for a
-    function that writes into the cache: what it is handed is what the model will read.
+    Positional-only arguments work too. Raises MethodError, with the file and line, for any exception of the function, and for a
+    function that writes into its arguments: they are the model's own cache.
     """
     before = {name: _writes(value) for name, value in arguments.items()}
     given = {name: value if as_torch else _as_numpy(value) for name, value in arguments.items()}
@@ -60,12 +60,12 @@ def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any],
 
 
 def _writes(value: Any) -> int:
-    """How often a tensor has been written to; tensors of inference mode do not count."""
+    """The number of writes to a tensor; 0 for tensors of inference mode."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def describe_exception(error: BaseException, source: str | None) -> str:
-    """Return 'TypeError at file.py, line 7: message', the line being the deepest one inside `source`."""
+    """Return 'TypeError at file.py, line 7: message', with the deepest line inside `source`."""
     message = f"{type(error).__name__}"
     if isinstance(error, SyntaxError):
         return f"{message} at {Path(error.filename or '?').name}, line {error.lineno}: {error.msg}"
@@ -84,7 +84,7 @@ def _as_numpy(value: Any) -> Any:
 
 def _as_tensor(label: str, result: Any, wanted: str, device: torch.device) -> torch.Tensor:
     if isinstance(result, np.ndarray) and not result.flags.writeable:
-        result = result.copy()  # torch has no tensors that cannot be written to
+        result = result.copy()  # torch has no read-only tensors
     try:
         return torch.as_tensor(result, device=device)
     except (TypeError, ValueError, RuntimeError):
@@ -114,5 +114,5 @@ def checked_kept(label: str, result: Any, shape: tuple[int, ...], device: torch.
     if kept.dtype != torch.bool:
         raise MethodError(f"{label} returned dtype {kept.dtype}, wanted {wanted}")
     if not kept.any(dim=-1).all():
-        raise MethodError(f"{label} keeps no token at all in some head, wanted at least one in each")
+        raise MethodError(f"{label} keeps no token in some head, wanted at least one token in each head")
     return kept

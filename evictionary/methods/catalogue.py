@@ -1,7 +1,7 @@
-"""Which methods there are, read from the file system, and what their functions read. It runs without torch.
+"""Lists the methods from the file system, and the inputs that their functions read. It runs without torch.
 
 A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else registers it. The attribute
-`TRAITS = {"recursive"}` beside it says what the method is, where it is anything out of the ordinary; a user's file may have it too.
+`TRAITS = {"recursive"}` beside it names the method's special properties, if it has any; a user's file may have it too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INPUTS = {
     "keys": "[B, H_kv, T, D], cached, after RoPE",
     "values": "[B, H_kv, T, D_v]",
     "queries": "[B, H_q, M, D], after RoPE: of every prompt token, later of the last 128 tokens",
-    "query": "[B, H_q, D], the last of them",
+    "query": "[B, H_q, D], the last of the queries",
     "query_mean": "[B, H_q, D], of the queries so far, averaged over the next 512 positions (EA-6)",
     "query_covariance": "[B, H_q, D, D], of the same queries, averaged over the same positions",
     "sampled_queries": "[B, H_q, 8, D], samples of future queries (GV-A8)",
@@ -40,7 +40,7 @@ INPUTS = {
     "keep_ratio": "fraction to keep",
     "generator": "a seeded torch.Generator, one for each layer",
 }
-"""Everything that a function can name in its signature, and what it then receives."""
+"""The arguments that a function can name in its signature, and their meaning."""
 
 
 CAPTURED_FOR = {
@@ -51,22 +51,22 @@ CAPTURED_FOR = {
     "hidden_states": "hidden_states",
     "sampled_queries": "hidden_states",
 }
-"""Of the inputs that only the running model has: which of its states each is made of."""
+"""The inputs that only the running model has, and the model state from which each input is computed."""
 
 
 TRAITS = {
     "every_token": "compresses again with every new token",
-    "evicts_first": "evicts before the new token attends, which then attends to what is left",
+    "evicts_first": "evicts before the new token attends, so the new token attends to the kept tokens",
     "own_budget": "decides by itself how many tokens stay: a compression ratio or a budget changes nothing",
     "prompt_only": "needs the queries of all tokens, so it compresses the prompt and nothing after it",
-    "recursive": "leaves alone what it has compressed once: a select with keep_ratio, sink_size (the tokens left alone) and "
-    "lag_size (the tokens of a partition)",
+    "recursive": "compresses each token once and leaves it alone afterwards: a select with keep_ratio, sink_size (the tokens left "
+    "alone) and lag_size (the tokens of a partition)",
 }
-"""What a module can say of its method in TRAITS."""
+"""The words that a module can name in TRAITS, and their meaning."""
 
 
 def allocators() -> list[str]:
-    """The modules of the dictionary that share a budget out, among layers (`budgets`) or heads (`select(scores, budget)`)."""
+    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`)."""
     found = []
     for module in pkgutil.iter_modules(reference.__path__):
         loaded = importlib.import_module(f"evictionary.reference.{module.name}")
@@ -114,7 +114,7 @@ def paper(module: ModuleType) -> str | None:
 
 
 def traits(module: ModuleType) -> frozenset[str]:
-    """The words of TRAITS that the module says, none where it has no such attribute. Raises UsageError for any other word."""
+    """The module's TRAITS, an empty set without the attribute. Raises UsageError for an unknown word."""
     said = getattr(module, "TRAITS", ())
     if not set(said) <= set(TRAITS):
         raise UsageError(f"TRAITS of {Path(module.__file__ or '?').name}: got {said!r}, wanted a set of {', '.join(TRAITS)}")
@@ -122,17 +122,17 @@ def traits(module: ModuleType) -> frozenset[str]:
 
 
 def seams(module: ModuleType) -> tuple[str, ...]:
-    """The contract's functions that the module has."""
+    """The functions of the contract that the module has."""
     return tuple(seam for seam in SEAMS if callable(getattr(module, seam, None)))
 
 
 def entry(module: ModuleType) -> Callable[..., Any] | None:
-    """The function that decides what stays: `select` if there is one, else `score`."""
+    """The function that decides which tokens stay: `select` if there is one, else `score`."""
     return getattr(module, "select", None) or getattr(module, "score", None)
 
 
 def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return (inputs it reads, its options with their defaults, arguments that nobody can supply)."""
+    """Return (inputs that it reads, options with their defaults, arguments that cannot be supplied)."""
     inputs, options, missing = [], {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -1,4 +1,4 @@
-"""A method: what it reads, what it is, and what it keeps of the states of one layer."""
+"""A method: its inputs, its options, its traits, and the kept mask that it chooses for the states of one layer."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from evictionary.optimized import selection
 from evictionary.reference import lagkv
 
 Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
-"""Called with the name of an input, the states of a piece and the position of its next token; returns that input, and any others
-that were computed with it, by name. A cache passes one for the inputs that only the running model can compute."""
+"""A callback that computes an input that only the running model knows. Its arguments: the name of the input, the states of a piece
+and the position of its next token. It returns that input by name, and any other inputs computed with it."""
 
 OBSERVED = 32
-"""The last queries of the prompt that a `select_prompt` is given (MK-P)."""
+"""The number of last queries of the prompt that `select_prompt` receives (MK-P)."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a cache asks of a method for the states of one layer.
+    """The settings for one call of a method on the states of one layer.
 
     Args: compression_ratio, the fraction to remove of the tokens that each row has seen, or budget, the tokens to keep in each
-    head, which takes its place; options, the method's own; layer_index, of num_layers; seed, for methods that draw; filled
-    [B, H_kv, T], False where there is no token, None for a token everywhere; seen, the tokens that each row has read, padding
-    aside, None for T each; is_prompt, whether the states are of all tokens of a prompt: later, queries and hidden_states are those
-    of the last tokens alone; static, the tokens of each row that a recursive method leaves alone; supply, see Supply.
+    head, which replaces the ratio; options, the method's own; layer_index, of num_layers; seed, for methods that draw; filled
+    [B, H_kv, T], False where there is no token, None for a token everywhere; seen, the tokens that each row has read without
+    padding, None for T each; is_prompt, whether the states cover all tokens of a prompt (later, queries and hidden_states cover
+    only the last tokens); static, the tokens of each row that a recursive method leaves alone; supply, see Supply.
     """
 
     compression_ratio: float = 0.0
@@ -55,12 +55,12 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """One way to decide what stays: a `select` function, or a `score` function whose highest scores stay.
+    """One way to decide which tokens stay: a `select` function, or a `score` function whose highest scores stay.
 
-    `inputs` are those that the function names, `options` its options with their defaults, `traits` words of catalogue.TRAITS.
-    A composition such as `snapkv+pyramid_kv+ada_kv+moments` adds to a method: `layer_budgets` shares a budget out among layers,
-    `head_budgets` shares one out among the heads of a layer by their scores, and `corrected` says that the moments of the evicted
-    tokens correct the attention.
+    `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words of catalogue.TRAITS.
+    A composition such as `snapkv+pyramid_kv+ada_kv+moments` adds to a method: `layer_budgets` divides a budget among layers,
+    `head_budgets` divides a budget among the heads of a layer by their scores, and `corrected` says that the moments of the
+    evicted tokens correct the attention.
     """
 
     name: str
@@ -88,12 +88,12 @@ class Method:
 
     @property
     def captured(self) -> frozenset[str]:
-        """The states that only the running model has and that the method needs: some of "queries", "hidden_states"."""
+        """The method's inputs that come only from the running model: some of "queries", "hidden_states"."""
         return frozenset(catalogue.CAPTURED_FOR[name] for name in self.reads if name in catalogue.CAPTURED_FOR)
 
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the given options in the types of their defaults. Raises UsageError for an unknown one or a wrong type."""
-        # keep_ratio is the one input that a user may set instead of the budget: LagKV's papers report it.
+        # keep_ratio is the only input that a user may set instead of the budget: LagKV's papers report it.
         known = self.options | ({"keep_ratio": 0.5} if "keep_ratio" in self.inputs else {})
         for name in given or {}:
             if name not in known:
@@ -105,8 +105,8 @@ class Method:
         """Return the kept mask [B, H_kv, T] of one layer.
 
         `states` has keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries, hidden_states and
-        moments. The method is given rows and heads without places that hold no token. Raises UsageError for a request out of range
-        or states that the method names and nobody recorded, MethodError for what goes wrong inside the method.
+        moments. The method gets rows and heads without empty places. Raises UsageError for a request out of range or for states
+        that the method names but that were not recorded, MethodError for errors inside the method.
         """
         keys = states["keys"]
         shape = tuple(keys.shape[:3])
@@ -165,7 +165,7 @@ class Method:
         if self.prompt_function is not None and request.is_prompt:
             function = self.prompt_function
             if amount == 1 and "sink_size" in inspect.signature(function).parameters:
-                options["sink_size"] = 0  # a budget of one token has no room for sinks beside the newest
+                options["sink_size"] = 0  # a budget of one token has no room for sinks beside the newest token
             if "queries" in states:
                 available["queries"] = states["queries"][:, :, -min(OBSERVED, max(1, amount // 2)) :]
         static = None if request.static is None else request.static[piece.rows.start or 0]
@@ -179,9 +179,10 @@ class Method:
         for name in inputs:
             if name not in available and request.supply is not None:
                 available |= request.supply(name, available, seen)
-                if name == "sampled_queries" and name in available:  # of all heads: they are made of hidden states, which have none
+                # hidden states have no heads, so the samples are those of all heads
+                if name == "sampled_queries" and name in available:
                     available[name] = available[name][:, query_heads(piece, available[name], shape)]
-        if available.get("queries") is not None:  # more than the cache has tokens serve statistics alone
+        if available.get("queries") is not None:  # a longer history serves only query_mean and query_covariance
             available["queries"] = available["queries"][:, :, -length:]
         self._require(inputs, available)
         arguments = {name: available[name] for name in inputs} | _accepted(function, options)
@@ -204,7 +205,7 @@ class Method:
     def _keep_ratio(self, length: int, amount: int, removed: float, options: Mapping[str, Any], static: int | None) -> Any:
         """The ratio that meets the budget: solved by the method's own `keep_ratio_for` where it has one.
 
-        Partitions that come one after another are all compressed by the same ratio, so there nothing is solved for.
+        Partitions that come one after another are all compressed by the same ratio, so nothing is solved for a recursive method.
         """
         solve = self._helper("keep_ratio_for")
         if solve is None or static is not None:
@@ -212,14 +213,14 @@ class Method:
         return solve(length, amount, **_accepted(solve, {**self.options, **options}))
 
     def static_after(self, length: int, static: int, ratio: float, options: Mapping[str, Any]) -> int:
-        """LK-R: how many tokens a recursive method leaves alone once it has compressed `length` tokens, `static` of them left."""
+        """LK-R: the tokens that a recursive method leaves alone after it compressed `length` tokens, `static` before."""
         settings = {**self.options, **options}
         partitions = max(0, (length - static) // settings["lag_size"] - 1)
         keep_ratio = settings.get("keep_ratio", self._keep_ratio(length, length, ratio, options, static))
         return static + partitions * lagkv.tokens_per_partition(keep_ratio, settings["lag_size"])
 
     def why_nothing_removed(self, length: int, options: Mapping[str, Any] | None = None) -> str | None:
-        """Say why a cache of `length` tokens stays whole, in the method's own words, or None where it does not say."""
+        """The method's own reason why a cache of `length` tokens stays whole, or None without a reason."""
         explain = self._helper("why_nothing_removed")
         return explain and explain(length, **_accepted(explain, self.options | self.typed_options(options)))
 
@@ -233,7 +234,7 @@ class Method:
 
 
 def _knows_torch(function: Callable[..., Any]) -> bool:
-    """Whether a function is none of the NumPy reference."""
+    """Whether a function is not from the NumPy reference."""
     return not function.__module__.startswith("evictionary.reference.")
 
 
@@ -242,7 +243,7 @@ def _accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[
 
 
 def tokens_to_keep(length: int, compression_ratio: float, budget: int | None = None) -> int:
-    """Return how many of `length` tokens stay in each head. A budget larger than the cache keeps all.
+    """Return how many of `length` tokens stay in each head. A budget larger than the cache keeps all tokens.
 
     Raises UsageError for a ratio outside [0, 1) or a budget below 1.
     """

@@ -1,4 +1,4 @@
-"""Splits a padded or ragged cache into pieces that a method can be given: heads whose tokens stand at the same places."""
+"""Splits a padded or ragged cache into pieces for a method: heads whose tokens stand at the same places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OF_TOKENS = ("queries", "hidden_states")
 
 @dataclass(frozen=True)
 class Piece:
-    """Heads of batch rows whose tokens stand at the same places."""
+    """Heads of batch rows with their tokens at the same places."""
 
     rows: slice
     heads: slice
@@ -46,8 +46,7 @@ def query_heads(piece: Piece, states: torch.Tensor, shape: tuple[int, ...]) -> s
 def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], *, is_prompt: bool, seen: int) -> dict[str, Any]:
     """The states of a piece.
 
-    A prompt's queries and hidden states are those of the piece's places. Recent ones are those of the last tokens, of which the row
-    has only `seen`.
+    A prompt's queries and hidden states: those of the piece's places. Recent queries and hidden states: only the last `seen`.
     """
     own: dict[str, Any] = {}
     for name, value in states.items():

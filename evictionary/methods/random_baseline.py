@@ -12,6 +12,6 @@ METHOD = "keeps random tokens, drawn anew for every layer and head (the baseline
 
 def score(keys: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return uniform scores [B, H_kv, T] for keys [B, H_kv, T, D], drawn on the CPU so that every device agrees."""
-    import torch  # here, so that listing the methods need not wait for it
+    import torch  # imported here, so that listing the methods does not wait for torch
 
     return torch.rand(keys.shape[:-1], generator=generator).to(keys.device)

@@ -25,9 +25,9 @@ MOMENTS = "moments"
 def resolve(method: str) -> Method:
     """Return the method of that name, or of that user file: `path/to/file.py` or `path/to/file.py:function`.
 
-    A name means the module of that stem in `optimized/`, or in `reference/` where there is none. Names with `+` between them
-    compose: after the method come allocators (`ada_kv`, `pyramid_kv`) and `moments`, MomentKV's correction. Raises UsageError for
-    an unknown name, a file that cannot be imported, or a function that names an argument which nobody can supply.
+    A name means the module of that stem in `optimized/`, or else in `reference/`. Names with `+` between them compose: allocators
+    (`ada_kv`, `pyramid_kv`) and `moments`, MomentKV's correction, follow the method. Raises UsageError for an unknown name, a file
+    that cannot be imported, or a function with an argument that cannot be supplied.
     """
     parts = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
     base, additions = parts.groups() if parts else (method, "")
@@ -35,7 +35,7 @@ def resolve(method: str) -> Method:
     composed = additions.split("+")[1:]
     for index, addition in enumerate(composed):
         if addition in composed[:index]:
-            raise UsageError(f"method: got {addition!r} twice in {method!r}, wanted it once")
+            raise UsageError(f"method: got {addition!r} twice in {method!r}, wanted each addition once")
         found = _compose(found, addition)
     return replace(found, name=method)
 
@@ -52,7 +52,7 @@ def _compose(method: Method, addition: str) -> Method:
         return replace(method, layer_budgets=module.budgets)
     if method.is_select:
         raise UsageError(
-            f"method: {method.name} chooses its tokens itself, and {addition} shares a budget out by scores; wanted a scorer first"
+            f"method: {method.name} chooses its tokens itself, but {addition} divides a budget by scores; wanted a scorer first"
         )
     return replace(method, head_budgets=module.select)
 
@@ -130,5 +130,5 @@ def _from_module(module: ModuleType, name: str, function_name: str | None = None
 
 
 def _prompt_function(*modules: ModuleType) -> Callable[..., Any] | None:
-    """The `select_prompt` of a method that reads the prompt in another way than what comes after it."""
+    """The `select_prompt` of a method that treats the prompt differently from later tokens, or None."""
     return next((module.select_prompt for module in modules if hasattr(module, "select_prompt")), None)

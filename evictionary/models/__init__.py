@@ -1,1 +1,1 @@
-"""Loads a model: the embedded one, one of the hub, or one of a folder."""
+"""Loads a model: the embedded one, a name on the Hugging Face hub, or a local folder."""

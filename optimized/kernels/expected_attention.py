@@ -5,31 +5,31 @@ The scores equal, in torch, for one KV head and the query heads g of its group:
     logits = keys @ mean[g] / math.sqrt(d) + ((keys @ covariance[g]) * keys).sum(dim=-1) / (2 * d)
     score = (mean over g of logits.softmax(dim=0) + epsilon) * values.norm(dim=-1)
 
-K and V come from memory once, whatever the group; T * H_q float32 logits go out and in again.
+K and V are read from memory once, for any group size; T * H_q float32 logits are written and read again.
 
 First launch, `split_covariances`: tensor cores multiply keys in their own dtype, in which a covariance has 8 bits (bfloat16) or
 11. Keys are exact, so only Sigma has to be split: high + low, each in the dtype of the keys, is Sigma to 16 bits or more, for
 twice the multiplications. Sigma is first scaled by a power of two that brings its largest element to [2^13, 2^14): float16 has
-no numbers beyond 65,504, and below 2^-14 fewer bits. float32 keys are multiplied in full float32, which needs no second part.
+no numbers above 65,504, and fewer bits below 2^-14. float32 keys are multiplied in full float32, which needs no second part.
 Second launch, `expected_logits`: one program takes one tile of tokens of one KV head. It walks the covariances of the group in
 slices of columns: K_tile @ Sigma_slice on tensor cores, plus the mean, times the same columns of the tile, summed along the row.
 The logits of the group are stored together, with the maximum and the sum of exponentials of the tile; the norms of the values go
-to where the scores will be. 128 tokens and 64 columns leave 32 accumulators to each of 256 threads; Sigma in one slice would want
-the whole tile of K in registers, and leave no room for a second program. Rows beyond 128 channels take half of both.
+to the memory of the scores. 128 tokens and 64 columns leave 32 accumulators to each of 256 threads; Sigma in one slice would need
+the whole tile of K in registers, and leave no room for a second program. Rows of more than 128 channels take half of both.
 Third launch, `weigh_values`: one program takes a run of tokens, adds up the maxima and sums of its KV head in the order of the
 tiles, and turns logits and norms to scores.
 
 The statistics equal, in torch, `queries.mean(dim=-2)` and `torch.cov(queries.mT, correction=0)` of one head. First launch,
 `sum_products`: one program adds up q - s and the products (q - s)(q - s)^T of one split of one head. The channels are taken as
-the two halves a and b that RoPE turns into each other; b a^T is the transpose of a b^T, so three products of four are computed.
+the two halves a and b that RoPE rotates into each other; b a^T is the transpose of a b^T, so three of four products are computed.
 Halves of 128 channels would take 192 accumulators a thread, so there each product has a program of its own. The shift s, the mean
-of a few queries spread over the sequence, is close to mu, so nothing cancels where mu is large: Sigma is
+of a few queries spread over the sequence, is close to mu, so a large mu causes no cancellation: Sigma is
 sum / N - (mu - s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries, which adds 2^-9 / sqrt(N) of
-Sigma, far less than the sqrt(2 / N) to which N queries determine it.
+Sigma, far less than the statistical error sqrt(2 / N) of N queries.
 Second launch, `finish_statistics`: the splits are added in their order. Their number follows from the number of heads, so the
 last bits may differ between batches, and are the same in every run.
 
-`unrotated_statistics` takes queries as attention used them, after RoPE, and turns them back in registers.
+`unrotated_statistics` takes queries after RoPE, as attention uses them, and undoes the rotation in registers.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def unrotated_statistics(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5 of queries after RoPE, as `optimized.expected_attention.unrotated_statistics`.
 
-    An angle is the product of a position with a frequency, kept as a 32-bit fraction of a turn: whole turns drop out by
-    themselves, and position 1,000,000 is off by less than 0.001 radians.
+    An angle is the product of a position with a frequency, kept as a 32-bit fraction of a turn: whole turns
+    overflow away, and the error at position 1,000,000 is below 0.001 radians.
     """
     turns = frequencies(queries.shape[-1], theta, device=queries.device) / (2 * math.pi)
-    # The low 32 bits, as a signed number: a whole turn is 2^32, and wraps to nothing.
+    # The low 32 bits, as a signed number: a whole turn is 2^32, and wraps to 0.
     fractions = (torch.remainder(turns, 1) * 2**32).round().to(torch.int64).to(torch.int32)
     return _statistics(queries, positions.expand(queries.shape[:-1]), fractions)
 
@@ -73,7 +73,7 @@ def unrotated_statistics(queries: torch.Tensor, positions: torch.Tensor, theta: 
 def _statistics(
     queries: torch.Tensor, positions: torch.Tensor | None, fractions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `sum_products` and `finish_statistics`; with positions and fractions, the queries are turned back first."""
+    """Launch `sum_products` and `finish_statistics`; with positions and fractions, the rotation of the queries is undone first."""
     heads = as_heads(queries)
     batch, num_heads, length, head_dim = heads.shape
     count, half, odd = batch * num_heads, (head_dim + 1) // 2, head_dim % 2
@@ -104,7 +104,7 @@ def _statistics(
 
 
 def _warps(states: torch.Tensor, threads: int) -> int:
-    """Return the warps of a program of so many threads."""
+    """Return the number of warps of a program with `threads` threads."""
     return threads // (64 if is_amd(states) else 32)
 
 
@@ -240,7 +240,7 @@ def expected_logits(
     # values [BLOCK_T, BLOCK_DV]: their norms
     base = at_head(values_ptr, head, num_kv_heads, value_stride_b, value_stride_h)
     values = load_tile(base, tokens, tl.arange(0, BLOCK_DV), inside, value_stride_t, value_stride_d, value_dim)
-    if RESCALE:  # squares of values around 1e30 or 1e-30 would leave float32
+    if RESCALE:  # squares of values around 1e30 or 1e-30 would overflow or vanish in float32
         scale, inverse = power_of_two(tl.max(tl.abs(values), axis=1), 0)
         values = values * scale[:, None]
         norms = tl.sqrt_rn(tl.sum(values * values, axis=1)) * inverse
@@ -258,7 +258,7 @@ def weigh_values(
     program = tl.program_id(0).to(tl.int64)
     head, run = program // runs, program % runs
     members = tl.arange(0, GROUP)
-    # Rows beyond the group repeat its last one, and count for nothing.
+    # Rows beyond the group repeat its last row, and do not count.
     reader = head * group + tl.minimum(members, group - 1)
     highest = tl.full([GROUP], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([GROUP], dtype=tl.float32)
@@ -335,7 +335,7 @@ def sum_products(
     base = at_head(queries_ptr, head, num_heads, stride_b, stride_h)
     if ROTATED:
         positions_ptr = at_head(positions_ptr, head, num_heads, position_stride_b, position_stride_h)
-    # The shift: the mean of queries at even distances. All programs of a head take the same.
+    # The shift: the mean of queries at even distances, the same for all programs of a head.
     sample = tl.arange(0, BLOCK_T).to(tl.int64) * length // BLOCK_T
     first, second = load_pairs(
         base, positions_ptr, fractions_ptr, position_stride_n, stride_n, stride_d, sample, length, head_dim, BLOCK_H, ROTATED, ODD
@@ -358,7 +358,7 @@ def sum_products(
         second = tl.where(inside, second - second_shift[None, :], 0.0)
         first_sum += first
         second_sum += second
-        # Halved, since a difference of two float16 may be twice as large as float16 goes.
+        # Halved, since a difference of two float16 numbers may be twice the largest float16.
         a, b = (first * 0.5).to(DOT_DTYPE), (second * 0.5).to(DOT_DTYPE)
         if EACH:
             left, right = tl.where(which == 2, b, a), tl.where(which == 0, a, b)
@@ -410,7 +410,7 @@ def finish_statistics(
     square = half * half
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK_H)
-    # Where the product stands among the channels: a a^T, a b^T, b b^T.
+    # The channels of the product: a a^T, a b^T, b b^T.
     first_row, first_column = tl.where(which == 2, half, 0), tl.where(which == 0, 0, half)
     sums_ptr += head * splits * 2 * half
     row_away = add_sums(sums_ptr, first_row + rows, rows < half, splits, 2 * half) / length

@@ -7,19 +7,19 @@ It equals, in torch, for one query head with the current query q and the samples
     votes = (x.float() @ keys.float().T).argsort(dim=-1, descending=True, stable=True)[:, :budget]
     kept[votes.flatten()] = True                       # one mask for the query heads of a group
 
-Nothing is sorted here. A row of votes is a threshold: the tokens above it, and of its equals those up to some position. So a
-row of T logits is settled by two numbers, and the union asks of each token whether any row of its KV head has it.
+The kernels sort nothing. The votes of a row are the tokens above a threshold, and of the tokens equal to it those up to some
+position. So two numbers describe the votes of T logits, and the union tests for each token whether any row of its KV head has it.
 
 The nucleus by thresholds. The float32 weights are not negative, so that they are ordered as their bits. The mass of all weights
 below a threshold grows with the threshold; the smallest weight of the nucleus is the largest threshold whose mass below is not
-more than 1 - p of the whole, and it is found bit by bit. That holds in rounded arithmetic too: a sum taken in a fixed order over
+more than 1 - p of the whole, and it is found bit by bit. This is true in rounded arithmetic too: a sum taken in a fixed order over
 the same places, some of them 0, cannot fall when one of them becomes positive. So no digit found ever contradicts an earlier one.
-Of weights equal to the smallest, as many leave the nucleus as fit into what the mass below has left free. The weights are those of
-the softmax before its division, since mass is relative to the row. NaN ranks below every number and has no mass.
+Weights equal to the smallest leave the nucleus as long as the mass outside stays within 1 - p. The weights are those of the
+softmax before its division, since mass is relative to the row. NaN ranks below every number and has no mass.
 
-Waves. The S * T logits of each query head are what runs out of memory first in a long prompt. So the samples go in waves of as
-many sequences as WORKSPACE holds, or KV heads of one sequence, or samples of one KV head; only the last kind reads K again for
-each wave. The memory taken is never more than WORKSPACE, or one logit for each token and query head of a group.
+Waves. In a long prompt, the S * T logits of each query head take the most memory. So the samples are processed in waves of as many
+sequences as WORKSPACE holds, or KV heads of one sequence, or samples of one KV head; only the last kind reads K again for each
+wave. The logits never take more memory than WORKSPACE, or one logit for each token and query head of a group.
 
 Launches. `multiply` writes logits: the product of at most 64 query rows, the queries of a group, with 128 keys. Rows of up to
 8,192 logits are settled in registers, without a second read: `settle_short_rows` for the budgets, `rank_short_rows` for the
@@ -45,7 +45,7 @@ from .launching import floats, padded
 from .selection import count_keys, find_prefix, keep_from, load_ordered, ordered, store_counts
 from .tiles import at_head, dot_dtype, load_queries, load_tile
 
-WORKSPACE = 32 * 2**20  # bytes of the samples' logits that are held at a time
+WORKSPACE = 32 * 2**20  # bytes for the samples' logits at a time
 LONGEST_SHORT_ROW = 8192
 LEAST_CHUNK = 2048
 MOST_CHUNKS = 64
@@ -71,7 +71,7 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
 def _waves(batch: int, num_kv_heads: int, samples: int, *, bytes_each: int) -> tuple[int, int, int]:
     """Return the sequences, KV heads and samples of a wave: whole sequences, or heads of one sequence, or samples of one head.
 
-    `bytes_each` is what one sample takes for a KV head. Parts of a mask that a wave writes are next to one another this way.
+    `bytes_each` is the memory of one sample for a KV head. A wave writes parts of the mask that are next to one another this way.
     """
     fitting = WORKSPACE // bytes_each
     heads = fitting // samples
@@ -86,7 +86,7 @@ def nucleus(attention: torch.Tensor, beyond: float) -> torch.Tensor:
 
 
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
-    r"""GV-5, GV-A10: every row keeps the number of tokens that is its own, as `optimized.gvote.top_each`."""
+    r"""GV-5, GV-A10: every row keeps its own number of tokens, as `optimized.gvote.top_each`."""
     return _top_each(scores, budgets.clamp(0, scores.shape[-1]).to(torch.int32).reshape(-1))
 
 
@@ -102,7 +102,7 @@ def _logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1], keys.shape[2]
     rows = num_query_heads // num_kv_heads * num_queries
-    # Rows that start at a multiple of 64 bytes are read and written 16 bytes at a time, whatever T is.
+    # Rows that start at a multiple of 64 bytes are read and written 16 bytes at a time, for any T.
     columns = triton.cdiv(length, 16) * 16
     logits = floats(keys, batch * num_kv_heads * rows, columns)
     tile = _tile(keys, rows)
@@ -148,7 +148,7 @@ def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool) -> torch.Te
         return sizes
     chunk, chunks = _chunks(length)
     peaks = floats(rows, count, chunks)
-    # Each digit is worked out from the masses and the threshold that the digit before it left.
+    # Each digit follows from the masses and the threshold of the digit before it.
     masses = [floats(rows, count, chunks, 16) for _ in range(2)]
     thresholds = [torch.empty(count, dtype=torch.int32, device=rows.device) for _ in range(2)]
     grid = (count * chunks,)
@@ -168,7 +168,7 @@ def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool) -> torch.Te
 
 
 def _vote(rows: torch.Tensor, budgets: torch.Tensor, kept: torch.Tensor, *, extend: bool) -> None:
-    """Write into `kept` [.., T] (or add to it) the union of the top tokens of the rows [R, T] that share a row of it.
+    """Write into `kept` [.., T] (or add to it) the union of the top tokens of the rows [R, T] that share a row of `kept`.
 
     R / len(budgets) rows in turn have the same budget, and R / rows of kept in turn the same row of it.
     """
@@ -218,7 +218,7 @@ def multiply(
     base = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
     keys = load_tile(base, token, channels, token < length, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-    # The columns from `length` on belong to the row too: they are written with it, and not read.
+    # The columns from `length` on belong to the row too: they are written, and not read.
     offsets = (head * rows + row)[:, None] * columns + token[None, :]
     tl.store(logits_ptr + offsets, logits, mask=(row < rows)[:, None] & (token < columns)[None, :])
 
@@ -241,9 +241,9 @@ def as_weights(values, inside, peak, FROM_LOGITS: tl.constexpr):
 
 @triton.jit
 def equals_needed(threshold, bound, below, equals):
-    """Return how many of the `equals` weights at the threshold are in the nucleus, with the mass `below` them all.
+    """Return how many of the `equals` weights at the threshold are in the nucleus, with the mass `below` the threshold.
 
-    From the last one on, they leave as long as the mass that is left out stays within the bound; one is always needed.
+    Starting at the last, they leave as long as the mass outside stays within the bound; one weight is always needed.
     """
     weight = threshold.to(tl.float32, bitcast=True)
     fitting = tl.floor(tl.div_rn(bound - below, tl.where(weight > 0, weight, 1.0)))
@@ -279,7 +279,7 @@ def settle_short_rows(
         candidate = threshold | (bit >> step)
         below = tl.sum(tl.where(keys < candidate[:, None], weights, 0.0), axis=1)
         threshold = tl.where(below <= bound, candidate, threshold)
-    # With p near 0 all of the mass may stay below the threshold: the heaviest weight is needed even so.
+    # With p near 0 all of the mass may be below the threshold; the largest weight is still needed.
     threshold = tl.minimum(threshold, tl.max(keys, axis=1))
     below = tl.sum(tl.where(keys < threshold[:, None], weights, 0.0), axis=1)
     above = tl.sum((keys > threshold[:, None]).to(tl.int32), axis=1)
@@ -310,7 +310,7 @@ def row_peak(peaks_ptr, row, chunks, MOST_CHUNKS: tl.constexpr):
 
 @triton.jit
 def next_digit(masses_ptr, prefix, row, chunks, digit, beyond, MOST_CHUNKS: tl.constexpr):
-    """Return the threshold with one digit more, from the masses of `weigh_chunks` for it, and the mass that may be left out."""
+    """Return the threshold with one more digit, from the masses of `weigh_chunks`, and the mass that may be left out."""
     slots = tl.arange(0, 16)
     parts = tl.arange(0, MOST_CHUNKS)
     offsets = (row * chunks + parts)[:, None] * 16 + slots[None, :]
@@ -328,7 +328,7 @@ def weigh_chunks(
 ):  # fmt: skip
     """masses[row, chunk, v] = the mass below the threshold whose next digit is v = 1 .. 15; v = 0: all of it. Grid: rows * chunks.
 
-    Digit 0 is the highest. thresholds[row] = the digits that are known, which the programs of a row all work out for themselves.
+    Digit 0 is the highest. thresholds[row] = the known digits; every program of a row computes them itself.
     """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
@@ -382,12 +382,12 @@ def rank_short_rows(
     scores_ptr, budgets_ptr, thresholds_ptr, lasts_ptr, stride_row, stride_t, rows, length, sharing,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The top tokens of a row are those above thresholds[row], and its equals up to position lasts[row]. Grid: blocks of rows."""
+    """The top tokens of a row are those above thresholds[row], and the equal ones up to lasts[row]. Grid: blocks of rows."""
     scores, inside, row = load_rows(scores_ptr, rows, length, stride_row, stride_t, ROWS, BLOCK)
-    # The places beyond the end of a row have the key of NaN, and lose to it by their position.
+    # The places beyond the end of a row have the key of NaN, and rank below NaN by their position.
     keys = tl.where(inside, ordered(scores), 0)
     budgets = tl.load(budgets_ptr + row // sharing, mask=row < rows, other=0)
-    # The highest threshold that enough keys reach, or one above all keys where the budget is 0.
+    # The highest threshold that enough keys reach, or a threshold above all keys if the budget is 0.
     threshold = tl.zeros([ROWS], dtype=tl.uint32)
     bit = tl.full([], 0x80000000, dtype=tl.uint32)
     for step in range(32):

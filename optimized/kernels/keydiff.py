@@ -5,7 +5,7 @@ It equals, in torch:
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     score = -torch.cosine_similarity(unit.mean(dim=-2, keepdim=True), keys.float(), dim=-1)
 
-The anchor needs every key before the first score can be had, so the keys are read twice, and nothing else of their size is read
+The anchor needs every key before the first score, so the keys are read twice, and nothing else of their size is read
 or written. First launch, `sum_unit_keys`: one program sums the unit keys of one split of one head. It adds tile to tile in
 registers, each element to its own accumulator, and folds the tile along the tokens once, at the end. Second launch, `score_keys`:
 one program adds up the partial sums of its head, in the order of the splits, and scores one split. It computes the norms of its
@@ -15,11 +15,11 @@ With a kept anchor one pass is enough. From one block of the prompt to the next,
 and loses those of the evicted keys (KD-6); `update_sums` does that, one program for each head, and `score_keys` alone scores.
 
 The tile holds 8,192 elements for 8 warps, 32 to a thread: that leaves registers for several programs on a multiprocessor, whose
-loads overlap. There are at most 64 splits, by the number of tokens alone: from 8 heads on they fill a GPU, while the partial sums
-that a program reads stay below an eighth of its keys, and the scores of a sequence are the same bits in whatever batch it runs.
+loads overlap. There are at most 64 splits, by the number of tokens only: from 8 heads on they fill a GPU, the partial sums that a
+program reads stay below an eighth of its keys, and the scores of a sequence are the same bits in every batch.
 
 Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is exact, so that the
-squares of keys around 1e-30 or 1e30 neither vanish nor overflow. float16 cannot get there, and skips it.
+squares of keys around 1e-30 or 1e30 neither vanish nor overflow. float16 has no such numbers and skips this step.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
 
 
 def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    r"""KD-8 with an anchor from elsewhere, as `optimized.keydiff.score_with_anchor`: the keys are read once."""
+    r"""KD-8 with a given anchor, as `optimized.keydiff.score_with_anchor`: the keys are read once."""
     return _score(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous())
 
 
 def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None) -> torch.Tensor:
-    r"""KD-6: `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`, as `optimized.keydiff.update_anchor`; one of them is given."""
+    r"""KD-6: `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`, as `update_anchor`, with one of the two."""
     some = as_heads(next(keys for keys in (new_keys, evicted_keys) if keys is not None))
     added, removed = (some[:, :, :0] if keys is None else as_heads(keys) for keys in (new_keys, evicted_keys))
     updated = floats(anchor, *anchor.shape)
@@ -113,7 +113,7 @@ def load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T: tl.conste
         scale = tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23
         keys = keys * scale.to(tl.float32, bitcast=True)[:, None]
     squares = tl.sum(keys * keys, axis=1)
-    # A zero key has no direction: its cosine is 0. Rounded root and quotient, since a tie may decide about a token.
+    # A zero key has no direction: its cosine is 0. Correctly rounded root and quotient, since a tie may decide about a token.
     inverse = tl.where(squares == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(squares == 0, 1.0, squares))))
     return keys, inverse
 
@@ -181,7 +181,7 @@ def score_keys(
         folded += tl.load(sums_ptr + offsets, mask=(rows < parts)[:, None] & (channels < head_dim)[None, :], other=0.0)
     anchor = tl.sum(folded, axis=0)
     squares = tl.sum(anchor * anchor, axis=0)
-    # Asking for 0 and not for more than 0 lets NaN through.
+    # The comparison with 0, not with more than 0, lets NaN through.
     anchor = tl.where(squares == 0, 0.0, tl.div_rn(anchor, tl.sqrt_rn(tl.where(squares == 0, 1.0, squares))))
     end = tl.minimum((part + 1) * split, length)
     for first in range(part * split, end, BLOCK_T):

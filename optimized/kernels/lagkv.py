@@ -7,10 +7,11 @@ It equals, in torch, for one partition `part` and its successor `next`, both [L,
     score = deviation_of_keys.softmax(dim=0) + deviation_of_values.softmax(dim=0)
     kept = score.argsort(descending=True, stable=True)[:floor(r * L)].sort()
 
-Every partition keeps the same number of tokens, so where its rows go is known before any score is: scoring, choosing and copying
-need no answer from another program. One program of `compress_partitions` takes one partition of one head; programs behind the
-last partition copy what is never scored, the sinks and the tail. K and V come from memory once. Each partition is read a second
-time as the reference of the one before it, and its kept rows a third time; neighbours run together, and those reads find L2.
+Every partition keeps the same number of tokens, so the place of its rows is known before any score: scoring, choosing and copying
+need no result of another program. One program of `compress_partitions` takes one partition of one head; programs behind the last
+partition copy the tokens that are never scored, the sinks and the tail. K and V come from memory once. Each partition is read a
+second time as the reference of the partition before it, and its kept rows a third time; neighbours run together, so these reads
+hit the L2 cache.
 `select_partitions` writes the mask instead of the rows, `score_partitions` the scores.
 
 The tile holds 4,096 elements for 4 warps, 32 to a thread. A program walks first over the next partition, keeping minimum and
@@ -18,9 +19,9 @@ maximum of each element of the tile and folding them over the tokens once; then 
 collected in a register array of [tiles, tokens of a tile], so that the softmax and the ranks (`selection.keep_highest`) need
 neither shared memory nor barriers; then over its own again, copying the chosen rows.
 
-Numbers. The range of a channel is inverted once and multiplied with; a range of 0 has the inverse 0, which is the decision that a
-constant channel normalises to 0. The deviation is computed in two steps, mean and then squares, in registers. A token further off
-than 1e18 ranges counts as that far off: its square is still a float32.
+Numbers. The inverse of a channel's range is computed once; a range of 0 has the inverse 0, which is the decision that a constant
+channel normalises to 0. The deviation is computed in two steps, mean and then squares, in registers. A distance of more than 1e18
+ranges counts as 1e18 ranges: its square is still a float32.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def select(
 def compress(
     keys: torch.Tensor, values: torch.Tensor, retained: int, *, sink_size: int, lag_size: int, kept_each: int
 ) -> CompressedCache:
-    r"""LK-12 and CACHE-1 in one launch: the cache of what `select` keeps, `retained` tokens of each head."""
+    r"""LK-12 and CACHE-1 in one launch: the cache of the tokens that `select` keeps, `retained` tokens of each head."""
     batch, num_heads, length, head_dim = keys.shape
     lengths = torch.full((batch, num_heads), retained, dtype=torch.int64, device=keys.device)
     cache = empty_cache(keys, values, batch * num_heads * retained, lengths)
@@ -86,7 +87,7 @@ def compress(
 def _tile(lag: int, keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
     """Return the constants of the tiling: BLOCK_L holds a partition, BLOCK_T the tokens of a tile."""
     block_d, block_dv, block_l = padded(keys.shape[-1]), padded(values.shape[-1]), padded(lag)
-    # float32 tiles of short rows are smaller and shared by more warps: assemblers for sm_80 and sm_90 would spill others.
+    # float32 tiles of short rows are smaller and have more warps: with other sizes, sm_80 and sm_90 spill registers.
     wide = keys.element_size() == 4
     block_t = min(32 if wide else 64, block_l, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
     num_warps = 8 if wide and max(block_d, block_dv) <= 64 else 4
@@ -105,7 +106,7 @@ def channel_range(base, length, stride_t, stride_d, head_dim, BLOCK_T: tl.conste
         high = tl.maximum(high, tl.where((tokens < length)[:, None], states, float("-inf")))
     minimum = tl.min(low, axis=0)
     spread = tl.max(high, axis=0) - minimum
-    # Below the smallest normal number the inverse is no float32.
+    # The inverse of a number below the smallest normal number overflows float32.
     return minimum, tl.where(spread > 0, tl.div_rn(1.0, tl.maximum(spread, 1.1754944e-38)), 0.0)
 
 
@@ -125,7 +126,7 @@ def deviations(
         steps = (states - minimum[None, :]) * inverse[None, :]
         steps = tl.where(channel, tl.minimum(tl.maximum(steps, -1e18), 1e18), 0.0)
         centred = tl.where(channel, steps - tl.sum(steps, axis=1)[:, None] / head_dim, 0.0)
-        # One channel does not vary; the divisor of the sample deviation is then 1 rather than 0.
+        # A single channel has no variation; the divisor of the sample deviation is then 1 instead of 0.
         variance = tl.sum(centred * centred, axis=1) / tl.maximum(head_dim - 1, 1)
         collected = tl.where(rows == tile, tl.sqrt_rn(variance)[None, :], collected)
     return tl.reshape(collected, [BLOCK_L])
@@ -154,7 +155,7 @@ def choose(
     keys, values, lag, kept_each, key_stride_t, key_stride_d, value_stride_t, value_stride_d, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """LK-11, LK-12: which tokens are kept of the partition at `keys` and `values`, the next of which follows: [BLOCK_L]."""
+    """LK-11, LK-12: which tokens are kept of the partition at `keys` and `values`; the next partition follows it: [BLOCK_L]."""
     total = variation_score(
         keys, lag, keys + lag * key_stride_t, lag,
         key_stride_t, key_stride_d, key_stride_t, key_stride_d, head_dim, BLOCK_L, BLOCK_T, BLOCK_D,
@@ -215,7 +216,7 @@ def compress_partitions(
     num_heads, length, retained, scored, programs, sink_size, lag, kept_each, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Copy what is kept of one partition of one head, or `lag` tokens of its sinks and tail. Grid: heads * programs."""
+    """Copy the kept tokens of one partition of one head, or `lag` tokens of its sinks and tail. Grid: heads * programs."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // programs, program % programs
     keys = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)

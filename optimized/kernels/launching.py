@@ -1,10 +1,10 @@
-"""Where the kernels run, and what launchers share.
+"""Decides where the kernels run, and holds helpers that the launchers share.
 
-The kernels run where the tensors are: on a GPU, or on the CPU where TRITON_INTERPRET=1 is in the environment. Triton then runs
-them in its interpreter, slowly but with the same meaning, and the laws judge them through `optimized`. The variable has to be
-there before Triton is imported. What the kernels do not take goes the torch path, on any device.
+The kernels run on the device of the tensors: on a GPU, or on the CPU if TRITON_INTERPRET=1 is in the environment. Triton then runs
+them in its interpreter, slowly but with the same meaning, and the laws judge them through `optimized`. The variable has to be set
+before Triton is imported. Inputs that the kernels do not support take the torch path, on any device.
 
-The entries of `optimized` import this file, also where there is no Triton: it imports Triton and the kernels when they are needed.
+The entries of `optimized` import this file, also without Triton: it imports Triton and the kernels when they are needed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def is_interpreted(states: torch.Tensor) -> bool:
 
 
 def is_amd(states: torch.Tensor) -> bool:
-    """Return whether the GPU to compile for is AMD's, with 64 threads to a warp."""
+    """Return whether the target GPU is from AMD, with 64 threads in a warp."""
     from triton.runtime.driver import driver
 
     return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Return the power of two, at least `least`, that holds `size`; Triton's tiles have no other sizes, the rest is masked."""
+    """Return the smallest power of two >= `size` and >= `least`: Triton's tiles have no other sizes, the rest is masked."""
     return max(least, 1 << (size - 1).bit_length())
 
 
@@ -54,14 +54,14 @@ def as_heads(states: torch.Tensor) -> torch.Tensor:
 
 
 def floats(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return room for float32 numbers on the device of `like`."""
+    """Allocate float32 numbers on the device of `like`."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def outputs(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return room for outputs in the dtype of `like`, to which the launcher converts what it returns.
+    """Allocate outputs in the dtype of `like`; the launcher converts its result to that dtype.
 
-    The interpreter cuts float32 off to bfloat16 instead of rounding: there the room is float32, and torch rounds afterwards.
+    The interpreter truncates float32 to bfloat16 instead of rounding: there the memory is float32, and torch rounds afterwards.
     """
     dtype = torch.float32 if is_interpreted(like) else like.dtype
     return torch.empty(shape, dtype=dtype, device=like.device)

@@ -15,24 +15,24 @@ A step equals, in torch, for one KV head with L slots, its G query heads [G, D] 
 
 and then writes the new token into the slot of the evicted one. A cache of a fixed budget is never compacted: its slots are in any
 order, and `positions` says which token each holds. K and V are read once, the moments read and written once. The score is the
-mean over the group of probabilities, so it can only be had when the sum of every query head is known: between the launches a
-step leaves the logits of the group and the length of the residual of every token.
+mean over the group of probabilities, so it needs the sum of every query head: between the launches, a step stores the logits of
+the group and the norm of the residual of every token.
 
 First launch, `walk_cache`: one program takes one split of one head. A tile of keys is loaded once and multiplied twice: with the
-queries for the logits, and with the covariance for the residuals, whose lengths are all that is kept of them. The same tile of
-values ends the residual and enters the online softmax. The new token is a tile of its own behind the last one, so that its score
-comes from the same instructions as that of every other token, and an equal token does not win or lose by another way of rounding.
+queries for the logits, and with the covariance for the residuals; only the norms of the residuals are stored. The same tile of
+values completes the residual and enters the online softmax. The new token is a tile of its own behind the last tile, so its score
+comes from the same instructions as the other scores, and an equal token does not win or lose by different rounding.
 Second launch, `replace_lowest`: one program for each head merges the splits, looks for the lowest score,
-adds that token to the moments, and mixes the output from what is left. It alone writes into the cache, when all has been read.
+adds that token to the moments, and mixes the output from the other tokens. Only this launch writes into the cache, after all reads.
 
-Taking out the evicted token. The first launch attended over L + 1 tokens, the output has L. Subtracting what the evicted token put
-in is exact enough as long as it held little of the weight, as evicted tokens do; but a token whose value the moments predict
-scores 0 however much attention it draws. Where it holds more than an eighth of some query head, sum and output of the head are
-built anew from the logits and values of the others.
+Removing the evicted token. The first launch attended over L + 1 tokens, the output needs L. Subtracting the evicted token's part
+is accurate as long as its weight is small, as it usually is; but a token with a value that the moments predict scores 0 for any
+attention weight. If its weight is more than an eighth in some query head, the sum and output of that head are computed again from
+the logits and values of the other tokens.
 
-The tiles. A residual needs the whole covariance, [D_v, D], as one factor of a product that stays on the multiprocessor for the
-whole walk. It is taken in chunks of value channels where it would be too large; what neighbouring programs read twice, K, comes
-from L2. A head is split only as far as the heads alone do not fill a GPU, since each split reads S. The covariance is rounded
+The tiles. A residual needs the whole covariance, [D_v, D], as one factor of a product; it stays on the multiprocessor for the
+whole walk. A covariance that is too large is taken in chunks of value channels; neighbouring programs then read K twice, from the
+L2 cache. A head is split only if the heads do not fill a GPU, since each split reads S. The covariance is rounded
 once, to the dtype of the keys (float16: multiplied first by a power of two that puts its largest entry below 2^15), and the
 residual is computed n times as large, so that one division a token replaces one for each channel.
 """
@@ -98,7 +98,7 @@ def step(
     moments: Moments,
     position: torch.Tensor,
 ) -> torch.Tensor:
-    r"""MK-A1 in place, as `optimized.momentkv.step`: two launches that wait for nothing and may be captured in a graph.
+    r"""MK-A1 in place, as `optimized.momentkv.step`: two launches without waiting, which may be captured in a graph.
 
     The moments are float32 and contiguous; position is int64 [B, H_kv].
     """
@@ -118,7 +118,7 @@ def step(
 
 
 class _Walked(NamedTuple):
-    """What `walk_cache` leaves to the second launch."""
+    """The results of `walk_cache` for the second launch."""
 
     logits: torch.Tensor  # [heads, G, tokens]
     squares: torch.Tensor  # [heads, chunks, tokens]: |n r_j|^2, summed over the value channels of a chunk
@@ -141,7 +141,7 @@ def _walk(
     scores: bool,
     attends: bool,
 ) -> _Walked:
-    """The first launch: over the cache and, with `new`, one token more; over the `kept` tokens alone where they are given."""
+    """The first launch: over the cache and, with `new`, one token more; with `kept`, over the kept tokens only."""
     batch, num_kv_heads, length, head_dim = keys.shape
     heads, group, value_dim = batch * num_kv_heads, query.shape[1] // num_kv_heads, values.shape[3]
     tile = _walk_tile(keys, values)
@@ -149,7 +149,7 @@ def _walk(
     tiles = triton.cdiv(length, tile["BLOCK_T"]) + (new is not None)
     tiles_of_split = triton.cdiv(tiles, min(MOST_SPLITS, triton.cdiv(PROGRAMS_WANTED, heads)))
     splits, chunks = triton.cdiv(tiles, tiles_of_split), triton.cdiv(value_dim, tile["BLOCK_DV"])
-    # What a launch does not need, it gets no memory for; the pointer of another tensor stands in.
+    # Unneeded outputs get no memory; the pointer of another tensor stands in.
     marginals = floats(keys, heads, splits, group), floats(keys, heads, splits, group)
     logits = floats(keys, heads, group, width) if scores else marginals[0]
     squares = floats(keys, heads, chunks, width) if scores else marginals[0]
@@ -169,7 +169,7 @@ def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     """Return the constants of `walk_cache`: the covariance of a chunk, [BLOCK_DV, BLOCK_D], stays beside the tiles."""
     block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
     if keys.dtype == torch.float32:
-        # Without tensor cores a row of 256 is spread over many threads; with AMD's, which do take float32, over few.
+        # Without tensor cores a row of 256 is spread over many threads; with AMD's, which support float32, over few.
         num_warps = 8 if block_d <= 128 else 4 if is_amd(keys) else 16
         tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": num_warps, "num_stages": 1}
     else:
@@ -178,13 +178,13 @@ def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
 
 
 def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """The value channels that the second launch takes at a time: so much of S is in the registers of a program."""
+    """The value channels that the second launch takes at a time: a program holds this part of S in registers."""
     return min(padded(values.shape[3]), 16 if keys.dtype == torch.float32 else 32)
 
 
 @triton.jit
 def load_row(base, channels, head_dim, stride_d):
-    """One vector as float32 [BLOCK]. Of a tile of 32 rows one is read: by few threads, several channels each, and not by all."""
+    """One vector as float32 [BLOCK], read as one row of a tile of 32: by few threads, several channels each, not by all."""
     rows = tl.arange(0, 32)[:, None]
     inside = (rows == 0) & (channels < head_dim)[None, :]
     states = tl.load(base + rows * 16 + channels.to(tl.int64)[None, :] * stride_d, mask=inside, other=0.0)
@@ -249,7 +249,7 @@ def walk_cache(
             covariance *= (up << 23).to(tl.float32, bitcast=True)
             unscale = scale * ((254 - up) << 23).to(tl.float32, bitcast=True)
         factor = tl.trans(covariance.to(DOT_DTYPE))  # [BLOCK_D, BLOCK_DV]
-    written = tl.where(chunk == 0, group, 0)  # what all chunks of value channels find alike, the first one writes
+    written = tl.where(chunk == 0, group, 0)  # all chunks of value channels compute the same numbers; the first chunk writes them
     highest = tl.full([16], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([16], dtype=tl.float32)
     output = tl.zeros([16, BLOCK_DV], dtype=tl.float32)
@@ -259,7 +259,7 @@ def walk_cache(
         inside = row < length
         keys_here, key_step, values_here, value_step = key_base, key_stride_d, value_base, value_stride_d
         if NEW:
-            # The tile behind the last one is the new token alone: row 0 of memory of its own, token `length`.
+            # The tile behind the last one holds only the new token: row 0 of its own memory, token `length`.
             is_new = tile * BLOCK_T >= length
             row = tl.where(is_new, tl.arange(0, BLOCK_T), row)
             token = tl.where(is_new, length + row, row)
@@ -282,7 +282,7 @@ def walk_cache(
             tl.store(squares_ptr + (head * chunks + chunk) * width + token, squares, mask=inside)
         logits = tl.where(inside[None, :], logits, float("-inf"))
         higher = tl.maximum(highest, tl.max(logits, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of which nothing is kept
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a tile without kept tokens
         weights = tl.exp(logits - base[:, None])
         shrink = tl.exp(highest - base)
         mass = mass * shrink + tl.sum(weights, axis=1)
@@ -301,7 +301,7 @@ def walk_cache(
 
 @triton.jit
 def merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return, for each query head, the largest logit (0 without tokens) and the mass; and what to multiply each split with."""
+    """Return, for each query head, the largest logit (0 without tokens) and the mass; and the factor of each split."""
     parts = tl.arange(0, MOST_SPLITS)[:, None]
     rows = tl.arange(0, GROUP)[None, :]
     inside = (parts < splits) & (rows < group)
@@ -365,7 +365,7 @@ def mix(
     query_base, output_base, retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
     stride_h, stride_d, group, head_dim, value_dim, scale, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """MK-9, MK-11, MK-12, MK-37: mix what is retained with the estimate of what is evicted, for some value channels.
+    """MK-9, MK-11, MK-12, MK-37: mix the retained output with the estimate of the evicted output, for some value channels.
 
     retained [GROUP, BLOCK_V] and mass [GROUP] are sums of exp(logit - top); count >= 0 as float32, mean_key [BLOCK_D],
     value_sum [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the evicted tokens.
@@ -430,7 +430,7 @@ def replace_lowest(
     MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Evict the lowest score of a head, put the new token into its slot, and write the output. Grid: heads."""
+    """Evict the token with the lowest score of a head, put the new token into its slot, and write the output. Grid: heads."""
     head = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, GROUP)
     channels = tl.arange(0, BLOCK_D)
@@ -445,7 +445,7 @@ def replace_lowest(
     top, mass, shares = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
     before = tl.load(count_ptr + head)
 
-    # The lowest score, of equal ones the latest position. Slot `length` is the new token.
+    # The lowest score, of equal scores the latest position. Slot `length` is the new token.
     EARLIEST: tl.constexpr = -(2**62)
     lowest = tl.full([BLOCK_L], float("inf"), dtype=tl.float32)
     latest = tl.full([BLOCK_L], EARLIEST, dtype=tl.int64)
@@ -466,7 +466,7 @@ def replace_lowest(
     slot = tl.min(tl.where(tied & (latest == latest_tied), lowest_slot, length), axis=0)
     is_new = slot == length
 
-    # Its key, and the first three moments with it.
+    # The evicted key, added to the first three moments.
     key_step = tl.where(is_new, new_key_stride_d, key_stride_d)
     evicted_key_base = tl.where(is_new, new_key, keys + slot.to(tl.int64) * key_stride_t)
     evicted_key = load_row(evicted_key_base, channels, head_dim, key_step)
@@ -474,7 +474,7 @@ def replace_lowest(
     key_sum = tl.load(key_sum_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0) + evicted_key
     mean_key = tl.div_rn(key_sum, count)
 
-    # What it held of the attention. More than an eighth is not subtracted: the sums are built anew without it.
+    # The evicted token's share of the attention. More than an eighth is not subtracted: the sums are computed again without it.
     logit_rows = logits_ptr + (head * group + rows) * width
     evicted_logit = tl.load(logit_rows + slot, mask=rows < group, other=float("-inf"))
     held = tl.exp(evicted_logit - top)

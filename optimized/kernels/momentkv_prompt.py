@@ -40,7 +40,7 @@ def compress_prompt(
 ) -> tuple[CompressedCache, Moments]:
     r"""CACHE-1 and MK-25 in one pass over K and V, as `optimized.momentkv.compress_prompt`; `moments` are those before.
 
-    total: the number of kept tokens; where it is None, the GPU is asked, and waited for.
+    total: the number of kept tokens; if it is None, the host reads it from the GPU and waits.
     """
     rows = kept.reshape(-1).cumsum(0)
     cache = empty_cache(keys, values, int(rows[-1]) if total is None else total, kept.sum(dim=-1))
@@ -50,7 +50,7 @@ def compress_prompt(
 def _sum_evicted(
     keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, before: Moments, copy: tuple[torch.Tensor, ...] | None = None
 ) -> Moments:
-    """Add the evicted tokens to the moments: those of `mask`, or with `copy`, where and to which rows to copy them, the others."""
+    """Add the evicted tokens to the moments: the tokens of `mask`, or with `copy` (which to copy, and to which rows) the others."""
     lead, (length, head_dim), value_dim = keys.shape[:-2], keys.shape[-2:], values.shape[-1]
     keys, values = (states.reshape(-1, 1, *states.shape[-2:]) if states.ndim != 4 else states for states in (keys, values))
     num_heads = keys.shape[1]
@@ -63,7 +63,7 @@ def _sum_evicted(
     chunks = triton.cdiv(value_dim, tile["BLOCK_DV"])
     counts = torch.empty((heads, splits), dtype=torch.int64, device=keys.device)
     sums = [floats(keys, heads, splits, *shape) for shape in ((head_dim,), (value_dim,), (value_dim, head_dim))]
-    # Where nothing is copied the mask stands in for the pointers.
+    # Without a copy the mask stands in for the pointers.
     sum_evicted[(heads * splits * chunks,)](
         keys, values, mask.contiguous(), *(copy or (mask,) * 4), counts, *sums, *keys.stride(), *values.stride(),
         num_heads, length, split, splits, chunks, head_dim, value_dim, COPY=copy is not None, **tile,
@@ -81,7 +81,7 @@ def _sum_evicted(
 
 
 def contiguous(moments: Moments) -> Moments:
-    """Return the moments as the kernels read them."""
+    """Return the moments in the form that the kernels read."""
     return Moments(*(field.contiguous() for field in moments))
 
 
@@ -111,7 +111,7 @@ def sum_evicted(
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
     keys_base = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)
     values_base = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h)
-    # A product with a row of ones is the sum over the tokens; tensor cores want 16 rows, so zeros follow.
+    # A product with a row of ones is the sum over the tokens; tensor cores need 16 rows, so zeros follow.
     ones = tl.where(tl.arange(0, 16)[:, None] == 0, 1.0, tl.zeros([16, BLOCK_T], dtype=tl.float32)).to(DOT_DTYPE)
     products = tl.zeros([BLOCK_DV, BLOCK_D], dtype=tl.float32)
     key_sums = tl.zeros([16, BLOCK_D], dtype=tl.float32)

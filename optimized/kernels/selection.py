@@ -1,21 +1,21 @@
-r"""Top-k by radix threshold: find the k-th highest score, keep what is above it, and of its equals the lowest positions.
+r"""Top-k by radix threshold: find the k-th highest score, keep the scores above it, and of its equals the lowest positions.
 
 It equals, in torch:
 
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
     kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
-Eviction needs no sorted values and no indices, only the mask, so nothing is sorted. A float32 becomes a 32-bit unsigned key of
+Eviction needs only the mask, no sorted values and no indices, so nothing is sorted. A float32 becomes a 32-bit unsigned key of
 the same order (`ordered`), and the k-th highest key is found one byte at a time, the highest byte first: a histogram of the 256
 values of that byte, among the keys that agree with the bytes already found, says which value holds the k-th key and how many of
 those keys are still to be kept. Four bytes give the threshold and the number of its equals to keep; one last walk over the row,
-in the order of the positions, writes the mask. Of the five walks over a row, the first reads memory, the others L2; a tile
+in the order of the positions, writes the mask. Of the five walks over a row, the first reads memory, the others L2 cache; a tile
 without a key that agrees with the bytes found so far needs no histogram.
 
 Two schedules. `keep_rows`: one program walks its row five times, in one launch; it serves short rows, and as many rows as fill a
 GPU. `count_byte`, four times, then `keep_chunks`: for a few long rows, one program takes a chunk of a row, and the histograms of
 a row are added with integer atomics, whose order cannot change the result. Every program of the next launch reads the finished
-histograms and works out the bytes found so far by itself: 256 numbers a byte, cheaper than a launch that would do it once. The
+histograms and computes the bytes found so far by itself: 256 numbers a byte, cheaper than an extra launch. The
 last histogram is also stored chunk by chunk, so that `keep_chunks` knows how many equals of the threshold lie in front of it.
 
 Protected tokens get the highest key, which no number has; NaN gets the lowest, so that a row with NaN still keeps exactly k.
@@ -69,7 +69,7 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
 def ordered(values):
     """Return unsigned keys in the order of the float32 `values`: -0 as 0, NaN below all, and 0xFFFFFFFF above all unused."""
     bits = tl.where(values == 0, 0.0, values).to(tl.uint32, bitcast=True)
-    # A negative number grows as its bits fall: all of them are flipped. A positive one only moves above the negative ones.
+    # A negative number grows as its bits fall, so all its bits are flipped. A positive number only moves above the negative ones.
     keys = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(values == values, keys, 0)
 
@@ -78,9 +78,9 @@ def ordered(values):
 def keep_highest(keys, count):
     """Return which `count` of the `keys` [BLOCK], held in registers, are highest; of equals the lowest positions.
 
-    The threshold is found bit by bit, 32 dependent sums over registers. Counting for each key the keys above it would have no
-    dependent step, but its BLOCK * BLOCK comparisons cost the registers that keep other programs resident. The keys beyond the
-    end of a row are to be 0: they lose to every number, and by their position to NaN.
+    The threshold is found bit by bit, 32 dependent sums over registers. Counting the keys above each key would have no dependent
+    step, but its BLOCK * BLOCK comparisons need the registers that keep other programs resident. The keys beyond the end of a row
+    must be 0: they rank below every number, and by their position below NaN.
     """
     threshold = tl.zeros([], dtype=tl.uint32)
     bit = tl.full([], 0x80000000, dtype=tl.uint32)
@@ -121,7 +121,7 @@ def byte_counts(keys, inside, prefix, byte):
 
 @triton.jit
 def narrow(counts, prefix, left):
-    """Return the prefix one byte longer, and how many of the keys that share it are still to be kept."""
+    """Return the prefix with one more byte, and how many of the keys with that prefix are still to be kept."""
     values = tl.arange(0, 256)
     at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
     chosen = tl.sum((at_least >= left).to(tl.int32), axis=0) - 1
@@ -218,7 +218,7 @@ def keep_chunks(
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
     prefix, left = find_prefix(counts_ptr, row, count, 4)
-    # Equals of the threshold in the chunks before this one: the last histogram of each, at the last byte of the threshold.
+    # Equals of the threshold in earlier chunks: from the last histogram of each chunk, at the last byte of the threshold.
     before = tl.arange(0, MOST_CHUNKS)
     ties = last_counts_ptr + (row * chunks + before) * 256 + (prefix & 0xFF).to(tl.int64)
     seen = tl.sum(tl.load(ties, mask=before < part, other=0), axis=0)

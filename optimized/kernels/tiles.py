@@ -1,4 +1,4 @@
-"""Addresses and tiles, as all kernels take them: offsets in int64, what overruns masked, float32 right after the load."""
+"""Addresses and tiles that all kernels share: offsets in int64, masked loads, float32 right after the load."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .launching import is_interpreted
 
 
 def dot_dtype(states: torch.Tensor) -> Any:
-    """Return the dtype of the factors of a product: that of `states`, but the interpreter cannot multiply bfloat16."""
+    """Return the dtype for the factors of a product: that of `states`, or float32 in the interpreter for bfloat16."""
     bfloat16 = tl.float32 if is_interpreted(states) else tl.bfloat16  # float32 holds every bfloat16 exactly
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[states.dtype]
 
 
 @triton.jit
 def at_head(ptr, head, num_heads, stride_b, stride_h):
-    """Return where a head begins: `head` (int64) counts the `num_heads` heads of all sequences, one sequence after the other."""
+    """Return the offset of a head: `head` (int64) counts the `num_heads` heads of all sequences, one sequence after the other."""
     return ptr + (head // num_heads) * stride_b + (head % num_heads) * stride_h
 
 

@@ -1,7 +1,8 @@
 """Who guards the oracle: every planted mistake is made in the implementation and in the reference at once.
 
 A law that only compares the two sees nothing then. What remains are the laws that compute in a way of their own: plain loops, brute
-force, an exact fraction, a closed form, an example by hand. `python -m spec_tests.harness.oracle` lists the mistakes that stay unseen.
+force, an exact fraction, a closed form, an example by hand.
+`python -m spec_tests.harness.oracle` lists the mistakes that stay unseen.
 """
 
 from __future__ import annotations
