@@ -76,7 +76,7 @@ class Program:
         if not isinstance(functions, list) or not functions:
             self._fail(f'provides nothing: got {_shown(functions)} for "functions", wanted a list such as ["keydiff.score"]')
         for name in functions:
-            if not isinstance(name, str) or not isinstance(_member(name), types.FunctionType):
+            if not isinstance(name, str) or not isinstance(member(name), types.FunctionType):
                 self._fail(f"provides {_shown(name)}, which is no function of the contract such as keydiff.score")
         for key, kind in (("domain", dict), ("conventions", list), ("implements", dict), ("name", str)):
             if not isinstance(said.get(key, kind()), kind):
@@ -101,7 +101,7 @@ class Program:
         return name, modules, package
 
     def _function(self, path: str) -> Callable[..., Any]:
-        signature = inspect.signature(_member(path))
+        signature = inspect.signature(member(path))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
@@ -213,7 +213,7 @@ class Program:
             return {"file": str(path), "shape": list(value.shape), "dtype": dtype}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             fields = {field: self._written(each, f"{name}.{field}") for field, each in value._asdict().items()}
-            return {"type": _type_name(value), **fields}
+            return {"type": type_name(value), **fields}
         if isinstance(value, tuple | list):
             return [self._written(each, f"{name}.{place}") for place, each in enumerate(value)]
         return plain(value)
@@ -223,7 +223,7 @@ class Program:
         if isinstance(value, dict) and "file" in value:
             return self._array(value, function)
         if isinstance(value, dict) and "type" in value:
-            made = _member(str(value["type"]))
+            made = member(str(value["type"]))
             fields = getattr(made, "_fields", None)
             if fields is None or sorted(fields) != sorted(set(value) - {"type"}):
                 wanted = f"the fields {', '.join(fields)}" if fields else "a type of the contract such as cache.CompressedCache"
@@ -297,18 +297,18 @@ def _words(command: str) -> list[str]:
     return words
 
 
-def _member(path: str) -> Any:
+def member(path: str) -> Any:
     """The function or named tuple of the reference that `keydiff.score` names, or None."""
     stem, _, name = path.partition(".")
     try:
         module = importlib.import_module(f"evictionary.reference.{stem}") if stem.isidentifier() else None
     except ImportError:
         return None
-    member = getattr(module, name, None)
-    return member if getattr(member, "__module__", None) == f"evictionary.reference.{stem}" else None
+    found = getattr(module, name, None)
+    return found if getattr(found, "__module__", None) == f"evictionary.reference.{stem}" else None
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
     """`cache.CompressedCache` for the named tuple of that name."""
     return f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}"
 
