@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from evictionary.cli.app import app
@@ -289,3 +290,37 @@ def test_a_kernel_without_its_gpu_ends_the_run_in_a_sentence(monkeypatch: pytest
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(RuntimeError, match="active drivers"):
         in_memory(score).keydiff.score(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"JUDGED": "my kernels/keydiff.py", "ARGUMENTS": "--strict --method keydiff"}, ["my kernels/keydiff.py", "--strict"]),
+        ({"COMMAND": "node keydiff.js"}, ["--exec=node keydiff.js", "--report"]),
+    ],
+)
+def test_the_action_hands_on_what_it_is_given(given: dict[str, str], wanted: list[str], tmp_path: Path) -> None:
+    action = yaml.safe_load((ROOT / ".github" / "actions" / "judge" / "action.yml").read_text())
+    judge = next(step for step in action["runs"]["steps"] if step["name"] == "Judge")
+    named = {key: given.get(key, "") for key in judge["env"]} | {"REPORT": "a report"}
+    assert set(given) < set(named)
+    program = tmp_path / "evictionary" / "bin" / "evictionary"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    environment = {**os.environ, **named, "RUNNER_TEMP": str(tmp_path)}
+    done = subprocess.run(["bash", "-eu", "-c", judge["run"]], env=environment, capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert said[:2] == ["judge", wanted[0]] and set(wanted) < set(said) and said[-2:] == ["--report", "a report"]
+
+
+@pytest.mark.slow
+def test_the_first_report_of_ten_minutes_is_what_its_program_is_told(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "ten_minutes.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "keydiff.py").write_text(program)
+    command = [sys.executable, "-m", "evictionary", "judge", "keydiff.py", "--method", "keydiff"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    shown = page[page.index("KD-8 does not hold") : page.index("  this law alone")]
+    assert done.returncode == 1 and shown in done.stdout, done.stdout + done.stderr

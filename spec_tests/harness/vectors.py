@@ -13,6 +13,7 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -171,7 +172,7 @@ def written(value: Any, tolerance: Callable[[], dict[str, tuple[float, float]]] 
         return [written(each, tolerance) for each in value]
     if not isinstance(value, np.ndarray) and tolerance is None:
         return plain(value)
-    array = np.asarray(value)
+    array = np.asarray(float(value) if isinstance(value, Fraction) else value)
     kinds = {"f": "float", "b": "bool", "i": "int", "u": "int"}
     if array.dtype.kind not in kinds:
         raise OutsideDomain(f"{array.dtype} cannot be written down")
