@@ -14,7 +14,7 @@ from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
-from evictionary.spec_tests.harness.process import PREFIX, SECONDS, ProgramFailed
+from evictionary.spec_tests.harness.process import PREFIX, SECONDS, ProgramFailed, close_all
 from evictionary.spec_tests.harness.tolerance import Violation
 
 EXPECTED = pytest.StashKey[dict[str, str]]()
@@ -142,6 +142,10 @@ def _dtypes(option: str | None) -> list[str | None]:
         if name not in EPSILON:
             raise pytest.UsageError(f"--dtype: got {name!r}, wanted some of {', '.join(EPSILON)}, separated by commas")
     return list(names)
+
+
+def pytest_unconfigure() -> None:
+    close_all()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -48,6 +48,15 @@ class ProgramFailed(BaseException):
     """
 
 
+_programs: weakref.WeakSet[Program] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """End every program: a worker of pytest-xdist ends without what an interpreter does at its end."""
+    for program in list(_programs):
+        program.close()
+
+
 class Program:
     """A running program that answers calls; `dtype` is that of the floating-point arrays that it is given."""
 
@@ -58,6 +67,7 @@ class Program:
         self._running: list[subprocess.Popen[bytes]] = []
         self._buffer, self._asked, self._starts = b"", 0, 0
         self._end = weakref.finalize(self, _end, self._running, self._folder)  # also runs when the interpreter ends
+        _programs.add(self)
 
     def close(self) -> None:
         """End the program and remove the files."""
