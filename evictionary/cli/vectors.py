@@ -31,7 +31,7 @@ def vectors(
     """Write test cases as JSON, for a port in a language that no Python reaches.
 
     A file for each requirement holds inputs, what the reference gives, the error that float32 and float64 allow, and which planted
-    mistakes each case catches. All methods take some minutes. With --check the exit code is 1 where a file has been changed.
+    mistakes each case catches. All methods take three minutes or so. With --check the exit code is 1 where a file has been changed.
     """
     with exit_codes():
         from evictionary.spec_tests.harness import vectors as made
