@@ -14,6 +14,8 @@ from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
+from evictionary.spec_tests.harness.process import PREFIX, SECONDS, ProgramFailed, close_all
+from evictionary.spec_tests.harness.tolerance import Violation
 
 EXPECTED = pytest.StashKey[dict[str, str]]()
 PROFILES = {"quick": 4, "student": 25, "default": 50, "thorough": 500}
@@ -38,6 +40,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="what to judge: a package, a folder of files named as in reference/, or one such file (path/to/keydiff.py). "
         "May be given several times. Default: reference and optimized",
+    )
+    group.addoption(
+        "--exec",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="judge a program in any language, started by this command line (docs/any_language.md); --impl 'exec:COMMAND' says the "
+        "same. May be given several times",
+    )
+    group.addoption(
+        "--exec-timeout", type=float, default=SECONDS, metavar="SECONDS", help=f"for each call of a program. Default: {SECONDS:g}"
     )
     group.addoption("--device", default="cpu", help="the device that torch implementations run on. Default: cpu")
     group.addoption(
@@ -78,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in config.getoption("--require") or ():
         if name != "all" and name not in REQUIREMENTS:
             raise pytest.UsageError(f"--require: got {name!r}, wanted 'all' or a requirement such as {next(iter(REQUIREMENTS))}")
+    config.option.impl = [*(config.getoption("--impl") or ()), *(PREFIX + command for command in config.getoption("--exec"))]
+    config.option.exec = []  # a worker of pytest-xdist gets the options as they are left here
     if not config.getoption("--impl"):
         config.option.strict, config.option.impl = True, ["reference", "optimized"]
     if config.getoption("--brief"):
@@ -85,8 +100,9 @@ def pytest_configure(config: pytest.Config) -> None:
     dtypes = _dtypes(config.getoption("--dtype"))
     try:
         domain = Domain.parse(config.getoption("--domain"))
+        where = {"device": config.getoption("--device"), "seconds": config.getoption("--exec-timeout")}
         config.stash[verdict.JUDGED] = [
-            each for target in config.getoption("--impl") for each in _judged(target, config.getoption("--device"), dtypes, domain)
+            each for target in config.getoption("--impl") for each in _judged(target, dtypes, domain, **where)
         ]
         for each in config.stash[verdict.JUDGED]:
             each.strict = config.getoption("strict")
@@ -106,12 +122,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--expected-failures {error}") from None
 
 
-def _judged(target: str, device: str, dtypes: list[str | None], domain: Domain) -> list[Implementation]:
+def _judged(target: str, dtypes: list[str | None], domain: Domain, **options: Any) -> list[Implementation]:
     """The implementation at each dtype that was asked for, or else at each that it names in its domain."""
     if dtypes == [None]:
-        first = load(target, device=device, domain=domain)
-        return [first, *(load(target, device=device, dtype=dtype, domain=domain) for dtype in first.domain.dtype[1:])]
-    found = [load(target, device=device, dtype=dtype, domain=domain) for dtype in dtypes]
+        first = load(target, domain=domain, **options)
+        return [first, *(load(target, dtype=dtype, domain=domain, **options) for dtype in first.domain.dtype[1:])]
+    found = [load(target, dtype=dtype, domain=domain, **options) for dtype in dtypes]
     for each in found:
         if each.domain.dtype and each.dtype not in each.domain.dtype:
             raise UnusableImplementation(f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})")
@@ -126,6 +142,10 @@ def _dtypes(option: str | None) -> list[str | None]:
         if name not in EPSILON:
             raise pytest.UsageError(f"--dtype: got {name!r}, wanted some of {', '.join(EPSILON)}, separated by commas")
     return list(names)
+
+
+def pytest_unconfigure() -> None:
+    close_all()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -172,7 +192,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         result.user_properties.append(("law", (law.requirement.id, column, law.name, law.kind, law.functions)))
         if law.functions and result.when == "call" and result.failed and call.excinfo is not None:
             subject, error = _subject(item), call.excinfo.value
-            narrowed = bool(subject.domain.said() or subject.conventions)  # without, a law that asks nothing is a broken law
+            # Without such limits, a law that asks nothing is a broken law.
+            narrowed = bool(subject.domain.said() or subject.conventions or subject.array_library == "exec")
+            if isinstance(error, ProgramFailed):
+                error = Violation(str(error))
             if isinstance(error, OutsideDomain | Unsatisfiable) and subject.outside and narrowed:
                 result.outcome, result.longrepr = "passed", None
                 result.user_properties.append(("not applicable", subject.outside))

@@ -153,7 +153,7 @@ def test_outputs_are_memory_of_their_own(impl, case):
         results = leaves(function_of(impl, path)(**natives))
         for given in leaves(tuple(natives.values())):
             for result in results:
-                if impl.array_library == "numpy":
+                if impl.array_library != "torch":
                     shared = np.shares_memory(given, result)
                 else:
                     shared = given.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
@@ -176,7 +176,7 @@ def test_the_same_call_gives_the_same_bits(impl, case):
 
 def transposed(impl: Implementation, native: Any) -> Any:
     """The same numbers, stored with the second and third axis exchanged."""
-    if impl.array_library == "numpy":
+    if impl.array_library != "torch":
         return np.ascontiguousarray(native.swapaxes(1, 2)).swapaxes(1, 2)
     return native.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -184,7 +184,7 @@ def transposed(impl: Implementation, native: Any) -> Any:
 def sliced(impl: Implementation, native: Any) -> Any:
     """The same numbers, every second one of a wider buffer whose rest is 77."""
     shape = (*native.shape[:-1], 2 * native.shape[-1])
-    wide = np.full(shape, 77, native.dtype) if impl.array_library == "numpy" else native.new_full(shape, 77)
+    wide = np.full(shape, 77, native.dtype) if impl.array_library != "torch" else native.new_full(shape, 77)
     wide[..., ::2] = native
     return wide[..., ::2]
 
@@ -214,7 +214,7 @@ def test_expanded_inputs_are_read_as_copies(impl, case):
                 natives[name] = impl.native(np.concatenate([value[:1]] * 2))
                 one = impl.native(value[:1])
                 shape = (2, *one.shape[1:])
-                expanded[name] = np.broadcast_to(one, shape) if impl.array_library == "numpy" else one.expand(shape)
+                expanded[name] = np.broadcast_to(one, shape) if impl.array_library != "torch" else one.expand(shape)
         repeated = {name: to_numpy(value) for name, value in natives.items()}
         agree_within_rounding(impl, path, repeated, function_of(impl, path)(**natives), function_of(impl, path)(**expanded))
 

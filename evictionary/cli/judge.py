@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import AsJson, exit_codes, given_names, messages, require_folder
+from evictionary.cli.console import AsJson, exit_codes, given_names, messages, number, require_folder
 from evictionary.errors import UsageError
 
 app = typer.Typer()
@@ -19,9 +19,22 @@ app = typer.Typer()
 
 @app.command(
     epilog="Examples: [bold]evictionary judge my_kernels[/]   [bold]evictionary judge keydiff.py --domain head_dim=64,128 --json[/]"
+    "   [bold]evictionary judge --exec ./my_binary[/]"
 )
 def judge(
-    path: Annotated[str, typer.Argument(help="A package, a folder of files named as in reference/, or one such file.")],
+    path: Annotated[
+        str | None,
+        typer.Argument(show_default=False, help="A package, a folder of files as in reference/, or one such file."),
+    ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--exec", metavar="COMMAND", help="Instead of a path: a program in any language, which answers over its standard input."
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(parser=number, metavar="SECONDS", help="How long a program may take for one call.")
+    ] = 30.0,
     methods: Annotated[
         list[str] | None, typer.Option("--method", help="Judge these methods only, such as keydiff; by default all that are there.")
     ] = None,
@@ -53,6 +66,11 @@ def judge(
     nothing to judge.
     """
     with exit_codes(extra="torch"):
+        if (path is None) == (command is None):
+            raise UsageError(f"path: got {path} and --exec {command}, wanted one of the two")
+        if not timeout > 0:
+            raise UsageError(f"--timeout: got {timeout:g}, wanted more than 0 seconds")
+        judged = [f"--impl={path}"] if command is None else [f"--exec={command}", f"--exec-timeout={timeout}"]
         if report is not None:
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))
@@ -60,7 +78,7 @@ def judge(
         with tempfile.TemporaryDirectory() as temporary:
             folder = report or Path(temporary)
             # With an equals sign: pytest takes what stands alone for a path of tests, and loads the conftest.py beside it.
-            options = [f"--impl={path}", f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"]
+            options = [*judged, f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"]
             options += [f"--domain={each}" for each in domain or []]
             options += [f"--dtype={dtype}"] if dtype else []
             options += [f"--expected-failures={expected_failures}"] if expected_failures else []
@@ -72,7 +90,7 @@ def judge(
             if report and verdict.is_file():
                 messages.print(f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False)
         if code not in (0, 1):
-            raise UsageError(f"path: nothing of {path} was judged; the lines above say why")
+            raise UsageError(f"path: nothing of {path or command} was judged; the lines above say why")
     raise typer.Exit(code)
 
 

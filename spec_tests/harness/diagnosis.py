@@ -21,6 +21,7 @@ from evictionary.spec_tests.harness.degenerate import MATHEMATICS
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.harness.process import ProgramFailed
 
 # How many inputs are drawn to tell mistakes apart, and how many of the largest calls are compared.
 DRAWN, COMPARED = 24, 8
@@ -66,7 +67,7 @@ def _larger(law: Law, implementation: Implementation) -> list[Call]:
 
     if law.drawn:
         quietly = settings(max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
-        with suppress(Exception):  # where nothing can be drawn, what was recorded before has to do
+        with suppress(Exception, ProgramFailed):  # if nothing can be drawn, or a program dies, the earlier calls have to do
             quietly(given(**law.drawn)(ask))()
     calls = {id(call): (_numbers(call), call) for call in asked.history if call.result is not None}
     # A call of plain numbers has no size that could be too small.

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import reject
 
 from evictionary import reference
 from evictionary.spec_tests.harness.arithmetic import round_to
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
+from evictionary.spec_tests.harness.process import PREFIX, SECONDS, Program, ProgramFailed
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation, allowance, require_numbers
 
 STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
@@ -51,12 +53,12 @@ class Call:
 class Implementation:
     """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and returns NumPy.
 
-    modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy" or
-    "torch"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`); variants maps a function that it
-    declares to be another one to that one. asking is the class of the law at hand; strict where a refusal has to be in our words;
-    compares_order while scores count as an order; outside says what was asked outside the domain, outside_of how often each law
-    asked there and nowhere else; drawn are the inputs of the example at hand. calls are those of the example at hand, history the
-    latest of all.
+    modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy",
+    "torch" or, for a program, "exec"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`);
+    variants maps a function that it declares to be another one to that one. asking is the class of the law at hand; strict where a
+    refusal has to be in our words; compares_order while scores count as an order; outside says what was asked outside the domain,
+    outside_of how often each law asked there and nowhere else; drawn are the inputs of the example at hand. calls are those of the
+    example at hand, history the latest of all.
     """
 
     name: str
@@ -140,10 +142,27 @@ class Implementation:
                 raise OutsideDomain("its rows protect equally many tokens, beside the budget")
             args, kwargs = (), {**call.arguments, "budget": int(call.arguments["budget"] - counts[0])}
         given = [self.native(argument) for argument in args]
+        named = {key: self.native(argument) for key, argument in kwargs.items()}
         with nullcontext() if self.origin.split(".")[0] in OWN else np.errstate(all="ignore"):
-            answer = to_numpy(function(*given, **{key: self.native(argument) for key, argument in kwargs.items()}))
+            try:
+                answer = to_numpy(function(*given, **named))
+            except Exception as error:
+                _require_gpu(path, error)
+                raise
+        self._require_untouched(call, {**dict(zip(call.arguments, given, strict=False)), **named})
         call.result = self._in_our_form(call, answer)
         return call.result
+
+    def _require_untouched(self, call: Call, given: dict[str, Any]) -> None:
+        """Raise Violation where the implementation has written into an argument; of large ones MEM-1 asks that alone."""
+        if not self.reads_numbers:
+            return
+        for name, native in given.items():
+            before = call.arguments[name]
+            if not isinstance(before, np.ndarray) or before.size > 4096:
+                continue
+            if not np.array_equal(to_numpy(native), before, equal_nan=before.dtype.kind == "f"):
+                raise Violation(f"{call.function} writes into its argument {name}", before, to_numpy(native))
 
     def _in_our_form(self, call: Call, answer: Any) -> Any:
         """An answer in the form of the contract, where the implementation has said that it answers in another."""
@@ -190,6 +209,8 @@ class Implementation:
         """
         try:
             yield
+        except Violation:
+            raise
         except Exception as error:
             if self.strict and not (isinstance(error, ValueError) and re.search(pattern, str(error))):
                 wanted = f"a ValueError with {pattern!r} in its message" if pattern else "a ValueError"
@@ -232,8 +253,8 @@ class Implementation:
             return value
         if value.dtype.kind == "f":
             value = self.round(value)
-        if self.array_library == "numpy":
-            return value.astype(self.dtype) if value.dtype.kind == "f" else value.copy()
+        if self.array_library != "torch":
+            return value.astype(self.dtype) if value.dtype.kind == "f" and self.dtype != "bfloat16" else value.copy()
         import torch
 
         tensor = torch.from_numpy(np.array(value, order="C"))  # a copy: torch refuses negative strides
@@ -253,30 +274,48 @@ class _Stem:
         return call
 
 
+def _require_gpu(path: str, error: Exception) -> None:
+    """End the run, in one sentence, where a function raised because it needs a GPU and this machine has none."""
+    text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    torch = sys.modules.get("torch")
+    if torch and re.search("cuda|nvidia|gpu|active drivers", text, re.IGNORECASE) and not torch.cuda.is_available():
+        pytest.exit(f"{path} needs a GPU, and this machine has none ({text})", returncode=pytest.ExitCode.USAGE_ERROR)
+
+
 def oracle(path: str) -> Callable[..., Any]:
     """Return the function of `reference` that `path` names, such as `keydiff.score`."""
     stem, name = path.split(".")
     return getattr(importlib.import_module(f"evictionary.reference.{stem}"), name)
 
 
-def load(target: str, *, device: str = "cpu", dtype: str | None = None, domain: Domain | None = None) -> Implementation:
-    """Load an implementation: a package name, a folder with files named as in `reference/`, or one such file.
+def load(
+    target: str, *, device: str = "cpu", dtype: str | None = None, domain: Domain | None = None, seconds: float = SECONDS
+) -> Implementation:
+    """Load an implementation: a package name, a folder with files named as in `reference/`, one such file, or `exec:COMMAND`.
 
-    dtype None means float64 for NumPy and float32 for torch. Whether it computes with NumPy or torch is read from its attribute
+    COMMAND starts a program that answers over its standard input and output (`process.py`), each call within `seconds`.
+    dtype None means float64, and float32 for torch. Whether it computes with NumPy or torch is read from its attribute
     `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch. It may say more, in the package or in a file:
     `DOMAIN`, what it accepts (`domain` adds to it); `IMPLEMENTS = {"score": "keydiff.raw_mean_score"}`, as which variant it is
     to be judged; `CONVENTIONS = ("indices",)`, in which form it answers.
     Raises UnusableImplementation, saying what was looked for, where nothing can be judged.
     """
     path = Path(target)
-    if path.suffix == ".py" or path.is_dir():
+    program = None
+    if target.startswith(PREFIX):
+        try:
+            program = Program(target.removeprefix(PREFIX), seconds)
+            name, modules, package = program.modules()
+        except ProgramFailed as error:
+            raise UnusableImplementation(f"{target}: {error}") from None
+    elif path.suffix == ".py" or path.is_dir():
         modules, package = _load_path(path)
         name = path.stem
     else:
         modules, package = _load_package(target)
         name = target
     library = getattr(package, "ARRAY_LIBRARY", None) or _array_library(modules)
-    if library not in ("numpy", "torch"):
+    if library not in ("numpy", "torch") and program is None:
         raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
     said = [package, *modules.values()] if package is not None else list(modules.values())
     accepted = Domain()
@@ -305,6 +344,10 @@ def load(target: str, *, device: str = "cpu", dtype: str | None = None, domain: 
         )
     if library == "numpy" and (implementation.dtype == "bfloat16" or device != "cpu"):
         raise UnusableImplementation(f"{target}: computes with NumPy, which has no {implementation.dtype} on {device}")
+    if program is not None:
+        program.dtype = implementation.dtype
+    if device != "cpu" and (reason := _no_device(library, device)):
+        raise UnusableImplementation(f"{target}: --device {device}: {reason}")
     return implementation
 
 
@@ -315,6 +358,19 @@ CONVENTIONS = {
     "cu_lengths": "the rows of a compressed cache end at cumulative lengths, which begin with 0",
 }
 """The forms in which an implementation may answer; what it says so is no mistake."""
+
+
+def _no_device(library: str, device: str) -> str:
+    """Why nothing can be computed on a device, or an empty string."""
+    if library == "exec":
+        return "a program chooses its device itself, wanted cpu"
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:
+        return f"torch has no such device here: {str(error).strip().splitlines()[0]}"
+    return ""
 
 
 def _conventions(target: str, said: list[types.ModuleType]) -> frozenset[str]:

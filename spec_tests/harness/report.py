@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import traceback
 from typing import Any
 
@@ -45,7 +46,7 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
             *(f"    {line}" for line in repro(implementation, calls[-1].function).splitlines()),
         ]
     test = law.name.partition("::")[2]
-    lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {implementation.origin}")
+    lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {shlex.quote(implementation.origin)}")
     return "\n".join(lines)
 
 

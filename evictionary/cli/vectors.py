@@ -1,0 +1,76 @@
+"""The command `evictionary vectors`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from evictionary.cli.console import AsJson, exit_codes, given_names, progress, require_folder
+from evictionary.errors import UsageError
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Examples: [bold]evictionary vectors --output vectors --method keydiff[/]   [bold]evictionary vectors --check vectors[/]"
+)
+def vectors(
+    output: Annotated[Path | None, typer.Option(help="The folder for the cases, their schema and vectors.json, the index.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Instead: say whether the files of a folder are as its index says.")
+    ] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option("--method", help="Of these methods only, such as keydiff; by default all.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write test cases as JSON, for a port in a language that no Python reaches.
+
+    A file for each requirement holds inputs, what the reference gives, the error that float32 and float64 allow, and which planted
+    mistakes each case catches. All methods take three minutes or so. With --check the exit code is 1 where a file has been changed.
+    """
+    with exit_codes():
+        from evictionary.spec_tests.harness import vectors as made
+
+        if (output is None) == (check is None):
+            raise UsageError(f"--output: got {output} and --check {check}, wanted one of the two")
+        if check is not None:
+            try:
+                problems = made.check(check)
+            except ValueError as error:
+                raise UsageError(f"--check: {error}") from None
+        elif output is not None:
+            if output.exists() and not (output / made.INDEX).is_file() and not _is_empty(output):
+                raise UsageError(f"--output: got {output}, which holds other things, wanted a new folder or one of vectors")
+            require_folder(output)
+            names = given_names("--method", methods)
+            laws = made.laws_of(names)
+            if unknown := [name for name in names or [] if not made.laws_of([name])]:
+                known = ", ".join(dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()))
+                raise UsageError(f"--method: got {unknown[0]!r}, wanted some of {known}")
+            with progress() as (plan, advance):
+                plan(len(laws) + len({law.requirement.id for law in laws}))
+                index = made.write(made.generate(laws, advance), output)
+    console = Console(highlight=False, soft_wrap=True)
+    if check is not None:
+        if as_json:
+            typer.echo(json.dumps({"folder": str(check), "problems": problems}, indent=1))
+        else:
+            console.print("\n".join(problems) or f"{check}: every file is as {made.INDEX} says")
+        raise typer.Exit(1 if problems else 0)
+    if as_json:
+        typer.echo(json.dumps(index, indent=1))
+        return
+    entries = [entry for entry in index["files"].values() if "cases" in entry]
+    console.print(
+        f"{sum(entry['cases'] for entry in entries)} cases of {len(entries)} requirements, which catch "
+        f"{sum(entry['mistakes'] for entry in entries)} planted mistakes: [bold]{output}[/]"
+    )
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
