@@ -34,6 +34,7 @@ class Mutant:
     """A wrong implementation of the function `of`; `killed_by` is the requirement whose laws must kill it.
 
     It is written as a function, or as the right one with `edits`: pairs of a text of its source and what stands there instead.
+    One that is right up to some size says it in `above`: "4,096 tokens".
     """
 
     name: str
@@ -44,6 +45,7 @@ class Mutant:
     array_library: str = "numpy"
     edits: tuple[tuple[str, str], ...] = ()
     edited: str = ""  # the function whose source is edited, where that is not `of`
+    above: str = ""
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -60,12 +62,13 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    of: str, *, killed_by: str, misconception: str, array_library: str = "numpy"
+    of: str, *, killed_by: str, misconception: str, array_library: str = "numpy", above: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Plant the decorated function as a wrong `of`; the misconception completes "your numbers equal those of: ..."."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        _plant(Mutant(f"{of.split('.')[0]}.{function.__name__}", of, killed_by, misconception, function, array_library))
+        name = f"{of.split('.')[0]}.{function.__name__}"
+        _plant(Mutant(name, of, killed_by, misconception, function, array_library, above=above))
         return function
 
     return decorate

@@ -15,6 +15,8 @@ from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 from evictionary.spec_tests.harness.tolerance import Violation
 
+_MOST_PRINTED = 2**14  # numbers in an argument of a program that makes a call again; no short input has more
+
 
 def sentence(law: Law, implementation: Implementation, error: BaseException) -> str:
     """Say what does not hold, for which input, and how to see it again."""
@@ -33,17 +35,17 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
             lines.append("  expected        " + _indented(_show(error.expected)))
         if error.got is not None:
             lines.append("  got             " + _indented(_show(error.got)))
+        if worst := _worst(error.expected, error.got):
+            lines.append(f"  worst           {worst}")
     else:
         lines.append(f"  what is wrong   {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         frame = traceback.extract_tb(error.__traceback__)[-1]
         lines.append(f"  raised in       {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}")
     for match in misconceptions(implementation):
-        lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by})")
-    if calls:
-        lines += [
-            "  to see it again, run",
-            *(f"    {line}" for line in repro(implementation, calls[-1].function).splitlines()),
-        ]
+        above = f", right up to {match.above}" if match.above else ""
+        lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
+    if calls and (program := repro(implementation, calls[-1].function)):
+        lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
     test = law.name.partition("::")[2]
     lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {implementation.origin}")
     return "\n".join(lines)
@@ -52,11 +54,16 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
 def misconceptions(implementation: Implementation) -> list[Mutant]:
     """The planted mistakes that give this implementation's numbers, on the counterexample and on what else it was asked of late.
 
-    A few other answers may differ: where a sum cancels, two programs with one mistake disagree in the noise.
+    A few other answers may differ: where a sum cancels, two programs with one mistake disagree in the noise. On a long input only
+    mistakes of size are tried: it takes them as long as the law, and the others show on short ones.
     """
     found = []
     for mutant in load_mutants().values():
-        calls = [call for call in implementation.calls if call.function == mutant.of and call.result is not None]
+        calls = [
+            call
+            for call in implementation.calls
+            if call.function == mutant.of and call.result is not None and (mutant.above or not _is_long(call))
+        ]
         past = [call for call in implementation.history if call.function == mutant.of and call.result is not None]
         wrong = [call for call in calls if _differs(oracle(call.function), call, implementation.dtype)]
         if wrong and not any(_differs(mutant.function, call, implementation.dtype) for call in wrong):
@@ -64,6 +71,15 @@ def misconceptions(implementation: Implementation) -> list[Mutant]:
             if alike >= 0.75 * len(past):
                 found.append(mutant)
     return found
+
+
+def _is_long(call: Call) -> bool:
+    return any(_numbers(value) > _MOST_PRINTED for value in call.arguments.values())
+
+
+def _numbers(value: Any) -> int:
+    """How many numbers an argument has, those in a tuple among them."""
+    return sum(map(_numbers, value)) if isinstance(value, tuple) else np.size(value)
 
 
 def _differs(function: Any, call: Call, dtype: str) -> bool:
@@ -91,12 +107,20 @@ def _differs(function: Any, call: Call, dtype: str) -> bool:
 
 
 def repro(implementation: Implementation, path: str) -> str:
-    """A program that makes the last recorded call of `path` again and prints it beside the reference."""
+    """A program that makes the last recorded call of `path` again and prints it beside the reference.
+
+    Empty where it would be a page of numbers: those of a long input that a law made of its case.
+    """
     call = implementation.calls[-1]
     stem, name = path.split(".")
     arguments = ", ".join(f"{key}={key}" for key in call.arguments)
     cases = {key: value for key, value in implementation.drawn.items() if isinstance(value, Case)}
-    literals = {key: _from_case(value, cases, implementation) or _literal(value) for key, value in call.arguments.items()}
+    literals = {
+        key: _from_case(value, cases, implementation) or ("" if _numbers(value) > _MOST_PRINTED else _literal(value))
+        for key, value in call.arguments.items()
+    }
+    if not all(literals.values()):
+        return ""
     if any("case." in literal for literal in literals.values()):
         case = [f"case = {next(iter(cases.values()))!r}"]
     else:
@@ -149,6 +173,19 @@ def _literal(value: Any) -> str:
         dtype = "" if value.dtype == np.float64 else f", dtype=np.{value.dtype.name}"
         return f"np.array({value.tolist()}{dtype}).reshape({value.shape})"
     return repr(value)
+
+
+def _worst(expected: Any, got: Any) -> str:
+    """Where two arrays too large to be read differ most, and by what."""
+    both = isinstance(expected, np.ndarray) and isinstance(got, np.ndarray) and expected.shape == got.shape
+    if not both or got.size <= 60 or not {expected.dtype.kind, got.dtype.kind} <= set("fiub"):
+        return ""
+    with np.errstate(invalid="ignore"):
+        apart = np.where(expected == got, 0, np.abs(np.subtract(got, expected, dtype=np.float64)))
+    apart[np.isnan(apart)] = np.inf
+    at = np.unravel_index(int(apart.argmax()), apart.shape)
+    place = ", ".join(map(str, at))
+    return f"at [{place}]: expected {expected[at]!s}, got {got[at]!s}; {np.count_nonzero(apart)} of {apart.size} differ"
 
 
 def _arguments(arguments: dict[str, Any]) -> str:
