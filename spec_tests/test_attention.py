@@ -17,7 +17,7 @@ from evictionary.spec_tests.harness.by_hand import (
     rounding,
     softmax_slack,
 )
-from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, cases, long_cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, require_numbers
 from evictionary.spec_tests.test_cache import draw_mask
@@ -135,7 +135,7 @@ def test_later_tokens_get_nothing(impl, case, seed, size):
     require_equal(got[..., later], 0, "a query gives weight to a later token")
 
 
-GROUPS = (16, 4, 1)
+GROUPS = (4, 16, 1)
 
 
 def long_attention(impl, case):
@@ -155,14 +155,14 @@ def long_attention(impl, case):
     return queries, cache, output, slack, normaliser, error + rounding(impl) * np.abs(normaliser)
 
 
-@law("ATT-1", of="attention.attend", examples=2, case=long_cases(groups=GROUPS))
+@law("ATT-1", of="attention.attend", examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_attention_over_a_long_cache_adds_up_its_parts(impl, case):
     """Over thousands of kept tokens the output is that of parts, each weighted by its share of the softmax."""
     queries, cache, expected, slack, _, _ = long_attention(impl, case)
     require_near(impl.attention.attend(queries, cache)[0], expected, slack, "the output over a long cache")
 
 
-@law("ATT-2", of="attention.attend", examples=2, case=long_cases(groups=GROUPS))
+@law("ATT-2", of="attention.attend", examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_log_sum_exp_of_a_long_cache_adds_up_its_parts(impl, case):
     """Over thousands of kept tokens the log-sum-exp is that of parts, added beside the largest logit."""
     queries, cache, _, _, expected, slack = long_attention(impl, case)

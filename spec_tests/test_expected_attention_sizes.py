@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import attention_in_parts, in_parts, of_dtype, require_near, rounding, softmax_slack
-from evictionary.spec_tests.harness.cases import long_cases
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.test_expected_attention import SCORE, STATISTICS
 from evictionary.spec_tests.test_expected_attention_statistics import ROPE, before_rope, grouped, rope_allowance
@@ -14,7 +14,7 @@ from evictionary.spec_tests.test_expected_attention_statistics import ROPE, befo
 RANK = 3
 
 
-@law("EA-5", of=STATISTICS, examples=2, case=long_cases(("moving_mean", "sinks", "vast", "minute")))
+@law("EA-5", of=STATISTICS, examples=2, case=long_cases(("moving_mean", "sinks", "vast", "minute"), lengths=SPLIT_LENGTHS))
 def test_statistics_of_many_queries_add_up_their_parts(impl, case):
     """Mean and covariance of thousands of queries are those of their parts, with what the means of the parts differ by."""
     queries = of_dtype(impl, case.keys)
@@ -52,7 +52,7 @@ def log_expected(queries_mean, factor, keys):
     of=SCORE,
     examples=3,
     case=st.one_of(
-        long_cases(("sinks", "moving_mean", "normal")),
+        long_cases(("sinks", "moving_mean", "normal"), lengths=SPLIT_LENGTHS),
         long_cases(("normal", "moving_mean"), groups=(16, 4), lengths=(4097, 8191), head_dims=(64, 128)),
     ),
     scale=st.sampled_from([1.0, 1e-7, 1e4]),

@@ -15,7 +15,7 @@ from evictionary.spec_tests.harness.by_hand import (
     softmax_slack,
     weights_in_parts,
 )
-from evictionary.spec_tests.harness.cases import long_cases, long_rows
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases, long_rows
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, require_mask
 from evictionary.spec_tests.test_gvote import SELECT, WEIGHTS, angle_error, drawn_queries, mass_slack
@@ -23,7 +23,7 @@ from evictionary.spec_tests.test_gvote import SELECT, WEIGHTS, angle_error, draw
 NUCLEUS = "gvote.nucleus"
 
 
-@law("GV-1", of=WEIGHTS, examples=2, case=long_cases())
+@law("GV-1", of=WEIGHTS, examples=2, case=long_cases(lengths=SPLIT_LENGTHS))
 def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
     """One softmax over all of thousands of tokens."""
     queries, keys = impl.round(case.queries[:, :, 0]), impl.round(case.keys)
@@ -103,7 +103,12 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
         raise Violation("a token is kept that is among the top B_0 of no sampled query", may[None], kept)
 
 
-@law("GV-A4", of="gvote.hidden_statistics", examples=2, case=long_cases(("moving_mean", "vast", "sinks", "minute")))
+@law(
+    "GV-A4",
+    of="gvote.hidden_statistics",
+    examples=2,
+    case=long_cases(("moving_mean", "vast", "sinks", "minute"), lengths=SPLIT_LENGTHS),
+)
 def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     """Mean and variance over thousands of tokens, the four sinks skipped, though the mean moves along them."""
     states = of_dtype(impl, case.keys[:, 0])

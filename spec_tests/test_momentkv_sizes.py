@@ -18,13 +18,13 @@ from evictionary.spec_tests.harness.by_hand import (
     softmax_slack,
     weights_in_parts,
 )
-from evictionary.spec_tests.harness.cases import long_cases
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.test_momentkv import SCORE, UPDATE, held
 from evictionary.spec_tests.test_momentkv_attend import ATTEND
 
 KINDS = ("normal", "moving_mean", "sinks")
-GROUPS = (16, 4, 1)
+GROUPS = (4, 16, 1)
 
 
 def sums(keys, values, evicted):
@@ -59,7 +59,7 @@ def estimate(impl, queries, moments):
     return mean + queries @ (moments.value_key_sum - outer).T / scale, slack
 
 
-@law("MK-12", of=ATTEND, examples=2, case=long_cases(KINDS, groups=GROUPS))
+@law("MK-12", of=ATTEND, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_thousands_of_tokens_and_their_moments_mix(impl, case):
     """The retained part is added up from parts of thousands of tokens, the estimate of the evicted ones joins it."""
     query, keys, values, evicted, moments = long_situation(impl, case, 0.4)
@@ -97,7 +97,7 @@ def test_moments_of_thousands_of_evicted_tokens_are_their_sums(impl, case):
         require_near(field, wanted, rounding(impl, case.length) * magnitude, f"{name} of many tokens")
 
 
-@law("MK-10", of=SCORE, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=(40_960, 4097, 16_385)))
+@law("MK-10", of=SCORE, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_thousands_of_retained_tokens_are_scored_together(impl, case):
     """alpha is one softmax over all retained tokens, and each is weighted by what the moments leave unexplained of its value."""
     query, keys, values, _, moments = long_situation(impl, case, 0.4)

@@ -16,7 +16,7 @@ from evictionary.spec_tests.harness.by_hand import (
     softmax_slack,
     weights_in_parts,
 )
-from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
@@ -113,7 +113,7 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
         impl.tova.score(np.ones(shape), np.ones((1, 2, 3, 4)))
 
 
-@law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16, 4, 1)))
+@law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16, 4, 1), lengths=SPLIT_LENGTHS))
 def test_the_last_query_scores_all_of_a_long_prompt(impl, case):
     """Over thousands of tokens the weights of each query head are normalised together, and averaged over all heads."""
     queries, keys = impl.round(case.queries[:, :, -1:]), impl.round(case.keys)

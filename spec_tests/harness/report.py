@@ -28,7 +28,7 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
     ]
     calls = implementation.calls
     if calls:
-        lines.append("  smallest input  " + _indented(_arguments(calls[-1].arguments)))
+        lines.append(f"  {'an' if law.examples else 'smallest'} input".ljust(18) + _indented(_arguments(calls[-1].arguments)))
     if isinstance(error, Violation):
         lines.append(f"  what is wrong   {error.message}")
         if error.expected is not None:
@@ -46,6 +46,11 @@ def sentence(law: Law, implementation: Implementation, error: BaseException) -> 
         lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
     if calls and (program := repro(implementation, calls[-1].function)):
         lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
+    elif calls:
+        drawn = ", ".join(
+            f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray)
+        )
+        lines.append(f"  made of         {drawn}")
     test = law.name.partition("::")[2]
     lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {implementation.origin}")
     return "\n".join(lines)
