@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.spec_tests.harness.domain import Domain
 from evictionary.spec_tests.harness.implementation import STEMS, Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
@@ -156,25 +157,27 @@ class Control:
     array_library: str
     dtypes: tuple[str, ...]
     function: Callable[..., Any]
+    max_length: int | None = None
 
     def implementation(self, dtype: str) -> Implementation:
         """This one function, judged alone at a dtype; what else its laws call comes from the reference."""
-        return replaced(f"control {self.name}", {self.of: self.function}, array_library=self.array_library, dtype=dtype)
+        fields = {"array_library": self.array_library, "dtype": dtype, "domain": Domain(max_length=self.max_length)}
+        return replaced(f"control {self.name}", {self.of: self.function}, **fields)
 
 
 CONTROLS: dict[str, Control] = {}
 
 
 def control(
-    of: str, *, array_library: str = "numpy", dtypes: tuple[str, ...] = ("float64",)
+    of: str, *, array_library: str = "numpy", dtypes: tuple[str, ...] = ("float64",), max_length: int | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a correct `of`."""
+    """Register the decorated function as a correct `of`; max_length, for one whose memory or time is their square."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f"{of.split('.')[0]}.{function.__name__}"
         if name in CONTROLS:
             raise KeyError(f"{name}: registered twice")
-        CONTROLS[name] = Control(name, of, array_library, dtypes, function)
+        CONTROLS[name] = Control(name, of, array_library, dtypes, function, max_length)
         return function
 
     return decorate
