@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import require_equal
-from evictionary.spec_tests.harness.cases import KINDS, Case, seeds
+from evictionary.spec_tests.harness.cases import KINDS, Case, long_rows, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.test_selection import sorted_choice
 
 SELECT = "ada_kv.select"
 LAYERS = st.builds(
@@ -95,3 +96,15 @@ def test_bad_settings_are_refused(impl, bad):
     budget, floor_ratio = (-1, 0.2) if bad == "budget" else (1, 1.2)
     with impl.refuses(bad):
         impl.ada_kv.select(np.zeros((1, 2, 3)), budget, floor_ratio=floor_ratio)
+
+
+@law("AD-1", of=SELECT, examples=5, case=long_rows(("ties", "one_bin", "normal", "duplicate_keys")), percent=hundredths)
+def test_a_long_layer_is_shared_out_as_by_a_stable_sort(impl, case, percent):
+    """Of a layer of up to 262,144 tokens, many of which tie, each head keeps its floor, and the layer's best fill the total."""
+    scores = impl.round(np.concatenate([case.keys[..., 0], case.keys[:, :, ::-1, 0] + 0.5], axis=1))
+    budget = min(2048, case.length // 2)
+    own = sorted_choice(scores, percent * budget // 100, np.zeros(scores.shape, dtype=bool))
+    layer = (1, scores[0].size)
+    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(scores.shape)
+    got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
+    require_equal(got, expected, "other tokens of a long layer are kept than by a stable sort")

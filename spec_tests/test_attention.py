@@ -6,8 +6,18 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference import cache as reference_cache
-from evictionary.spec_tests.harness.by_hand import causal_weights, require_equal, require_loops, require_totals
-from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.by_hand import (
+    attention_in_parts,
+    causal_weights,
+    logit_error,
+    require_equal,
+    require_loops,
+    require_near,
+    require_totals,
+    rounding,
+    softmax_slack,
+)
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, cases, long_cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, require_numbers
 from evictionary.spec_tests.test_cache import draw_mask
@@ -123,3 +133,47 @@ def test_later_tokens_get_nothing(impl, case, seed, size):
     require_totals(got, 1, impl.allowance(CAUSAL, queries, keys), "the weights of a query")
     later = np.arange(case.length) > np.arange(case.length - queries.shape[2], case.length)[:, None]
     require_equal(got[..., later], 0, "a query gives weight to a later token")
+
+
+GROUPS = (4, 16, 1)
+
+
+def long_attention(impl, case):
+    """A cache whose heads keep most, some and few of a long prompt's tokens; output and log-sum-exp part by part, and slacks."""
+    shares = np.array([0.9, 0.3, 0.001])[: case.num_kv_heads, None]
+    kept = np.random.default_rng(case.seed).random(case.keys.shape[:3]) < shares
+    cache, queries = compressed(impl, case, kept), impl.round(case.queries)
+    outputs, normalisers = [], []
+    for head, places in enumerate(kept[0]):
+        readers = queries[0, head * case.group : (head + 1) * case.group, 0]
+        output, normaliser = attention_in_parts(readers, *(impl.round(rows[0, head, places]) for rows in (case.keys, case.values)))
+        outputs.append(output)
+        normalisers.append(normaliser)
+    error = logit_error(impl, queries, impl.round(case.keys)) + rounding(impl, case.length)
+    output, normaliser = np.concatenate(outputs)[None, :, None], np.concatenate(normalisers)[None, :, None]
+    slack = (np.expm1(min(2 * error, 50.0)) + rounding(impl)) * np.abs(case.values).max()
+    return queries, cache, output, slack, normaliser, error + rounding(impl) * np.abs(normaliser)
+
+
+@law("ATT-1", of="attention.attend", examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
+def test_attention_over_a_long_cache_adds_up_its_parts(impl, case):
+    """Over thousands of kept tokens the output is that of parts, each weighted by its share of the softmax."""
+    queries, cache, expected, slack, _, _ = long_attention(impl, case)
+    require_near(impl.attention.attend(queries, cache)[0], expected, slack, "the output over a long cache")
+
+
+@law("ATT-2", of="attention.attend", examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
+def test_log_sum_exp_of_a_long_cache_adds_up_its_parts(impl, case):
+    """Over thousands of kept tokens the log-sum-exp is that of parts, added beside the largest logit."""
+    queries, cache, _, _, expected, slack = long_attention(impl, case)
+    require_near(impl.attention.attend(queries, cache)[1], expected, slack, "the log-sum-exp over a long cache")
+
+
+@law("ATT-6", of=CAUSAL, examples=2, case=long_cases(lengths=(8191, 4097, 4095)), last=st.sampled_from([33, 1, 16]))
+def test_the_last_queries_see_all_of_a_long_prompt(impl, case, last):
+    """Each of the last queries of a long prompt attends to every token up to its own, as computed query by query."""
+    shape = (1, case.num_kv_heads, last, case.head_dim)
+    queries, keys = impl.round(np.random.default_rng(case.seed).normal(size=shape)), impl.round(case.keys)
+    expected = causal_weights(queries, keys)
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    require_near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")

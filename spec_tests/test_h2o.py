@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 from evictionary.spec_tests.harness.by_hand import (
     causal_weights,
     for_each_reader,
+    logit_error,
     over_group,
     require_equal,
     require_loops,
+    require_near,
     require_totals,
+    softmax_slack,
 )
-from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
 
@@ -144,3 +147,27 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
     """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
     with impl.refuses("queries"):
         impl.h2o.score(np.ones(shape), np.ones((1, 2, 3, 4)))
+
+
+def long_prompt(impl, case):
+    """Queries of every token of a prompt of a thousand, the keys, the attention received query by query, and its slack."""
+    queries, keys = impl.round(prompt_queries(case, case.seed)), impl.round(case.keys)
+    received = causal_weights(queries, for_each_reader(keys, queries)).sum(axis=2)
+    expected = over_group(received, case.num_kv_heads)
+    return queries, keys, expected, softmax_slack(impl, expected, logit_error(impl, queries, keys))
+
+
+@law("H2-1", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(1025, 767), head_dims=(64, 80)))
+def test_a_thousand_queries_add_up(impl, case):
+    """The attention received from each of a thousand queries is summed, block by block, over the tokens that it sees."""
+    queries, keys, expected, slack = long_prompt(impl, case)
+    require_near(impl.h2o.score(queries, keys), expected, slack, "the score of a long prompt")
+
+
+@law("H2-1", of=SELECT, examples=2, case=long_cases(groups=(2, 1), lengths=(1025, 767), head_dims=(64, 80)))
+def test_half_of_a_large_budget_is_recent(impl, case):
+    """Of a thousand tokens the last 257 stay, and the 256 heavy hitters among the others."""
+    queries, keys, expected, slack = long_prompt(impl, case)
+    recent = np.broadcast_to(np.arange(case.length) >= case.length - 257, expected.shape)
+    kept = impl.h2o.select(queries, keys, budget=513)
+    check_selection(kept, expected, min(513, case.length), slack=float(slack.max()), protected=recent)

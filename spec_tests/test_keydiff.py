@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from evictionary.reference.keydiff import anchor
 from evictionary.reference.keydiff_theory import pairwise_objective
 from evictionary.spec_tests.harness.arithmetic import EPSILON
-from evictionary.spec_tests.harness.by_hand import check_heads_alone, check_permuted, require_equal
-from evictionary.spec_tests.harness.cases import cases, seeds, shares, tiny_cases
+from evictionary.spec_tests.harness.by_hand import (
+    check_heads_alone,
+    check_permuted,
+    in_parts,
+    of_dtype,
+    require_equal,
+    require_near,
+    rounding,
+)
+from evictionary.spec_tests.harness.cases import cases, long_cases, seeds, shares, tiny_cases
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
@@ -272,3 +280,41 @@ def test_evicting_one_token_is_exactly_optimal(impl, case):
     size = np.linalg.norm(anchor(keys), axis=-1)
     if (got - best > 4 * length * size * scores.largest + 1e-11).any():
         raise Violation("evicting another token leaves a smaller sum of pairwise cosines", best, got)
+
+
+ANY_SCALE = ("minute", "moving_mean", "sinks", "vast", "mixed_norms", "normal")
+
+
+def one_over_norm(keys):
+    return 1 / np.sqrt(np.einsum("...d,...d->...", keys, keys))
+
+
+def mean_direction(keys, weights):
+    """The sum of `k / |k|`, part by part, divided by the number of keys."""
+    parts = in_parts(lambda part, weight: (part * weight).sum(axis=-2), keys, weights[..., None])
+    return sum(parts) / keys.shape[-2]
+
+
+def scores_in_parts(impl, keys):
+    """The score of many keys, the anchor added part by part, and what it may be wrong by."""
+    weights = one_over_norm(keys)
+    mu = mean_direction(keys, weights)
+    length = np.linalg.norm(mu, axis=-1)[..., None]
+    # The magnitudes whose sum is mu have a mean of at most 1; those of a cosine a sum of at most 1.
+    slack = rounding(impl, keys.shape[-1]) + 2 * rounding(impl, keys.shape[-2]) / length
+    return -(keys @ mu[..., None])[..., 0] * weights / length, slack
+
+
+@law("KD-8", of=SCORE, examples=3, case=long_cases(kinds=ANY_SCALE))
+def test_long_prompts_are_scored_against_the_mean_of_all_their_keys(impl, case):
+    """Of thousands of keys, at scales from 1e-7 to 1e4, each is compared with the sum of all unit keys, added part by part."""
+    keys = of_dtype(impl, case.keys)
+    require_near(impl.keydiff.score(keys), *scores_in_parts(impl, keys), "the score of a long prompt")
+
+
+@law("KD-8", of="keydiff.anchor", examples=1, case=long_cases(kinds=ANY_SCALE))
+def test_the_anchor_of_a_long_prompt_is_the_mean_of_its_parts(impl, case):
+    """The anchor is the mean of the anchors of parts of the prompt, each weighted by its length."""
+    keys = of_dtype(impl, case.keys)
+    expected = mean_direction(keys, one_over_norm(keys))
+    require_near(impl.keydiff.anchor(keys), expected, rounding(impl, keys.shape[-2]), "the anchor of a long prompt")

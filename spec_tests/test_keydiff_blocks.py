@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from evictionary.reference.keydiff import Cache
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.by_hand import causal_weights, require_equal, require_loops
-from evictionary.spec_tests.harness.cases import cases, seeds, tiny_cases
+from evictionary.spec_tests.harness.cases import cases, long_cases, seeds, tiny_cases
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_numbers
+from evictionary.spec_tests.test_keydiff import scores_in_parts
 
 ATTENTION, CACHED, EVICT = "keydiff_theory.causal_attention", "keydiff_theory.cached_attention", "keydiff.evict"
 BLOCK, PROMPT, DECODE = "keydiff.process_block", "keydiff.process_prompt", "keydiff.decode"
@@ -265,3 +266,18 @@ def test_bad_blocks_are_refused(impl, name):
 
     with impl.refuses(name):
         call()
+
+
+@law("KD-6", of=BLOCK, examples=2, case=long_cases(lengths=(8191, 4097, 12_289)))
+def test_a_block_joins_a_cache_of_thousands(impl, case):
+    """A block of a thousand tokens joins a cache of thousands: the 2,048 best of all of them stay, whole and in order."""
+    keys, values, first = impl.round(case.keys), impl.round(case.values), case.length - 1000
+    cache = cache_of(keys[:, :, :first], values[:, :, :first])
+    after = impl.keydiff.process_block(cache, keys[:, :, first:], values[:, :, first:], budget=2048)
+    require_equal(after.positions.shape, (*keys.shape[:2], 2048), "the cache holds another number of tokens")
+    kept = np.zeros(keys.shape[:3], dtype=bool)
+    np.put_along_axis(kept, after.positions, True, axis=-1)
+    scores, slack = scores_in_parts(impl, keys)
+    check_selection(kept, scores, 2048, slack=float(slack.max()), what="the cache after the block")
+    require_equal(after.keys, keys[kept].reshape(after.keys.shape), "the kept keys are not those at the kept positions")
+    require_equal(after.values, values[kept].reshape(after.values.shape), "the kept values are not those at the kept positions")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from evictionary.spec_tests.harness.by_hand import require_equal
-from evictionary.spec_tests.harness.cases import cases, seeds
+from evictionary.spec_tests.harness.by_hand import of_dtype, require_equal, require_near, rounding
+from evictionary.spec_tests.harness.cases import cases, long_cases, seeds
 from evictionary.spec_tests.harness.law import law
 
 
@@ -29,3 +29,12 @@ def test_a_three_four_key_scores_minus_five(impl):
     """|(3, 4)| = 5, exactly."""
     got = impl.knorm.score(np.array([[[[3.0, 4.0], [0, 0]]]]))
     require_equal(got, [[[-5.0, 0.0]]], "the norm of (3, 4) is 5")
+
+
+@law("KN-1", of="knorm.score", examples=3, case=long_cases(kinds=("moving_mean", "minute", "vast", "sinks")))
+def test_every_key_of_a_long_prompt_has_its_norm(impl, case):
+    """Of thousands of keys, at scales from 1e-7 to 1e4, each scores minus the root of the sum of its squares."""
+    keys = of_dtype(impl, case.keys)
+    expected = -np.sqrt(sum(np.square(keys[..., channel]) for channel in range(keys.shape[-1])))
+    slack = -rounding(impl, keys.shape[-1]) * expected
+    require_near(impl.knorm.score(keys), expected, slack, "the score of a long prompt")

@@ -13,7 +13,7 @@ from evictionary.spec_tests.harness.tolerance import Violation
 
 BUDGETS = "pyramid_kv.budgets"
 counts: dict[str, Any] = {
-    "budget": st.integers(1, 5000),
+    "budget": st.one_of(st.integers(1, 5000), st.integers(1, 2**17)),
     "num_layers": st.integers(1, 100),
     "beta": st.sampled_from([1, 1.5, 2, 14, 20, 100]),
 }

@@ -7,10 +7,10 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.harness.by_hand import require_equal
-from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
+from evictionary.spec_tests.harness.by_hand import of_dtype, require_equal, require_near, rounding
+from evictionary.spec_tests.harness.cases import Case, long_cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.harness.tolerance import Violation, require_numbers
+from evictionary.spec_tests.harness.tolerance import Violation
 
 ROTATE, FREQUENCIES = "rope.rotate", "rope.frequencies"
 
@@ -27,13 +27,6 @@ def turned(impl, states: np.ndarray, positions: np.ndarray, theta: float = 10000
     allowed = impl.allowance(ROTATE, states, positions, theta)
     angle_error = np.abs(positions).max() * (2.0**-52 if impl.dtype == "float64" else 2.0**-23)
     return allowed.expected, float(allowed.largest + 2 * angle_error * np.abs(states).max() + 2.0**-50 * np.abs(states).max())
-
-
-def require_near(got: np.ndarray, expected: np.ndarray, slack: float, what: str) -> None:
-    require_numbers(got, expected.shape, what)
-    error = float(np.abs(got - expected).max())
-    if error > slack:
-        raise Violation(f"{what} differs by {error:.3g}; allowed is {slack:.3g}", expected, got)
 
 
 def turned_by_hand(states: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
@@ -154,3 +147,24 @@ def test_states_of_odd_width_are_refused(impl, head_dim):
     """Channels turn in pairs: states with an odd last axis raise ValueError."""
     with impl.refuses(r"head_dim|states"):
         impl.rope.rotate(np.ones((1, 1, 2, head_dim)), np.arange(2))
+
+
+@law(
+    "ROPE-2",
+    of=ROTATE,
+    examples=3,
+    case=long_cases(kinds=("normal", "minute", "vast", "sinks"), lengths=(4097, 8191, 4095)),
+    theta=thetas,
+)
+def test_tokens_turn_by_any_position_up_to_131072(impl, case, theta):
+    """Thousands of tokens at positions up to 131,072, in any order: each pair turns as a complex number by its angle."""
+    states = of_dtype(impl, case.keys)
+    positions = np.random.default_rng(case.seed).integers(0, 2**17 + 1, size=case.length)
+    positions[0] = 2**17
+    first, second = np.split(states, 2, axis=-1)
+    frequency = theta ** (-np.arange(first.shape[-1]) / first.shape[-1])
+    turned = (first + 1j * second) * np.exp(1j * positions[:, None] * frequency)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    angle_error = 2 * positions * (2.0**-52 if impl.dtype == "float64" else 2.0**-23)
+    slack = (rounding(impl) + angle_error[:, None]) * np.tile(np.hypot(first, second), 2)
+    require_near(impl.rope.rotate(states, positions, theta), expected, slack, "the rotated keys of a long prompt")

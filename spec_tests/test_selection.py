@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import require_equal
-from evictionary.spec_tests.harness.cases import KINDS, Case, seeds, shares
+from evictionary.spec_tests.harness.cases import KINDS, Case, long_rows, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
@@ -107,3 +107,47 @@ def test_more_protected_than_the_budget_is_refused(impl, scores):
     """Protecting every token with a smaller budget raises ValueError."""
     with impl.refuses("protected"):
         impl.selection.top_k(np.array([[scores]]), len(scores) - 1, np.ones((1, 1, len(scores)), dtype=bool))
+
+
+def masked_rows(impl, case, share):
+    """Rows of scores as a serving engine has them: each with a length of its own, -inf in the padding behind it, and one +inf."""
+    scores = impl.round(100 * case.keys[..., 0])
+    ends = case.length - np.arange(case.num_kv_heads) * case.length // 3 - int(share * case.length / 4)
+    scores[np.broadcast_to(np.arange(case.length) >= ends[:, None], scores.shape)] = -np.inf
+    scores[..., case.length // 2] = np.inf
+    return scores
+
+
+def sorted_choice(scores, count, protected):
+    """The `count` first of each row by a stable sort: the protected before the others, then by falling score."""
+    by_score = np.argsort(-scores, axis=-1, kind="stable")
+    second = np.argsort(~np.take_along_axis(protected, by_score, axis=-1), axis=-1, kind="stable")
+    kept = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(kept, np.take_along_axis(by_score, second, axis=-1)[..., :count], True, axis=-1)
+    return kept
+
+
+@law("SEL-3", of="selection.top_k", examples=10, case=long_rows(), share=shares(), budget=st.sampled_from([2048, 30_000, 64, 4096]))
+def test_a_long_row_is_chosen_as_by_a_stable_sort(impl, case, share, budget):
+    """Of up to 131,072 scores, many equal, hardly apart or infinite, the budget's best are kept, the lower position first."""
+    scores = masked_rows(impl, case, share)
+    expected = sorted_choice(scores, budget, np.zeros(scores.shape, dtype=bool))
+    require_equal(impl.selection.top_k(scores, budget), expected, "other tokens of a long row are kept than by a stable sort")
+
+
+@law("SEL-4", of="selection.top_k", examples=5, case=long_rows(), share=shares())
+def test_protected_tokens_of_a_long_row_are_kept_first(impl, case, share):
+    """Some two thousand protected tokens, in the padding too, are kept, and the best of the others up to the budget."""
+    scores = masked_rows(impl, case, share)
+    protected = np.random.default_rng(case.seed).random(scores.shape) < 2000 / case.length
+    budget = int(protected.sum(axis=-1).max()) + int(share * 2048)
+    expected = sorted_choice(scores, budget, protected)
+    require_equal(impl.selection.top_k(scores, budget, protected), expected, "other tokens of a long row are kept than are due")
+
+
+@law("SEL-2", of="selection.top_k", examples=10, case=long_rows(("normal", "vast", "minute")), share=shares())
+def test_a_long_row_keeps_its_budget(impl, case, share):
+    """Exactly min(budget, T) tokens of a long row are kept, and none evicted scores more than one kept."""
+    scores = impl.round(case.keys[..., 0])
+    budget = int(share * case.length)
+    check_selection(impl.selection.top_k(scores, budget), scores, budget)

@@ -7,8 +7,18 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, over_group, require_loops
-from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.harness.by_hand import (
+    causal_weights,
+    for_each_reader,
+    logit_error,
+    over_group,
+    require_equal,
+    require_loops,
+    require_near,
+    rounding,
+    softmax_slack,
+)
+from evictionary.spec_tests.harness.cases import cases, long_cases, long_rows, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection, require_numbers
 from evictionary.spec_tests.test_h2o import prompt_queries
@@ -140,3 +150,26 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
     """Heads that no group divides, other channels or batch, more queries than tokens, or fewer than the window raise ValueError."""
     with impl.refuses("queries"):
         impl.snapkv.score(np.ones(shape), np.ones((1, 2, 3, 4)), window_size=2)
+
+
+@law("SN-1", of=SCORE, examples=3, case=long_cases(groups=(4, 1), lengths=(16_385, 4097, 8191)))
+def test_the_window_scores_all_of_a_long_prompt(impl, case):
+    """Over thousands of tokens before the window: the mean attention of its 32 queries, pooled over 7 neighbours."""
+    shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
+    queries, keys = impl.round(np.random.default_rng(case.seed).normal(size=shape)), impl.round(case.keys)
+    weights = causal_weights(queries, for_each_reader(keys, queries))[..., :-32]
+    received = over_group(weights.mean(axis=2), case.num_kv_heads)
+    expected = np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    got = impl.snapkv.score(queries, keys)
+    require_near(got[..., :-32], expected, slack, "the score of a long prompt")
+    require_equal(got[..., -32:], np.inf, "a token of the window does not score infinity")
+
+
+@law("SN-1", of=POOL, examples=5, case=long_rows(("ties", "duplicate_keys", "normal")), kernel_size=kernels)
+def test_long_rows_are_pooled_across_every_tile(impl, case, kernel_size):
+    """Each of thousands of tokens is averaged with its neighbours, wherever a tile may end."""
+    weights = impl.round(np.abs(case.keys[..., 0]))
+    expected = np.array([[np.convolve(head, np.ones(kernel_size), mode="same") for head in weights[0]]]) / kernel_size
+    slack = rounding(impl, kernel_size) * expected
+    require_near(impl.snapkv.average_pool(weights, kernel_size), expected, slack, "the pooled weights")

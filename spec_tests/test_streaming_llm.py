@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import require_equal
-from evictionary.spec_tests.harness.cases import cases, shares
+from evictionary.spec_tests.harness.cases import cases, long_cases, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import require_numbers
 
@@ -43,3 +43,12 @@ def test_a_negative_sink_size_is_refused(impl):
     """sink_size below 0 raises ValueError."""
     with impl.refuses("sink_size"):
         impl.streaming_llm.score(np.ones((1, 1, 3, 2)), sink_size=-1)
+
+
+@law("SL-1", of="streaming_llm.score", examples=3, case=long_cases(head_dims=(64,)), sink_size=st.integers(0, 6))
+def test_later_tokens_of_a_long_prompt_score_more(impl, case, sink_size):
+    """The sinks score infinity, and of thousands of other tokens each scores more than the one before it: none of them tie."""
+    scores = impl.streaming_llm.score(case.keys, sink_size=sink_size)
+    require_numbers(scores, case.keys.shape[:3], "the score")
+    require_equal(np.isinf(scores), np.broadcast_to(np.arange(case.length) < sink_size, scores.shape), "other tokens are sinks")
+    require_equal(np.diff(scores[..., sink_size:]) > 0, True, "a later token does not score more than the one before it")

@@ -5,8 +5,18 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, require_equal, require_loops, require_totals
-from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.harness.by_hand import (
+    causal_weights,
+    for_each_reader,
+    logit_error,
+    require_equal,
+    require_loops,
+    require_near,
+    require_totals,
+    softmax_slack,
+    weights_in_parts,
+)
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
@@ -101,3 +111,14 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
     """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
     with impl.refuses("queries"):
         impl.tova.score(np.ones(shape), np.ones((1, 2, 3, 4)))
+
+
+@law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16, 4, 1), lengths=SPLIT_LENGTHS))
+def test_the_last_query_scores_all_of_a_long_prompt(impl, case):
+    """Over thousands of tokens the weights of each query head are normalised together, and averaged over all heads."""
+    queries, keys = impl.round(case.queries[:, :, -1:]), impl.round(case.keys)
+    by_head = queries[0, :, 0].reshape(case.num_kv_heads, case.group, -1)
+    mean = np.mean([weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)], axis=0)
+    expected = np.broadcast_to(mean, keys.shape[:3])
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    require_near(impl.tova.score(queries, keys), expected, slack, "the score of a long prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,22 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from evictionary.spec_tests.harness.cases import HEAD_DIMS, KINDS, LENGTHS, Case, Tiny, cases, seeded_cases, shares, tiny_cases
+from evictionary.spec_tests.harness.cases import (
+    HEAD_DIMS,
+    KINDS,
+    LENGTHS,
+    LONG_HEAD_DIMS,
+    LONG_KINDS,
+    LONG_LENGTHS,
+    Case,
+    Tiny,
+    cases,
+    long_cases,
+    long_rows,
+    seeded_cases,
+    shares,
+    tiny_cases,
+)
 from evictionary.spec_tests.harness.matrix import load_laws
 
 
@@ -126,6 +142,13 @@ TRAITS = {
     "tiny": lambda keys: np.abs(keys).mean() < 0.01,
     "mixed_norms": lambda keys: np.ptp(np.log10(np.linalg.norm(keys, axis=-1))) > 2,
     "drift": lambda keys: (keys[:, :, -16:].mean(axis=(2, 3)) - keys[:, :, :16].mean(axis=(2, 3)) > 1).all(),
+    "sinks": lambda keys: (np.abs(keys[:, :, :4]).max(axis=-1) > 5 * np.abs(keys[:, :, 4:]).max()).all(),
+}
+LONG_TRAITS = {
+    "moving_mean": lambda keys: np.ptp(keys.reshape(2, 2, 16, 256, -1).mean(axis=3), axis=2).min() > 1,
+    "one_bin": lambda keys: np.unique(keys.astype(np.float16)).size == 1 and np.unique(keys.astype(np.float32)).size > 1024,
+    "minute": lambda keys: np.abs(keys).max() < 1e-6,
+    "vast": lambda keys: np.abs(keys).mean() > 5000,
 }
 
 
@@ -135,8 +158,34 @@ def test_each_kind_has_its_trait_and_plain_noise_has_not(kind: str) -> None:
     assert not TRAITS[kind](large("normal").keys)
 
 
+@pytest.mark.parametrize("kind", sorted(LONG_TRAITS))
+def test_each_long_kind_has_its_trait_and_plain_noise_has_not(kind: str) -> None:
+    case = Case(kind=kind, seed=3, batch=2, num_kv_heads=2, length=4096, head_dim=64)
+    assert LONG_TRAITS[kind](case.keys)
+    assert not LONG_TRAITS[kind](replace(case, kind="normal").keys)
+
+
 def test_every_kind_has_a_trait_here() -> None:
     assert set(TRAITS) | {"normal"} == set(KINDS)
+    assert set(LONG_TRAITS) == set(LONG_KINDS)
+
+
+def test_long_cases_have_the_sizes_of_models() -> None:
+    found = draws(long_cases(groups=(16, 1, 4)), 200)
+    assert {case.length for case in found} == set(LONG_LENGTHS)
+    assert {case.head_dim for case in found} == set(LONG_HEAD_DIMS)
+    assert {case.group for case in found} == {1, 4, 16}
+    assert max(case.num_kv_heads * case.length * case.head_dim for case in found) < 2**23  # 64 MiB of float64
+    # The one case that a short profile draws is long enough for every mistake of size.
+    assert draws(long_cases(), 1)[0].length == LONG_LENGTHS[0] > 2**16
+
+
+def test_long_rows_tie_and_crowd_beyond_what_a_stash_holds() -> None:
+    rows = {case.kind: case for case in draws(long_rows(), 100)}
+    counts = {kind: np.unique(case.keys[0, 0], return_counts=True)[1].max() for kind, case in rows.items()}
+    assert min(counts["ties"], counts["duplicate_keys"]) > 1024
+    crowded = np.unique(rows["one_bin"].keys[0, 0].astype(np.float16), return_counts=True)[1].max()
+    assert crowded > 2048 > counts["one_bin"]
 
 
 @pytest.mark.slow
@@ -152,7 +201,7 @@ def test_no_law_draws_one_value_most_of_the_time() -> None:
             if isinstance(found[0], Case | Tiny):
                 looks = {
                     "kind": Counter(getattr(case, "kind", "tiny") for case in found),
-                    "length": Counter(case.keys.shape[2] for case in found),
+                    "length": Counter(case.length if isinstance(case, Case) else case.keys.shape[2] for case in found),
                 }
             else:
                 looks = {"value": Counter(map(repr, found))}

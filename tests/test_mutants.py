@@ -30,6 +30,21 @@ def test_every_mutant_dies_by_its_own_law(name: str) -> None:
     pytest.fail(f"{name} survives {REQUIREMENTS[mutant.killed_by].id} ({mutant.misconception}): {outcomes}")
 
 
+SIZES = sorted(name for name, mutant in MUTANTS.items() if mutant.above)
+
+
+@pytest.mark.parametrize(
+    "name", [each if index % 5 == 0 else pytest.param(each, marks=pytest.mark.slow) for index, each in enumerate(SIZES)]
+)
+def test_a_mistake_of_size_passes_every_law_of_short_inputs(name: str) -> None:
+    """It is right up to its size: only laws that draw long inputs (`examples`) can see it."""
+    mutant = MUTANTS[name]
+    implementation = mutant.implementation()
+    short = [law for law in laws_for(mutant) if not law.examples and not law.missing(implementation)[0]]
+    outcomes = {law.name: outcome(law, implementation, max_examples=20) for law in short}
+    assert {law: found for law, found in outcomes.items() if found[0] != "passed"} == {}
+
+
 JUDGING = sorted(name for name, law in load_laws().items() if law.functions)
 
 

@@ -105,7 +105,7 @@ def refuse_budgets(scores, budgets) -> None:
         raise ValueError(f"budgets: got {budgets}")
 
 
-@control(TOP_EACH, dtypes=NUMPY)
+@control(TOP_EACH, dtypes=NUMPY, max_length=4096)
 def counted_rank(scores, budgets):
     """A token is kept if fewer than its row's budget come before it."""
     refuse_budgets(scores, budgets)
@@ -126,7 +126,7 @@ def refuse_nucleus(attention, p) -> None:
         raise ValueError("attention: got a negative weight")
 
 
-@control(NUCLEUS, dtypes=NUMPY)
+@control(NUCLEUS, dtypes=NUMPY, max_length=4096)
 def one_weight_after_the_other(attention, p):
     """Row by row, the heaviest token that is left added until p of the row is reached."""
     refuse_nucleus(attention, p)

@@ -48,7 +48,7 @@ def refuse_protection(budget, protected) -> None:
         raise ValueError(f"protected: more than the budget, {budget}")
 
 
-@control(TOP_K)
+@control(TOP_K, max_length=4096)
 def greedy_top_k(scores, budget, protected=None):
     refuse_protection(budget, protected)
     kept = np.zeros(scores.shape, dtype=bool)
@@ -66,7 +66,7 @@ def counted_before(scores):
     return ((other > mine) | ((other == mine) & (place < place[:, None]))).sum(axis=-1)
 
 
-@control(TOP_K)
+@control(TOP_K, max_length=4096)
 def counted_rank(scores, budget, protected=None):
     """A token is kept if fewer than `budget` come before it: the ranking by counting that a kernel does."""
     refuse_protection(budget, protected)
@@ -233,7 +233,7 @@ def floor_of(budget, length, floor_ratio) -> tuple[int, int]:
     return budget, int(ratio * budget)
 
 
-@control("ada_kv.select")
+@control("ada_kv.select", max_length=4096)
 def token_by_token(scores, budget, *, floor_ratio=0.2):
     """The floors first, then one token after another to the best of the layer that is left."""
     budget, floor = floor_of(budget, scores.shape[2], floor_ratio)

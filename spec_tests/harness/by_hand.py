@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from hypothesis import reject
 
+from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
 from evictionary.spec_tests.harness.implementation import Implementation
-from evictionary.spec_tests.harness.tolerance import Allowance, Violation, require_numbers
+from evictionary.spec_tests.harness.tolerance import FACTOR, FACTOR_OF, Allowance, Violation, require_numbers
 
 
 def causal_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -81,3 +84,70 @@ def check_heads_alone(impl: Implementation, path: str, *states: np.ndarray) -> N
         expected = of_head(allowed.expected, item, head)
         allowed.check(of_head(together, item, head), "the head among others", expected)
         allowed.check(alone, "the head alone", expected)
+
+
+def require_near(got: Any, expected: np.ndarray, slack: float | np.ndarray, what: str) -> None:
+    """Raise Violation unless `got` has the shape of `expected` and differs nowhere by more than `slack`, one number or an array."""
+    require_numbers(got, expected.shape, what)
+    with np.errstate(invalid="ignore"):
+        apart = np.where(got == expected, 0, np.abs(got - expected))
+    if not (apart <= slack).all():
+        raise Violation(f"{what} differs by {np.nanmax(apart):.3g}; allowed is {np.max(slack):.3g}", expected, got)
+
+
+def rounding(impl: Implementation, terms: int = 1) -> float:
+    """What a number may be wrong by, in parts of the sum of the magnitudes of the `terms` that it is the sum of.
+
+    A few roundings to the dtype, and a sum in its accumulator, one term after the other: its errors grow like a random walk.
+    For long inputs, where to run the oracle in other arithmetics costs too much; mistakes of size are larger by far.
+    """
+    factor = FACTOR_OF.get(impl.dtype, FACTOR)
+    return float(factor * (2 * EPSILON[impl.dtype] + EPSILON[ACCUMULATOR[impl.dtype]] * np.sqrt(terms)))
+
+
+def of_dtype(impl: Implementation, states: np.ndarray) -> np.ndarray:
+    """The states rounded to the dtype; what it cannot hold (1e-7 and 1e4 in float16) says nothing about an implementation."""
+    rounded = impl.round(states)
+    if impl.dtype == "float16" and not 1e-3 < np.abs(states).mean() < 1e3:
+        reject()
+    return rounded
+
+
+def in_parts(function: Callable[..., Any], *states: np.ndarray, size: int = 3000) -> list[Any]:
+    """The results of `function` for one part after the other of the tokens, the next to last axis of all states."""
+    return [function(*(each[..., start : start + size, :] for each in states)) for start in range(0, states[0].shape[-2], size)]
+
+
+def attention_in_parts(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of one KV head and its log-sum-exp, part by part: [M, D], [T, D] and [T, D_v] give [M, D_v] and [M].
+
+    The parts are added up beside a maximum that grows.
+    """
+    top, total = np.full(len(queries), -np.inf), np.zeros(len(queries))
+    output = np.zeros((len(queries), values.shape[-1]))
+    for key_part, value_part in in_parts(lambda *parts: parts, keys, values):
+        logits = queries @ key_part.T / np.sqrt(keys.shape[-1])
+        higher = np.maximum(top, logits.max(axis=-1))
+        weights, shrunk = np.exp(logits - higher[:, None]), np.exp(top - higher)
+        total = total * shrunk + weights.sum(axis=-1)
+        output = output * shrunk[:, None] + weights @ value_part
+        top = higher
+    return output / total[:, None], top + np.log(total)
+
+
+def weights_in_parts(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The attention of queries [M, D] on all of the keys [T, D] of one head, [M, T], by the log-sum-exp of `attention_in_parts`."""
+    normaliser = attention_in_parts(queries, keys, keys[:, :1])[1]
+    return np.exp(queries @ keys.T / np.sqrt(keys.shape[-1]) - normaliser[:, None])
+
+
+def logit_error(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> float:
+    """What a logit `q . k / sqrt(D)` may be wrong by."""
+    longest = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(keys, axis=-1).max()
+    return float(rounding(impl, keys.shape[-1]) * longest / np.sqrt(keys.shape[-1]))
+
+
+def softmax_slack(impl: Implementation, weights: np.ndarray, error: float) -> np.ndarray:
+    """What softmax weights [.., T], or sums of such, may be wrong by where the logits may be by `error`."""
+    smallest = 2.0**-23 if impl.dtype == "float16" else 1e-37  # below it numbers lose their digits
+    return weights * (np.expm1(min(2 * error, 50.0)) + rounding(impl, weights.shape[-1])) + smallest

@@ -6,8 +6,9 @@ expression that makes it again.
 
 from __future__ import annotations
 
+import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,7 +26,10 @@ KINDS = (
     "tiny",
     "mixed_norms",
     "drift",
+    "sinks",
 )
+# Kinds of long inputs alone: what they show takes thousands of tokens, or they say more of scores than of states.
+LONG_KINDS = ("moving_mean", "one_bin", "minute", "vast")
 
 
 @dataclass(frozen=True)
@@ -46,45 +50,37 @@ class Case:
     value_dim: int = 4
     num_queries: int = 1
 
-    @cached_property
-    def _drawn(self) -> dict[str, np.ndarray]:
-        rows = (self.batch, self.num_kv_heads, self.length)
+    def _generator(self, name: str) -> np.random.Generator:
         # Of a hundred drawn cases a dozen seeds or so differ (hypothesis repeats what it drew), but all their sizes do.
-        sizes = (*rows, self.group, self.head_dim, self.value_dim, self.num_queries)
-        generator = np.random.default_rng([self.seed, KINDS.index(self.kind), *sizes])
+        sizes = (self.batch, self.num_kv_heads, self.length, self.group, self.head_dim, self.value_dim, self.num_queries)
+        return np.random.default_rng([self.seed, (*KINDS, *LONG_KINDS).index(self.kind), *sizes, zlib.crc32(name.encode())])
 
-        def draw(*shape: int) -> np.ndarray:
-            return generator.normal(size=shape)
+    def _states(self, name: str, channels: int) -> np.ndarray:
+        generator = self._generator(name)
+        return _with_trait(self.kind, generator.normal(size=(self.batch, self.num_kv_heads, self.length, channels)), generator)
 
-        arrays = {
-            "keys": draw(*rows, self.head_dim),
-            "values": draw(*rows, self.value_dim),
-            "next_keys": draw(*rows, self.head_dim),
-            "next_values": draw(*rows, self.value_dim),
-        }
-        arrays = {name: _with_trait(self.kind, array, generator) for name, array in arrays.items()}
-        arrays["queries"] = draw(self.batch, self.group * self.num_kv_heads, self.num_queries, self.head_dim)
-        return arrays
+    # Each array is drawn when a law first reads it: of long inputs most laws read one.
 
-    @property
+    @cached_property
     def keys(self) -> np.ndarray:
-        return self._drawn["keys"]
+        return self._states("keys", self.head_dim)
 
-    @property
+    @cached_property
     def values(self) -> np.ndarray:
-        return self._drawn["values"]
+        return self._states("values", self.value_dim)
 
-    @property
+    @cached_property
     def next_keys(self) -> np.ndarray:
-        return self._drawn["next_keys"]
+        return self._states("next_keys", self.head_dim)
 
-    @property
+    @cached_property
     def next_values(self) -> np.ndarray:
-        return self._drawn["next_values"]
+        return self._states("next_values", self.value_dim)
 
-    @property
+    @cached_property
     def queries(self) -> np.ndarray:
-        return self._drawn["queries"]
+        shape = (self.batch, self.group * self.num_kv_heads, self.num_queries, self.head_dim)
+        return self._generator("queries").normal(size=shape)
 
 
 def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -115,6 +111,19 @@ def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -
             return states * 10.0 ** generator.uniform(-1.5, 1.5, size=(*states.shape[:-1], 1))
         case "drift":  # the mean moves along the sequence: the previous, the own and the next partition differ
             return states + 3 * np.arange(length)[:, None] / length + generator.normal(size=(channels,))
+        case "sinks":  # massive activations: a channel or two of the first tokens, the same in all of them, dwarf the others
+            channel = generator.integers(0, channels)
+            states[..., :4, channel] = 50 + states[..., :4, channel]
+            return states
+        case "moving_mean":  # the mean wanders over thousands of tokens: no stretch of them has the mean of the whole
+            phases = np.arange(length)[:, None] / 1000 + generator.uniform(0, 2 * np.pi, size=channels)
+            return states + 2 * np.sin(phases)
+        case "one_bin":  # between 1 and the next float16: one value in half precision, different ones in float32
+            return 1 + 2.0**-11 * np.abs(np.tanh(states))
+        case "minute":  # where an epsilon that is added for safety, 1e-6 or so, is no longer small
+            return states * 1e-7
+        case "vast":
+            return states * 1e4
     return states
 
 
@@ -193,6 +202,63 @@ def seeded_cases(
         head_dim=st.sampled_from(head_dims),
         value_dim=st.sampled_from(head_dims),
         num_queries=st.integers(1, 3),
+    )
+
+
+# Lengths at which long inputs break: one token less or more than whole tiles, splits, and what 15, 16 and 8 + 8 bits count.
+# A law that draws one long case draws the first of each of these.
+LONG_LENGTHS = (65_537, 4_097, 32_769, 8_191, 12_289, 4_095, 40_960, 16_385)
+# Enough for several splits; a plain loop over the tokens and the heads of a group ends in seconds.
+SPLIT_LENGTHS = (16_385, 4_097, 8_191, 32_769, 12_289)
+LONG_HEAD_DIMS = (64, 80, 128, 96, 256)
+# Numbers of one array of a long case; where there would be more, it has one KV head, and as few channels as a model has.
+_MOST_NUMBERS = 2**21
+
+
+def _interpreted() -> bool:
+    """Triton's interpreter takes a second for what a processor does in a millisecond: with it long inputs have a few tiles."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def long_cases(
+    kinds: tuple[str, ...] = ("moving_mean", "normal", "sinks"),
+    groups: tuple[int, ...] = (1,),
+    lengths: tuple[int, ...] = LONG_LENGTHS,
+    head_dims: tuple[int, ...] = LONG_HEAD_DIMS,
+) -> st.SearchStrategy[Case]:
+    """Draw a Case of the sizes of real models: thousands of tokens, head_dim from 64 to 256."""
+
+    def affordable(case: Case) -> Case:
+        if _interpreted():
+            return replace(case, num_kv_heads=1, length=257, head_dim=64, value_dim=64)
+        if case.num_kv_heads * case.length * max(case.head_dim, case.value_dim) > _MOST_NUMBERS:
+            return replace(case, num_kv_heads=1, head_dim=64, value_dim=64)
+        return case
+
+    return st.builds(
+        Case,
+        kind=st.sampled_from(kinds),
+        seed=seeds(),
+        num_kv_heads=st.sampled_from([2, 1, 3]),
+        group=st.sampled_from(groups),
+        length=st.sampled_from(lengths),
+        head_dim=st.sampled_from(head_dims),
+        value_dim=st.sampled_from(head_dims),
+        num_queries=st.just(1),
+    ).map(affordable)
+
+
+def long_rows(
+    kinds: tuple[str, ...] = ("ties", "one_bin", "vast", "normal", "duplicate_keys", "minute"),
+) -> st.SearchStrategy[Case]:
+    """Draw a Case with one channel, of up to 131,072 tokens: its keys are rows of scores [batch, heads, length]."""
+    return st.builds(
+        Case,
+        kind=st.sampled_from(kinds),
+        seed=seeds(),
+        num_kv_heads=st.sampled_from([1, 2]),
+        length=st.sampled_from([4097] if _interpreted() else [131_072, 65_537, *LONG_LENGTHS[1:], 131_071]),
+        head_dim=st.just(1),
     )
 
 

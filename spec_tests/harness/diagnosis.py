@@ -38,19 +38,22 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
     wrong = [call for call in calls if _differs(oracle(call.function), call, implementation.dtype)]
     suspects: dict[str, list[Mutant]] = {}
     for mutant in load_mutants().values():
+        if law.examples and not mutant.above:
+            continue  # on a long input only mistakes of size are tried: the others show on short ones
         own = [call for call in wrong if call.function == mutant.of]
         if own and not any(_differs(mutant.function, call, implementation.dtype) for call in own):
             suspects.setdefault(mutant.of, []).append(mutant)
     if not suspects:
         return []
+    if law.examples or law.kind != MATHEMATICS:
+        # A long input tells mistakes apart. A degenerate or a bad one has one cause, of several that an implementation may have.
+        return [mutants[0] for mutants in suspects.values() if len(mutants) == 1]
     larger = _larger(law, implementation)
     found = []
     for function, mutants in suspects.items():
         seen = [call for call in larger if call.function == function]
         shown = sum(_differs(oracle(function), call, implementation.dtype) for call in seen)
         left = [mutant for mutant in mutants if _agrees(mutant.function, seen, implementation.dtype)]
-        if law.kind != MATHEMATICS:  # what is degenerate here, or refused, is one cause of several that an implementation may have
-            shown, left = 1, mutants
         found += left if shown and len(left) == 1 else []
     return found
 
@@ -69,7 +72,7 @@ def _larger(law: Law, implementation: Implementation) -> list[Call]:
         quietly = settings(max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
         with suppress(Exception, ProgramFailed):  # if nothing can be drawn, or a program dies, the earlier calls have to do
             quietly(given(**law.drawn)(ask))()
-    calls = {id(call): (_numbers(call), call) for call in asked.history if call.result is not None}
+    calls = {id(call): (numbers_in(tuple(call.arguments.values())), call) for call in asked.history if call.result is not None}
     # A call of plain numbers has no size that could be too small.
     fitting = sorted((one for one in calls.values() if one[0] == 0 or LEAST <= one[0] <= MOST), key=lambda one: -one[0])
     by_function: dict[str, list[Call]] = {}
@@ -78,9 +81,9 @@ def _larger(law: Law, implementation: Implementation) -> list[Call]:
     return [call for found in by_function.values() for call in found[:COMPARED]]
 
 
-def _numbers(call: Call) -> int:
-    entries = [each for value in call.arguments.values() for each in (value if isinstance(value, tuple) else (value,))]
-    return sum(entry.size for entry in entries if isinstance(entry, np.ndarray))
+def numbers_in(value: Any) -> int:
+    """How many numbers an argument has, those in a tuple among them."""
+    return sum(map(numbers_in, value)) if isinstance(value, tuple) else value.size if isinstance(value, np.ndarray) else 0
 
 
 def _agrees(function: Callable[..., Any], calls: list[Call], dtype: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import Phase, given, reject, settings
 from hypothesis.strategies import SearchStrategy
 
 from evictionary.spec_tests.harness.degenerate import KINDS, MATHEMATICS
@@ -75,6 +75,7 @@ class Law:
     not_for: Callable[[Any], str]
     kind: str = MATHEMATICS
     brute_force: bool = False
+    examples: int = 0
     path: str = ""
 
     def missing(self, implementation: Any) -> tuple[str, str]:
@@ -88,9 +89,20 @@ class Law:
             return "not applicable", "it tries every choice among a few tokens, fewer than the domain allows"
         return "", ""
 
-    def test(self) -> Callable[..., None]:
-        """The check quantified over its inputs, as hypothesis runs it; a new one each time, so that settings can differ."""
-        return given(**self.drawn)(self.check) if self.drawn else self.check
+    def test(self, profile: settings | None = None) -> Callable[..., None]:
+        """The check quantified over its inputs, as hypothesis runs it; a new one each time, so that settings can differ.
+
+        profile, settings of hypothesis; without, those that were loaded.
+        """
+        if not self.drawn:
+            return self.check
+        quantified = given(**self.drawn)(self.check)
+        if self.examples:
+            profile = profile or settings.default
+            few = max(1, self.examples * profile.max_examples // 50)
+            # What is large does not shrink to something that a person checks by hand.
+            profile = settings(profile, max_examples=few, phases=[Phase.explicit, Phase.generate])
+        return profile(quantified) if profile else quantified
 
 
 LAWS: dict[str, Law] = {}
@@ -106,6 +118,7 @@ def law(
     not_for: Callable[[Any], str] = lambda implementation: "",
     kind: str = MATHEMATICS,
     brute_force: bool = False,
+    examples: int = 0,
     **drawn: SearchStrategy,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function the law of a requirement.
@@ -117,9 +130,9 @@ def law(
     implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
     not_for, given an implementation, says why the law does not apply to it (an empty string: it does); kind, one of mathematics,
     edge (a degenerate input whose meaning is our decision) and refusal (bad input raises); brute_force, for a law that tries
-    every choice among few tokens; drawn, a hypothesis strategy for each further argument. The test receives `impl`, the
-    implementation, and the drawn arguments. The first line of its docstring is the sentence that a failure prints. Raises
-    KeyError for an unknown requirement or kind.
+    every choice among few tokens; examples, for a law of long inputs: how many it draws where others draw 50; drawn, a hypothesis
+    strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments. The first line of its
+    docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement or kind.
     """
     functions = (of,) if isinstance(of, str) else of
 
@@ -135,6 +148,7 @@ def law(
             impl.asking = kind
             impl.drawn = impl.domain.fitted(arguments)
             asked = -math.inf
+            past = list(impl.history) if examples else []
             try:
                 test(impl, **impl.drawn)
             except OutsideDomain as error:
@@ -144,13 +158,27 @@ def law(
                 raise
             finally:
                 impl.outside_of[name] += asked
+                if examples:  # 64 long inputs, which the history would hold, are gigabytes
+                    impl.history.clear()
+                    impl.history.extend(past)
 
         check: Callable[..., None] = judging if functions else test
         sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
         if kind not in KINDS:
             raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
         LAWS[name] = Law(
-            REQUIREMENTS[requirement], functions, name, sentence, why, check, drawn, not_for, kind, brute_force, path.as_posix()
+            REQUIREMENTS[requirement],
+            functions,
+            name,
+            sentence,
+            why,
+            check,
+            drawn,
+            not_for,
+            kind,
+            brute_force,
+            examples,
+            path.as_posix(),
         )
         return pytest.mark.law(LAWS[name])(LAWS[name].test())
 

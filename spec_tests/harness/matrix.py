@@ -60,9 +60,6 @@ def load_laws() -> dict[str, Law]:
 
 def prepared(law: Law, *, max_examples: int, seed: int | None) -> Callable[..., None]:
     """The test of a law with so many inputs, drawn from a seed or else always the same; it stores nothing."""
-    test = law.test()
-    if not law.drawn:
-        return test
     profile = settings(
         max_examples=max_examples,
         deadline=None,
@@ -74,8 +71,8 @@ def prepared(law: Law, *, max_examples: int, seed: int | None) -> Callable[..., 
         # Where the kill counts and not its smallest form, nothing is shrunk.
         phases=[Phase.explicit, Phase.generate],
     )
-    test = profile(test)
-    return test if seed is None else with_seed(seed)(test)
+    test = law.test(profile)
+    return test if seed is None or not law.drawn else with_seed(seed)(test)
 
 
 def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None) -> tuple[str, str]:

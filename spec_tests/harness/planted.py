@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.spec_tests.harness.domain import Domain
 from evictionary.spec_tests.harness.implementation import STEMS, Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
@@ -34,6 +35,7 @@ class Mutant:
     """A wrong implementation of the function `of`; `killed_by` is the requirement whose laws must kill it.
 
     It is written as a function, or as the right one with `edits`: pairs of a text of its source and what stands there instead.
+    One that is right up to some size says it in `above`: "4,096 tokens".
     """
 
     name: str
@@ -44,6 +46,7 @@ class Mutant:
     array_library: str = "numpy"
     edits: tuple[tuple[str, str], ...] = ()
     edited: str = ""  # the function whose source is edited, where that is not `of`
+    above: str = ""
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -60,12 +63,13 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    of: str, *, killed_by: str, misconception: str, array_library: str = "numpy"
+    of: str, *, killed_by: str, misconception: str, array_library: str = "numpy", above: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Plant the decorated function as a wrong `of`; the misconception completes "your numbers equal those of: ..."."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        _plant(Mutant(f"{of.split('.')[0]}.{function.__name__}", of, killed_by, misconception, function, array_library))
+        name = f"{of.split('.')[0]}.{function.__name__}"
+        _plant(Mutant(name, of, killed_by, misconception, function, array_library, above=above))
         return function
 
     return decorate
@@ -153,25 +157,27 @@ class Control:
     array_library: str
     dtypes: tuple[str, ...]
     function: Callable[..., Any]
+    max_length: int | None = None
 
     def implementation(self, dtype: str) -> Implementation:
         """This one function, judged alone at a dtype; what else its laws call comes from the reference."""
-        return replaced(f"control {self.name}", {self.of: self.function}, array_library=self.array_library, dtype=dtype)
+        fields = {"array_library": self.array_library, "dtype": dtype, "domain": Domain(max_length=self.max_length)}
+        return replaced(f"control {self.name}", {self.of: self.function}, **fields)
 
 
 CONTROLS: dict[str, Control] = {}
 
 
 def control(
-    of: str, *, array_library: str = "numpy", dtypes: tuple[str, ...] = ("float64",)
+    of: str, *, array_library: str = "numpy", dtypes: tuple[str, ...] = ("float64",), max_length: int | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a correct `of`."""
+    """Register the decorated function as a correct `of`; max_length, for one whose memory or time is their square."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f"{of.split('.')[0]}.{function.__name__}"
         if name in CONTROLS:
             raise KeyError(f"{name}: registered twice")
-        CONTROLS[name] = Control(name, of, array_library, dtypes, function)
+        CONTROLS[name] = Control(name, of, array_library, dtypes, function, max_length)
         return function
 
     return decorate

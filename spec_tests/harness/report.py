@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from evictionary.spec_tests.harness.cases import Case
-from evictionary.spec_tests.harness.diagnosis import misconceptions
+from evictionary.spec_tests.harness.diagnosis import misconceptions, numbers_in
 from evictionary.spec_tests.harness.implementation import Implementation
 from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.planted import Mutant
 from evictionary.spec_tests.harness.tolerance import Violation
+
+_MOST_PRINTED = 2**14  # numbers in an argument of a program that makes a call again; no short input has more
 
 
 def sentence(law: Law, implementation: Implementation, error: BaseException, matches: list[Mutant] | None = None) -> str:
@@ -27,36 +29,49 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
     ]
     calls = implementation.calls
     if calls:
-        lines.append("  smallest input  " + _indented(_arguments(calls[-1].arguments)))
+        lines.append(f"  {'an' if law.examples else 'smallest'} input".ljust(18) + _indented(_arguments(calls[-1].arguments)))
     if isinstance(error, Violation):
         lines.append(f"  what is wrong   {error.message}")
         if error.expected is not None:
             lines.append("  expected        " + _indented(_show(error.expected)))
         if error.got is not None:
             lines.append("  got             " + _indented(_show(error.got)))
+        if worst := _worst(error.expected, error.got):
+            lines.append(f"  worst           {worst}")
     else:
         lines.append(f"  what is wrong   {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         frame = traceback.extract_tb(error.__traceback__)[-1]
         lines.append(f"  raised in       {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}")
     for match in matches:
-        lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by})")
-    if calls:
-        lines += [
-            "  to see it again, run",
-            *(f"    {line}" for line in repro(implementation, calls[-1].function).splitlines()),
-        ]
+        above = f", right up to {match.above}" if match.above else ""
+        lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
+    if calls and (program := repro(implementation, calls[-1].function)):
+        lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
+    elif calls:
+        drawn = ", ".join(
+            f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray)
+        )
+        lines.append(f"  made of         {drawn}")
     test = law.name.partition("::")[2]
     lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {shlex.quote(implementation.origin)}")
     return "\n".join(lines)
 
 
 def repro(implementation: Implementation, path: str) -> str:
-    """A program that makes the last recorded call of `path` again and prints it beside the reference."""
+    """A program that makes the last recorded call of `path` again and prints it beside the reference.
+
+    Empty where it would be a page of numbers: those of a long input that a law made of its case.
+    """
     call = implementation.calls[-1]
     stem, name = path.split(".")
     arguments = ", ".join(f"{key}={key}" for key in call.arguments)
     cases = {key: value for key, value in implementation.drawn.items() if isinstance(value, Case)}
-    literals = {key: _from_case(value, cases, implementation) or _literal(value) for key, value in call.arguments.items()}
+    literals = {
+        key: _from_case(value, cases, implementation) or ("" if numbers_in(value) > _MOST_PRINTED else _literal(value))
+        for key, value in call.arguments.items()
+    }
+    if not all(literals.values()):
+        return ""
     if any("case." in literal for literal in literals.values()):
         case = [f"case = {next(iter(cases.values()))!r}"]
     else:
@@ -109,6 +124,19 @@ def _literal(value: Any) -> str:
         dtype = "" if value.dtype == np.float64 else f", dtype=np.{value.dtype.name}"
         return f"np.array({value.tolist()}{dtype}).reshape({value.shape})"
     return repr(value)
+
+
+def _worst(expected: Any, got: Any) -> str:
+    """Where two arrays too large to be read differ most, and by what."""
+    both = isinstance(expected, np.ndarray) and isinstance(got, np.ndarray) and expected.shape == got.shape
+    if not both or got.size <= 60 or not {expected.dtype.kind, got.dtype.kind} <= set("fiub"):
+        return ""
+    with np.errstate(invalid="ignore"):
+        apart = np.where(expected == got, 0, np.abs(np.subtract(got, expected, dtype=np.float64)))
+    apart[np.isnan(apart)] = np.inf
+    at = np.unravel_index(int(apart.argmax()), apart.shape)
+    place = ", ".join(map(str, at))
+    return f"at [{place}]: expected {expected[at]!s}, got {got[at]!s}; {np.count_nonzero(apart)} of {apart.size} differ"
 
 
 def _arguments(arguments: dict[str, Any]) -> str:

@@ -1,0 +1,81 @@
+"""Laws of Expected Attention on thousands of tokens and queries, and at far positions: EA-5, EA-6, EA-9."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.spec_tests.harness.by_hand import attention_in_parts, in_parts, of_dtype, require_near, rounding, softmax_slack
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.test_expected_attention import SCORE, STATISTICS
+from evictionary.spec_tests.test_expected_attention_statistics import ROPE, before_rope, grouped, rope_allowance
+
+RANK = 3
+
+
+@law("EA-5", of=STATISTICS, examples=2, case=long_cases(("moving_mean", "sinks", "vast", "minute"), lengths=SPLIT_LENGTHS))
+def test_statistics_of_many_queries_add_up_their_parts(impl, case):
+    """Mean and covariance of thousands of queries are those of their parts, with what the means of the parts differ by."""
+    queries = of_dtype(impl, case.keys)
+    count = queries.shape[-2]
+    mean = sum(in_parts(lambda part: part.sum(axis=-2), queries)) / count
+    covariance = np.zeros((*mean.shape, mean.shape[-1]))
+    for part in in_parts(lambda part: part, queries):
+        own = part.mean(axis=-2)
+        centred, apart = part - own[..., None, :], own - mean
+        within, between = np.swapaxes(centred, -1, -2) @ centred, apart[..., :, None] * apart[..., None, :]
+        covariance += (within + part.shape[-2] * between) / count
+    size = np.sqrt(np.square(queries).mean(axis=-2))
+    got = impl.expected_attention.query_statistics(queries)
+    slack = rounding(impl, count)
+    require_near(got[0], mean, slack * size, "the mean of many queries")
+    require_near(got[1], covariance, slack * size[..., :, None] * size[..., None, :], "the covariance of many queries")
+
+
+@law("EA-6", of=ROPE, examples=10, case=grouped, position=st.sampled_from([131_072, 8192, 32_768, 65_535]))
+def test_queries_of_far_positions_turn_by_them(impl, case, position):
+    """At positions up to 131,072 the statistics turn by the mean rotation of the next 512 positions."""
+    mean, covariance = before_rope(impl, case)
+    got = impl.expected_attention.average_rope(mean, covariance, position=position)
+    for pick, name in enumerate(("the mean", "the covariance")):
+        rope_allowance(impl, pick, mean, covariance, position=position).check(got[pick], f"{name} at position {position}")
+
+
+def log_expected(queries_mean, factor, keys):
+    """mu . k / sqrt(d) + |F^T k|^2 / (2 d) for the covariance F F^T."""
+    return keys @ queries_mean / np.sqrt(keys.shape[-1]) + np.square(keys @ factor).sum(axis=-1) / (2 * keys.shape[-1])
+
+
+@law(
+    "EA-9",
+    of=SCORE,
+    examples=3,
+    case=st.one_of(
+        long_cases(("sinks", "moving_mean", "normal"), lengths=SPLIT_LENGTHS),
+        long_cases(("normal", "moving_mean"), groups=(16, 4), lengths=(4097, 8191), head_dims=(64, 128)),
+    ),
+    scale=st.sampled_from([1.0, 1e-7, 1e4]),
+)
+def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
+    """Over thousands of tokens the expected weights of each query head are normalised together; |v| may be 1e-7 or 1e4."""
+    keys, values = impl.round(case.keys), of_dtype(impl, scale * case.values)
+    generator = np.random.default_rng(case.seed)
+    readers = (1, case.num_kv_heads * case.group)
+    # Of a few quarters: the covariance F F^T is exact in every dtype.
+    mean = generator.integers(-2, 3, size=(*readers, case.head_dim)) / 4
+    factors = generator.integers(-1, 2, size=(*readers, case.head_dim, RANK)) / 2
+    norms = np.sqrt(np.square(values).sum(axis=-1))
+    expected, slack = np.zeros(keys.shape[:3]), np.zeros(keys.shape[:3])
+    for reader in range(readers[1]):
+        head = reader // case.group
+        logits = log_expected(mean[0, reader], factors[0, reader], keys[0, head])
+        size = log_expected(np.abs(mean[0, reader]), np.abs(factors[0, reader]), np.abs(keys[0, head])).max()
+        # The softmax of these logits is the attention of the query 1 on keys of one channel.
+        normaliser = attention_in_parts(np.ones((1, 1)), logits[:, None], logits[:, None])[1]
+        weights = np.exp(logits - normaliser)
+        expected[0, head] += weights / case.group
+        slack[0, head] += softmax_slack(impl, weights, rounding(impl, case.head_dim) * float(size)) / case.group
+    slack = (slack + rounding(impl, case.head_dim) * (expected + 0.02)) * norms
+    got = impl.expected_attention.score(keys, values, mean, factors @ np.swapaxes(factors, -1, -2))
+    require_near(got, (expected + 0.02) * norms, slack, "the score of a long prompt")

@@ -1,0 +1,140 @@
+"""Laws of GVote on thousands of tokens and at far positions: GV-1, GV-A2, GV-A4, GV-A7, GV-A10, GV-A11."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.reference import rope
+from evictionary.spec_tests.harness.by_hand import (
+    logit_error,
+    of_dtype,
+    require_equal,
+    require_near,
+    rounding,
+    softmax_slack,
+    weights_in_parts,
+)
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases, long_rows
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.tolerance import Violation, require_mask
+from evictionary.spec_tests.test_gvote import SELECT, WEIGHTS, angle_error, drawn_queries, mass_slack
+
+NUCLEUS = "gvote.nucleus"
+
+
+@law("GV-1", of=WEIGHTS, examples=2, case=long_cases(lengths=SPLIT_LENGTHS))
+def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
+    """One softmax over all of thousands of tokens."""
+    queries, keys = impl.round(case.queries[:, :, 0]), impl.round(case.keys)
+    expected = np.array([[weights_in_parts(query[None], rows)[0] for query, rows in zip(queries[0], keys[0], strict=True)]])
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    require_near(impl.gvote.attention_weights(queries, keys), expected, slack, "the weights over a long prompt")
+
+
+@law("GV-A2", of=NUCLEUS, examples=5, case=long_rows(("normal", "duplicate_keys", "ties")), percent=st.sampled_from([95, 50, 99]))
+def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, percent):
+    """Of thousands of weights the largest, as many as reach p, and of equal ones those at the lower positions."""
+    weights = np.exp(case.keys[..., 0] - case.keys[..., 0].max(axis=-1, keepdims=True))
+    # Of the order of 1, so that half precision holds them: mass is relative to the sum of the row.
+    weights = impl.round(weights)
+    kept = impl.gvote.nucleus(weights, percent / 100)
+    require_mask(kept, weights.shape, "the nucleus")
+    slack = mass_slack(impl.dtype, int(np.sqrt(case.length))) + rounding(impl, case.length)
+    for row, chosen in zip(weights[0], kept[0], strict=True):
+        order = np.argsort(-row, kind="stable")
+        mass = np.cumsum(row[order]) / row.sum()
+        least, most = np.searchsorted(mass, percent / 100 - slack) + 1, np.searchsorted(mass, percent / 100 + slack) + 1
+        count = int(chosen.sum())
+        if not least <= count <= most:
+            raise Violation(f"the nucleus has {count} tokens, wanted {least} to {most}", least, count)
+        require_equal(np.sort(order[:count]), np.flatnonzero(chosen), "other tokens than the heaviest are in the nucleus")
+
+
+@law(
+    "GV-A10",
+    of="gvote.top_each",
+    examples=5,
+    case=long_rows(("ties", "one_bin", "normal", "minute")),
+    budget=st.integers(1, 60_000),
+)
+def test_a_long_row_keeps_its_own_number(impl, case, budget):
+    """Each of several rows of up to 131,072 tokens keeps its b_h best, of equal scores those at the lower positions."""
+    scores = impl.round(np.concatenate([case.keys[..., 0], -case.keys[:, :1, :, 0]], axis=1))
+    budgets = np.array([[budget, *[2048] * (scores.shape[1] - 1)]])
+    got = impl.gvote.top_each(scores, budgets)
+    require_mask(got, scores.shape, "the selection")
+    for row, count, kept in zip(scores[0], budgets[0], got[0], strict=True):
+        best = np.sort(np.argsort(-row, kind="stable")[:count])
+        require_equal(np.flatnonzero(kept), best, "a long row keeps other tokens than its best")
+
+
+@law(
+    "GV-A11",
+    of=SELECT,
+    examples=2,
+    case=long_cases(("normal", "moving_mean"), groups=(4, 1, 16), lengths=(4097, 8191, 4095), head_dims=(64, 128)),
+    p=st.sampled_from([0.95, 0.5]),
+)
+def test_samples_vote_over_a_long_prompt(impl, case, p):
+    """Of thousands of tokens, each of the samples votes for its top B_0, which may be thousands."""
+    query, sampled = drawn_queries(case, case.seed, 2)
+    query, keys = query / 4, impl.round(case.keys)  # attention so flat that its nucleus is long
+    kept = impl.gvote.select(query, keys, sampled, p=p)
+    require_mask(kept, keys.shape[:3], "the selection")
+    must, may = np.zeros(keys.shape[1:3], dtype=bool), np.zeros(keys.shape[1:3], dtype=bool)
+    mass_error = 4 * logit_error(impl, query, keys) + rounding(impl, case.length)
+    for reader in range(query.shape[1]):
+        head = reader // case.group
+        mass = np.cumsum(-np.sort(-weights_in_parts(query[0, reader : reader + 1], keys[0, head])[0]))
+        least, most = np.searchsorted(mass, p - mass_error) + 1, np.searchsorted(mass, p + mass_error) + 1
+        logits = sampled[0, reader] @ keys[0, head].T / np.sqrt(case.head_dim)
+        apart = 2 * logit_error(impl, sampled, keys)
+        for row in logits:
+            rising = np.sort(row)
+            # How many others may score as much, and how many score more for sure.
+            could = case.length - np.searchsorted(rising, row - apart) - 1
+            beaten = case.length - np.searchsorted(rising, row + apart, side="right")
+            must[head] |= could < least
+            may[head] |= beaten < most
+    if (must & ~kept[0]).any():
+        raise Violation("a token is evicted that is among the top B_0 of a sampled query", must[None], kept)
+    if (kept[0] & ~may).any():
+        raise Violation("a token is kept that is among the top B_0 of no sampled query", may[None], kept)
+
+
+@law(
+    "GV-A4",
+    of="gvote.hidden_statistics",
+    examples=2,
+    case=long_cases(("moving_mean", "vast", "sinks", "minute"), lengths=SPLIT_LENGTHS),
+)
+def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
+    """Mean and variance over thousands of tokens, the four sinks skipped, though the mean moves along them."""
+    states = of_dtype(impl, case.keys[:, 0])
+    observed = states[:, 4:]
+    mean = observed.mean(axis=1)
+    variance = sum(np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1)) / observed.shape[1]
+    slack, size = rounding(impl, case.length), np.sqrt(np.square(observed).mean(axis=1))
+    got = impl.gvote.hidden_statistics(states)
+    require_near(got[0], mean, slack * size, "the mean of a long prompt")
+    require_near(got[1], variance, slack * size**2, "the variance of a long prompt")
+
+
+@law(
+    "GV-A7",
+    of="gvote.average_cos_sin",
+    examples=10,
+    head_dim=st.sampled_from([128, 64, 256]),
+    position=st.sampled_from([131_072, 8192, 32_768, 65_535]),
+    theta=st.sampled_from([10000.0, 500000.0]),
+)
+def test_far_positions_average_like_near_ones(impl, head_dim, position, theta):
+    """Up to position 131,072 the means of cos and sin over 512 positions are the closed form of the geometric sum."""
+    frequency = rope.frequencies(head_dim, theta)
+    shrinkage = np.sin(256 * frequency) / (512 * np.sin(frequency / 2))
+    middle = frequency * (position + 255.5)
+    got = impl.gvote.average_cos_sin(head_dim, position=position, theta=theta)
+    slack = angle_error(impl.dtype, position + 512) + rounding(impl)
+    for name, found, expected in zip(("cos", "sin"), got, (np.cos(middle), np.sin(middle)), strict=True):
+        require_near(found, shrinkage * expected, slack, f"the mean {name} at a far position")

@@ -1,0 +1,128 @@
+"""Laws of MomentKV with thousands of retained and evicted tokens: MK-10, MK-12, MK-25, MK-P."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evictionary.reference.momentkv import Moments, no_moments
+from evictionary.spec_tests.harness.by_hand import (
+    attention_in_parts,
+    causal_weights,
+    for_each_reader,
+    in_parts,
+    logit_error,
+    over_group,
+    require_equal,
+    require_near,
+    rounding,
+    softmax_slack,
+    weights_in_parts,
+)
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases
+from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.test_momentkv import SCORE, UPDATE, held
+from evictionary.spec_tests.test_momentkv_attend import ATTEND
+
+KINDS = ("normal", "moving_mean", "sinks")
+GROUPS = (4, 16, 1)
+
+
+def sums(keys, values, evicted):
+    """The moments of the evicted tokens, part by part."""
+    weights = evicted[..., None] * 1.0
+    parts = in_parts(
+        lambda k, v, gone: Moments(
+            (gone[..., 0] > 0).sum(axis=-1), (k * gone).sum(axis=-2), (v * gone).sum(axis=-2), np.swapaxes(v * gone, -1, -2) @ k
+        ),
+        keys,
+        values,
+        weights,
+    )
+    return Moments(*(sum(fields) for fields in zip(*parts, strict=True)))
+
+
+def long_situation(impl, case, share):
+    """Keys and values of a long prompt, a query, what of them is evicted, and its moments, as the dtype represents them."""
+    keys, values, query = impl.round(case.keys), impl.round(case.values), impl.round(case.queries[:, :, 0])
+    evicted = np.random.default_rng(case.seed).random(keys.shape[:3]) < share
+    moments = held(impl, sums(keys, values, evicted))
+    return query, keys, values, evicted, Moments(moments.count, *(impl.round(field) for field in moments[1:]))
+
+
+def estimate(impl, queries, moments):
+    """vbar + Stilde q / (n sqrt(d)) for queries [M, D] of one head, and what it may be wrong by: the sums that Stilde is of."""
+    scale = float(moments.count) * np.sqrt(queries.shape[-1])
+    outer = np.outer(moments.value_sum, moments.key_sum) / float(moments.count)
+    mean = moments.value_sum / float(moments.count)
+    magnitude = np.abs(mean) + np.abs(queries) @ (np.abs(moments.value_key_sum) + np.abs(outer)).T / scale
+    slack = rounding(impl, queries.shape[-1]) * magnitude
+    return mean + queries @ (moments.value_key_sum - outer).T / scale, slack
+
+
+@law("MK-12", of=ATTEND, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
+def test_thousands_of_tokens_and_their_moments_mix(impl, case):
+    """The retained part is added up from parts of thousands of tokens, the estimate of the evicted ones joins it."""
+    query, keys, values, evicted, moments = long_situation(impl, case, 0.4)
+    expected, slack = np.zeros((*query.shape[:2], values.shape[-1])), np.zeros((*query.shape[:2], values.shape[-1]))
+    for head in range(case.num_kv_heads):
+        readers = slice(head * case.group, (head + 1) * case.group)
+        queries, of_head = query[0, readers], Moments(*(field[0, head] for field in moments))
+        kept = ~evicted[0, head]
+        retained, log_retained = attention_in_parts(queries, keys[0, head, kept], values[0, head, kept])
+        evicted_part, of_estimate = estimate(impl, queries, of_head)
+        mean_key = of_head.key_sum / float(of_head.count)
+        log_evicted = np.log(of_head.count) + queries @ mean_key / np.sqrt(case.head_dim)
+        share = 1 / (1 + np.exp(log_evicted - log_retained))[:, None]
+        expected[0, readers] = share * retained + (1 - share) * evicted_part
+        error = logit_error(impl, queries, keys[0, head]) + rounding(impl, case.length)
+        largest = np.abs(values).max() + np.abs(evicted_part).max()
+        slack[0, readers] = np.expm1(min(2 * error, 50.0)) * largest + of_estimate
+    got = impl.momentkv.attend(query, keys, values, ~evicted, moments)
+    require_near(got, expected, slack, "the output over a long cache")
+
+
+@law("MK-25", of=UPDATE, examples=2, case=long_cases(KINDS))
+def test_moments_of_thousands_of_evicted_tokens_are_their_sums(impl, case):
+    """Count and sums over tens of thousands of evicted tokens are those of parts, added."""
+    keys, values = impl.round(case.keys), impl.round(case.values)
+    evicted = np.random.default_rng(case.seed).random(keys.shape[:3]) < 0.95
+    expected = held(impl, sums(keys, values, evicted))
+    # No sum of magnitudes is larger than what the sums of squares allow (Cauchy and Schwarz).
+    of_keys, of_values = (np.sqrt((np.square(states) * evicted[..., None]).sum(axis=-2)) for states in (keys, values))
+    root = np.sqrt(expected.count)[..., None]
+    sizes = (root * of_keys, root * of_values, of_values[..., :, None] * of_keys[..., None, :])
+    got = impl.momentkv.update(no_moments(keys, values), keys, values, evicted)
+    require_equal(got[0], expected.count, "the count of the evicted tokens is wrong")
+    for name, field, wanted, magnitude in zip(Moments._fields[1:], got[1:], expected[1:], sizes, strict=True):
+        require_near(field, wanted, rounding(impl, case.length) * magnitude, f"{name} of many tokens")
+
+
+@law("MK-10", of=SCORE, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
+def test_thousands_of_retained_tokens_are_scored_together(impl, case):
+    """alpha is one softmax over all retained tokens, and each is weighted by what the moments leave unexplained of its value."""
+    query, keys, values, _, moments = long_situation(impl, case, 0.4)
+    expected, slack = np.zeros(keys.shape[:3]), np.zeros(keys.shape[:3])
+    for head in range(case.num_kv_heads):
+        queries, of_head = query[0, head * case.group : (head + 1) * case.group], Moments(*(field[0, head] for field in moments))
+        alpha = weights_in_parts(queries, keys[0, head]).mean(axis=0)
+        explained, of_estimate = estimate(impl, keys[0, head], of_head)
+        unexplained = np.linalg.norm(values[0, head] - explained, axis=-1)
+        wrong = np.linalg.norm(of_estimate + rounding(impl) * np.abs(values[0, head]), axis=-1)
+        expected[0, head] = alpha * unexplained
+        of_alpha = softmax_slack(impl, alpha, logit_error(impl, queries, keys[0, head]))
+        slack[0, head] = of_alpha * (unexplained + wrong) + alpha * (wrong + rounding(impl, case.value_dim) * unexplained)
+    require_near(impl.momentkv.score(query, keys, values, moments), expected, slack, "the score of a long cache")
+
+
+@law("MK-P", of="momentkv.score_prompt", examples=2, case=long_cases(KINDS, groups=(4, 1), lengths=(8191, 4097, 4095)))
+def test_chunks_of_a_long_prompt_score_by_the_window(impl, case):
+    """Over thousands of tokens: the mean attention of a window of 32 queries times |v|, averaged over chunks of 4."""
+    shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
+    queries = impl.round(np.random.default_rng(case.seed).normal(size=shape))
+    keys, values = impl.round(case.keys), impl.round(case.values)
+    alpha = over_group(causal_weights(queries, for_each_reader(keys, queries)).mean(axis=2), case.num_kv_heads)
+    each = alpha * np.linalg.norm(values, axis=-1)
+    chunk = np.arange(case.length) // 4
+    expected = np.array([[(np.bincount(chunk, head) / np.bincount(chunk))[chunk] for head in each[0]]])
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys) + rounding(impl, case.value_dim))
+    require_near(impl.momentkv.score_prompt(queries, keys, values), expected, slack, "the score of a long prompt")
