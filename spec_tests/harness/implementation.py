@@ -302,6 +302,7 @@ def load(
     """
     path = Path(target)
     program = None
+    package: types.ModuleType | None
     if target.startswith(PREFIX):
         try:
             program = Program(target.removeprefix(PREFIX), seconds)

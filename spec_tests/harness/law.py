@@ -98,7 +98,7 @@ class Law:
             return self.check
         quantified = given(**self.drawn)(self.check)
         if self.examples:
-            profile = profile or settings.default
+            profile = profile or settings()
             few = max(1, self.examples * profile.max_examples // 50)
             # What is large does not shrink to something that a person checks by hand.
             profile = settings(profile, max_examples=few, phases=[Phase.explicit, Phase.generate])

@@ -147,7 +147,7 @@ class Program:
         self._asked += 1
         written = {name: self._written(value, f"{self._asked}-{name}") for name, value in arguments.items()}
         request = {"id": self._asked, "function": function, "arguments": written, "output": str(self._folder / f"{self._asked}.")}
-        if select.select([program.stdout], [], [], 0)[0]:
+        if select.select([_fd(program)], [], [], 0)[0]:
             self._buffer += os.read(_fd(program), 4096)
         if self._buffer:
             self._fail(f"printed something that nobody asked for: {_shown(self._buffer.decode(errors='replace'))}", function)
@@ -173,7 +173,7 @@ class Program:
         program = self._running[0]
         deadline = time.monotonic() + self.seconds
         while b"\n" not in self._buffer:
-            if not select.select([program.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not select.select([_fd(program)], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 self._fail(f"did not answer within {self.seconds:g} s", function)
             chunk = os.read(_fd(program), 2**16)
             if not chunk:
@@ -222,7 +222,7 @@ class Program:
             path.write_bytes(_as_stored(value, dtype).tobytes())
             return {"file": str(path), "shape": list(value.shape), "dtype": dtype}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            fields = {field: self._written(each, f"{name}.{field}") for field, each in value._asdict().items()}
+            fields = {field: self._written(each, f"{name}.{field}") for field, each in zip(value._fields, value, strict=True)}
             return {"type": type_name(value), **fields}
         if isinstance(value, tuple | list):
             return [self._written(each, f"{name}.{place}") for place, each in enumerate(value)]

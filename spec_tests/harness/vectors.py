@@ -175,7 +175,10 @@ def written(value: Any, tolerance: Callable[[], dict[str, tuple[float, float]]] 
     Raises OutsideDomain for what JSON cannot hold, such as a function.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"type": type_name(value), **{field: written(each, tolerance) for field, each in value._asdict().items()}}
+        return {
+            "type": type_name(value),
+            **{field: written(each, tolerance) for field, each in zip(value._fields, value, strict=True)},
+        }
     if isinstance(value, tuple | list):
         return [written(each, tolerance) for each in value]
     if not isinstance(value, np.ndarray) and tolerance is None:
@@ -184,7 +187,11 @@ def written(value: Any, tolerance: Callable[[], dict[str, tuple[float, float]]] 
     kinds = {"f": "float", "b": "bool", "i": "int", "u": "int"}
     if array.dtype.kind not in kinds:
         raise OutsideDomain(f"{array.dtype} cannot be written down")
-    found = {"shape": list(array.shape), "dtype": kinds[array.dtype.kind], "data": [plain(each) for each in array.ravel().tolist()]}
+    found: dict[str, Any] = {
+        "shape": list(array.shape),
+        "dtype": kinds[array.dtype.kind],
+        "data": [plain(each) for each in array.ravel().tolist()],
+    }
     if tolerance is not None:
         errors = tolerance()
         if found["dtype"] == "float":
