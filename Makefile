@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all mutants wheel-check new-method kernels compile-all measure peers lint laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all mutants wheel-check new-method kernels compile-all measure peers wild lint laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
@@ -55,6 +55,10 @@ pages: .venv/installed
 # The kept tokens beside those of kvpress, which gets an environment of its own: an optional check.
 peers: .venv/installed
 	$(BIN)/python -m benchmarks.peers
+
+# Public implementations, brought from their public places and put to the laws, and the page of what they say; WILD="--only tova".
+wild: .venv/installed
+	$(BIN)/python -m conformance.wild $(WILD)
 
 # The laws alone, for one implementation: make laws IMPL=my_kernels
 IMPL ?= reference

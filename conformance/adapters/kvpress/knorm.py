@@ -1,0 +1,10 @@
+"""kvpress's `KnormPress`, whose score reads the keys alone."""
+
+from kvpress import KnormPress
+
+ARRAY_LIBRARY = "torch"
+DOMAIN = {"dtype": ("float32",)}
+
+
+def score(keys):
+    return KnormPress().score(None, None, keys, None, None, {})

@@ -1,0 +1,19 @@
+"""SnapKV's authors: `SnapKVCluster` gets keys and queries of every query head and keeps one set for each."""
+
+from conformance.borrowed import for_all_queries, ranked_by, take, with_window
+from evictionary.spec_tests.harness.domain import OutsideDomain
+
+ARRAY_LIBRARY = "torch"
+DOMAIN = {"dtype": ("float32",), "group": (1,)}
+
+SnapKVCluster = take("snapkv", "snapkv/monkeypatch/snapkv_utils.py", "SnapKVCluster").SnapKVCluster
+
+
+def score(queries, keys, *, window_size=32, kernel_size=7):
+    length = keys.shape[2]
+    if length <= window_size:
+        raise OutsideDomain("a prompt within the window, which the class leaves whole")
+    # The capacity is the whole prompt: all tokens before the window are ranked.
+    cluster = SnapKVCluster(window_size, length, kernel_size, "avgpool")
+    summed = ranked_by(cluster.update_kv, keys, for_all_queries(queries, length), keys, None, 1)
+    return with_window(summed / window_size, window_size)  # a sum over the window, where the contract has a mean

@@ -1,0 +1,15 @@
+"""TOVA's authors: `TOVACache.reduce` takes the attention of the step and keeps what its last query attends to."""
+
+from conformance.borrowed import OldDynamicCache, causal_attention, ranked_by, take
+
+ARRAY_LIBRARY = "torch"
+DOMAIN = {"dtype": ("float32",), "min_length": 2}  # of one token there is nothing to evict
+
+TOVACache = take("tova", "src/tova_cache.py", "TOVACache", DynamicCache=OldDynamicCache).TOVACache
+
+
+def score(queries, keys):
+    cache = TOVACache(keys.shape[2] - 1)
+    cache.key_cache, cache.value_cache = [keys], [keys]
+    layer = ranked_by(cache.reduce, 0, causal_attention(queries, keys))
+    return layer[:, None].expand(keys.shape[:3])

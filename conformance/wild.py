@@ -1,0 +1,297 @@
+"""Implementations by others, judged: `python -m conformance.wild [--only NAME]` brings, checks, judges, and writes docs/wild.md.
+
+Each source of sources.toml comes from its public place, by a shallow fetch of the pinned commit or from the package index, or from
+a folder that is given (`--from snapkv=FOLDER`, or WILD_SNAPKV in the environment). The files that are used have to have the pinned
+SHA-256. The adapters of `adapters/SOURCE/` turn each calling convention into the contract, and `evictionary judge` does the rest. A
+source that cannot be had, or a method that cannot be judged, costs itself alone. What was found is kept in results.json, from which
+`--page` writes the page again without any source. No code of a source is kept in this repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+SOURCES = HERE / "sources.toml"
+RESULTS = HERE / "results.json"
+PAGE = ROOT / "docs" / "wild.md"
+FETCHED = ROOT / "build" / "wild"
+# Of a failing law's report, what a reader of the page needs.
+SHOWN = ("the law", "smallest input", "what is wrong", "expected", "got", "misconception")
+JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "rich", "typer")
+
+
+class NotReached(Exception):
+    """A source that cannot be had or a method that cannot be judged; the message says why."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of a source: what is called, what a reader should know, and why each requirement that fails does."""
+
+    called: str
+    note: str = ""
+    fails: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Public code at one commit, or one version of a package; files maps the files that are used to their SHA-256."""
+
+    name: str
+    title: str
+    url: str
+    licence: str
+    files: dict[str, str]
+    methods: dict[str, Method]
+    commit: str = ""
+    package: str = ""
+
+    def check(self, folder: Path) -> None:
+        """Raise NotReached unless the files in this folder are those that are pinned."""
+        for name, wanted in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise NotReached(f"{name}: no such file in {folder}")
+            got = hashlib.sha256(path.read_bytes()).hexdigest()
+            if got != wanted:
+                raise NotReached(f"{name}: got SHA-256 {got}, wanted {wanted}: it is another version of the file")
+
+
+def sources(path: Path = SOURCES) -> list[Source]:
+    """What sources.toml lists."""
+    found = tomllib.loads(path.read_text(encoding="utf-8"))["source"]
+    return [Source(**{**each, "methods": {name: Method(**said) for name, said in each["methods"].items()}}) for each in found]
+
+
+def bring(source: Source, given: Path | None = None) -> tuple[Path, Path]:
+    """The folder of a source, checked, and the Python that can run it. Raises NotReached."""
+    python, folder = Path(sys.executable), given
+    if source.package and folder is None:
+        python, folder = _with_package()
+    elif folder is None:
+        folder = FETCHED / source.name
+        if not all((folder / name).is_file() for name in source.files):
+            _fetch(source, folder)
+    source.check(folder)
+    return folder, python
+
+
+def _fetch(source: Source, folder: Path) -> None:
+    """A shallow fetch of the commit, without contents, and a checkout of the files that are used, with which alone theirs come."""
+    folder.mkdir(parents=True, exist_ok=True)
+    quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"}
+    for command in (
+        ["init", "--quiet"],
+        ["config", "remote.origin.url", source.url],
+        ["fetch", "--quiet", "--depth", "1", "--filter=blob:none", "origin", source.commit],
+        ["checkout", "--quiet", "FETCH_HEAD", "--", *source.files],
+    ):
+        _run(f"git {command[0]}", ["git", "-C", str(folder), *command], quiet, 600)
+
+
+def _with_package() -> tuple[Path, Path]:
+    """kvpress wants another transformers: its environment is that of `make peers`, with what the laws need."""
+    from benchmarks.cpu import environment
+
+    python = environment()
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run("pip install", [*pip, "--constraint", str(ROOT / "constraints.txt"), *JUDGES], {}, 900)
+    place = "import importlib.util; print(importlib.util.find_spec('kvpress').submodule_search_locations[0])"
+    return python, Path(_run("the search for kvpress", [str(python), "-c", place], {}, 60).strip()).parent
+
+
+def _run(what: str, command: list[str], environment: dict[str, str], seconds: float) -> str:
+    """What a command prints. Raises NotReached, naming `what` was to be done and the last that the command said."""
+    try:
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotReached(f"{what}: {error}") from error
+    if done.returncode:
+        raise NotReached(f"{what} ended with {done.returncode}: {_why(done.stderr)}")
+    return done.stdout
+
+
+def _why(output: str) -> str:
+    """The line of a failed command's output that says why it failed."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no word of why"]
+    return next((line for line in lines if line.lower().startswith(("fatal:", "error:"))), lines[-1])
+
+
+def judge(source: Source, method: str, folder: Path, python: Path, profile: str, adapters: Path) -> dict[str, Any]:
+    """What the laws of a method say: for each requirement the verdict, and the report of what fails. Raises NotReached."""
+    with tempfile.TemporaryDirectory() as report:
+        command = [str(python), "-m", "evictionary", "judge", str(adapters / source.name), "--method", method]
+        environment = os.environ | {f"WILD_{source.name.upper()}": str(folder), "PYTHONPATH": str(ROOT)}
+        try:
+            done = subprocess.run(
+                [*command, "--profile", profile, "--report", report],
+                env=environment, capture_output=True, text=True, timeout=1800, cwd=ROOT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise NotReached(f"{method}: the laws took longer than {error.timeout:.0f} s") from error
+        file = Path(report) / "conformance.json"
+        if done.returncode not in (0, 1) or not file.is_file():
+            raise NotReached(f"{method}: the judge ended with {done.returncode}: {_why(done.stdout + done.stderr)}")
+        verdict = json.loads(file.read_text(encoding="utf-8"))
+    found = verdict["implementations"][0]["requirements"]
+    return {
+        "suite": verdict["suite"],
+        "requirements": {name: _shortened(entry) for name, entry in found.items() if entry["verdict"] != "not provided"},
+    }
+
+
+def _shortened(entry: dict[str, Any]) -> dict[str, Any]:
+    """One requirement of conformance.json as it is stored: laws of mathematics and edges; bad input is put to no adapter."""
+    laws = [law for law in entry["laws"] if law["kind"] != "refusal"]
+    failing = [law for law in laws if law["outcome"] == "fail"]
+    mathematics = [law for law in failing if law["kind"] == "mathematics"]
+    kinds = {kind: verdict for kind, verdict in entry["kinds"].items() if kind != "refusal"}
+    verdict = kinds.get("mathematics") or (entry["verdict"] if not laws else "edges alone")
+    first = min(mathematics, key=lambda law: len(law["message"]), default=None)
+    return {
+        "verdict": verdict,
+        "reason": entry["reason"] if verdict not in ("pass", "fail") else "",
+        "laws": sum(law["kind"] == "mathematics" for law in laws),
+        "failing": sorted(law["law"].partition("::")[2] for law in mathematics),
+        "edges": sorted(law["law"].partition("::")[2] for law in failing if law["kind"] == "edge"),
+        "report": _report(first["message"]) if first else "",
+    }
+
+
+def _report(message: str) -> str:
+    """The lines of a failing law's report that SHOWN names, with what is indented below each."""
+    kept, taking = [], False
+    for line in message.splitlines():
+        if line.startswith("  ") and not line.startswith("    "):
+            taking = any(line.strip().startswith(label) for label in SHOWN)
+        elif not line.startswith(" "):
+            taking = False
+        if taking:
+            kept.append(line[2:].rstrip())
+    return "\n".join(kept)
+
+
+def survey(
+    found: list[Source],
+    given: dict[str, Path],
+    *,
+    profile: str,
+    adapters: Path = HERE / "adapters",
+    say: Callable[[str], None] = lambda line: None,
+    keep: Callable[[str, dict[str, Any]], None] = lambda name, row: None,
+) -> dict[str, dict[str, Any]]:
+    """Judge every method of these sources: by source and method what was found, or why nothing was; `keep` gets each at once."""
+    rows: dict[str, dict[str, Any]] = {}
+    for source in found:
+        try:
+            say(f"{source.name}: bringing it")
+            folder, python = bring(source, given.get(source.name))
+        except NotReached as error:
+            say(f"{source.name}: not reached: {error}")
+            for method in source.methods:
+                row = f"{source.name}/{method}"
+                rows[row] = {"not reached": str(error)}
+                keep(row, rows[row])
+            continue
+        for method in source.methods:
+            row = f"{source.name}/{method}"
+            try:
+                rows[row] = judge(source, method, folder, python, profile, adapters)
+            except NotReached as error:
+                rows[row] = {"not reached": str(error)}
+            say(f"{row}: {told(rows[row])}")
+            keep(row, rows[row])
+    return rows
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row in words: its requirements by verdict."""
+    if "not reached" in row:
+        return f"not reached: {row['not reached']}"
+    verdicts: dict[str, list[str]] = {}
+    for name, entry in row["requirements"].items():
+        verdicts.setdefault(entry["verdict"], []).append(name)
+    return "; ".join(f"{verdict} {', '.join(names)}" for verdict, names in verdicts.items()) or "no law could be asked"
+
+
+def unchecked(found: list[Source], rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The failing requirements that no note explains: nobody has looked at them yet, and the page does not publish them."""
+    return [
+        f"{source.name}/{method}: {name}"
+        for source in found
+        for method, said in source.methods.items()
+        for name, entry in rows.get(f"{source.name}/{method}", {}).get("requirements", {}).items()
+        if entry["verdict"] == "fail" and name not in said.fails
+    ]
+
+
+def page(found: list[Source], stored: dict[str, Any]) -> str:
+    """docs/wild.md, from what is stored."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    return environment.get_template("wild.md.j2").render(sources=found, **stored)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="NAME", help="this source alone; may be given several times")
+    parser.add_argument(
+        "--from", action="append", default=[], dest="given", metavar="NAME=FOLDER", help="a folder that has a source"
+    )
+    parser.add_argument("--profile", default="default", help="how many inputs a law draws, as of `evictionary judge`")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--page", action="store_true", help="judge nothing, write the page from results.json")
+    options = parser.parse_args(arguments)
+    found = sources()
+    names = [source.name for source in found]
+    given = {name: Path(os.environ[key]) for name in names if os.environ.get(key := f"WILD_{name.upper()}")}
+    for text in options.given:
+        name, _, folder = text.partition("=")
+        if name not in names or not folder or not Path(folder).is_dir():
+            parser.error(f"--from: got {text!r}, wanted NAME=FOLDER with one of {', '.join(names)} and a folder that is there")
+        given[name] = Path(folder).resolve()
+    if unknown := sorted(set(options.only or ()) - set(names)):
+        parser.error(f"--only: got {unknown[0]!r}, wanted some of {', '.join(names)}")
+    stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
+    if not options.page:
+        chosen = [source for source in found if not options.only or source.name in options.only]
+        listed = [f"{source.name}/{method}" for source in found for method in source.methods]
+
+        def keep(name: str, row: dict[str, Any]) -> None:
+            """Store a row at once, for a run takes long. What was judged before outlasts a source that is not reached now."""
+            if "not reached" not in row or name not in stored["rows"]:
+                stored["rows"][name] = row | {"date": datetime.now(UTC).date().isoformat()}
+            stored["rows"] = {each: stored["rows"][each] for each in listed if each in stored["rows"]}
+            RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+
+        def say(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        rows = survey(chosen, given, profile=options.profile, say=say, keep=keep)
+        if options.json:
+            print(json.dumps(rows, indent=1))
+    PAGE.write_text(page(found, stored), encoding="utf-8")
+    for line in (lines := unchecked(found, stored["rows"])):
+        print(f"not published, since no note says why it fails: {line}", file=sys.stderr)
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The wild page: its sources are pinned, each fail is explained, and a source that cannot be had costs itself alone. No network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cpu import KVPRESS
+from conformance import wild
+from evictionary.spec_tests.harness.law import REQUIREMENTS
+from evictionary.spec_tests.harness.planted import load_mutants
+
+SOURCES = wild.sources()
+ADAPTERS = wild.HERE / "adapters"
+STORED = json.loads(wild.RESULTS.read_text(encoding="utf-8"))
+HELPERS = {"selection", "clusters", "caches"}
+"""Files beside the adapters that are no method: a top-k of ours, and classes that two adapters share."""
+
+RIGHT = "def norms(keys):\n    return torch.norm(keys, dim=-1)\n"
+WRONG = "def norms(keys):\n    return (keys * keys).sum(dim=-1)\n"
+ADAPTER = """
+from conformance.borrowed import take
+
+ARRAY_LIBRARY = "torch"
+norms = take("{name}", "norms.py", "norms").norms
+
+
+def score(keys):
+    return -norms(keys)
+"""
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_every_source_is_pinned_and_has_its_adapters(source: wild.Source) -> None:
+    assert source.url.startswith("https://github.com/") and source.licence and source.title
+    assert re.fullmatch("[0-9a-f]{40}", source.commit) if source.commit else source.package == f"kvpress=={KVPRESS}"
+    assert source.files and all(re.fullmatch("[0-9a-f]{64}", digest) for digest in source.files.values())
+    written = {path.stem for path in (ADAPTERS / source.name).glob("*.py")} - HELPERS
+    assert {stem.removesuffix("_variants") for stem in written} == set(source.methods)
+
+
+def test_every_method_is_judged_and_every_fail_is_explained() -> None:
+    assert list(STORED["rows"]) == [f"{source.name}/{method}" for source in SOURCES for method in source.methods]
+    assert wild.unchecked(SOURCES, STORED["rows"]) == []
+    for source in SOURCES:
+        for method, said in source.methods.items():
+            found = STORED["rows"][f"{source.name}/{method}"]
+            failing = {name for name, entry in found.get("requirements", {}).items() if entry["verdict"] == "fail"}
+            assert "not reached" in found or set(said.fails) == failing, f"{source.name}/{method}"
+            for why in said.fails.values():
+                assert re.search(r"section \d", why) and re.search(r"\w+\.py", why), "it names neither the paper nor the source"
+
+
+def test_the_page_is_what_is_stored() -> None:
+    assert wild.PAGE.read_text(encoding="utf-8") == wild.page(SOURCES, STORED)
+
+
+def test_the_ledger_names_laws_and_mistakes_that_exist() -> None:
+    ledger = (wild.ROOT / "docs" / "bugs.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in ledger.splitlines() if line.startswith("| [")]
+    caught = [row for row in rows if len(row) == 6]
+    assert caught and all(row[3].strip() in REQUIREMENTS for row in caught)
+    mutants = load_mutants()
+    for row in caught:
+        for name in re.findall(r"`(\w+\.\w+)`", row[4]):
+            assert mutants[name].killed_by == row[3].strip(), name
+
+
+def repository(folder: Path, text: str) -> str:
+    """A git repository with one file; returns its commit."""
+    folder.mkdir()
+    (folder / "norms.py").write_text(text, encoding="utf-8")
+    git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e@x"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "norms"], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, wild.Source]:
+    """Two sources in repositories of their own, one right and one wrong, with their adapters."""
+    monkeypatch.setattr(wild, "FETCHED", tmp_path / "fetched")
+    found = {}
+    for name, text in (("right", RIGHT), ("wrong", WRONG)):
+        commit = repository(tmp_path / name, text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        methods = {"knorm": wild.Method("`norms`")}
+        url = (tmp_path / name).as_uri()
+        found[name] = wild.Source(name, name, url, "MIT", {"norms.py": digest}, methods, commit)
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+        (tmp_path / "adapters" / name / "knorm.py").write_text(ADAPTER.format(name=name), encoding="utf-8")
+    return found
+
+
+def test_a_source_is_brought_by_its_commit_and_judged(made: dict[str, wild.Source], tmp_path: Path) -> None:
+    told: list[str] = []
+    rows = wild.survey(list(made.values()), {}, profile="quick", adapters=tmp_path / "adapters", say=told.append)
+    assert rows["right/knorm"]["requirements"]["KN-1"]["verdict"] == "pass"
+    wrong = rows["wrong/knorm"]["requirements"]["KN-1"]
+    assert wrong["verdict"] == "fail" and "test_a_three_four_key_scores_minus_five" in wrong["failing"]
+    assert "smallest input" in wrong["report"] and str(tmp_path) not in wrong["report"]
+    assert wild.unchecked(list(made.values()), rows) == ["wrong/knorm: KN-1"]
+    assert "right/knorm: pass KN-1" in told and "wrong/knorm: fail KN-1" in told
+    page = wild.page(list(made.values()), {"rows": {name: row | {"date": "2026-01-01"} for name, row in rows.items()}})
+    assert "KN-1 (3 laws)" in page and "KN-1 fails, and nobody has looked at it yet." in page and "smallest input" not in page
+
+
+def test_what_is_not_to_be_had_costs_itself_alone(made: dict[str, wild.Source], tmp_path: Path) -> None:
+    right = made["right"]
+    other = replace(right, name="other", files={"norms.py": "0" * 64})
+    nowhere = replace(right, name="nowhere", url=(tmp_path / "nowhere").as_uri())
+    commit = replace(right, name="commit", commit="0" * 40)
+    folder = replace(made["wrong"], name="folder", files={"missing.py": "0" * 64})
+    given = {"other": tmp_path / "right", "folder": tmp_path / "wrong"}
+    rows = wild.survey([other, nowhere, commit, folder], given, profile="quick", adapters=tmp_path / "adapters")
+    assert re.fullmatch(r"norms.py: got SHA-256 \w{64}, wanted 0{64}: .*", rows["other/knorm"]["not reached"])
+    assert rows["folder/knorm"]["not reached"] == f"missing.py: no such file in {tmp_path / 'wrong'}"
+    for name in ("nowhere", "commit"):
+        assert rows[f"{name}/knorm"]["not reached"].startswith("git fetch ended with 128: fatal: ")
+
+
+def test_a_judge_that_judges_nothing_says_so(made: dict[str, wild.Source], tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "right" / "knorm.py").write_text("raise ImportError('no such thing')\n", encoding="utf-8")
+    row = wild.survey([made["right"]], {}, profile="quick", adapters=tmp_path / "adapters")["right/knorm"]
+    assert "the judge ended with 2" in row["not reached"] and "no such thing" in row["not reached"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--only", "nothing"], ["--from", "snapkv"], ["--from", "nothing=/"], ["--from", "snapkv=/no/folder"]]
+)
+def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        wild.main(arguments)
+    assert refused.value.code == 2 and f"{arguments[0]}: got " in capsys.readouterr().err
