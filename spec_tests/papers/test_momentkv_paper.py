@@ -606,6 +606,7 @@ def test_the_last_row_of_the_ablation_has_another_baseline():
     budgets = hundredths(np.subtract(AVERAGES["llama"]["Ada-KV"][:3], BASE))
     assert budgets == [1.82, 1.29, 0.26]
     assert (np.array(MI) < AVERAGES["llama"]["Ada-KV"][:3]).all()
+    assert hundredths([AVERAGES["llama"]["Ada-KV"][0] - MI[0]]) == [1.25]
 
 
 @law("MK-T4")
