@@ -20,6 +20,19 @@ def test_the_page_has_a_row_for_each_requirement() -> None:
     assert rows == sorted(REQUIREMENTS, key=list(REQUIREMENTS).index)
 
 
+def test_a_false_statement_says_what_holds_and_a_mended_formula_differs_from_the_printed_one() -> None:
+    assert {one.verdict for one in REQUIREMENTS.values()} <= {"definition", "true", "false", "restored", "measured"}
+    assert [one.id for one in REQUIREMENTS.values() if one.verdict == "false" and not one.mended] == []
+    mended = [one for one in REQUIREMENTS.values() if one.mended_tex]
+    assert mended and all(one.tex and one.tex != one.mended_tex and one.mended for one in mended)
+
+
+def test_the_page_judges_the_printed_statement_and_says_below_it_what_holds() -> None:
+    (row,) = [line for line in coverage.page().splitlines() if line.startswith("| KD-A1 |")]
+    printed, _, holds = row.partition("<br>*what holds:* ")
+    assert "6nd + d + 18n + 12" in printed and holds.startswith("6nd + 2d + 18n + 12") and "| false |" in holds
+
+
 def test_a_law_about_a_paper_alone_stands_in_the_folder_of_the_papers() -> None:
     assert [law.name for law in load_laws().values() if law.path.startswith("papers/") == bool(law.functions)] == []
 

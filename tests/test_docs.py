@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -33,10 +34,39 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert [link for link in links if not (target := (page.parent / link).resolve()).exists() and target not in MADE] == []
 
 
-def test_every_erratum_is_shown_by_a_test() -> None:
-    errata = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
-    for entry in re.split(r"^#{3,4} ", errata, flags=re.MULTILINE)[1:]:
-        if "**Printed**" in entry:
-            assert "**Holds**" in entry and "**Matters?**" in entry, entry.splitlines()[0]
-            # A wrong reference is seen by reading; everything else has a test.
-            assert re.search(r"spec_tests/[\w/]+\.py::\w+|\*\*Shown by\*\* reading", entry), entry.splitlines()[0]
+GRADES = {"wrong", "imprecise", "typo", "not reproducible from the text"}
+
+
+def errata() -> dict[str, str]:
+    """The title of each entry of the errata to its text."""
+    text = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
+    sections = (section.partition("\n") for section in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:])
+    return {title: body for title, _, body in sections if re.match(r"[A-Z]{2}-", title)}
+
+
+def test_every_erratum_has_the_same_five_parts_a_grade_and_a_test() -> None:
+    parts = ["Place", "Kindest reading", "Computation", "Test", "Grade"]
+    for title, body in errata().items():
+        assert re.findall(r"^- \*\*(.+?)\*\*", body, flags=re.MULTILINE) == parts, title
+        # A wrong reference is seen by reading; everything else has a test.
+        assert re.search(r"^- \*\*Test\*\* (`spec_tests/[\w/]+\.py::\w+`|reading: )", body, flags=re.MULTILINE), title
+
+
+def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
+    text = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+?)\]\(#(.+?)\) \|.*\| \*(.+?)\* \|", text, flags=re.MULTILINE)
+    graded = [
+        (title.partition(": ")[0], slugify(title, "-"), re.findall(r"^- \*\*Grade\*\* \*(.+?)\*", body, flags=re.MULTILINE)[0])
+        for title, body in errata().items()
+    ]
+    assert rows == graded
+    assert {grade for *_, grade in rows} == GRADES
+
+
+def test_ten_notes_for_the_authors_name_entries_of_the_errata() -> None:
+    upstream = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
+    notes = re.split(r"^### ", upstream, flags=re.MULTILINE)[1:]
+    anchors = [re.findall(r"\(errata\.md#(.+?)\)", note) for note in notes]
+    assert len(notes) == 10 and all(len(found) == 1 for found in anchors)
+    assert {found for (found,) in anchors} <= {slugify(title, "-") for title in errata()}
+    assert all(re.search(r"`spec_tests/papers/\w+\.py::\w+`", note) for note in notes)

@@ -52,6 +52,14 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         assert wanted in card
 
 
+def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they_differ() -> None:
+    cards = pages.equations("methods/keydiff.md", "keydiff")
+    count, score = (cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("KD-A1", "KD-8"))
+    printed, _, holds = count.partition("What holds:")
+    assert "6nd + d + 18n" in printed.partition("As printed:")[2] and "6nd + 2d + 18n" in holds.partition("</div>")[0]
+    assert "As printed" not in score and "What holds" not in score
+
+
 def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
     cards = pages.equations("methods/lagkv.md", "lagkv")
     first, last = (cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("LK-1", "LK-4"))

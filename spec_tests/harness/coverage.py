@@ -75,8 +75,9 @@ def page() -> str:
         "# Coverage",
         "",
         "Every numbered equation, theorem, table and claim, with the function that writes it and the laws that hold it to it.",
-        "A test fails where an id has no law and no reason. The verdict is on the paper's own statement: a *definition* cannot be",
-        "false, *restored* text was lost in extraction and derived anew, *measured* claims need a real model.",
+        "A test fails where an id has no law and no reason. The verdict is on the statement as the paper prints it: a *definition*",
+        "cannot be false, *restored* text was lost in extraction and derived anew, *measured* claims need a real model. Where",
+        "something else holds, or less, it stands below the statement.",
         "",
         f"{len(REQUIREMENTS)} requirements, {len(load_laws())} laws, {len(load_mutants())} planted mistakes.",
         "",
@@ -91,7 +92,9 @@ def page() -> str:
             listed = "<br>".join(f"{law.sentence}" for law in own) or f"none: {requirement.no_law}"
             cells = [
                 requirement.id,
-                f"{requirement.statement} ({requirement.where})" if requirement.where else requirement.statement,
+                requirement.statement
+                + (f" ({requirement.where})" if requirement.where else "")
+                + (f"<br>*what holds:* {requirement.mended}" if requirement.mended else ""),
                 requirement.verdict,
                 names,
                 listed,

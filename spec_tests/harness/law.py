@@ -25,8 +25,10 @@ REQUIREMENTS_FOLDER = SUITE / "requirements"
 class Requirement:
     """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are given.
 
-    `verdict` says what became of the paper's statement: definition, true, false, restored (its text was lost) or measured.
-    `no_law` says why a requirement has no law, where it has none. An equation has a `name`, and `tex`, the formula that pages show.
+    `statement` is what the paper prints, and `verdict` what became of it: definition, true, false, restored (its text was lost) or
+    measured. `mended` says what holds, where that is another or a narrower statement. `no_law` says why a requirement has no law,
+    where it has none. An equation has a `name`, and `tex`, the formula as printed; `mended_tex` is the formula that holds, where it
+    differs.
     """
 
     id: str
@@ -37,6 +39,8 @@ class Requirement:
     no_law: str = ""
     name: str = ""
     tex: str = ""
+    mended: str = ""
+    mended_tex: str = ""
 
     @property
     def source(self) -> str:

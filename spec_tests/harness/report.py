@@ -26,6 +26,7 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
         f"{requirement.id} does not hold for {' and '.join(law.functions)} of {implementation}",
         f"  the law         {law.sentence}",
         f"  the equation    {requirement.statement} ({requirement.source})",
+        *([f"  what holds      {requirement.mended}"] if requirement.mended else []),
     ]
     calls = implementation.calls
     if calls:

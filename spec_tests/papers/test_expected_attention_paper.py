@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from evictionary.reference import ada_kv
 from evictionary.reference.expected_attention import (
     Decoding,
     average_rope,
@@ -189,6 +190,16 @@ def test_a_small_epsilon_can_turn_the_ranking_over():
     one = np.ones((1, 1, 1))
     order = [top_k(score(keys, values, one, np.zeros((1, 1, 1, 1)), epsilon=eps), 1)[0, 0].argmax() for eps in (0, 0.02)]
     assert order == [0, 1]
+
+
+@law("EA-H", seed=seeds())
+def test_a_more_important_head_keeps_more(seed):
+    """AdaKV on these scores: a head whose values are ten times as long keeps more, and the layer keeps what it was given."""
+    generator = np.random.default_rng(seed)
+    keys, values, noise = generator.normal(size=(3, 1, 2, 40, 4))
+    values = values / np.linalg.norm(values, axis=-1, keepdims=True) * np.array([10.0, 1.0])[:, None, None]
+    kept = ada_kv.select(score(keys, values, noise[:, :, 0], np.zeros((1, 2, 4, 4))), 10, floor_ratio=0.2)
+    assert kept.sum(axis=-1).tolist() == [[18, 2]]
 
 
 @law("EA-L1")

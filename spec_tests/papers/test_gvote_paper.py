@@ -78,6 +78,16 @@ def test_layer_norm_does_not_make_a_channel_gaussian():
     assert (np.abs(kurtosis - 1) < 0.05).all()
 
 
+@law("GV-C2")
+def test_layer_norm_evens_out_the_lengths_of_tokens():
+    """What does hold: of Gaussian tokens of lengths 1 and 10 a channel has kurtosis 5.9 before RMS norm, and 2.9 after it."""
+    generator = np.random.default_rng(0)
+    states = generator.normal(size=(40_000, 64)) * np.repeat([1.0, 10.0], 20_000)[:, None]
+    normed = states / np.sqrt((states**2).mean(axis=1, keepdims=True))
+    before, after = ((x**4).mean() / (x**2).mean() ** 2 for x in (states, normed))
+    assert abs(before - 5.88) < 0.1 and abs(after - 3 * 64 / 66) < 0.1
+
+
 @law("GV-C3")
 def test_a_low_overlap_means_missing_tokens():
     """A candidate set with every irrelevant token in it has an overlap of 1; one without a needed token falls below p."""

@@ -231,6 +231,16 @@ def test_a_ratio_of_a_partition_is_not_the_ratio_of_the_cache():
     assert compression_ratio(3000, keep_ratio=0.5, sink_size=0, lag_size=3) > 0.5
 
 
+@law("LK-S8", seed=st.integers(0, 999), width=st.sampled_from([0.25, 1.0, 64.0]))
+def test_normalising_keeps_how_a_token_varies_across_its_channels(seed, width):
+    """Where the next partition is equally wide in all channels, a token's deviation about their levels stays, but for the unit."""
+    generator = np.random.default_rng(seed)
+    level, own = 10 * generator.normal(size=4), generator.random((9, 4))
+    following = level + width * np.array([[0.0], [1.0]])
+    kept = normalise(level + width * own, following).std(axis=1)
+    assert np.allclose(kept, own.std(axis=1), rtol=0, atol=1e-9)
+
+
 @law("LK-S8")
 def test_normalising_erases_the_variance_of_the_channels():
     """A channel a hundred times as wide in both partitions normalises to the same numbers: its variance is gone, by design."""
