@@ -97,6 +97,7 @@ def test_a_wrong_kernel_fails_inside_its_domain(file: Path) -> None:
     assert "keys = impl.round(case.keys)" in output  # and not a thousand numbers
 
 
+@pytest.mark.slow
 def test_what_needs_a_requirement_that_fails_is_not_judged(tmp_path: Path) -> None:
     (tmp_path / "keydiff.py").write_text(RAW_MEAN)
     (tmp_path / "selection.py").write_text(POSITIONS)

@@ -13,7 +13,7 @@ MUTANTS = load_mutants()
 
 
 # A sample at every run, all of them in `make test-all`.
-SAMPLED = [name if index % 25 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(sorted(MUTANTS))]
+SAMPLED = [name if index % 40 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(sorted(MUTANTS))]
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -34,7 +34,7 @@ SIZES = sorted(name for name, mutant in MUTANTS.items() if mutant.above)
 
 
 @pytest.mark.parametrize(
-    "name", [each if index % 5 == 0 else pytest.param(each, marks=pytest.mark.slow) for index, each in enumerate(SIZES)]
+    "name", [each if index % 16 == 0 else pytest.param(each, marks=pytest.mark.slow) for index, each in enumerate(SIZES)]
 )
 def test_a_mistake_of_size_passes_every_law_of_short_inputs(name: str) -> None:
     """It is right up to its size: only laws that draw long inputs (`examples`) can see it."""

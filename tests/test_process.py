@@ -194,8 +194,8 @@ def test_what_nobody_asked_for_is_seen_at_the_next_call(command: Callable[..., s
     program = Program(command("answer(1); answer(2)"))
     program.hello()
     assert program.call("keydiff.score", {}) == 1
-    with pytest.raises(ProgramFailed, match="printed something that nobody asked for"):
-        program.call("keydiff.score", {})
+    with pytest.raises(ProgramFailed, match=r"printed something that nobody asked for|answered out of order"):
+        program.call("keydiff.score", {})  # which of the two depends on when the second line arrives
     program.close()
 
 

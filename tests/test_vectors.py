@@ -97,7 +97,11 @@ def test_the_cases_say_what_the_reference_says(content: dict[str, Any]) -> None:
 
 
 def test_a_case_catches_the_mistakes_that_it_names_and_no_others(content: dict[str, Any]) -> None:
-    mutants = {name: each for name, each in load_mutants().items() if each.of == "knorm.score" and each.killed_by == "KN-1"}
+    mutants = {
+        name: each
+        for name, each in load_mutants().items()
+        if each.of == "knorm.score" and each.killed_by == "KN-1" and not each.above
+    }
     file = content["KN-1.json"]
     assert file["not_caught"] == []
     assert set(file["mistakes"]) == set(mutants)

@@ -109,7 +109,7 @@ def test_a_source_is_brought_by_its_commit_and_judged(made: dict[str, wild.Sourc
     assert wild.unchecked(list(made.values()), rows) == ["wrong/knorm: KN-1"]
     assert "right/knorm: pass KN-1" in told and "wrong/knorm: fail KN-1" in told
     page = wild.page(list(made.values()), {"rows": {name: row | {"date": "2026-01-01"} for name, row in rows.items()}})
-    assert "KN-1 (3 laws)" in page and "KN-1 fails, and nobody has looked at it yet." in page and "smallest input" not in page
+    assert re.search(r"KN-1 \(\d+ laws\)", page) and "KN-1 fails, and nobody has looked at it yet." in page and "smallest input" not in page
 
 
 def test_what_is_not_to_be_had_costs_itself_alone(made: dict[str, wild.Source], tmp_path: Path) -> None:
