@@ -38,11 +38,12 @@ def judge(
     methods: Annotated[
         list[str] | None, typer.Option("--method", help="Judge these methods only, such as keydiff; by default all that are there.")
     ] = None,
+    law: Annotated[str | None, typer.Option(help="Judge by this law only; a report names it.")] = None,
     domain: Annotated[
         list[str] | None,
         typer.Option(
-            help="What it accepts: head_dim=64,128, also value_dim, group, lag_size, batch, dtype, min_length, max_length, "
-            "length_multiple_of; may be given several times. A DOMAIN in the file or package says the same."
+            help="The inputs that it accepts: head_dim=64,128, also value_dim, group, lag_size, batch, dtype, min_length, "
+            "max_length, length_multiple_of; may be given several times. A DOMAIN in the file or package says the same."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="The device that torch implementations run on.")] = "cpu",
@@ -59,7 +60,7 @@ def judge(
     report: Annotated[Path | None, typer.Option(help="A folder for conformance.json, junit.xml and badge.json.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put an implementation to the laws of the functions that it provides.
+    """Judge an implementation by the laws of the functions that it provides.
 
     Three classes are told apart: mathematics, what the equation says; edge, a degenerate input whose meaning is our decision; and
     refusal, bad input that must raise. The exit code is 0 where the mathematics holds, 1 where it does not, and 2 where there is
@@ -83,6 +84,7 @@ def judge(
             options += [f"--dtype={dtype}"] if dtype else []
             options += [f"--expected-failures={expected_failures}"] if expected_failures else []
             options += ["--strict"] if strict else []
+            options += [f"-k={law}"] if law else []
             code = _run_pytest(laws, [str(law) for law in chosen], options, quiet=as_json)
             verdict = folder / "conformance.json"
             if as_json and verdict.is_file():

@@ -13,6 +13,7 @@ from evictionary.spec_tests.harness.diagnosis import misconceptions, numbers_in
 from evictionary.spec_tests.harness.implementation import Implementation
 from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.planted import Mutant
+from evictionary.spec_tests.harness.process import PREFIX
 from evictionary.spec_tests.harness.tolerance import Violation
 
 _MOST_PRINTED = 2**14  # numbers in an argument of a program that makes a call again; no short input has more
@@ -30,7 +31,8 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
     ]
     calls = implementation.calls
     if calls:
-        lines.append(f"  {'an' if law.examples else 'smallest'} input".ljust(18) + _indented(_arguments(calls[-1].arguments)))
+        small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
+        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + _indented(_arguments(calls[-1].arguments)))
     if isinstance(error, Violation):
         lines.append(f"  what is wrong   {error.message}")
         if error.expected is not None:
@@ -54,8 +56,14 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
         )
         lines.append(f"  made of         {drawn}")
     test = law.name.partition("::")[2]
-    lines.append(f"  this law alone  pytest spec_tests/{law.path}::{test} --impl {shlex.quote(implementation.origin)}")
+    lines.append(f"  this law alone  evictionary judge {_named(implementation.origin)} --law {test}")
     return "\n".join(lines)
+
+
+def _named(origin: str) -> str:
+    """What was judged, as the command line names it."""
+    program = origin.removeprefix(PREFIX)
+    return shlex.quote(origin) if program == origin else f"--exec {shlex.quote(program)}"
 
 
 def repro(implementation: Implementation, path: str) -> str:
