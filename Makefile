@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all mutants wheel-check new-method kernels compile-all measure peers wild lint laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all slow mutants wheel-check new-method kernels compile-all measure peers wild lint laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
@@ -19,10 +19,11 @@ test: lint .venv/installed
 	$(PYTEST) spec_tests tests --profile student
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/test_keydiff.py spec_tests/test_selection.py --impl optimized --dtype float16
 
-# What is slow, each by itself too: every planted mistake, the wheel, the recipe for a method, the kernels in Triton's interpreter.
-test-all: test mutants wheel-check new-method kernels
-	$(PYTEST) -m "slow and not browser" --deselect tests/test_mutants.py
-	$(PYTEST) spec_tests
+# And what is slow, each part by itself too; docs/testing.md says what the parts are and how long they take.
+test-all: test mutants wheel-check new-method kernels slow
+
+slow: .venv/installed
+	$(PYTEST) -m "slow and not browser" --deselect tests/test_mutants.py::test_every_mutant_dies_by_its_own_law
 	$(PYTEST) --profile thorough spec_tests/test_selection.py spec_tests/test_cache.py --impl reference --impl optimized
 
 mutants: .venv/installed
