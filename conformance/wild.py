@@ -32,7 +32,7 @@ RESULTS = HERE / "results.json"
 PAGE = ROOT / "docs" / "wild.md"
 FETCHED = ROOT / "build" / "wild"
 # Of a failing law's report, what a reader of the page needs.
-SHOWN = ("the law", "smallest input", "what is wrong", "expected", "got", "misconception")
+SHOWN = ("the law", "smallest input", "an input", "what is wrong", "expected", "got", "misconception")
 JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "rich", "typer")
 
 

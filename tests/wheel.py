@@ -67,6 +67,10 @@ def try_the_base(programs: Path, folder: Path) -> None:
     printed = run(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder)
     judged = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])
     assert judged["implementations"][0]["requirements"]["KD-8"]["kinds"]["mathematics"] == "pass"
+    client = f"{programs / 'python'} {ROOT / 'conformance' / 'clients' / 'keydiff.py'}"
+    assert "hold" in run(evictionary, "judge", "--exec", client, "--profile", "quick", cwd=folder)
+    run(evictionary, "vectors", "--output", "vectors", "--method", "knorm", cwd=folder)
+    run(evictionary, "vectors", "--check", "vectors", cwd=folder)
     run(evictionary, "start", "keydiff", cwd=folder)
     run(evictionary, "check", "keydiff", cwd=folder, code=1)
     (folder / "work" / "keydiff.py").write_text((ROOT / "docs" / "classroom" / "transcript" / "3_right.py").read_text())

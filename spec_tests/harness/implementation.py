@@ -354,8 +354,8 @@ def load(
 
 CONVENTIONS = {
     "indices": "a selection is the positions of the kept tokens, not a mask",
-    "ranks": "scores say the order of the tokens, and nothing by their numbers",
-    "beyond_budget": "protected tokens are kept beside the budget, not inside it",
+    "ranks": "only the order of the scores has a meaning, not their values",
+    "beyond_budget": "protected tokens are kept in addition to the budget, not inside it",
     "cu_lengths": "the rows of a compressed cache end at cumulative lengths, which begin with 0",
 }
 """The forms in which an implementation may answer; what it says so is no mistake."""
