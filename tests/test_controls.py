@@ -18,7 +18,7 @@ CLAIMS = [(name, control.dtypes[-1]) for name, control in sorted(CONTROLS.items(
 
 
 # A sample at every run, all of them in `make test-all`.
-SAMPLED = [claim if index % 24 == 0 else pytest.param(*claim, marks=pytest.mark.slow) for index, claim in enumerate(CLAIMS)]
+SAMPLED = [claim if index % 40 == 0 else pytest.param(*claim, marks=pytest.mark.slow) for index, claim in enumerate(CLAIMS)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), SAMPLED)

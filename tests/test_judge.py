@@ -81,6 +81,7 @@ def test_a_right_kernel_that_checks_nothing_holds_inside_its_domain(file: Path) 
     assert verdicts(file, "--domain", "head_dim=64,128 length_multiple_of=16")["KD-8"]["kinds"]["mathematics"] == "pass"
 
 
+@pytest.mark.slow
 def test_degenerate_input_and_refusals_count_where_they_are_asked_for(file: Path) -> None:
     file.write_text(UNCHECKED.replace("    assert keys.shape[-1] in (64, 128) and keys.shape[-2] % 16 == 0\n", ""))
     output = judge(file, "--method", "keydiff")
@@ -126,6 +127,7 @@ def test_a_softmax_by_log_add_exp_is_right(tmp_path: Path) -> None:
     assert "fail" not in judge(tmp_path / "lagkv.py", "--method", "lagkv").partition("edge")[0]
 
 
+@pytest.mark.slow
 def test_an_expected_failure_is_none_and_an_idle_line_is_told(file: Path, tmp_path: Path) -> None:
     file.write_text(RAW_MEAN)
     (tmp_path / "known.txt").write_text("KD-8 the raw mean is what we ship\nKN-1 long mended\n")

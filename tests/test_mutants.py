@@ -13,7 +13,7 @@ MUTANTS = load_mutants()
 
 
 # A sample at every run, all of them in `make test-all`.
-SAMPLED = [name if index % 40 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(sorted(MUTANTS))]
+SAMPLED = [name if index % 60 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(sorted(MUTANTS))]
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -99,7 +99,7 @@ def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
     output = subprocess.run([*command, "--dtype", "float32"], cwd=ROOT, capture_output=True, text=True).stdout
     assert "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)" in output
     assert "your numbers equal those of: the sign left out" in output
-    assert f"--impl 'exec:{start}'" in output
+    assert f"judge --exec '{start}' --law " in output
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
     (folder / "keydiff.py").write_text(RAW_MEAN_ANCHOR)
     done = judge("spec_tests/test_keydiff.py", "--impl", str(folder))
@@ -71,6 +72,7 @@ def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
     assert "your numbers equal those of: mean taken before normalising (KD-8)" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_previous_partition_is_told_so(folder: Path) -> None:
     (folder / "lagkv.py").write_text(PREVIOUS_PARTITION)
     done = judge("spec_tests/test_lagkv.py", "--impl", str(folder / "lagkv.py"), "-k", "best_tokens")
@@ -109,6 +111,7 @@ def test_too_few_results_are_told_so_with_a_program_that_runs(folder: Path) -> N
     assert done.stdout.startswith("expected ")
 
 
+@pytest.mark.slow
 def test_the_header_names_what_is_judged() -> None:
     done = judge("spec_tests/test_knorm.py", "--impl", "reference", "-v")
     assert done.returncode == 0
@@ -116,6 +119,7 @@ def test_the_header_names_what_is_judged() -> None:
     assert "knorm.score" in done.stdout
 
 
+@pytest.mark.slow
 def test_several_implementations_have_a_verdict_each(folder: Path) -> None:
     (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1)\n")
     done = judge("spec_tests/test_knorm.py", "--impl", "reference", "--impl", str(folder))
@@ -136,6 +140,7 @@ def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
     assert "<testsuite" in (tmp_path / "out" / "junit.xml").read_text()
 
 
+@pytest.mark.slow
 def test_what_is_required_must_be_provided(folder: Path) -> None:
     (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n")
     arguments = ("spec_tests/test_knorm.py", "spec_tests/test_selection.py", "--impl", str(folder))

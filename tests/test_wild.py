@@ -99,6 +99,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, wild.Sour
     return found
 
 
+@pytest.mark.slow
 def test_a_source_is_brought_by_its_commit_and_judged(made: dict[str, wild.Source], tmp_path: Path) -> None:
     told: list[str] = []
     rows = wild.survey(list(made.values()), {}, profile="quick", adapters=tmp_path / "adapters", say=told.append)
