@@ -51,7 +51,7 @@ def softmax_by_powers_of_two(states, following):
     return powers / np.add.reduce(powers, axis=-1, keepdims=True)
 
 
-@scorer(dtypes=NUMPY)
+@scorer(dtypes=NUMPY, max_length=4096)
 def every_share_by_differences(states, following):
     """1 / sum_j exp(d_j - d_i): no maximum, no quotient of sums."""
     deviation = deviation_of(states, following)
@@ -82,7 +82,7 @@ def normalised_in_place(states, following):
     return shares
 
 
-@scorer(dtypes=NUMPY)
+@scorer(dtypes=NUMPY, max_length=256)
 def lists_and_loops(states, following):
     """One head at a time, in Python's own numbers."""
     out = np.empty(states.shape[:-1], states.dtype)
@@ -122,7 +122,7 @@ def pairwise(parts):
     return pairwise(parts[:middle]) + pairwise(parts[middle:])
 
 
-@control(KEYDIFF, dtypes=NUMPY)
+@control(KEYDIFF, dtypes=NUMPY, max_length=4096)
 def anchor_by_recursion(keys):
     refuse_keys(keys)
     norms = np.sqrt((keys * keys).sum(axis=-1, keepdims=True))
@@ -132,7 +132,7 @@ def anchor_by_recursion(keys):
     return -np.einsum("...td,...d->...t", directions, mean) / np.where(length == 0, 1, length)
 
 
-@control(KEYDIFF, dtypes=("float64", "float32"))
+@control(KEYDIFF, dtypes=("float64", "float32"), max_length=4096)
 def all_cosines(keys):
     """Every pair of keys: the mean cosine to the others and itself, over the length of the anchor."""
     refuse_keys(keys)
@@ -144,7 +144,7 @@ def all_cosines(keys):
     return -means / np.where(length == 0, 1, length)
 
 
-@control(KEYDIFF, dtypes=("float64", "float32"))
+@control(KEYDIFF, dtypes=("float64", "float32"), max_length=256)
 def keys_in_lists(keys):
     refuse_keys(keys)
     out = np.empty(keys.shape[:-1], keys.dtype)

@@ -184,7 +184,7 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
     control = load_controls()[name]
     implementation = control.implementation(dtype)
     if bare:
-        implementation.domain = Domain.read(DOMAINS[seed % len(DOMAINS)])
+        implementation.domain |= Domain.read(DOMAINS[seed % len(DOMAINS)])
     found = []
     with unchecked() if bare else nullcontext():
         for law in load_laws().values():
