@@ -40,14 +40,9 @@ def log_add_exp_of_a_list(states, following):
 
 
 @scorer(dtypes=NUMPY)
-def softmax_without_a_maximum(states, following):
-    weights = np.exp(deviation_of(states, following) - 1)
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
-@scorer(dtypes=NUMPY)
 def softmax_by_powers_of_two(states, following):
-    powers = np.exp2(deviation_of(states, following) * math.log2(math.e))
+    deviation = deviation_of(states, following)
+    powers = np.exp2((deviation - deviation.max(axis=-1, keepdims=True)) * math.log2(math.e))
     return powers / np.add.reduce(powers, axis=-1, keepdims=True)
 
 
@@ -77,6 +72,7 @@ def normalised_in_place(states, following):
         shares = np.sqrt(work.sum(axis=-1) / (work.shape[-1] - 1))
     else:
         shares = np.zeros_like(work[..., 0])
+    shares -= shares.max(axis=-1, keepdims=True)
     np.exp(shares, out=shares)
     shares /= shares.sum(axis=-1, keepdims=True)
     return shares
@@ -97,8 +93,8 @@ def lists_and_loops(states, following):
             mean = sum(scaled) / len(scaled)
             squares = sum((value - mean) ** 2 for value in scaled)
             deviations.append(math.sqrt(squares / (len(scaled) - 1)) if len(scaled) > 1 else 0.0)
-        total = sum(math.exp(value) for value in deviations)
-        out[head] = [math.exp(value) / total for value in deviations]
+        weights = [math.exp(value - max(deviations)) for value in deviations]
+        out[head] = [weight / sum(weights) for weight in weights]
     return out
 
 
