@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from evictionary.reference import selection
+from evictionary.spec_tests.harness.domain import OutsideDomain
 
 FETCHED = Path(__file__).parent.parent / "build" / "wild"
 
@@ -86,6 +87,12 @@ def scores_by_budget(kept_at: Callable[[int], torch.Tensor], budgets: range) -> 
 def with_window(before: torch.Tensor, window: int) -> torch.Tensor:
     """Scores of the tokens before a window that is always kept, with infinity for the window."""
     return torch.nn.functional.pad(before, (0, window), value=math.inf)
+
+
+def refuse_within_window(length: int, window: int) -> None:
+    """Raise OutsideDomain for a prompt within the window, which such code leaves whole or refuses."""
+    if length <= window:
+        raise OutsideDomain("a prompt within the window, which this code leaves whole or refuses")
 
 
 def for_all_queries(queries: torch.Tensor, length: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
+from sampling import sampled
 from typer.testing import CliRunner, Result
 
 from docs_build import transcript
@@ -132,7 +133,7 @@ def test_the_starter_file_scores_nothing(name: str) -> None:
     assert "NotImplementedError" in result.lines[0].message
 
 
-@pytest.mark.parametrize("name", [NUMPY[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NUMPY[1:])])
+@pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
 def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str) -> None:
     one = assignments.load(name)
     right = bundled(one.stem)
@@ -165,9 +166,7 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "mutant"), [one if one is MISTAKES[0] else pytest.param(*one, marks=pytest.mark.slow) for one in MISTAKES]
-)
+@pytest.mark.parametrize(("name", "mutant"), sampled(MISTAKES, every=len(MISTAKES)))
 def test_a_mistake_loses_its_points_and_is_named(name: str, mutant: str) -> None:
     planted = load_mutants()[mutant]
     result = judged(name, bundled(assignments.load(name).stem, planted), examples=15)

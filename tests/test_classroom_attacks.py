@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sampling import sampled
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments
@@ -14,7 +15,7 @@ ORACLE = Path(next(iter(reference.__path__))) / "keydiff.py"
 
 
 # A sample at every run, all of them in `make test-all`.
-SAMPLED = [name if index % 4 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(attacks.SOURCES)]
+SAMPLED = sampled(attacks.SOURCES, every=4)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -6,6 +6,7 @@ import importlib
 from collections import Counter
 
 import pytest
+from sampling import sampled
 
 from evictionary.spec_tests.harness.implementation import STEMS
 from evictionary.spec_tests.harness.matrix import alarms
@@ -18,7 +19,7 @@ CLAIMS = [(name, control.dtypes[-1]) for name, control in sorted(CONTROLS.items(
 
 
 # A sample at every run, all of them in `make test-all`.
-SAMPLED = [claim if index % 40 == 0 else pytest.param(*claim, marks=pytest.mark.slow) for index, claim in enumerate(CLAIMS)]
+SAMPLED = sampled(CLAIMS, every=40)
 
 
 @pytest.mark.parametrize(("name", "dtype"), SAMPLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sampling import sampled
 
 from evictionary.spec_tests.harness.implementation import ANY
 from evictionary.spec_tests.harness.law import REQUIREMENTS
@@ -13,7 +14,7 @@ MUTANTS = load_mutants()
 
 
 # A sample at every run, all of them in `make test-all`.
-SAMPLED = [name if index % 60 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(sorted(MUTANTS))]
+SAMPLED = sampled(sorted(MUTANTS), every=60)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -33,9 +34,7 @@ def test_every_mutant_dies_by_its_own_law(name: str) -> None:
 SIZES = sorted(name for name, mutant in MUTANTS.items() if mutant.above)
 
 
-@pytest.mark.parametrize(
-    "name", [each if index % 16 == 0 else pytest.param(each, marks=pytest.mark.slow) for index, each in enumerate(SIZES)]
-)
+@pytest.mark.parametrize("name", sampled(SIZES, every=16))
 def test_a_mistake_of_size_passes_every_law_of_short_inputs(name: str) -> None:
     """It is right up to its size: only laws that draw long inputs (`examples`) can see it."""
     mutant = MUTANTS[name]

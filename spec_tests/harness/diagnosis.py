@@ -6,7 +6,6 @@ So the law is asked again, of larger inputs, and a mistake is named only where i
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,14 +18,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
-from evictionary.spec_tests.harness.law import Law
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.harness.law import LAWS, Law
+from evictionary.spec_tests.harness.planted import Mutant, answer, load_mutants
 from evictionary.spec_tests.harness.process import ProgramFailed
 
 # How many inputs are drawn to tell mistakes apart, and how many of the largest calls are compared.
 DRAWN, COMPARED = 24, 8
 # Numbers among the arguments of a call: with fewer, mistakes coincide; with more, comparing takes long.
 LEAST, MOST = 24, 2**15
+# How many laws more are asked where one leaves several mistakes.
+OTHER_LAWS = 3
 
 
 def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
@@ -48,18 +49,29 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
     if law.examples or law.kind != MATHEMATICS:
         # A long input tells mistakes apart. A degenerate or a bad one has one cause, of several that an implementation may have.
         return [mutants[0] for mutants in suspects.values() if len(mutants) == 1]
-    larger = _larger(law, implementation)
-    found = []
-    for function, mutants in suspects.items():
-        seen = [call for call in larger if call.function == function]
-        shown = sum(_differs(oracle(function), call, implementation.dtype) for call in seen)
-        left = [mutant for mutant in mutants if _agrees(mutant.function, seen, implementation.dtype)]
-        found += left if shown and len(left) == 1 else []
-    return found
+    shown = set()
+    for asked in [law, *_others(law, suspects, implementation)]:
+        larger = _larger(asked, implementation)
+        for function, mutants in suspects.items():
+            calls = larger.get(function, [])
+            suspects[function] = [mutant for mutant in mutants if _agrees(mutant.function, calls, implementation.dtype)]
+            if any(_differs(oracle(function), call, implementation.dtype) for call in calls):
+                shown.add(function)
+        if all(len(mutants) <= 1 for mutants in suspects.values()):
+            break
+    return [mutants[0] for function, mutants in suspects.items() if len(mutants) == 1 and function in shown]
 
 
-def _larger(law: Law, implementation: Implementation) -> list[Call]:
-    """The largest calls that the law makes of the implementation, and of those before them, the largest first."""
+def _others(law: Law, suspects: dict[str, list[Mutant]], implementation: Implementation) -> list[Law]:
+    """A few more laws of the same functions: one law may draw no input at which two mistakes differ."""
+    numeric = [each for each in LAWS.values() if each.drawn and not each.examples and each.kind == MATHEMATICS]
+    same = [each for each in numeric if each is not law and set(suspects) & set(each.functions)]
+    found = [each for each in same if not each.brute_force and not each.missing(implementation)[0]]
+    return sorted(found, key=lambda each: each.requirement.id != law.requirement.id)[:OTHER_LAWS]
+
+
+def _larger(law: Law, implementation: Implementation) -> dict[str, list[Call]]:
+    """The largest calls that the law makes of each function, and of those before them, the largest first."""
     asked = replace(implementation, calls=[], history=deque(implementation.history, maxlen=1024), drawn={})
 
     def ask(**arguments: Any) -> None:
@@ -72,13 +84,13 @@ def _larger(law: Law, implementation: Implementation) -> list[Call]:
         quietly = settings(max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
         with suppress(Exception, ProgramFailed):  # if nothing can be drawn, or a program dies, the earlier calls have to do
             quietly(given(**law.drawn)(ask))()
-    calls = {id(call): (numbers_in(tuple(call.arguments.values())), call) for call in asked.history if call.result is not None}
-    # A call of plain numbers has no size that could be too small.
-    fitting = sorted((one for one in calls.values() if one[0] == 0 or LEAST <= one[0] <= MOST), key=lambda one: -one[0])
-    by_function: dict[str, list[Call]] = {}
-    for _, call in fitting:
-        by_function.setdefault(call.function, []).append(call)
-    return [call for found in by_function.values() for call in found[:COMPARED]]
+    sized = [(numbers_in(tuple(call.arguments.values())), call) for call in asked.history if call.result is not None]
+    found: dict[str, list[Call]] = {}
+    for size, call in sorted(sized, key=lambda one: -one[0]):
+        # A call of plain numbers has no size that could be too small.
+        if (size == 0 or LEAST <= size <= MOST) and len(calls := found.setdefault(call.function, [])) < COMPARED:
+            calls.append(call)
+    return found
 
 
 def numbers_in(value: Any) -> int:
@@ -91,12 +103,8 @@ def _agrees(function: Callable[..., Any], calls: list[Call], dtype: str) -> bool
 
 
 def _differs(function: Callable[..., Any], call: Call, dtype: str) -> bool:
-    try:
-        with np.errstate(all="ignore"):
-            numbers = function(**copy.deepcopy(call.arguments))  # some planted mistakes write into their inputs
-    except Exception:
-        return True
-    return _unlike(call.result, numbers, dtype)
+    numbers = answer(function, call.arguments)
+    return isinstance(numbers, Exception) or _unlike(call.result, numbers, dtype)
 
 
 def _unlike(got: Any, other: Any, dtype: str) -> bool:

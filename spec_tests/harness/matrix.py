@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as with_seed
 
@@ -201,15 +202,11 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
 @contextmanager
 def unchecked() -> Iterator[None]:
     """The correct variants without their checks, each of which is a function `refuse...`."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("evictionary.spec_tests.controls.")]
-    checks = [(module, name, check) for module in modules for name, check in vars(module).items() if name.startswith("refuse")]
-    for module, name, _ in checks:
-        setattr(module, name, lambda *args, **kwargs: None)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [module for name, module in sys.modules.items() if name.startswith("evictionary.spec_tests.controls.")]:
+            for name in [name for name in vars(module) if name.startswith("refuse")]:
+                patch.setattr(module, name, lambda *args, **kwargs: None)
         yield
-    finally:
-        for module, name, check in checks:
-            setattr(module, name, check)
 
 
 def run_controls(seeds: int, max_examples: int, jobs: int) -> int:

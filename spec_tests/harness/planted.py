@@ -6,6 +6,7 @@ implementation fails with the numbers of a mutant, the report names that mistake
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -129,6 +130,15 @@ def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[.
         exec("from __future__ import annotations\n" + source, own)
         scope[path.split(".")[1]] = own[path.split(".")[1]]
     return np.errstate(all="ignore")(scope[of.split(".")[1]])  # a mistake dies by its numbers, not by a warning
+
+
+def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a right or a wrong function gives for a copy of the arguments, or the exception that it raises."""
+    try:
+        with np.errstate(all="ignore"):
+            return function(**copy.deepcopy(arguments))  # some planted mistakes write into their inputs
+    except Exception as error:
+        return error
 
 
 def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any) -> Implementation:
