@@ -20,13 +20,17 @@ from evictionary.spec_tests.harness.domain import OutsideDomain
 FETCHED = Path(__file__).parent.parent / "build" / "wild"
 
 
+def folder_of(source: str) -> Path:
+    """Where the files of a source lie: what the environment variable WILD_<SOURCE> names, or what `make wild` has brought."""
+    return Path(os.environ.get(f"WILD_{source.upper()}") or FETCHED / source)
+
+
 def take(source: str, path: str, *names: str, **given: Any) -> SimpleNamespace:
     """The functions and classes `names` of one file of a source, as they stand there.
 
-    Their imports are not run: torch, nn, F and math are there, and `given` stands for what else they name. The source is the folder
-    that `make wild` has brought, or the one that the environment variable WILD_<SOURCE> names.
+    Their imports are not run: torch, nn, F and math are there, and `given` stands for what else they name.
     """
-    file = Path(os.environ.get(f"WILD_{source.upper()}") or FETCHED / source) / path
+    file = folder_of(source) / path
     tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
     if missing := set(names) - {node.name for node in found}:
