@@ -134,9 +134,10 @@ def _controls() -> list[str]:
     content = json.loads(CONTROLS.read_text(encoding="utf-8"))
     return [
         "",
-        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, as it is and",
-        "bare (without checks of its arguments, inside a domain that kernel authors write). Each seed is at one of the dtypes that the",
-        f"variant claims, in turn, with {content['max_examples']} inputs a law; laws of long inputs are asked at each {content['long_every']}th seed.",
+        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, as it",
+        "is and bare: without checks of its arguments, inside a domain that kernel authors write. Each seed is at one of the dtypes",
+        f"that the variant claims, in turn, with {content['max_examples']} inputs a law;",
+        f"laws of long inputs are asked at each {content['long_every']}th seed.",
         f"{len(content['alarms'])} alarms in {content['runs']} runs",
         f"(`python -m spec_tests.harness.matrix --controls {content['seeds']}`).",
         "",
