@@ -17,8 +17,7 @@ from pathlib import Path
 from markdown.extensions.toc import slugify
 
 from evictionary.spec_tests.harness.coverage import functions, ids_of
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, Requirement
-from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, Requirement, load_laws
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 
 ROOT = Path(__file__).parent.parent

@@ -27,7 +27,7 @@ from evictionary.spec_tests.harness.cases import (
     shares,
     tiny_cases,
 )
-from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.law import load_laws
 
 
 def draws(strategy: SearchStrategy[Any], count: int) -> list[Any]:

@@ -37,8 +37,7 @@ from evictionary.classroom.child import Child, ChildDied, Limits, closed
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
 from evictionary.cli.app import app
-from evictionary.spec_tests.harness.law import REQUIREMENTS
-from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
 
 KERNEL = """

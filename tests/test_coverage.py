@@ -7,8 +7,7 @@ import re
 import pytest
 
 from evictionary.spec_tests.harness import coverage
-from evictionary.spec_tests.harness.law import REQUIREMENTS
-from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
 
 
 def test_every_requirement_has_a_law_or_a_reason() -> None:

@@ -6,8 +6,8 @@ import pytest
 from sampling import sampled
 
 from evictionary.spec_tests.harness.implementation import ANY
-from evictionary.spec_tests.harness.law import REQUIREMENTS
-from evictionary.spec_tests.harness.matrix import laws_for, load_laws, outcome
+from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.harness.matrix import laws_for, outcome
 from evictionary.spec_tests.harness.planted import load_mutants
 
 MUTANTS = load_mutants()

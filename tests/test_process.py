@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from evictionary.cli.app import app
 from evictionary.reference import cache, keydiff
 from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
-from evictionary.spec_tests.harness.matrix import load_laws, outcome
+from evictionary.spec_tests.harness.law import load_laws
+from evictionary.spec_tests.harness.matrix import outcome
 from evictionary.spec_tests.harness.process import Program, ProgramFailed
 from evictionary.spec_tests.harness.tolerance import Violation
 

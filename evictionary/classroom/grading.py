@@ -28,8 +28,8 @@ from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.diagnosis import misconceptions
 from evictionary.spec_tests.harness.implementation import Implementation, oracle
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
-from evictionary.spec_tests.harness.matrix import load_laws, outcome
+from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
+from evictionary.spec_tests.harness.matrix import outcome
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25

@@ -20,7 +20,7 @@ from evictionary.classroom import assignment as assignments
 from evictionary.classroom import attacks, grading
 from evictionary.classroom.assignment import Assignment, Step
 from evictionary.spec_tests.harness.implementation import STEMS, oracle
-from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.planted import Mutant, edited_source, load_mutants
 
 SWEEP_SEED = b"the seeds of the sweep"

@@ -11,8 +11,7 @@ import re
 from collections import defaultdict
 
 from evictionary.spec_tests.harness.implementation import STEMS
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, Requirement
-from evictionary.spec_tests.harness.matrix import load_laws
+from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, Requirement, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
 
 _ID = r"[A-Z][A-Z\d]{1,4}-[A-Z]?\d*"

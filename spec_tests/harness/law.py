@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+import pkgutil
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,6 +112,17 @@ class Law:
 
 
 LAWS: dict[str, Law] = {}
+
+
+def load_laws() -> dict[str, Law]:
+    """Import every `test_*.py` of the suite, those in papers/ too, and return the laws by name."""
+    for package in ("evictionary.spec_tests", "evictionary.spec_tests.papers"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if module.name.startswith("test_"):
+                importlib.import_module(f"{package}.{module.name}")
+    return LAWS
+
+
 # After so many inputs outside its domain, and none inside, nothing more is tried of a law.
 ENOUGH_OUTSIDE = 30
 

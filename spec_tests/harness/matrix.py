@@ -7,9 +7,7 @@ apart.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import pkgutil
 import signal
 import sys
 from collections import Counter
@@ -25,7 +23,7 @@ from hypothesis import seed as with_seed
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS
 from evictionary.spec_tests.harness.domain import Domain
 from evictionary.spec_tests.harness.implementation import ANY, Implementation
-from evictionary.spec_tests.harness.law import LAWS, Law
+from evictionary.spec_tests.harness.law import Law, load_laws
 from evictionary.spec_tests.harness.planted import Mutant, load_controls, load_mutants
 from evictionary.spec_tests.harness.verdict import suite_version
 
@@ -50,15 +48,6 @@ def _time_limit(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
-
-
-def load_laws() -> dict[str, Law]:
-    """Import every `test_*.py` of the suite, those in papers/ too, and return the laws by name."""
-    for package in ("evictionary.spec_tests", "evictionary.spec_tests.papers"):
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-            if module.name.startswith("test_"):
-                importlib.import_module(f"{package}.{module.name}")
-    return LAWS
 
 
 def prepared(law: Law, *, max_examples: int, seed: int | None) -> Callable[..., None]:
@@ -135,7 +124,7 @@ def _controls() -> list[str]:
     return [
         "",
         f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, as it",
-        "is and bare: without checks of its arguments, inside a domain that kernel authors write. Each seed is at one of the dtypes",
+        "is and bare: without checks of its arguments, inside a domain that kernel authors write. A seed is at one of the dtypes",
         f"that the variant claims, in turn, with {content['max_examples']} inputs a law;",
         f"laws of long inputs are asked at each {content['long_every']}th seed.",
         f"{len(content['alarms'])} alarms in {content['runs']} runs",
