@@ -60,6 +60,23 @@ def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they
     assert "As printed" not in score and "What holds" not in score
 
 
+@pytest.mark.parametrize(
+    ("identifier", "printed", "other"),
+    [
+        ("EA-1", r"\mathbb R^{h \times d}", r"\mathbb R^{d \times h}"),
+        ("EA-9", r"\lVert W_o v_i \rVert", r"\lVert v_i \rVert"),
+        ("KD-C1", r"\cos(k_*, q) \ge \frac a M - 1", r"k_*^\top q \ge a - M"),
+        ("MK-28", r"O(\sigma^4)", r"R_{\mathrm{den}} \hat f_E"),
+    ],
+)
+def test_a_card_keeps_the_form_of_the_paper_beside_the_other(identifier: str, printed: str, other: str) -> None:
+    entry = site.entries()[identifier]
+    card = pages.equations(entry.page, site.stem_of()[identifier]).partition(f"### {identifier} ")[2].partition("### ")[0]
+    left, _, right = card.partition("As used here:" if identifier == "EA-9" else "What holds:")
+    assert printed in left.partition("As printed:")[2] and other not in left
+    assert other in right.partition("</div>")[0]
+
+
 def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
     cards = pages.equations("methods/lagkv.md", "lagkv")
     first, last = (cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("LK-1", "LK-4"))
