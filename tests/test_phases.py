@@ -213,7 +213,7 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
     mean, variance = reference_gvote.hidden_statistics(hidden.double().numpy())
     weight = module.q_proj.weight.detach().double().numpy().reshape(4, 8, 32).swapaxes(-1, -2)
     sampled = reference_gvote.project(reference_gvote.sample_hidden_states(mean, variance, noise)[:, None], weight)
-    np.testing.assert_allclose(got.numpy(), reference_gvote.average_rotation(sampled, position=60), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got.numpy(), reference_gvote.rotate_by_average(sampled, position=60), rtol=1e-4, atol=1e-4)
 
 
 # ragged heads
