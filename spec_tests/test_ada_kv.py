@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import require_equal
@@ -198,6 +199,31 @@ def test_no_selection_with_the_protected_tokens_scores_more(impl, rows, safe, bu
 @law("AD-3", of=SELECT, kind="refusal", not_for=without(SELECT, "protected"), bad=st.sampled_from(["too many", "shape", "dtype"]))
 def test_protected_tokens_that_do_not_fit_are_refused(impl, bad):
     """More protected tokens in a head than the budget, a mask of another shape, and numbers in its place raise ValueError."""
+    assume(impl.reads_numbers or bad != "too many")
     protected = np.ones((1, 2, 4 if bad == "shape" else 3), dtype=float if bad == "dtype" else bool)
     with impl.refuses("protected"):
         impl.ada_kv.select(np.zeros((1, 2, 3)), 2 if bad == "too many" else 3, protected=protected)
+
+
+@law(
+    "AD-3",
+    of=SELECT,
+    examples=5,
+    not_for=without(SELECT, "protected"),
+    case=long_rows(("ties", "one_bin", "normal", "duplicate_keys")),
+    seed=seeds(),
+    percent=hundredths,
+)
+def test_protected_tokens_of_a_long_layer_are_kept_first(impl, case, seed, percent):
+    """Of a layer of up to 262,144 tokens each head keeps 33 protected ones and its share of the rest, and the layer its best."""
+    scores = impl.round(np.concatenate([case.keys[..., 0], case.keys[:, :, ::-1, 0] + 0.5], axis=1))
+    protected = np.zeros(scores.shape, dtype=bool)
+    places = np.random.default_rng(seed).random(scores.shape).argsort(axis=-1)[..., :33]
+    np.put_along_axis(protected, places, True, axis=-1)
+    taken = int(protected[0, 0].sum())
+    budget = taken + min(2048, (case.length - taken) // 2)
+    own = sorted_choice(scores, taken + percent * (budget - taken) // 100, protected)
+    layer = (1, scores[0].size)
+    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(scores.shape)
+    got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, protected=protected)
+    require_equal(got, expected, "other tokens of a long layer are kept than by a stable sort")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, over_group, require_equal
@@ -82,6 +83,7 @@ def test_the_head_with_the_larger_values_gets_what_is_free(impl, big, ratio):
 @law("MK-P2", of=SELECT_PROMPT, kind="refusal", not_for=no_sharing, bad=st.sampled_from(["protected", "floor_ratio"]))
 def test_a_shared_prompt_that_does_not_fit_is_refused(impl, bad):
     """A budget below the first token and the window, and a floor_ratio above 1, raise ValueError naming the argument."""
+    assume(impl.reads_numbers or bad != "protected")
     states = np.ones((1, 2, 6, 2))
     with impl.refuses(bad):
         impl.momentkv.select_prompt(
