@@ -47,6 +47,14 @@ def _own(scores: torch.Tensor, budget: int, alpha: Fraction, protected: torch.Te
     # Decision: as the observation window in the authors' code, what is protected leaves the budget before it is shared out.
     shares = [alpha.numerator * rest // alpha.denominator for rest in range(budget + 1)]  # exact: int64 could overflow
     counts = taken + torch.tensor(shares, device=scores.device)[(budget - taken).clamp(min=0)]
+    return ranks(scores, protected) < counts
+
+
+def ranks(scores: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
+    r"""SEL-3, SEL-4: the place of each token in its row, from 0: the protected tokens first, then the higher, then the earlier.
+
+    Args: scores and protected [..., T]. Returns int64 [..., T]. For rows that keep different numbers of tokens.
+    """
     order = scores.argsort(dim=-1, descending=True, stable=True)
     first = protected.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-    return order.gather(-1, first).argsort(dim=-1) < counts
+    return order.gather(-1, first).argsort(dim=-1)

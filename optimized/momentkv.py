@@ -286,15 +286,20 @@ def select_prompt(
     r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot; `update` takes the evicted ones.
 
     Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones; floor_ratio: a number, such as 0.2, and
-    the heads of a layer share H_kv * budget by `ada_kv.select`, as the paper has it; None, and each head keeps the budget.
+    the heads of a layer share H_kv * budget by their attention, by `ada_kv.select`, as the paper has it; None, and each head keeps
+    the budget.
     Returns kept [B, H_kv, T], boolean, ragged where the heads share. Raises ValueError naming the argument. Source: section 5.1.
     """
     scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
     position = torch.arange(scores.shape[-1], device=scores.device)
     protected = (position < as_count("sink_size", sink_size, low=0)) | (position >= scores.shape[-1] - queries.shape[2])
-    if floor_ratio is not None:
-        return ada_kv.select(scores, budget, floor_ratio=floor_ratio, protected=protected.expand(scores.shape))
-    return top_k(scores, budget, protected.expand(scores.shape))
+    protected = protected.expand(scores.shape)
+    if floor_ratio is None:
+        return top_k(scores, budget, protected)
+    # The attention alone says how much a head may keep, the score which of its tokens: values of length one leave the attention.
+    mass = score_prompt(queries, keys, values.new_ones((*scores.shape, 1)), chunk_size=chunk_size)
+    counts = ada_kv.select(mass, budget, floor_ratio=floor_ratio, protected=protected).sum(dim=-1, keepdim=True)
+    return ada_kv.ranks(scores, protected) < counts
 
 
 def _require_decoding(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -429,10 +429,13 @@ def chosen_by_partition(queries, keys, values, budget, *, sink_size=1, chunk_siz
     scores = prompt_by_products(queries, keys, values, chunk_size=chunk_size)
     place, length = np.arange(keys.shape[2]), keys.shape[2]
     kept = np.broadcast_to((place < sink_size) | (place >= length - queries.shape[2]), keys.shape[:3]).copy()
+    counts = np.full(keys.shape[:2], min(budget, length))
     if floor_ratio is not None:
-        return shared_token_by_token(scores, budget, floor_ratio=floor_ratio, protected=kept)
-    for _ in range(min(budget, length) - int(kept[0, 0].sum())):
-        np.put_along_axis(kept, np.where(kept, -np.inf, scores).argmax(axis=-1)[..., None], True, axis=-1)
+        mass = prompt_by_products(queries, keys, np.ones_like(keys[..., :1]), chunk_size=chunk_size)
+        counts = shared_token_by_token(mass, budget, floor_ratio=floor_ratio, protected=kept).sum(axis=-1)
+    for head in np.ndindex(counts.shape):
+        while kept[head].sum() < counts[head]:
+            kept[head][np.where(kept[head], -np.inf, scores[head]).argmax()] = True
     return kept
 
 
@@ -442,5 +445,6 @@ def torch_chosen(queries, keys, values, budget, *, sink_size=1, chunk_size=4, fl
     scores = torch_prompt(queries, keys, values, chunk_size=chunk_size)
     scores[..., :sink_size] = scores[..., keys.shape[2] - queries.shape[2] :] = torch.inf
     if floor_ratio is not None:
-        return torch_layer_sort(scores, budget, floor_ratio=floor_ratio, protected=scores.isinf())
+        mass = torch_prompt(queries, keys, torch.ones_like(values), chunk_size=chunk_size)
+        budget = torch_layer_sort(mass, budget, floor_ratio=floor_ratio, protected=scores.isinf()).sum(dim=-1, keepdim=True)
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < budget
