@@ -28,7 +28,7 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
-from evictionary.spec_tests.harness.planted import Mutant
+from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 from tutorials.build import heading, lessons, question
 
 LAYERS = ("reference", "optimized", "optimized/kernels")
@@ -246,6 +246,40 @@ def formulas(page: str, identifiers: str) -> str:
     return "\n".join(text)
 
 
+def laws(page: str, identifiers: str) -> str:
+    """The laws of some requirements, each with its file, its sentence and, folded, its source."""
+    lines = []
+    for law in (law for identifier in identifiers.split(", ") for law in entries()[identifier].laws):
+        at = law_definition(law)
+        judged = ", ".join(f"`{name}`" for name in law.functions) or "the paper alone"
+        name = f"[`{at.path}::{at.name}`]({relative(page, source_uri(at.path, at.name))})"
+        code = textwrap.indent(_fence(at.source), "    ")
+        lines += [f"- {law.requirement.id}, {name}, judges {judged}", "", f'??? example "{_quoted(law.sentence)}"', "", code, ""]
+    return "\n".join(lines)
+
+
+def _quoted(sentence: str) -> str:
+    return escaped(sentence).replace('"', "&quot;")
+
+
+def kills(page: str, identifiers: str) -> str:
+    """The planted mistakes that the laws of some requirements kill, as `python -m docs_build.kills` measured it."""
+    measured, planted = json.loads((ROOT / "docs" / "four_laws.json").read_text(encoding="utf-8")), load_mutants()
+    lines = []
+    for identifier in identifiers.split(", "):
+        # What is planted for a requirement dies by it, or a test fails, so it belongs here before the next measurement too.
+        own = [mutant.name for mutant in entries()[identifier].mutants if not mutant.above]
+        killed = sorted({*measured[identifier]["killed"], *own})
+        others = len(set(measured[identifier]["not_seen"]) - set(killed))
+        told = f"{len(killed)} planted mistakes die by the laws of {identifier}"
+        if others:
+            told += f"; {others} more in the same functions die by other laws"
+        lines += [f'??? failure "{told}"', ""]
+        lines += [f"    - `{planted[name].of}`: {_mistake(page, planted[name])}" for name in killed]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def signature(page: str, path: str) -> str:
     """The first lines of a function of reference/, up to its docstring, and the first line of that."""
     stem, _, name = path.partition(".")
@@ -279,6 +313,8 @@ MARKERS: dict[str, Callable[..., str]] = {
     "errata": errata_list,
     "lessons": lesson_table,
     "formulas": formulas,
+    "kills": kills,
+    "laws": laws,
     "measured": measured,
     "retrieved": retrieved,
     "signature": signature,

@@ -125,7 +125,7 @@ def average_rope(
 def score(
     keys: torch.Tensor, values: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor, *, epsilon: float = 0.02
 ) -> torch.Tensor:
-    r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are `ada_kv` on these scores.
+    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are `ada_kv` on these scores.
 
     Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; query_mean [B, H_q, D] and query_covariance [B, H_q, D, D],
     averaged over RoPE by `average_rope`, of any floating dtype; epsilon >= 0 (0.02 in the paper, 0 for needle retrieval).

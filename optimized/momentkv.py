@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_count, group_size
 
+from . import ada_kv
 from .attention import grouped_logits
 from .cache import compress
 from .checks import (
@@ -273,16 +274,32 @@ def score_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 
 
 def select_prompt(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, budget: int, *, sink_size: int = 1, chunk_size: int = 4
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    budget: int,
+    *,
+    sink_size: int = 1,
+    chunk_size: int = 4,
+    floor_ratio: float | None = None,
 ) -> torch.Tensor:
-    r"""MK-P: keep the first token, the observation window and the best other tokens, in one shot; `update` takes the evicted ones.
+    r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot; `update` takes the evicted ones.
 
-    Args: as `score_prompt`, and budget, at least the protected tokens. Returns kept [B, H_kv, T], boolean. Source: section 5.1.
+    Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones; floor_ratio: a number, such as 0.2, and
+    the heads of a layer share H_kv * budget by their attention, by `ada_kv.select`, as the paper has it; None, and each head keeps
+    the budget.
+    Returns kept [B, H_kv, T], boolean, ragged where the heads share. Raises ValueError naming the argument. Source: section 5.1.
     """
     scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
     position = torch.arange(scores.shape[-1], device=scores.device)
     protected = (position < as_count("sink_size", sink_size, low=0)) | (position >= scores.shape[-1] - queries.shape[2])
-    return top_k(scores, budget, protected.expand(scores.shape))
+    protected = protected.expand(scores.shape)
+    if floor_ratio is None:
+        return top_k(scores, budget, protected)
+    # The attention alone says how much a head may keep, the score which of its tokens: values of length one leave the attention.
+    mass = score_prompt(queries, keys, values.new_ones((*scores.shape, 1)), chunk_size=chunk_size)
+    counts = ada_kv.select(mass, budget, floor_ratio=floor_ratio, protected=protected).sum(dim=-1, keepdim=True)
+    return ada_kv.ranks(scores, protected) < counts
 
 
 def _require_decoding(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

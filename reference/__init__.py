@@ -1,7 +1,8 @@
 """The mathematics: every method in NumPy float64, one function per numbered equation, in the order of its paper.
 
-A file with the attribute `METHOD` is an eviction method; a file without it is shared by all methods
-(checks, attention, rope, selection, cache). Files here import only NumPy and `reference` itself.
+A file with the attribute `METHOD` is an eviction method. The others are the derivation and the variants of one method
+(`*_theory`, `*_variants`), the allocators (`ada_kv`, `pyramid_kv`), and what all methods share (`checks`, `attention`, `rope`,
+`selection`, `cache`). Files here import only NumPy and `reference` itself.
 
 `TRAITS = {"recursive"}` beside `METHOD` names the properties that most methods do not have:
 every_token: it compresses again with every new token;

@@ -96,9 +96,10 @@ def expected_weights(keys: np.ndarray, query_mean: np.ndarray, query_covariance:
 
 
 def contribution(weights: np.ndarray, values: np.ndarray, epsilon: float, w_o: np.ndarray | None = None) -> np.ndarray:
-    r"""EA-9: `(ahat_i + epsilon) |W_o v_i|`, and `|v_i|` in place of `|W_o v_i|` where no w_o is given.
+    r"""EA-9, EA-V: `(ahat_i + epsilon) |W_o v_i|` with w_o, equation 9 as printed; `(ahat_i + epsilon) |v_i|` without.
 
-    Args: weights [..., T]; values [..., T, D]; epsilon >= 0; w_o [h, D] or None. Returns [..., T]. Source: equation 9.
+    Args: weights [..., T]; values [..., T, D]; epsilon >= 0; w_o [h, D] or None. Returns [..., T].
+    Source: equation 9; section 3.1, implementation details, for the form without w_o.
     """
     # Decision: |v|, as in the paper's experiments; W_o would need every value projected.
     return (weights + epsilon) * norm(values if w_o is None else values @ np.swapaxes(w_o, -1, -2))
@@ -107,10 +108,11 @@ def contribution(weights: np.ndarray, values: np.ndarray, epsilon: float, w_o: n
 def score(
     keys: np.ndarray, values: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray, *, epsilon: float = 0.02
 ) -> np.ndarray:
-    r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are `ada_kv` on these scores.
+    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are `ada_kv` on these scores.
 
     Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and query_covariance [B, H_q, D, D], averaged over
     RoPE by `average_rope`; epsilon >= 0 (0.02 in the paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep.
+    With W_o v [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the experiments (EA-V).
     Raises ValueError naming the argument whose shape or numbers do not fit. Source: section 2.2, equations 7 to 9.
     """
     keys = as_float64("keys", keys, "B H_kv T D")

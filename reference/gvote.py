@@ -122,7 +122,7 @@ def average_cos_sin(head_dim: int, *, position: int, horizon: int = 512, theta: 
     return np.cos(angles).mean(axis=0), np.sin(angles).mean(axis=0)
 
 
-def average_rotation(queries: np.ndarray, *, position: int, horizon: int = 512, theta: float = 10000.0) -> np.ndarray:
+def rotate_by_average(queries: np.ndarray, *, position: int, horizon: int = 512, theta: float = 10000.0) -> np.ndarray:
     r"""GV-A8: `RoPE with the averaged cos and sin`, which is the mean of the query rotated to each of the positions.
 
     Args: queries [..., S, D], before RoPE; the settings of `average_cos_sin`. Returns [..., S, D]. Source: Algorithm 1, line 8.
@@ -204,5 +204,5 @@ def algorithm_1(
     mean, variance = hidden_statistics(hidden_states, sink_size=sink_size)
     sampled = project(sample_hidden_states(mean, variance, noise)[:, None], query_weight)
     # Decision: the averaged positions start at that of the next token, the length of the prompt.
-    rotated = average_rotation(sampled, position=np.shape(keys)[2], horizon=horizon, theta=theta)
+    rotated = rotate_by_average(sampled, position=np.shape(keys)[2], horizon=horizon, theta=theta)
     return prune(keys, values, select(query, keys, rotated, p=p))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import ada_kv
 from .attention import attention_logits, by_group, causal_attention, softmax
 from .checks import as_count, as_float64, as_kept, group_size, require_shape
 from .selection import top_k
@@ -242,18 +243,36 @@ def score_prompt(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, c
 
 
 def select_prompt(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, budget: int, *, sink_size: int = 1, chunk_size: int = 4
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    budget: int,
+    *,
+    sink_size: int = 1,
+    chunk_size: int = 4,
+    floor_ratio: float | None = None,
 ) -> np.ndarray:
-    r"""MK-P: keep the first token, the observation window and the best other tokens, in one shot; `update` takes the evicted ones.
+    r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot; `update` takes the evicted ones.
 
-    Args: as `score_prompt`, and budget, at least the protected tokens. Returns kept [B, H_kv, T], boolean.
-    The paper divides the budget over the heads by AdaKV: give the scores to `ada_kv` for that. Source: section 5.1.
+    Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones; floor_ratio: a number, such as 0.2, and
+    the heads of a layer share H_kv * budget by their attention, by `ada_kv.select`, as the paper has it; None, and each head keeps
+    the budget.
+    Returns kept [B, H_kv, T], boolean, ragged where the heads share. Raises ValueError naming the argument. Source: section 5.1.
     """
     scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
     length, window = scores.shape[-1], np.shape(queries)[2]
     position = np.arange(length)
     protected = (position < as_count("sink_size", sink_size, low=0)) | (position >= length - window)
-    return top_k(scores, budget, np.broadcast_to(protected, scores.shape))
+    if floor_ratio is None:
+        return top_k(scores, budget, np.broadcast_to(protected, scores.shape))
+    # The attention alone says how much a head may keep, the score which of its tokens: values of length one leave the attention.
+    mass = score_prompt(queries, keys, np.ones((*scores.shape, 1)), chunk_size=chunk_size)
+    shared = np.broadcast_to(protected, scores.shape)
+    counts = ada_kv.select(mass, budget, floor_ratio=floor_ratio, protected=shared).sum(axis=-1)
+    kept = np.zeros(scores.shape, dtype=bool)
+    for head in np.ndindex(counts.shape):
+        kept[head] = top_k(scores[head], int(counts[head]), protected)
+    return kept
 
 
 def _as_tokens(keys: np.ndarray, values: np.ndarray, lead: str = "... T") -> tuple[np.ndarray, np.ndarray]:

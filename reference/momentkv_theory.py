@@ -277,9 +277,10 @@ def algorithm_1(
     moments: Moments,
     budget: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Moments]:
-    r"""MK-A1: Algorithm 1 line by line as printed, for one head, to be compared with `momentkv.decode_step`.
+    r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for one head, to be compared with `momentkv.decode_step`.
 
-    Args: query, new_key [D]; new_value [D_v]; retained keys [T, D] and values [T, D_v]; moments without leading axes; budget (L).
+    Args: query, new_key [D]; new_value [D_v], which line 3 projects from the new hidden state; retained keys [T, D] and
+    values [T, D_v]; moments without leading axes; budget (L).
     Returns output [D_v], keys, values, moments. Raises FloatingPointError if a token is evicted with n_e = 0 (line 10 divides
     0 by 0), UnboundLocalError if nothing is evicted with n_e > 0 (line 22 reads means that were never set). Otherwise the
     output mixes with the means from before the last eviction and the count from after it.

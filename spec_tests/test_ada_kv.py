@@ -1,10 +1,15 @@
-"""Laws of AdaKV: AD-1, AD-2."""
+"""Laws of AdaKV: AD-1, AD-2, AD-3."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import require_equal
@@ -24,6 +29,32 @@ LAYERS = st.builds(
     head_dim=st.just(1),
 )
 hundredths = st.integers(0, 100)
+
+
+def without(path: str, argument: str) -> Callable[[Any], str]:
+    """A `not_for`: the law asks for an argument with a default that older implementations of the function do not take."""
+
+    def reason(impl: Any) -> str:
+        stem, name = path.split(".")
+        parameters = inspect.signature(getattr(impl.modules[stem], name)).parameters.values()
+        takes = any(each.name == argument or each.kind is each.VAR_KEYWORD for each in parameters)
+        return "" if takes else f"its {path} takes no {argument}"
+
+    return reason
+
+
+def shared_by_hand(scores, budget, ratio, protected):
+    """AdaKV token by token, for one layer [H, T]: what is protected, each head's own best, then the layer's best one at a time."""
+    heads, length = scores.shape
+    order = sorted(np.ndindex(heads, length), key=lambda place: (-scores[place], place))
+    kept = protected.copy()
+    for head in range(heads):
+        own = int(Fraction(str(ratio)) * (min(budget, length) - int(protected[head].sum())))
+        for place in [place for place in order if place[0] == head and not protected[place]][:own]:
+            kept[place] = True
+    for place in [place for place in order if not kept[place]][: heads * min(budget, length) - int(kept.sum())]:
+        kept[place] = True
+    return kept
 
 
 @law("AD-1", of=SELECT, case=LAYERS, budget=st.integers(0, 40), percent=hundredths)
@@ -107,4 +138,92 @@ def test_a_long_layer_is_shared_out_as_by_a_stable_sort(impl, case, percent):
     layer = (1, scores[0].size)
     expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(scores.shape)
     got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
+    require_equal(got, expected, "other tokens of a long layer are kept than by a stable sort")
+
+
+@law(
+    "AD-3",
+    of=SELECT,
+    not_for=without(SELECT, "protected"),
+    case=LAYERS,
+    seed=seeds(),
+    budget=st.integers(0, 40),
+    percent=hundredths,
+)
+def test_protected_tokens_stay_in_their_head_inside_the_budget(impl, case, seed, budget, percent):
+    """Each head keeps its own protected tokens, then its share of what they leave, then the layer's best: the total is exact."""
+    generator = np.random.default_rng(seed)
+    # Heads of unlike scores, so that some have nothing beyond their own share.
+    scores = impl.round(case.keys[..., 0] + generator.choice([0, 100], size=(*case.keys.shape[:2], 1)))
+    rank = generator.random(scores.shape).argsort(axis=-1).argsort(axis=-1)
+    protected = rank < generator.integers(0, min(budget, scores.shape[2]) + 1, size=(*scores.shape[:2], 1))
+    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, protected=protected)
+    require_mask(kept, scores.shape, "the selection")
+    if not kept[protected].all():
+        raise Violation("a protected token is evicted", protected, kept)
+    total = scores.shape[1] * min(budget, scores.shape[2])
+    require_equal(kept.sum(axis=(1, 2)), total, "the layer keeps another number of tokens")
+    expected = [shared_by_hand(layer, budget, percent / 100, mask) for layer, mask in zip(scores, protected, strict=True)]
+    require_equal(kept, np.array(expected), "other tokens are kept than one by one")
+
+
+@law(
+    "AD-3",
+    of=SELECT,
+    not_for=without(SELECT, "protected"),
+    rows=st.lists(st.lists(st.integers(-2, 3), min_size=3, max_size=3), min_size=2, max_size=2),
+    safe=st.lists(st.sampled_from([0, 1, 2, 4, 3, 6]), min_size=2, max_size=2),
+    budget=st.integers(0, 3),
+    percent=st.sampled_from([0, 34, 50, 67, 100]),
+)
+def test_no_selection_with_the_protected_tokens_scores_more(impl, rows, safe, budget, percent):
+    """Of all selections of the layer total with every head's protected tokens and its share of the rest, none has a larger sum."""
+    scores = np.array([rows], dtype=np.float64)
+    protected = np.array([[[bool(bits >> place & 1) for place in range(3)] for bits in safe]])
+    protected &= protected.cumsum(axis=-1) <= budget
+    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, protected=protected)
+    require_mask(kept, scores.shape, "the selection")
+    least = [int(taken) + percent * (budget - int(taken)) // 100 for taken in protected[0].sum(axis=-1)]
+    best = max(
+        sum(scores.flat[list(chosen)])
+        for chosen in itertools.combinations(range(6), 2 * budget)
+        if set(np.flatnonzero(protected)) <= set(chosen)
+        and sum(index < 3 for index in chosen) >= least[0]
+        and sum(index >= 3 for index in chosen) >= least[1]
+    )
+    if not kept[protected].all():
+        raise Violation("a protected token is evicted", protected, kept)
+    require_equal(scores[kept].sum(), best, "another selection with the same protected tokens scores more")
+
+
+@law("AD-3", of=SELECT, kind="refusal", not_for=without(SELECT, "protected"), bad=st.sampled_from(["too many", "shape", "dtype"]))
+def test_protected_tokens_that_do_not_fit_are_refused(impl, bad):
+    """More protected tokens in a head than the budget, a mask of another shape, and numbers in its place raise ValueError."""
+    assume(impl.reads_numbers or bad != "too many")
+    protected = np.ones((1, 2, 4 if bad == "shape" else 3), dtype=float if bad == "dtype" else bool)
+    with impl.refuses("protected"):
+        impl.ada_kv.select(np.zeros((1, 2, 3)), 2 if bad == "too many" else 3, protected=protected)
+
+
+@law(
+    "AD-3",
+    of=SELECT,
+    examples=5,
+    not_for=without(SELECT, "protected"),
+    case=long_rows(("ties", "one_bin", "normal", "duplicate_keys")),
+    seed=seeds(),
+    percent=hundredths,
+)
+def test_protected_tokens_of_a_long_layer_are_kept_first(impl, case, seed, percent):
+    """Of a layer of up to 262,144 tokens each head keeps 33 protected ones and its share of the rest, and the layer its best."""
+    scores = impl.round(np.concatenate([case.keys[..., 0], case.keys[:, :, ::-1, 0] + 0.5], axis=1))
+    protected = np.zeros(scores.shape, dtype=bool)
+    places = np.random.default_rng(seed).random(scores.shape).argsort(axis=-1)[..., :33]
+    np.put_along_axis(protected, places, True, axis=-1)
+    taken = int(protected[0, 0].sum())
+    budget = taken + min(2048, (case.length - taken) // 2)
+    own = sorted_choice(scores, taken + percent * (budget - taken) // 100, protected)
+    layer = (1, scores[0].size)
+    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(scores.shape)
+    got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, protected=protected)
     require_equal(got, expected, "other tokens of a long layer are kept than by a stable sort")

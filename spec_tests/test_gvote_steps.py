@@ -299,7 +299,7 @@ def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta)
 
 @law(
     "GV-A8",
-    of="gvote.average_rotation",
+    of="gvote.rotate_by_average",
     case=cases(kinds=("normal", "ties", "outlier_channel")),
     position=st.integers(0, 99),
     horizon=st.integers(1, 9),
@@ -309,11 +309,11 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     """Rotating to each of the positions and averaging gives the same; one position is RoPE itself; no query grows."""
     queries = np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1)  # an even number of channels
     settings = {"position": position, "horizon": horizon, "theta": theta}
-    allowed = impl.allowance("gvote.average_rotation", queries, **settings)
+    allowed = impl.allowance("gvote.rotate_by_average", queries, **settings)
     # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair by its radius.
     moved = angle_error(impl.dtype, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
     allowed = replace(allowed, largest=allowed.largest + moved.max(), mean=allowed.mean + moved.mean())
-    got = impl.gvote.average_rotation(queries, **settings)
+    got = impl.gvote.rotate_by_average(queries, **settings)
     allowed.check(got, "the averaged queries")
     queries = impl.round(queries)
     by_position = [rope.rotate(queries, np.array(place), theta) for place in range(position, position + horizon)]

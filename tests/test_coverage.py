@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
 from evictionary.spec_tests.harness import coverage
-from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.harness.law import REQUIREMENTS, REQUIREMENTS_FOLDER, SUITE, load_laws
 
 
 def test_every_requirement_has_a_law_or_a_reason() -> None:
@@ -30,6 +31,49 @@ def test_the_page_judges_the_printed_statement_and_says_below_it_what_holds() ->
     (row,) = [line for line in coverage.page().splitlines() if line.startswith("| KD-A1 |")]
     printed, _, holds = row.partition("<br>*what holds:* ")
     assert "6nd + d + 18n + 12" in printed and holds.startswith("6nd + 2d + 18n + 12") and "| false |" in holds
+
+
+PRINTED = tomllib.loads((SUITE / "papers" / "printed.toml").read_text(encoding="utf-8"))
+NUMBER = r"(?:[A-Z]\.)?\d+"
+NUMBERS = rf"{NUMBER}(?:(?:, | and | to ){NUMBER})*"
+
+
+def spelled_out(numbers: str) -> set[str]:
+    """The numbers of "1 and 6 to 8, A.1": 1, 6, 7, 8, A.1."""
+    found = set()
+    for part in re.split(r", | and ", numbers):
+        first, _, last = part.partition(" to ")
+        found |= set(map(str, range(int(first), int(last) + 1))) if last else {first}
+    return found
+
+
+def placed(stem: str) -> dict[str, set[str]]:
+    """What the places of a paper's requirements name by a number: {"figure": {"1", "6"}}."""
+    found: dict[str, set[str]] = {}
+    for requirement in tomllib.loads((REQUIREMENTS_FOLDER / f"{stem}.toml").read_text(encoding="utf-8")).values():
+        where = requirement["where"].lower() if isinstance(requirement, dict) else ""
+        kinds = rf"(equation|listing|theorem|lemma|table|figure|algorithm|line)s? ({NUMBERS.replace('A-Z', 'a-z')})"
+        for kind, numbers in re.findall(kinds, where):
+            found.setdefault(kind, set()).update(each.upper() for each in spelled_out(numbers))
+    return found
+
+
+@pytest.mark.parametrize("stem", sorted(PRINTED))
+def test_every_numbered_object_of_a_paper_has_a_requirement(stem: str) -> None:
+    """Equations, algorithm lines, theorems, tables and figures: those of the list are those that a requirement has as its place."""
+    listed = {kind: spelled_out(numbers) for kind, numbers in PRINTED[stem]["numbered"].items()}
+    # Places name figures and tables of the paper at hand alone, so the two are equal.
+    assert placed(stem) == listed
+
+
+@pytest.mark.parametrize("stem", sorted(PRINTED))
+def test_every_figure_that_a_paper_claims_has_a_requirement_of_that_paper(stem: str) -> None:
+    own = tomllib.loads((REQUIREMENTS_FOLDER / f"{stem}.toml").read_text(encoding="utf-8"))
+    assert {identifier for identifier in PRINTED[stem]["claims"].values() if identifier not in own} == set()
+    # And no claim that is judged is missing from the list: claims have ids without an equation.
+    judged = {name for name in own if re.fullmatch(r"[A-Z]{2}-(S\d+|C\d+|M|O|H|V|P2?)", name)}
+    theorems = {name for name in judged if stem == "keydiff" and name.startswith("KD-C")}
+    assert judged - theorems <= set(PRINTED[stem]["claims"].values())
 
 
 def test_a_law_about_a_paper_alone_stands_in_the_folder_of_the_papers() -> None:

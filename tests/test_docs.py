@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from markdown.extensions.toc import slugify
 
+from evictionary.spec_tests.harness.coverage import ids_of
+from evictionary.spec_tests.harness.law import REQUIREMENTS
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Pages that are made when the site is built.
@@ -61,6 +64,12 @@ def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
     ]
     assert rows == graded
     assert {grade for *_, grade in rows} == GRADES
+
+
+def test_what_is_graded_wrong_is_a_statement_that_the_requirements_call_false() -> None:
+    for title, body in errata().items():
+        if "- **Grade** *wrong*" in body:
+            assert "false" in {REQUIREMENTS[identifier].verdict for identifier in ids_of(title)}, title
 
 
 def test_ten_notes_for_the_authors_name_entries_of_the_errata() -> None:

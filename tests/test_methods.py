@@ -177,11 +177,15 @@ def test_what_a_users_method_is_stands_in_its_file(tmp_path: Path, model: LlamaF
     assert user_method(tmp_path, f"TRAITS = ('recursive',){recursive}").traits == {"recursive"}
 
 
-def test_an_allocator_leaves_a_mask_as_it_is(states: dict[str, torch.Tensor]) -> None:
-    """MomentKV selects from a prompt by a mask of its own, so there are no scores for ada_kv to share a budget out by."""
-    states["queries"] = torch.randn(1, 4, 40, 4, generator=torch.Generator().manual_seed(0))
+def test_the_heads_of_momentkv_share_a_prompts_budget_by_an_allocator(states: dict[str, torch.Tensor]) -> None:
+    """MK-P2: the heads keep different numbers of tokens, as many together; each keeps the first token and the window of 4."""
+    states["queries"] = 8 * torch.randn(1, 4, 40, 4, generator=torch.Generator().manual_seed(0))
     alone, composed = (resolve(name).kept(states, Request(budget=8)) for name in ("momentkv", "momentkv+ada_kv"))
-    assert torch.equal(alone, composed)
+    assert alone.sum(dim=-1).unique().tolist() == [8]
+    assert composed.sum() == alone.sum()
+    assert len(composed.sum(dim=-1).unique()) > 1
+    for kept in (alone, composed):
+        assert kept[..., 0].all() and kept[..., -4:].all()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import UsageError
-from evictionary.methods.method import Request
+from evictionary.methods.method import OBSERVED, Request
 from evictionary.methods.resolve import resolve
+from evictionary.models.load import load as load_model
 from evictionary.optimized.momentkv import Moments
 from evictionary.reference import ada_kv as reference_ada_kv
 from evictionary.reference import expected_attention as reference_expected_attention
@@ -146,6 +147,40 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens:
     np.testing.assert_allclose(output.numpy(), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_momentkv_shares_the_budget_of_a_prompt_as_the_paper_has_it(model: LlamaForCausalLM) -> None:
+    """MK-P2, the first layer against the reference: what each head keeps, and the moments of what it evicts."""
+    queries, keys, values = first_layer_with_queries(model)
+    cache = cached(model, IDS, "momentkv+ada_kv", budget=20)
+    wanted = reference_momentkv.select_prompt(queries[:, :, -10:], keys, values, 20, floor_ratio=0.2)
+    layer = cache.layers[0]
+    assert layer.lengths.tolist() == wanted.sum(axis=-1).tolist() != [[20, 20]]
+    assert positions_of(layer) == [np.flatnonzero(kept).tolist() for kept in wanted[0]]
+    moments = reference_momentkv.update(reference_momentkv.no_moments(keys, values), keys, values, ~wanted)
+    for got, want in zip(layer.moments, moments, strict=True):
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.slow  # it installs the embedded model where it is not there yet
+def test_every_head_of_a_real_model_keeps_the_first_token_and_the_window() -> None:
+    """MK-P2 in all layers of the embedded model: the heads of a layer share its budget, and the moments hold every other token."""
+    real, tokenizer = load_model()
+    text = " ".join(f"Line {line}: the {('red', 'old', 'tall')[line % 3]} house has {line * 7 % 11} windows." for line in range(60))
+    ids = tokenizer(text, return_tensors="pt").input_ids.to(real.device)
+    length, budget = ids.shape[1], ids.shape[1] // 4
+    assert budget > 2 * OBSERVED
+    ragged = 0
+    with EvictingCache(real, "momentkv+ada_kv", budget=budget) as cache:
+        read(real, ids, cache)
+        for layer in cache.layers:
+            heads = positions_of(layer)
+            assert all(row[0] == 0 and row[-OBSERVED:] == list(range(length - OBSERVED, length)) for row in heads)
+            assert sum(map(len, heads)) == budget * len(heads)
+            ragged += len(set(map(len, heads))) > 1
+            assert (layer.moments.count + layer.lengths == length).all()
+        logits = read(real, ids[:, -1:], cache)
+    assert ragged > len(cache.layers) // 2 and logits.isfinite().all()
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 20])
 def test_momentkv_with_a_budget_of_one_token(model: LlamaForCausalLM, length: int) -> None:
     cache = EvictingCache(model, "momentkv", budget=1)
@@ -178,7 +213,7 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
     mean, variance = reference_gvote.hidden_statistics(hidden.double().numpy())
     weight = module.q_proj.weight.detach().double().numpy().reshape(4, 8, 32).swapaxes(-1, -2)
     sampled = reference_gvote.project(reference_gvote.sample_hidden_states(mean, variance, noise)[:, None], weight)
-    np.testing.assert_allclose(got.numpy(), reference_gvote.average_rotation(sampled, position=60), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got.numpy(), reference_gvote.rotate_by_average(sampled, position=60), rtol=1e-4, atol=1e-4)
 
 
 # ragged heads

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from docs_build import entries as site
-from docs_build import hooks, pages
+from docs_build import hooks, kills, pages
 from evictionary.spec_tests.harness.implementation import STEMS
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
@@ -60,6 +60,23 @@ def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they
     assert "As printed" not in score and "What holds" not in score
 
 
+@pytest.mark.parametrize(
+    ("identifier", "printed", "other"),
+    [
+        ("EA-1", r"\mathbb R^{h \times d}", r"\mathbb R^{d \times h}"),
+        ("EA-9", r"\lVert W_o v_i \rVert", r"\lVert v_i \rVert"),
+        ("KD-C1", r"\cos(k_*, q) \ge \frac a M - 1", r"k_*^\top q \ge a - M"),
+        ("MK-28", r"O(\sigma^4)", r"R_{\mathrm{den}} \hat f_E"),
+    ],
+)
+def test_a_card_keeps_the_form_of_the_paper_beside_the_other(identifier: str, printed: str, other: str) -> None:
+    entry = site.entries()[identifier]
+    card = pages.equations(entry.page, site.stem_of()[identifier]).partition(f"### {identifier} ")[2].partition("### ")[0]
+    left, _, right = card.partition("As used here:" if identifier == "EA-9" else "What holds:")
+    assert printed in left.partition("As printed:")[2] and other not in left
+    assert other in right.partition("</div>")[0]
+
+
 def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
     cards = pages.equations("methods/lagkv.md", "lagkv")
     first, last = (cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("LK-1", "LK-4"))
@@ -83,6 +100,28 @@ def test_the_method_in_short_shows_formulas_that_lead_to_their_cards() -> None:
     assert text.count("$$") == 4
     assert r"\mathrm{score}_i = -\cos(\mu, k_i)" in text
     assert "[KD-8 · The score](keydiff.md#kd-8){ .from }" in text and "(keydiff.md#kd-7)" in text
+
+
+FOUR_LAWS = json.loads((DOCS / "four_laws.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_of_four_laws_quotes_each_law_and_lists_what_it_kills() -> None:
+    text = pages.filled("four_laws.md", (DOCS / "four_laws.md").read_text(encoding="utf-8"))
+    assert "<!--" not in text
+    for identifier in kills.SHOWN:
+        entry = site.entries()[identifier]
+        for law in entry.laws:
+            assert f"def {law.name.partition('::')[2]}(" in text
+        for mutant in entry.mutants:
+            assert mutant.above or (f"`{mutant.of}`: " in text and pages.escaped(mutant.misconception) in text)
+
+
+@pytest.mark.parametrize("identifier", kills.SHOWN)
+def test_the_stored_kill_lists_are_of_the_mistakes_that_are_planted(identifier: str) -> None:
+    stored, planted = FOUR_LAWS[identifier], {mutant.name: mutant for mutant in kills.candidates(identifier)}
+    assert not set(stored["killed"]) & set(stored["not_seen"])
+    assert set(stored["killed"]) | set(stored["not_seen"]) <= set(planted)
+    assert kills.dies(planted[stored["killed"][0]], identifier)
 
 
 def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() -> None:

@@ -43,7 +43,7 @@ def synthetic_queries(layer: Layer, length: int, horizon: int, theta: float, noi
     states = paper.sample_hidden_states(mean, variance, noise)
     bias = None if layer.query_bias is None else as_array(layer.query_bias)
     sampled = paper.project(states[None], as_array(layer.query_weight), bias)
-    return paper.average_rotation(sampled, position=length, horizon=horizon, theta=theta)
+    return paper.rotate_by_average(sampled, position=length, horizon=horizon, theta=theta)
 
 
 def observe(lab: Lab, recording: Recording) -> Observed:

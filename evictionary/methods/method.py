@@ -166,6 +166,8 @@ class Method:
             function = self.prompt_function
             if amount == 1 and "sink_size" in inspect.signature(function).parameters:
                 options["sink_size"] = 0  # a budget of one token has no room for sinks beside the newest token
+            if self.head_budgets and "floor_ratio" in inspect.signature(function).parameters:  # it shares the budget out itself
+                options["floor_ratio"] = inspect.signature(self.head_budgets).parameters["floor_ratio"].default
             if "queries" in states:
                 available["queries"] = states["queries"][:, :, -min(OBSERVED, max(1, amount // 2)) :]
         static = None if request.static is None else request.static[piece.rows.start or 0]

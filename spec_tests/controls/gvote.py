@@ -14,7 +14,7 @@ from evictionary.spec_tests.harness.planted import control
 
 WEIGHTS, NUCLEUS, SELECT = "gvote.attention_weights", "gvote.nucleus", "gvote.select"
 STATISTICS, SAMPLE, PROJECT = (f"gvote.{name}" for name in ("hidden_statistics", "sample_hidden_states", "project"))
-COS_SIN, ROTATION, LOGITS = (f"gvote.{name}" for name in ("average_cos_sin", "average_rotation", "sampled_logits"))
+COS_SIN, ROTATION, LOGITS = (f"gvote.{name}" for name in ("average_cos_sin", "rotate_by_average", "sampled_logits"))
 TOP_EACH, ALLOCATE, UNION, PRUNE = "gvote.top_each", "gvote_theory.allocate", "gvote.union", "gvote.prune"
 ALGORITHM, OPTIMAL, OVERLAP = "gvote.algorithm_1", "gvote_theory.optimal_keep_set", "gvote_theory.attention_overlap"
 

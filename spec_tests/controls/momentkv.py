@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from evictionary.reference.momentkv import Moments, Recovered, Step
+from evictionary.spec_tests.controls.shared import token_by_token as shared_token_by_token
+from evictionary.spec_tests.controls.shared import torch_layer_sort
 from evictionary.spec_tests.harness.planted import control
 
 UPDATE, SCORE, ATTEND, RECOVER = (f"momentkv.{name}" for name in ("update", "score", "attend", "recover"))
@@ -422,19 +424,27 @@ def torch_prompt(queries, keys, values, *, chunk_size=4):
 
 
 @control(SELECT_PROMPT, dtypes=SINGLE)
-def chosen_by_partition(queries, keys, values, budget, *, sink_size=1, chunk_size=4):
+def chosen_by_partition(queries, keys, values, budget, *, sink_size=1, chunk_size=4, floor_ratio=None):
     """The protected tokens first, then the best of the rest by repeated argmax."""
     scores = prompt_by_products(queries, keys, values, chunk_size=chunk_size)
     place, length = np.arange(keys.shape[2]), keys.shape[2]
     kept = np.broadcast_to((place < sink_size) | (place >= length - queries.shape[2]), keys.shape[:3]).copy()
-    for _ in range(min(budget, length) - int(kept[0, 0].sum())):
-        np.put_along_axis(kept, np.where(kept, -np.inf, scores).argmax(axis=-1)[..., None], True, axis=-1)
+    counts = np.full(keys.shape[:2], min(budget, length))
+    if floor_ratio is not None:
+        mass = prompt_by_products(queries, keys, np.ones_like(keys[..., :1]), chunk_size=chunk_size)
+        counts = shared_token_by_token(mass, budget, floor_ratio=floor_ratio, protected=kept).sum(axis=-1)
+    for head in np.ndindex(counts.shape):
+        while kept[head].sum() < counts[head]:
+            kept[head][np.where(kept[head], -np.inf, scores[head]).argmax()] = True
     return kept
 
 
 @control(SELECT_PROMPT, array_library="torch", dtypes=HALVES)
-def torch_chosen(queries, keys, values, budget, *, sink_size=1, chunk_size=4):
+def torch_chosen(queries, keys, values, budget, *, sink_size=1, chunk_size=4, floor_ratio=None):
     """torch: infinite scores for what is protected, then a stable sort."""
     scores = torch_prompt(queries, keys, values, chunk_size=chunk_size)
     scores[..., :sink_size] = scores[..., keys.shape[2] - queries.shape[2] :] = torch.inf
+    if floor_ratio is not None:
+        mass = torch_prompt(queries, keys, torch.ones_like(values), chunk_size=chunk_size)
+        budget = torch_layer_sort(mass, budget, floor_ratio=floor_ratio, protected=scores.isinf()).sum(dim=-1, keepdim=True)
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < budget

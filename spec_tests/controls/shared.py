@@ -223,36 +223,46 @@ def torch_positions(keys, *, sink_size=4):
     return position.expand(keys.shape[:3]).clone()
 
 
-def floor_of(budget, length, floor_ratio) -> tuple[int, int]:
+def own_of(scores, budget, floor_ratio, protected) -> tuple[int, np.ndarray, np.ndarray]:
+    """The budget, the protected tokens [B, H_kv, T], and how many tokens each head keeps for itself [B, H_kv, 1]."""
     if budget < 0:
         raise ValueError(f"budget: got {budget}")
     ratio = Fraction(str(floor_ratio))
     if not 0 <= ratio <= 1:
         raise ValueError(f"floor_ratio: got {floor_ratio}")
-    budget = min(budget, length)
-    return budget, int(ratio * budget)
+    budget = min(budget, scores.shape[2])
+    if protected is not None and "bool" not in str(protected.dtype):
+        raise ValueError(f"protected: got {protected.dtype}")
+    protected = np.zeros(scores.shape, dtype=bool) if protected is None else np.asarray(protected)
+    if protected.shape != tuple(scores.shape):
+        raise ValueError(f"protected: got {protected.shape}")
+    taken = protected.sum(axis=-1, keepdims=True)
+    if (taken > budget).any():
+        raise ValueError(f"protected: got {taken.max()} tokens, more than the budget")
+    return budget, protected, taken + np.array([int(ratio * rest) for rest in range(budget + 1)])[budget - taken]
 
 
 @control("ada_kv.select", max_length=4096)
-def token_by_token(scores, budget, *, floor_ratio=0.2):
+def token_by_token(scores, budget, *, floor_ratio=0.2, protected=None):
     """The floors first, then one token after another to the best of the layer that is left."""
-    budget, floor = floor_of(budget, scores.shape[2], floor_ratio)
-    kept = np.zeros(scores.shape, dtype=bool)
+    budget, kept, own = own_of(scores, budget, floor_ratio, protected)
+    kept = kept.copy()
     for head in np.ndindex(scores.shape[:2]):
-        kept[head][np.argsort(-scores[head], kind="stable")[:floor]] = True
+        best = [token for token in np.argsort(-scores[head], kind="stable") if not kept[head][token]]
+        kept[head][best[: own[head][0] - kept[head].sum()]] = True
     for item in range(scores.shape[0]):
-        for _ in range(scores.shape[1] * (budget - floor)):
+        for _ in range(scores.shape[1] * budget - kept[item].sum()):
             left = np.where(kept[item], -np.inf, scores[item])
             kept[item][np.unravel_index(left.argmax(), left.shape)] = True
     return kept
 
 
 @control("ada_kv.select")
-def boosted_floors(scores, budget, *, floor_ratio=0.2):
+def boosted_floors(scores, budget, *, floor_ratio=0.2, protected=None):
     """The floors lifted above every other score, then one sort of the layer."""
-    budget, floor = floor_of(budget, scores.shape[2], floor_ratio)
-    rank = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
-    lifted = np.where(rank < floor, np.inf, scores).reshape(scores.shape[0], -1)
+    budget, protected, own = own_of(scores, budget, floor_ratio, protected)
+    rank = np.argsort(np.argsort(np.where(protected, -np.inf, -scores), axis=-1, kind="stable"), axis=-1)
+    lifted = np.where(rank < own, np.inf, scores).reshape(scores.shape[0], -1)
     order = np.argsort(-lifted, axis=-1, kind="stable")[:, : scores.shape[1] * budget]
     kept = np.zeros(lifted.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)
@@ -260,10 +270,11 @@ def boosted_floors(scores, budget, *, floor_ratio=0.2):
 
 
 @control("ada_kv.select", array_library="torch", dtypes=ALL)
-def torch_layer_sort(scores, budget, *, floor_ratio=0.2):
-    budget, floor = floor_of(budget, scores.shape[2], floor_ratio)
-    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    lifted = torch.where(rank < floor, torch.inf, scores).flatten(1)
+def torch_layer_sort(scores, budget, *, floor_ratio=0.2, protected=None):
+    budget, protected, own = own_of(scores, budget, floor_ratio, protected)
+    first = torch.where(torch.from_numpy(protected), torch.inf, scores)
+    rank = first.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    lifted = torch.where(rank < torch.from_numpy(own), torch.inf, scores).flatten(1)
     order = lifted.argsort(dim=-1, descending=True, stable=True)[:, : scores.shape[1] * budget]
     return torch.zeros(lifted.shape, dtype=torch.bool).scatter(1, order, True).view(scores.shape)
 

@@ -29,8 +29,8 @@ class Requirement:
 
     `statement` is what the paper prints, and `verdict` what became of it: definition, true, false, restored (its text was lost) or
     measured. `mended` says what holds, where that is another or a narrower statement. `no_law` says why a requirement has no law,
-    where it has none. An equation has a `name`, and `tex`, the formula as printed; `mended_tex` is the formula that holds, where it
-    differs.
+    where it has none. An equation has a `name`, and `tex`, the formula as printed; `mended_tex` is the formula that holds, or of a
+    definition the one that is used, where it differs.
     """
 
     id: str

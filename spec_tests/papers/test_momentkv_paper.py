@@ -482,6 +482,13 @@ def test_the_clamp_does_not_know_the_scale():
     assert abs(noise) > 1e-6
 
 
+@law("MK-C3")
+def test_the_ranges_of_half_precision():
+    """The largest float16 is 65,504; the largest bfloat16, of 8 bits of exponent and 7 of fraction, is (2 - 2^-7) 2^127."""
+    assert float(np.finfo(np.float16).max) == 65_504 == (2 - 2**-10) * 2**15
+    assert f"{(2 - 2**-7) * 2.0**127:.1e}" == "3.4e+38"
+
+
 @law("MK-37")
 def test_the_printed_weight_overflows_where_the_log_form_does_not():
     """At a logit of 1000 equation 12 is infinity over infinity; equation 37 gives 1/2."""
@@ -529,8 +536,9 @@ def test_momentkv_leads_every_average():
     margins = {model: hundredths(np.subtract(rows["MomentKV"], rows["Ada-KV"])) for model, rows in AVERAGES.items()}
     assert margins == {"llama": [1.35, 0.80, 0.72, 0.59], "qwen": [0.95, 0.52, 0.35, 0.05]}
     assert round(100 * 46.38 / 49.29, 1) == 94.1
-    baselines = [row[3] for name, row in AVERAGES["llama"].items() if name != "MomentKV"]
-    assert max(baselines) - min(baselines) < 1
+    for rows in AVERAGES.values():  # section 5.2: at L = 1024 the baselines lie within one point
+        baselines = [row[3] for name, row in rows.items() if name != "MomentKV"]
+        assert max(baselines) - min(baselines) < 1
 
 
 @law("MK-T1")

@@ -1,0 +1,45 @@
+"""Measures which planted mistakes the laws of a requirement kill: `python -m docs_build.kills` writes docs/four_laws.json.
+
+The page docs/four_laws.md shows it. Run it again after a change of these laws or of the mistakes planted in what they call.
+"""
+
+from __future__ import annotations
+
+import json
+
+from docs_build.entries import ROOT
+from evictionary.spec_tests.harness.matrix import laws_for, outcome
+from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+
+OUTPUT = ROOT / "docs" / "four_laws.json"
+SHOWN = ("MK-15", "MK-31", "MK-11", "KD-O", "LK-12", "LK-13")
+EXAMPLES = 60
+
+
+def candidates(identifier: str) -> list[Mutant]:
+    """The planted mistakes in the functions that the laws of a requirement call, without those that need long inputs to show."""
+    return [mutant for mutant in load_mutants().values() if not mutant.above and laws_for(mutant, identifier)]
+
+
+def dies(mutant: Mutant, identifier: str, examples: int = EXAMPLES) -> bool:
+    """Whether a law of the requirement kills the mistake; laws of long inputs are not asked."""
+    implementation = mutant.implementation()
+    own = (law for law in laws_for(mutant, identifier) if not law.examples and not law.missing(implementation)[0])
+    return any(outcome(law, implementation, max_examples=examples)[0] == "killed" for law in own)
+
+
+def main() -> None:
+    """Write, for each requirement of the page, the names of the planted mistakes that its laws kill, and of those they do not."""
+    found = {}
+    for identifier in SHOWN:
+        names: dict[str, list[str]] = {"killed": [], "not_seen": []}
+        for mutant in candidates(identifier):
+            names["killed" if dies(mutant, identifier) else "not_seen"].append(mutant.name)
+        found[identifier] = names
+        print(f"{identifier}: {len(names['killed'])} killed, {len(names['not_seen'])} not seen")
+    OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"Wrote {OUTPUT}.")
+
+
+if __name__ == "__main__":
+    main()
