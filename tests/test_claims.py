@@ -1,11 +1,16 @@
-"""The claims: rules, texts, recordings that agree with the model, and the command, on the tiny model."""
+"""The claims: intervals, rules, texts, recordings, runs that resume, and the command, on the tiny model."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +20,17 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
-from evictionary.claims.claim import NOT_SEEN, OTHER_MODEL, SEEN, Claim, mean_of, median_of
+from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim, Condition, Number, Numbers
 from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_on, record
 from evictionary.cli import app as cli
 from evictionary.errors import UsageError
+from evictionary.evaluation import run as evaluation
+from evictionary.evaluation.run import Line
 from evictionary.reference.expected_attention_theory import correlation
 
 SCALE = Scale(
     prompt_tokens=96,
     later_tokens=32,
-    seeds=1,
     passkey_tokens=272,
     passkey_digits=16,
     passkey_depths=(0.2, 0.6),
@@ -34,6 +40,17 @@ SCALE = Scale(
     main_budget=48,
 )
 ROOT = Path(__file__).parent.parent
+KINDS = ("varied", "code")
+
+
+def plan_for(model: Path, papers: list[str] | None = None, **changes: Any) -> run.Plan:
+    """Two kinds of text and two seeds: twenty measurements of all papers."""
+    settings: dict[str, Any] = {"texts": KINDS, "seeds": (0, 1), "scale": SCALE}
+    return run.Plan(str(model), run.check_claims(papers), **(settings | changes))
+
+
+def without_seconds(lines: list[Line]) -> list[Line]:
+    return [{name: value for name, value in line.items() if name != "cpu_seconds"} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -47,41 +64,106 @@ def recording(lab: Lab) -> Recording:
 
 
 @pytest.fixture(scope="module")
-def report(lab: Lab) -> run.Report:
-    return run.run(lab.model, lab.tokenizer, model_name="tiny", scale=SCALE)
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
+    """A folder with the measurements of the plan, and its lines."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, run.run(plan_for(model_folder), folder)
+
+
+@pytest.fixture(scope="module")
+def result(finished: tuple[Path, list[Line]], model_folder: Path) -> dict[str, Any]:
+    return run.report(plan_for(model_folder), finished[1])
+
+
+def number(value: float, low: float, high: float, **by_text: float) -> Number:
+    return Number(value, low, high, 18, by_text or {"varied": value}, "")
+
+
+def claim_of(*conditions: str, possible_if: tuple[str, ...] = ()) -> Claim:
+    return Claim("X-1", "", "", "", tuple(map(Condition, conditions)), tuple(map(Condition, possible_if)), ("more",))
 
 
 def test_a_rule_decides_by_its_conditions_alone() -> None:
-    claim = Claim("X-1", "", "", "", ("gain > 0", "loss <= 0.2"), ("able >= 0.5",), ("more",))
-    assert claim.rule == "other model needed unless able >= 0.5; seen if gain > 0 and loss <= 0.2; otherwise not seen"
+    claim = claim_of("gain > 0", "loss <= 0.2", possible_if=("able >= 0.5",))
+    assert claim.rule == "other model needed unless able >= 0.5; holds here if gain > 0 and loss <= 0.2"
     assert claim.numbers == ["gain", "loss", "able", "more"]
 
-    def word(gain: float, loss: float, able: float) -> str:
-        return claim.verdict({name: mean_of([value], name) for name, value in (("gain", gain), ("loss", loss), ("able", able))})
+    def word(**ends: tuple[float, float]) -> str:
+        every = {"gain": (0.1, 0.3), "loss": (0.0, 0.2), "able": (0.5, 0.9)} | ends
+        return claim.verdict({name: number(sum(each) / 2, *each) for name, each in every.items()})
 
-    assert word(0.1, 0.2, 0.5) == SEEN
-    assert word(0.0, 0.2, 0.5) == NOT_SEEN
-    assert word(0.1, 0.3, 0.5) == NOT_SEEN
-    assert word(0.1, 0.2, 0.4) == OTHER_MODEL
+    assert word() == HOLDS
+    assert word(gain=(0.0, 0.3)) == UNDECIDED  # an end on a bound that must be exceeded
+    assert word(gain=(-0.3, 0.0)) == FAILS
+    assert word(gain=(-0.3, 0.0), loss=(0.1, 0.3)) == FAILS
+    assert word(loss=(0.1, 0.3)) == UNDECIDED
+    assert word(able=(0.4, 0.6), gain=(-0.3, -0.1)) == UNDECIDED
+    assert word(able=(0.3, 0.4), gain=(-0.3, -0.1)) == OTHER_MODEL
 
 
-def test_numbers_carry_their_spread_and_refuse_what_is_not_finite() -> None:
-    number = mean_of(np.arange(11.0).reshape(1, 11), "elevens")
-    assert (number.value, number.low, number.high, number.count) == (5.0, 1.0, 9.0, 11)
-    assert median_of([0, 0, 9], "skewed").value == 0
-    for bad in ([], [1.0, float("nan")], [float("inf")]):
-        with pytest.raises(ValueError, match="wanted finite ones"):
-            mean_of(bad, "bad")
+def test_what_would_change_a_verdict() -> None:
+    claim = claim_of("gain > 0", "loss <= 0.2")
+    gain, loss = number(0.4, 0.2, 0.7, varied=0.1, code=0.7), number(0.1, 0.05, 0.19, varied=0.0, code=0.3)
+    assert claim.changes({"gain": gain, "loss": loss}) == (
+        "More texts may: an interval of loss 1.11 times as wide reaches 0.2. Other texts would: code alone gives another answer."
+    )
+    # half of the interval is twice the distance: four times the texts
+    wide = number(0.4, -0.4, 1.2, varied=0.4, code=0.4)
+    assert claim.changes({"gain": wide, "loss": number(0.1, 0.05, 0.19, varied=0.1, code=0.1)}) == (
+        "About 4.0 times as many texts and kinds of text would decide gain > 0, if the value stays. "
+        "Other texts hardly: no kind of text alone gives another answer."
+    )
+    on_the_bound = {"gain": number(0.0, -0.4, 0.4), "loss": loss}
+    assert claim.changes(on_the_bound).startswith("No number of texts: gain lies on its bound 0.")
+    # of two conditions that fail, the one that fails more clearly keeps the verdict
+    failed = {"gain": number(-0.1, -0.15, -0.05), "loss": number(0.5, 0.4, 0.6)}
+    assert "More texts hardly: an interval of loss 3 times" in claim.changes(failed)
+    able = claim_of("gain > 0", possible_if=("able >= 0.5",))
+    assert able.changes(failed | {"able": number(0.2, 0.1, 0.3)}).startswith("A model with able >= 0.5 would. More texts hardly")
+    compared = Number(3.0, 2.0, 4.0, 18, {}, "")
+    assert claim_of("gain > 0").changes({"gain": compared}).endswith("Other kinds of text may: the claim compares the kinds.")
+
+
+def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
+    """The variance of a mean of k kinds is the variance of their means over k, and that of a mean of n texts theirs over n."""
+    draw = np.random.default_rng(3)
+    kinds = [f"kind {kind}" for kind in range(30) for _ in range(3)]
+    values = draw.normal(size=(30, 3)) + draw.normal(size=(30, 1))
+    numbers = Numbers({"it": "what it is", "all": "", "largest": ""}, kinds)
+    numbers.mean("it", values.reshape(-1))
+    of_texts = (values.var(axis=1, ddof=1) / 3).mean()
+    deviation = np.sqrt(values.mean(axis=1).var(ddof=1) / 30 + of_texts / 29)
+    got = numbers["it"]
+    assert got.value == pytest.approx(values.mean())
+    assert (got.texts, got.meaning) == (90, "what it is")
+    assert (got.high - got.low) / 2 == pytest.approx(1.96 * deviation, rel=0.1)
+    assert got.low < got.value < got.high
+    assert got.by_text == {f"kind {kind}": pytest.approx(values[kind].mean()) for kind in range(30)}
+    numbers.median("all", np.repeat(values.reshape(-1, 1), 4, axis=1))
+    assert numbers["all"].value == pytest.approx(np.median(values))
+    # a number that compares the kinds keeps them: only the texts vary
+    numbers.add("largest", np.mean, values.reshape(-1), compares_kinds=True)
+    largest = numbers["largest"]
+    assert (largest.value, largest.by_text) == (pytest.approx(values.mean()), {})
+    assert (largest.high - largest.low) / 2 == pytest.approx(1.96 * np.sqrt(of_texts / 30), rel=0.1)
+
+
+def test_numbers_refuse_what_is_not_finite() -> None:
+    numbers = Numbers({"it": ""}, ["a", "a"])
+    for bad in ([], [1.0, float("nan")], [float("inf"), 0.0]):
+        with pytest.raises(ValueError, match=r"values of it: .* wanted finite ones"):
+            numbers.median("it", bad)
 
 
 @pytest.mark.parametrize("name", run.PAPERS)
-def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(name: str, report: run.Report) -> None:
+def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(name: str, result: dict[str, Any]) -> None:
     paper = run.PAPERS[name].PAPER
     assert re.fullmatch(r"\d{4}\.\d{5}", paper.arxiv)
     assert len({claim.id for claim in paper.claims}) == len(paper.claims)
-    for claim in paper.claims:
+    found = next(each for each in result["papers"] if each["paper"] == name)["claims"]
+    for claim, measured in zip(paper.claims, found, strict=True):
         assert re.search(r"section|appendix", claim.source)
-        assert set(claim.numbers) <= set(report.findings[name].numbers)
+        assert list(measured["numbers"]) == claim.numbers
         assert claim.statement.endswith(".") and claim.measured.endswith(".")
 
 
@@ -188,21 +270,22 @@ def test_partial_match() -> None:
 
 
 def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    context_ids, question_ids, answer = lagkv.make_text(tokenizer, digits=20, depth=0.5, seed=3, tokens=500)
-    assert context_ids.shape == (1, 500)
-    assert tokenizer.decode(context_ids[0]).count(answer) == 1
-    assert len(answer) == 20
-    assert answer not in tokenizer.decode(question_ids[0])
+    for kind in texts.KINDS:
+        context_ids, question_ids, answer = lagkv.make_text(tokenizer, replace(SCALE, passkey_tokens=500), kind, 3)
+        assert context_ids.shape == (1, 500)
+        assert tokenizer.decode(context_ids[0]).count(answer) == 1
+        assert len(answer) == 16
+        assert answer not in tokenizer.decode(question_ids[0])
 
 
 def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
     """Whole caches in one batch answer as `generate` does prompt by prompt."""
-    prompts = lagkv._read(lab, lambda text: None)
+    prompts = lagkv.read(lab, KINDS)
     whole = [torch.ones(keys.shape[:3], dtype=torch.bool) for keys, _ in prompts.layers]
     one = lagkv.answers(lab, prompts, whole)
     count = SCALE.passkey_digits + lagkv.SPARE
-    for index, depth in enumerate(SCALE.passkey_depths):
-        context_ids, question_ids, _ = lagkv.make_text(lab.tokenizer, digits=16, depth=depth, seed=0, tokens=SCALE.passkey_tokens)
+    for index, kind in enumerate(KINDS):
+        context_ids, question_ids, _ = lagkv.make_text(lab.tokenizer, SCALE, kind, 0)
         ids = torch.cat([context_ids, question_ids], dim=1)
         wanted = lab.model.generate(
             ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, past_key_values=DynamicCache()
@@ -234,21 +317,93 @@ def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None
     torch.testing.assert_close(torch.stack(got), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_run_is_the_same_again(lab: Lab, report: run.Report) -> None:
-    again = run.run(lab.model, lab.tokenizer, model_name="tiny", papers=["keydiff", "gvote"], scale=SCALE)
-    for name, findings in again.findings.items():
-        assert findings.numbers == report.findings[name].numbers
+def test_a_finished_run_measures_nothing_again(
+    finished: tuple[Path, list[Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lines = finished
+    assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(plan_for(model_folder).lines())
+    before = (folder / "results.jsonl").read_bytes()
+    monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
+    assert run.run(plan_for(model_folder), folder) == lines
+    some = run.run(plan_for(model_folder, ["gvote"], texts=("code",)), folder)
+    assert [(line["paper"], line["text"], line["seed"]) for line in some] == [("gvote", "code", 0), ("gvote", "code", 1)]
+    assert (folder / "results.jsonl").read_bytes() == before
 
 
-def test_what_is_written(report: run.Report, tmp_path: Path) -> None:
-    written = run.write(report.as_json(), tmp_path / "deep" / "claims")
+def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
+    told: list[str] = []
+    more = plan_for(model_folder, ["keydiff", "lagkv"], texts=("varied", "chat"), seeds=(1, 2))
+    lines = run.run(more, tmp_path, advance=lambda progress: told.append(progress.text))
+    batches = ["LagKV, chat, seed 1", "LagKV, varied, seed 2", "LagKV, chat, seed 2"]
+    assert told == [*batches, "KeyDiff, chat, seed 1", "KeyDiff, chat, seed 2", "KeyDiff, varied, seed 2"]
+    assert len(lines) == 8
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 26
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_claims import evaluation, plan_for, run
+
+append, written = evaluation.append, []
+
+def append_and_die(path, line):
+    if len(written) == 7:
+        with path.open("ab") as file:
+            file.write(b'{"model": "cut o')
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(path, line)
+    written.append(line)
+
+evaluation.append = append_and_die
+run.run(plan_for(Path(sys.argv[1])), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(model_folder), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    written = (tmp_path / "results.jsonl").read_bytes()
+    assert written.count(b"\n") == 7
+    assert not written.endswith(b"\n")
+    told: list[evaluation.Progress] = []
+    lines = run.run(plan_for(model_folder), tmp_path, advance=told.append)
+    assert [(each.done, each.total) for each in told] == [(index, 13) for index in range(1, 14)]
+    assert without_seconds(lines) == without_seconds(finished[1])
+    first = [json.loads(text) for text in written.splitlines()[:7]]
+    assert all(line in lines for line in first)  # with the seconds of the first run
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    lines = run.run(plan_for(model_folder), tmp_path, jobs=2)
+    assert without_seconds(lines) == without_seconds(finished[1])
+
+
+def test_measurements_of_two_kinds_are_not_mixed(
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
+    with pytest.raises(UsageError, match=r"output: .* holds the results of"):
+        run.run(plan_for(Path("another")), tmp_path)
+    with pytest.raises(UsageError, match="measurements with prompt_tokens 96, wanted a folder of its own for prompt_tokens 128"):
+        run.run(plan_for(model_folder, scale=replace(SCALE, prompt_tokens=128)), tmp_path)
+    monkeypatch.setattr(run, "versions", lambda: evaluation.versions() | {"numpy": "9"})
+    with pytest.raises(UsageError, match=r"output: .* measurements with numpy .*, wanted a folder of its own for numpy 9"):
+        run.run(plan_for(model_folder), tmp_path)
+
+
+def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
+    written = run.write(result, tmp_path / "deep" / "claims")
     folder = tmp_path / "deep" / "claims"
     assert sorted(folder.iterdir()) == sorted(written)
-    result = json.loads((folder / "results.json").read_text())
-    assert result["schema_version"] == run.SCHEMA_VERSION
+    assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(result))
     assert [paper["paper"] for paper in result["papers"]] == list(run.PAPERS)
-    page = (folder / "claims.html").read_text()
-    assert (folder / "index.md").read_text().count("](keydiff.md)") == len(keydiff.PAPER.claims)
+    page, index = (folder / "claims.html").read_text(), (folder / "index.md").read_text()
+    assert index.count("](keydiff.md)") == len(keydiff.PAPER.claims)
     assert not re.findall(r"https?://", page)
     for paper in result["papers"]:
         picture = folder / paper["picture"]
@@ -257,39 +412,55 @@ def test_what_is_written(report: run.Report, tmp_path: Path) -> None:
         text = (folder / f"{paper['paper']}.md").read_text()
         for claim in paper["claims"]:
             assert f"## {claim['id']}: {claim['verdict']}\n" in text
-            assert claim["verdict"] in (SEEN, NOT_SEEN, OTHER_MODEL)
+            assert claim["verdict"] in (HOLDS, FAILS, UNDECIDED, OTHER_MODEL)
             assert claim["rule"] in page.replace("&gt;", ">").replace("&lt;", "<")
-            assert all(number["low"] <= number["high"] and number["count"] for number in claim["numbers"].values())
+            row = next(row for row in index.splitlines() if f"| {claim['id']}: " in row)
+            assert row.endswith(f" | 4 | {claim['verdict']} | {claim['changes']} |")
+            for number in claim["numbers"].values():
+                assert number["low"] <= number["high"]
+                assert number["texts"] == 4
+                assert set(number["by_text"]) in (set(KINDS), set())
             rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
-            assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
+            assert all(len(re.findall(r"(?<!\\)\|", row)) == 7 for row in rows)
 
 
-def test_the_stored_results_follow_from_their_rules() -> None:
-    """docs/claims holds a real run: every verdict is what today's rule makes of the stored numbers."""
-    result = json.loads((ROOT / "docs" / "claims" / "results.json").read_text())
-    assert (result["schema_version"], result["weights"]) == (run.SCHEMA_VERSION, "SmolLM2-135M-Instruct")
-    assert [paper["paper"] for paper in result["papers"]] == list(run.PAPERS)
-    for paper in result["papers"]:
-        for claim, stored in zip(run.PAPERS[paper["paper"]].PAPER.claims, paper["claims"], strict=True):
-            numbers = {name: mean_of([number["value"]], name) for name, number in stored["numbers"].items()}
-            assert (claim.id, claim.rule, claim.statement, claim.measured) == tuple(
-                stored[key] for key in ("id", "rule", "statement", "measured")
-            )
-            assert claim.verdict(numbers) == stored["verdict"]
+def test_the_stored_results_follow_from_their_measurements() -> None:
+    """docs/claims holds a real run: today's rules make the stored verdicts and intervals of the stored measurements."""
+    folder = ROOT / "docs" / "claims"
+    result = json.loads((folder / "results.json").read_text())
+    assert (result["model"], result["weights"]) == ("embedded", "SmolLM2-135M-Instruct")
+    plan = run.Plan("embedded", run.check_claims(), tuple(result["texts"]), result["seeds"])
+    lines = list(evaluation.read(folder / "results.jsonl", run.identify).values())
+    assert len(lines) == len(plan.lines())
+    made = json.loads(json.dumps(run.report(plan, lines, result["command"])))
+    assert made | {"date": result["date"]} == result
 
 
 @pytest.mark.slow
 def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evictionary.claims.run.Scale", lambda: SCALE)
-    common = ["--model", model_folder, "--papers", "keydiff,momentkv", "--output", tmp_path / "claims"]
+    monkeypatch.setattr(Scale.__init__, "__defaults__", tuple(vars(SCALE).values()))
+    common = ["--model", model_folder, "--only", "KD-7 (diversity),MK-36", "--seeds", 2, "--texts", "chat,sums"]
+    common += ["--output", tmp_path / "claims"]
     done = CliRunner().invoke(cli.app, ["claims", *map(str, common), "--json"])
     assert done.exit_code == 0, done.output
     got = json.loads(done.stdout)
-    assert [paper["paper"] for paper in got["papers"]] == ["keydiff", "momentkv"]
-    assert "--papers keydiff,momentkv" in got["command"]
+    assert [claim["id"] for paper in got["papers"] for claim in paper["claims"]] == ["KD-7 (diversity)", "MK-36 (never worse)"]
+    assert "--only 'KD-7 (diversity),MK-36' --texts 'chat,sums'" in got["command"]
     assert (tmp_path / "claims" / "momentkv.png").is_file()
     printed = CliRunner().invoke(cli.app, ["claims", *map(str, common)])
-    assert "KD-7" in printed.stdout and "MK-36" in printed.stdout
+    assert "gain_over_tova > 0: " in printed.stdout and "MK-36" in printed.stdout
+
+
+def test_claims_are_chosen_by_paper_and_id() -> None:
+    assert list(run.check_claims()) == list(run.PAPERS)
+    assert [claim.id for claim in run.check_claims(only=["KD-7"])["keydiff"]] == ["KD-7 (correlation)", "KD-7 (diversity)"]
+    assert [claim.id for claim in run.check_claims(["keydiff"], ["KD-7 (diversity)"])["keydiff"]] == ["KD-7 (diversity)"]
+
+
+def test_the_help_names_every_kind_of_text_and_paper() -> None:
+    help = " ".join(CliRunner().invoke(cli.app, ["claims", "--help"], env={"COLUMNS": "300"}).stdout.split())
+    assert f"Some of {', '.join(texts.KINDS)}" in help
+    assert all(name in help for name in run.PAPERS)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +471,10 @@ def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (["--output", "FILE"], "--output: got"),
         (["--output", "/proc/none"], "--output: got /proc/none, wanted a folder that can be written"),
         (["--papers", ","], "--papers: got ',', wanted at least one name"),
+        (["--only", "KD-99"], "only: got KD-99, wanted some of EA-A (error)"),
+        (["--texts", "prose"], "texts: got prose, wanted some of repetitive"),
+        (["--seeds", "1"], "seeds: got 1, wanted at least 2"),
+        (["--jobs", "0"], "jobs: got 0, wanted at least 1"),
     ],
 )
 def test_bad_arguments_exit_with_2(model_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -309,4 +484,4 @@ def test_bad_arguments_exit_with_2(model_folder: Path, tmp_path: Path, arguments
     done = CliRunner().invoke(cli.app, ["claims", *(part for pair in given.items() for part in pair)])
     assert done.exit_code == 2, done.output
     assert message in " ".join(done.stderr.split())
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "results.jsonl").exists()

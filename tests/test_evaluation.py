@@ -130,7 +130,7 @@ def test_a_dask_cluster_of_two_workers_finds_the_same(
         distributed.Client(cluster) as client,
     ):
         lines = evaluation.run(plan_for(model_folder), tmp_path, dask=cluster.scheduler_address)
-        measured_there = client.run(lambda: sys.modules["evictionary.evaluation.run"]._loaded.cache_info().currsize)
+        measured_there = client.run(lambda: sys.modules["evictionary.evaluation.run"].loaded.cache_info().currsize)
     assert list(measured_there.values()) == [1, 1]
     assert without_seconds(lines) == without_seconds(finished[1])
 
@@ -169,7 +169,8 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
 def test_a_worker_leaves_the_standard_output_alone(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("def score(keys):\n    print('scored')\n    return keys.sum(-1)\n")
-    lines = evaluation._whole_unit(str(model_folder), evaluation.Unit("copy", 600, 1), [evaluation.Setting(str(mine), ratio=0.5)])
+    unit, settings = evaluation.Unit("copy", 600, 1), [evaluation.Setting(str(mine), ratio=0.5)]
+    lines = evaluation._whole_unit(evaluation._lines, str(model_folder), unit, settings)
     assert [line["error"] for line in lines] == [None]
     captured = capsys.readouterr()
     assert captured.out == ""

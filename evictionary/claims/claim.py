@@ -1,4 +1,4 @@
-"""A claim of a paper, the numbers measured for it, and the rule that turns them into one word.
+"""A claim of a paper, the numbers measured for it with their intervals, and the rule that turns them into a verdict.
 
 The texts of the claims stand in a TOML file for each paper, beside this one: the statement, how it is measured, the conditions of
 the rule, and what each number means.
@@ -6,80 +6,128 @@ the rule, and what each number means.
 
 from __future__ import annotations
 
+import math
 import operator
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-SEEN, NOT_SEEN, OTHER_MODEL = "seen", "not seen", "other model needed"
+HOLDS, FAILS, UNDECIDED, OTHER_MODEL = "holds here", "does not hold here", "undecided", "other model needed"
 
 SIGNS: dict[str, Callable[[float, float], bool]] = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+DRAWS = 1000
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Number:
-    """One measured number: its value, and the 10th percentile, 90th percentile and count of the values that it summarises."""
+    """One measured number: its value over all texts, the bootstrap interval, the count of texts, the value by kind of text.
+
+    `by_text` is empty for a number that compares the kinds with each other.
+    """
 
     value: float
     low: float
     high: float
-    count: int
+    texts: int
+    by_text: dict[str, float]
     meaning: str
 
 
-def mean_of(values: Any, meaning: str) -> Number:
-    """The mean of `values`, any shape, with their spread. Raises ValueError for none, or for NaN or infinite ones."""
-    return _summary(np.mean, values, meaning)
-
-
-def median_of(values: Any, meaning: str) -> Number:
-    """The median of `values`, any shape, with their spread. Raises ValueError for none, or for NaN or infinite ones."""
-    return _summary(np.median, values, meaning)
-
-
-def _summary(middle: Callable[..., Any], values: Any, meaning: str) -> Number:
-    flat = np.asarray(values, dtype=np.float64).ravel()
-    if not flat.size or not np.isfinite(flat).all():
-        raise ValueError(f"values of {meaning!r}: got {flat.size} of them, {np.isfinite(flat).sum()} finite; wanted finite ones")
-    low, high = np.percentile(flat, [10, 90])
-    return Number(float(middle(flat)), float(low), float(high), flat.size, meaning)
-
-
 class Numbers(dict[str, Number]):
-    """The numbers of a paper by their names, each with its meaning from the paper's file."""
+    """The numbers of a paper by their names, each with its meaning from the paper's file and an interval over the texts.
 
-    def __init__(self, meanings: Mapping[str, str]) -> None:
+    `kinds` names the kind of each text; every kind has as many texts. The interval is the percentile bootstrap in two steps: each
+    draw takes kinds at random, with repetition, and texts of each of them. Texts of one kind are much alike, so drawing texts
+    alone would give intervals that leave out every other kind. A draw takes one kind and one text fewer than there are: with all
+    n the variance of a mean would come out too small by the factor (n - 1) / n.
+    """
+
+    def __init__(self, meanings: Mapping[str, str], kinds: Sequence[str]) -> None:
         super().__init__()
         self.meanings = meanings
+        self.rows = {kind: np.flatnonzero(np.array(kinds) == kind) for kind in dict.fromkeys(kinds)}
+        table = np.stack(list(self.rows.values()))
+        draw, (count, each) = np.random.default_rng(0), table.shape
+        chosen = draw.integers(count, size=(DRAWS, max(1, count - 1), 1))
+        texts = draw.integers(each, size=(DRAWS, count, max(1, each - 1)))
+        self.draws = table[chosen, texts[:, : chosen.shape[1]]].reshape(DRAWS, -1)
+        self.within_kinds = table[np.arange(count)[:, None], texts].reshape(DRAWS, -1)
+
+    def add(self, name: str, statistic: Callable[..., Any], *values: Any, compares_kinds: bool = False) -> None:
+        """Add `statistic(*values)`; the first axis of each array of `values` is the text.
+
+        Every draw for a number that compares the kinds has all kinds, and so a number on a single kind means nothing.
+        Raises KeyError for a name without a meaning, ValueError for values that are not finite.
+        """
+        arrays = [np.asarray(each, dtype=np.float64) for each in values]
+        if not all(each.size and np.isfinite(each).all() for each in arrays):
+            raise ValueError(f"values of {name}: got none, NaN or infinite ones, wanted finite ones")
+
+        def over(rows: np.ndarray) -> float:
+            return float(statistic(*(each[rows] for each in arrays)))
+
+        outside = (1 - CONFIDENCE) / 2
+        draws = self.within_kinds if compares_kinds else self.draws
+        low, high = np.quantile([over(rows) for rows in draws], [outside, 1 - outside])
+        everywhere = np.concatenate(list(self.rows.values()))
+        by_text = {} if compares_kinds else {kind: over(rows) for kind, rows in self.rows.items()}
+        self[name] = Number(over(everywhere), float(low), float(high), len(everywhere), by_text, self.meanings[name])
 
     def mean(self, name: str, values: Any) -> None:
-        """Add a mean. Raises KeyError for a name without a meaning, ValueError as mean_of does."""
-        self[name] = mean_of(values, self.meanings[name])
+        """Add a mean over the texts and all other axes. It raises what add does."""
+        array = np.asarray(values, dtype=np.float64)
+        self.add(name, np.mean, array.reshape(len(array), -1).mean(axis=-1))
 
     def median(self, name: str, values: Any) -> None:
-        """Add a median. It raises what mean does."""
-        self[name] = median_of(values, self.meanings[name])
-
-    def share(self, name: str, flags: np.ndarray) -> None:
-        """Add the share of `flags` [texts, ...] that are true, with its spread over the texts."""
-        self.mean(name, flags.reshape(len(flags), -1).mean(axis=-1))
+        """Add a median over the texts and all other axes. It raises what add does."""
+        self.add(name, np.median, values)
 
 
-def holds(condition: str, numbers: Mapping[str, Number]) -> bool:
-    """Whether the measured number meets the bound: 'evicted_mass < 0.08'."""
-    number, sign, bound = condition.split()
-    return SIGNS[sign](numbers[number].value, float(bound))
+@dataclass(frozen=True)
+class Condition:
+    """A bound on a number: 'evicted_mass < 0.08'."""
+
+    text: str
+
+    @property
+    def number(self) -> str:
+        """The name of the number."""
+        return self.text.split()[0]
+
+    @property
+    def bound(self) -> float:
+        """The bound."""
+        return float(self.text.split()[2])
+
+    def met_by(self, value: float) -> bool:
+        """Whether a value is on the claim's side of the bound."""
+        return SIGNS[self.text.split()[1]](value, self.bound)
+
+    def decided(self, numbers: Mapping[str, Number]) -> bool | None:
+        """True if the whole interval is on the claim's side, False if it is wholly on the other, None if it has the bound in it."""
+        number = numbers[self.number]
+        low, high = self.met_by(number.low), self.met_by(number.high)
+        return low if low == high else None
+
+    def reach(self, numbers: Mapping[str, Number]) -> float:
+        """How many times as wide the interval would have to be to end at the bound; below 1 if it has the bound in it."""
+        number = numbers[self.number]
+        half = (number.value - number.low) if number.value > self.bound else (number.high - number.value)
+        distance = abs(number.value - self.bound)
+        return distance / half if half > 0 else math.inf if distance else 0.0
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's statement, how it is measured here, and the rule for "seen".
+    """A paper's statement, how it is measured here, and the rule of its verdict.
 
-    Every condition of `seen_if`, such as 'evicted_mass < 0.08', has to hold for "seen". If a condition of `possible_if` fails, the
+    Every condition of `holds_if`, such as 'evicted_mass < 0.08', has to be met. If a condition of `possible_if` is not met, the
     model cannot show the claim, and the verdict is "other model needed". `beside` names numbers that are reported, without a rule.
     """
 
@@ -87,27 +135,75 @@ class Claim:
     source: str
     statement: str
     measured: str
-    seen_if: tuple[str, ...]
-    possible_if: tuple[str, ...] = ()
+    holds_if: tuple[Condition, ...]
+    possible_if: tuple[Condition, ...] = ()
     beside: tuple[str, ...] = ()
 
     @property
     def rule(self) -> str:
         """The rule in words."""
-        possible = f"{OTHER_MODEL} unless {' and '.join(self.possible_if)}; " if self.possible_if else ""
-        return f"{possible}{SEEN} if {' and '.join(self.seen_if)}; otherwise {NOT_SEEN}"
+        possible = f"{OTHER_MODEL} unless {_and(self.possible_if)}; " if self.possible_if else ""
+        return f"{possible}{HOLDS} if {_and(self.holds_if)}"
 
     @property
     def numbers(self) -> list[str]:
         """The names of the numbers that the claim reads, in order, each once."""
-        conditions = (*self.seen_if, *self.possible_if)
-        return list(dict.fromkeys([*(condition.split()[0] for condition in conditions), *self.beside]))
+        return list(dict.fromkeys([*(each.number for each in (*self.holds_if, *self.possible_if)), *self.beside]))
 
     def verdict(self, numbers: Mapping[str, Number]) -> str:
-        """The verdict, by the rule."""
-        if not all(holds(condition, numbers) for condition in self.possible_if):
+        """The verdict: a condition is met or not met only if the whole interval says so."""
+        possible = [condition.decided(numbers) for condition in self.possible_if]
+        decided = [condition.decided(numbers) for condition in self.holds_if]
+        if False in possible:
             return OTHER_MODEL
-        return SEEN if all(holds(condition, numbers) for condition in self.seen_if) else NOT_SEEN
+        if False in decided and None not in possible:
+            return FAILS
+        return UNDECIDED if None in (*possible, *decided) else HOLDS
+
+    def changes(self, numbers: Mapping[str, Number]) -> str:
+        """What would change the verdict: more texts, or another kind of text. Another model can change every verdict."""
+        needed = f"A model with {_and(self.possible_if)} would. " if self.verdict(numbers) == OTHER_MODEL else ""
+        return f"{needed}{self._more_texts(numbers)} {self._other_texts(numbers)}"
+
+    def _more_texts(self, numbers: Mapping[str, Number]) -> str:
+        every = (*self.possible_if, *self.holds_if)
+        verdict = self.verdict(numbers)
+        if verdict == UNDECIDED:
+            # the width of an interval falls with the root of the number of texts
+            return " ".join(_needed(each, numbers) for each in every if each.decided(numbers) is None)
+        if verdict == HOLDS:
+            nearest = min(every, key=lambda condition: condition.reach(numbers))
+        else:
+            failed = [each for each in every if each.decided(numbers) is False]
+            nearest = max(failed, key=lambda condition: condition.reach(numbers))
+        reach = nearest.reach(numbers)
+        if math.isinf(reach):
+            return f"More texts hardly: {nearest.number} is the same in every draw."
+        likely = "hardly" if reach >= 2 else "may"
+        return f"More texts {likely}: an interval of {nearest.number} {reach:.3g} times as wide reaches {nearest.bound:g}."
+
+    def _other_texts(self, numbers: Mapping[str, Number]) -> str:
+        every = (*self.possible_if, *self.holds_if)
+        if not all(numbers[each.number].by_text for each in every):
+            return "Other kinds of text may: the claim compares the kinds."
+        kinds = numbers[every[0].number].by_text
+        met = all(each.met_by(numbers[each.number].value) for each in every)
+        other = [kind for kind in kinds if met != all(each.met_by(numbers[each.number].by_text[kind]) for each in every)]
+        if not other:
+            return "Other texts hardly: no kind of text alone gives another answer."
+        return f"Other texts would: {' or '.join(f'{kind} alone' for kind in other)} gives another answer."
+
+
+def _needed(condition: Condition, numbers: Mapping[str, Number]) -> str:
+    number, reach = numbers[condition.number], condition.reach(numbers)
+    if reach < 0.03:
+        return f"No number of texts: {condition.number} lies on its bound {condition.bound:g}."
+    more = "texts and kinds of text" if number.by_text else "texts"
+    return f"About {1 / reach**2:.1f} times as many {more} would decide {condition.text}, if the value stays."
+
+
+def _and(conditions: Sequence[Condition]) -> str:
+    return " and ".join(condition.text for condition in conditions)
 
 
 @dataclass(frozen=True)
@@ -129,9 +225,9 @@ class Paper:
     claims: tuple[Claim, ...]
     meanings: dict[str, str]
 
-    def numbers(self, **words: Any) -> Numbers:
-        """An empty collection of numbers; `words` replace the names in braces in the meanings."""
-        return Numbers({name: text.format(**words) for name, text in self.meanings.items()})
+    def numbers(self, kinds: Sequence[str], **words: Any) -> Numbers:
+        """An empty collection of numbers over texts of these kinds; `words` replace the names in braces in the meanings."""
+        return Numbers({name: text.format(**words) for name, text in self.meanings.items()}, kinds)
 
 
 def read_paper(name: str) -> Paper:
@@ -140,7 +236,8 @@ def read_paper(name: str) -> Paper:
     words = {key: _one_line(text) for key, text in read.get("words", {}).items()}
     claims = []
     for each in read["claims"]:
-        said: dict[str, Any] = {key: tuple(each.pop(key, ())) for key in ("seen_if", "possible_if", "beside")}
+        said: dict[str, Any] = {key: tuple(map(Condition, each.pop(key, ()))) for key in ("holds_if", "possible_if")}
+        said["beside"] = tuple(each.pop("beside", ()))
         said |= {key: _one_line(text).format(**words) for key, text in each.items()}
         claims.append(Claim(**said))
     meanings = {key: _one_line(text) for key, text in read["numbers"].items()}

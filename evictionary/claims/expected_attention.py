@@ -16,10 +16,11 @@ from evictionary.claims.recording import (
     Layer,
     Observed,
     Recording,
+    Scale,
     as_array,
-    by_layer,
     compressed,
     later_attention,
+    of_texts,
     read_on,
     spread_by_layer,
     stacked,
@@ -36,6 +37,7 @@ VARIANTS = {"epsilon": "expected_attention, epsilon 0", "sinks": "expected_atten
 RATIOS = (0.5, 0.75)
 SINKS = 4
 BINS = np.linspace(-6, 6, 61)
+STATES = {"queries": "plain_queries", "hidden": "hidden_states"}
 
 
 def statistics(layer: Layer, count: int, recording: Recording, horizon: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,20 +71,25 @@ def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Gene
     return kept
 
 
-def observe(lab: Lab, recording: Recording) -> Observed:
-    """Measure one text; the error after the prompt takes long, so it is measured on the first text of each kind only."""
-    measured = stacked(_correlations(recording, layer) | _shapes(layer) for layer in recording.layers)
-    errors = {ratio: reconstruction(lab, recording, ratio) for ratio in RATIOS} if recording.number == 0 else {}
-    return Observed(recording.kind, {**measured, "errors": errors})
-
-
-def _shapes(layer: Layer) -> dict[str, np.ndarray]:
-    measured = {}
-    for name, states in (("queries", layer.plain_queries), ("hidden", layer.hidden_states)):
-        channels = as_array(states)[0, ..., SINKS:, :]
-        measured[f"skewness_{name}"], measured[f"kurtosis_{name}"] = theory.skewness_and_kurtosis(channels)
-        measured[f"density_{name}"] = np.histogram(standardised(channels), BINS)[0]
+def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
+    """Measure one text."""
+    measured: dict[str, Any] = stacked(_correlations(recording, layer) for layer in recording.layers)
+    for name in ("queries", "hidden"):
+        measured |= _shapes(name, [getattr(layer, STATES[name]) for layer in recording.layers])
+    for ratio in RATIOS:
+        measured[f"error_{100 * ratio:g}"] = {name: each.mean() for name, each in reconstruction(lab, recording, ratio).items()}
     return measured
+
+
+def _shapes(name: str, states: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+    channels = [as_array(each)[0, ..., SINKS:, :] for each in states]
+    skewness, kurtosis = (np.stack(each) for each in zip(*map(theory.skewness_and_kurtosis, channels), strict=True))
+    return {
+        f"near_gaussian_{name}": near_gaussian(skewness, kurtosis).mean(),
+        f"skewness_{name}": np.median(skewness),
+        f"kurtosis_{name}": np.median(kurtosis),
+        f"density_{name}": sum(np.histogram(standardised(each), BINS)[0] for each in channels),
+    }
 
 
 def near_gaussian(skewness: np.ndarray, kurtosis: np.ndarray) -> np.ndarray:
@@ -123,7 +130,7 @@ def standardised(states: np.ndarray) -> np.ndarray:
 def reconstruction(lab: Lab, recording: Recording, ratio: float) -> dict[str, np.ndarray]:
     """For each method the mean of |h - h_compr| over the tokens after the prompt, one number for each layer."""
     split = recording.split
-    generator = torch.Generator().manual_seed(lab.seed)
+    generator = torch.Generator().manual_seed(recording.seed)
     kept = [masks(recording, layer, budget(split, ratio), generator) for layer in recording.layers]
     stored = [(layer.keys[:, :, :split], layer.values[:, :, :split]) for layer in recording.layers]
     original = as_array(recording.residual)
@@ -137,35 +144,42 @@ def reconstruction(lab: Lab, recording: Recording, ratio: float) -> dict[str, np
     return errors
 
 
-def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
+def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
-    read = [text.values["errors"] for text in texts if text.values["errors"]]
-    error = {ratio: {name: np.array([each[ratio][name].mean() for each in read]) for name in read[0][ratio]} for ratio in RATIOS}
-    best = {ratio: _best_other(of) for ratio, of in error.items()}
-    numbers = PAPER.numbers(**{f"best_{100 * ratio:g}": name for ratio, name in best.items()})
-    for ratio, of in error.items():
-        percent, smallest = f"{100 * ratio:g}", of[best[ratio]]
-        numbers.mean(f"error_vs_best_other_{percent}", of[OURS] / smallest)
+    error = {f"{100 * ratio:g}": _errors(texts, f"error_{100 * ratio:g}") for ratio in RATIOS}
+    best = {f"best_{percent}": _best_other(of) for percent, of in error.items()}
+    numbers = PAPER.numbers([text.kind for text in texts], **best)
+    for percent, of in error.items():
+        names, table = list(of), np.stack(list(of.values()), axis=1)
+
+        def against_best(chosen: np.ndarray, errors: np.ndarray, names: list[str] = names) -> float:
+            rows = dict(zip(names, errors.T, strict=True))
+            return float((chosen / rows[_best_other(rows)]).mean())
+
+        numbers.add(f"error_vs_best_other_{percent}", against_best, of[OURS], table)
         numbers.mean(f"error_vs_random_{percent}", of[OURS] / of["random"])
         for variant, name in VARIANTS.items():
-            numbers.mean(f"{variant}_vs_best_other_{percent}", of[name] / smallest)
-    pearson = by_layer(texts, "pearson")
+            numbers.add(f"{variant}_vs_best_other_{percent}", against_best, of[name], table)
+    pearson = of_texts(texts, "pearson")
     numbers.median("pearson", pearson)
-    numbers.median("pearson_without_sinks", by_layer(texts, "without_sinks"))
-    numbers.median("rank_correlation", by_layer(texts, "rank"))
-    numbers.share("share_of_strong_heads", pearson >= 0.7)
-    for name in ("queries", "hidden"):
-        skewness, kurtosis = by_layer(texts, f"skewness_{name}"), by_layer(texts, f"kurtosis_{name}")
-        numbers.share(f"near_gaussian_{name}", near_gaussian(skewness, kurtosis))
-        numbers.median(f"skewness_{name}", skewness)
-        numbers.median(f"kurtosis_{name}", kurtosis)
-    counts = {name: sum(text.values[f"density_{name}"].sum(axis=0) for text in texts) for name in ("queries", "hidden")}
+    numbers.median("pearson_without_sinks", of_texts(texts, "without_sinks"))
+    numbers.median("rank_correlation", of_texts(texts, "rank"))
+    numbers.mean("share_of_strong_heads", pearson >= 0.7)
+    for name in STATES:
+        for each in (f"near_gaussian_{name}", f"skewness_{name}", f"kurtosis_{name}"):
+            numbers.mean(each, of_texts(texts, each))
+    counts = {name: of_texts(texts, f"density_{name}").sum(axis=0) for name in STATES}
     series = {
-        "error": {f"{ratio:.0%}": {name: each.tolist() for name, each in of.items()} for ratio, of in error.items()},
+        "error": {f"{percent}%": {name: each.tolist() for name, each in of.items()} for percent, of in error.items()},
         "pearson_by_layer": spread_by_layer(texts, "pearson"),
         "density": {name: (count / count.sum() / np.diff(BINS)).tolist() for name, count in counts.items()},
     }
     return Findings(numbers, series)
+
+
+def _errors(texts: Sequence[Observed], name: str) -> dict[str, np.ndarray]:
+    """The error of each method, [texts]."""
+    return {method: np.array([text.values[name][method] for text in texts]) for method in texts[0].values[name]}
 
 
 def _best_other(error: dict[str, np.ndarray]) -> str:

@@ -17,9 +17,10 @@ from evictionary.claims.recording import (
     Layer,
     Observed,
     Recording,
+    Scale,
     as_array,
-    by_layer,
     later_attention,
+    of_texts,
     spread_by_layer,
     stacked,
 )
@@ -46,17 +47,17 @@ def synthetic_queries(layer: Layer, length: int, horizon: int, theta: float, noi
     return paper.rotate_by_average(sampled, position=length, horizon=horizon, theta=theta)
 
 
-def observe(lab: Lab, recording: Recording) -> Observed:
+def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     """Measure one text."""
-    generator = np.random.default_rng([lab.seed, recording.number])
+    generator = np.random.default_rng(recording.seed)
     # one draw for all layers of a text, as the heads of a layer share one
     noise = generator.standard_normal((max(SWEEP_SAMPLES), recording.layers[0].hidden_states.shape[-1]))
 
     def measured(layer: Layer) -> dict[str, np.ndarray]:
         near = near_gaussian(*skewness_and_kurtosis(as_array(layer.hidden_states)[0, SINKS:]))
-        return {"near": near} | _one_query(recording, layer, noise[:1]) | _sizes(recording, layer, noise, generator)
+        return {"near": near.mean()} | _one_query(recording, layer, noise[:1]) | _sizes(recording, layer, noise, generator)
 
-    return Observed(recording.kind, stacked(map(measured, recording.layers)))
+    return stacked(map(measured, recording.layers))
 
 
 def _one_query(recording: Recording, layer: Layer, noise: np.ndarray) -> dict[str, np.ndarray]:
@@ -71,8 +72,8 @@ def _one_query(recording: Recording, layer: Layer, noise: np.ndarray) -> dict[st
         return {
             "overlap": theory.attention_overlap(real, candidates),
             "pearson": correlation(real, guessed),
-            "synthetic_tokens": candidates.mean(axis=-1),
-            "real_tokens": paper.nucleus(real, P).mean(axis=-1),
+            "synthetic_tokens": candidates.mean(),
+            "real_tokens": paper.nucleus(real, P).mean(),
         }
 
     positions = np.linspace(recording.split, queries.shape[1] - 1, POSITIONS + 1).astype(int)[1:]
@@ -88,33 +89,40 @@ def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, generator: np.
     def kept_with(samples: int, p: float) -> np.ndarray:
         return fast.select(query, keys, states[:, :, :samples], p=p)[0].cpu().numpy()
 
-    sizes = {f"S {samples}": kept_with(samples, P).mean(axis=-1) for samples in SWEEP_SAMPLES}
-    sizes |= {f"p {p}": kept_with(SAMPLES, p).mean(axis=-1) for p in SWEEP_P}
+    sizes = {f"S {samples}": kept_with(samples, P).mean() for samples in SWEEP_SAMPLES}
+    sizes |= {f"p {p}": kept_with(SAMPLES, p).mean() for p in SWEEP_P}
     kept = kept_with(SAMPLES, P)
     attention = later_attention(recording, layer)[:, :, ::EVERY, :split]
     attention = attention / attention.sum(axis=-1, keepdims=True)
     as_many = generator.permuted(kept, axis=-1)
     optimal = theory.optimal_keep_set(attention.reshape(len(kept), -1, split), P)
     return sizes | {
-        "captured": theory.attention_overlap(attention, np.broadcast_to(kept[:, None, None], attention.shape)).mean(axis=-1),
-        "random": theory.attention_overlap(attention, np.broadcast_to(as_many[:, None, None], attention.shape)).mean(axis=-1),
-        "recall": (kept & optimal).sum(axis=-1) / optimal.sum(axis=-1),
-        "optimal": optimal.mean(axis=-1),
+        "kept_share": kept.mean(axis=-1),
+        "captured": theory.attention_overlap(attention, np.broadcast_to(kept[:, None, None], attention.shape)).mean(),
+        "random": theory.attention_overlap(attention, np.broadcast_to(as_many[:, None, None], attention.shape)).mean(),
+        "recall": ((kept & optimal).sum(axis=-1) / optimal.sum(axis=-1)).mean(),
+        "optimal": optimal.mean(),
     }
 
 
-def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
+def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
-    found = {name: by_layer(texts, name) for name in texts[0].values}
-    share, kinds = found[f"S {SAMPLES}"], np.array([text.kind for text in texts])
-    by_kind = {kind: share[kinds == kind] for kind in dict.fromkeys(kinds.tolist())}
-    optimal = {kind: found["optimal"][kinds == kind].mean() for kind in by_kind}
+    found = {name: of_texts(texts, name) for name in texts[0].values}
+    share, kinds = found["kept_share"], [text.kind for text in texts]
+    names = list(dict.fromkeys(kinds))
+    places = np.array([names.index(kind) for kind in kinds])
+    by_kind = {kind: share[places == place] for place, kind in enumerate(names)}
+    optimal = {kind: found["optimal"][places == place].mean() for place, kind in enumerate(names)}
     of_text = np.percentile(share.reshape(len(kinds), -1), [10, 90], axis=-1)
-    task_means = [float(each.mean()) for each in by_kind.values()]
-    of_samples = found["S 16"].mean(axis=(1, 2)) / found["S 8"].mean(axis=(1, 2)) - 1
-    of_p = found["p 0.95"].mean(axis=(1, 2)) / found["p 0.9"].mean(axis=(1, 2)) - 1
-    numbers = PAPER.numbers()
-    numbers.share("near_gaussian_channels", found["near"])
+    mean = {name: found[name].mean(axis=-1) for name in ("S 16", "S 8", "p 0.95", "p 0.9")}
+    of_samples, of_p = mean["S 16"] / mean["S 8"] - 1, mean["p 0.95"] / mean["p 0.9"] - 1
+
+    def largest_over_smallest(shares: np.ndarray, places: np.ndarray) -> float:
+        means = [shares[places == place].mean() for place in np.unique(places)]
+        return float(max(means) / min(means))
+
+    numbers = PAPER.numbers(kinds)
+    numbers.mean("near_gaussian_channels", found["near"])
     numbers.mean("overlap", found["overlap"])
     numbers.median("pearson", found["pearson"])
     numbers.mean("tokens_of_synthetic_query", found["synthetic_tokens"])
@@ -123,11 +131,12 @@ def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
     numbers.mean("captured_by_random_of_that_size", found["random"])
     numbers.mean("recall_of_optimal_set", found["recall"])
     numbers.mean("kept_share", share)
-    numbers.mean("largest_over_smallest_task", [max(task_means) / min(task_means)])
+    of_each = share.mean(axis=(1, 2))
+    numbers.add("largest_over_smallest_task", largest_over_smallest, of_each, places, compares_kinds=True)
     numbers.mean("spread_of_heads", of_text[1] / of_text[0])
     numbers.mean("growth_by_samples", of_samples)
     numbers.mean("growth_by_p", of_p)
-    numbers.mean("growth_by_p_over_growth_by_samples", [of_p.mean() / of_samples.mean()])
+    numbers.add("growth_by_p_over_growth_by_samples", lambda p, samples: p.mean() / samples.mean(), of_p, of_samples)
     series = {
         "overlap": spread_by_layer(texts, "overlap"),
         "pearson": spread_by_layer(texts, "pearson"),

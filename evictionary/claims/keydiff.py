@@ -17,9 +17,10 @@ from evictionary.claims.recording import (
     Layer,
     Observed,
     Recording,
+    Scale,
     as_array,
-    by_layer,
     later_attention,
+    of_texts,
     spread_by_layer,
     stacked,
 )
@@ -40,10 +41,13 @@ def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
     return np.linalg.slogdet(np.swapaxes(chosen, -1, -2) @ chosen)[1]
 
 
-def observe(lab: Lab, recording: Recording) -> Observed:
-    """Measure one text."""
-    measured = (_alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers)
-    return Observed(recording.kind, stacked(measured))
+def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
+    """Measure one text; `example` is the head whose correlation is in the middle."""
+    measured = stacked(_alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers)
+    pearson = measured["pearson"]
+    layer, head = (int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2]))
+    heads = {name: measured.pop(name)[layer, head] for name in ("similarity", "attention")}
+    return measured | {"example": {"pearson": pearson[layer, head]} | heads}
 
 
 def _alignment(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
@@ -79,27 +83,26 @@ def _volumes(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
     return volumes
 
 
-def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
+def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
-    found = {name: by_layer(texts, name) for name in texts[0].values}
+    examples = sorted((text.values["example"] for text in texts), key=lambda example: example["pearson"])
+    found = {name: of_texts(texts, name) for name in texts[0].values if name != "example"}
     pearson = found["pearson"]
-    numbers = PAPER.numbers()
+    numbers = PAPER.numbers([text.kind for text in texts])
     numbers.median("pearson", pearson)
-    numbers.share("share_of_negative_heads", pearson < 0)
+    numbers.mean("share_of_negative_heads", pearson < 0)
     numbers.median("pearson_without_sinks", found["without_sinks"])
     numbers.median("rank_correlation", found["rank"])
     numbers.median("key_cosine", found["key_cosine"])
     numbers.median("query_cosine", found["query_cosine"])
-    numbers.share("share_of_opposed_heads", found["cosine_of_means"] < 0)
+    numbers.mean("share_of_opposed_heads", found["cosine_of_means"] < 0)
     numbers.median("cosine_of_means", found["cosine_of_means"])
-    numbers.share("wins_over_both", np.all([found["keydiff"] > found[other] for other in OTHERS], axis=0))
+    numbers.mean("wins_over_both", np.all([found["keydiff"] > found[other] for other in OTHERS], axis=0))
     for other in OTHERS:
         numbers.median(f"gain_over_{other}", found["keydiff"] - found[other])
         numbers.median(f"gain_over_{other}_unit_keys", found["keydiff unit"] - found[f"{other} unit"])
-    text, layer, head = (int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2]))
-    heads = {name: texts[text].values[name][layer, head] for name in ("similarity", "attention")}
     series = {
-        "example": {"pearson": float(pearson[text, layer, head])} | {name: each.round(6).tolist() for name, each in heads.items()},
+        "example": examples[len(examples) // 2],
         "pearson_by_layer": spread_by_layer(texts, "pearson"),
         "rank_by_layer": spread_by_layer(texts, "rank"),
         "means_by_layer": spread_by_layer(texts, "cosine_of_means"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import combinations
@@ -14,10 +14,11 @@ import torch
 from matplotlib.figure import Figure
 from transformers import DynamicCache
 
+from evictionary.claims import texts as kinds_of_text
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import finish
-from evictionary.claims.recording import Lab, as_array, compressed, read_on
-from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, filler, sentences_of
+from evictionary.claims.recording import Lab, Observed, Scale, as_array, compressed, of_texts, read_on
+from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, sentences_of
 from evictionary.evaluation.questions import prefill, tokenize
 from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper
@@ -40,15 +41,16 @@ class Prompts:
     length: int
 
 
-def make_text(tokenizer: Any, *, digits: int, depth: float, seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return context ids [1, tokens], question ids [1, M] and the number, which stands at `depth` of the filler."""
-    draw = random.Random(f"{seed}/{depth}/{digits}")
+def make_text(tokenizer: Any, scale: Scale, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Return context ids [1, tokens], question ids [1, M] and the number, which stands at a drawn depth of a text of that kind."""
+    draw = random.Random(f"{seed}/{kind}/{scale.passkey_digits}")
+    digits, tokens, depth = scale.passkey_digits, scale.passkey_tokens, draw.uniform(*scale.passkey_depths)
     answer = "".join(draw.choice("0123456789") for _ in range(digits))
     needle = f"The secret number is {answer}."
     introduction = "A long secret number is hidden in the following text. Find it and remember all of its digits."
 
     reserved = count_tokens(tokenizer, introduction) + count_tokens(tokenizer, needle)
-    sentences = sentences_of(tokenizer, lambda: filler(draw), tokens - reserved)
+    sentences = sentences_of(tokenizer, lambda: kinds_of_text.KINDS[kind](draw), tokens - reserved)
     place = round(depth * len(sentences))
     text = " ".join([introduction, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
@@ -61,37 +63,34 @@ def partial_match(text: str, answer: str) -> float:
     return SequenceMatcher(None, plain, answer, autojunk=False).find_longest_match().size / len(answer)
 
 
-def setups(lab: Lab) -> list[tuple[int, float]]:
+def setups(scale: Scale) -> list[tuple[int, float]]:
     """(lag size, keep ratio) of every setup."""
-    return [(lag, ratio) for lag in lab.scale.lag_sizes for ratio in lab.scale.keep_ratios]
+    return [(lag, ratio) for lag in scale.lag_sizes for ratio in scale.keep_ratios]
 
 
-def steps(lab: Lab) -> int:
-    """How many steps `measure` reports."""
-    return len(lab.scale.passkey_depths) + 1 + len(METHODS) * len(setups(lab))
-
-
-def measure(lab: Lab, advance: Callable[[str], None]) -> Findings:
-    """Measure every claim of the paper on prompts of its own, all of them in one batch."""
-    prompts = _read(lab, advance)
+def observe(lab: Lab, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Measure one prompt of each kind, all of them in one batch: the partial match with the full cache and in each setup."""
+    prompts = read(lab, kinds)
     everything = [torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) for keys, _ in prompts.layers]
-    advance("LagKV: asking the full cache")
-    full = answers(lab, prompts, everything)
-    texts: dict[str, dict[tuple[int, float], list[str]]] = {method: {} for method in METHODS}
-    for lag, ratio in setups(lab):
-        for method in METHODS:
-            advance(f"{LABELS[method]}: L = {lag}, r = {ratio:g}")
-            texts[method][lag, ratio] = answers(lab, prompts, _masks(prompts, method, lag, ratio))
-    return _findings(lab, prompts, full, texts)
+    found = {"full": partial(lab, prompts, everything)}
+    for method in METHODS:
+        each = [partial(lab, prompts, _masks(prompts, method, lag, ratio)) for lag, ratio in setups(lab.scale)]
+        found[method] = np.stack(each, axis=1)
+    for index in range(len(kinds)):
+        yield {name: of_prompts[index] for name, of_prompts in found.items()}
 
 
-def _read(lab: Lab, advance: Callable[[str], None]) -> Prompts:
-    scale, stored, questions, numbers = lab.scale, [], [], []
-    for index, depth in enumerate(scale.passkey_depths):
-        advance(f"LagKV: reading prompt {index + 1} of {len(scale.passkey_depths)}")
-        context_ids, question_ids, number = make_text(
-            lab.tokenizer, digits=scale.passkey_digits, depth=depth, seed=lab.seed, tokens=scale.passkey_tokens
-        )
+def partial(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> np.ndarray:
+    """The partial match of each prompt's answer, from the tokens that `kept` leaves in each layer."""
+    given = answers(lab, prompts, kept)
+    return np.array([partial_match(text, answer) for text, answer in zip(given, prompts.answers, strict=True)])
+
+
+def read(lab: Lab, kinds: Sequence[str]) -> Prompts:
+    """Make a prompt of each kind and read them one by one."""
+    stored, questions, numbers = [], [], []
+    for kind in kinds:
+        context_ids, question_ids, number = make_text(lab.tokenizer, lab.scale, kind, lab.seed)
         cache = DynamicCache()
         prefill(lab.model, context_ids, cache)
         in_layers: list[Any] = cache.layers
@@ -102,7 +101,7 @@ def _read(lab: Lab, advance: Callable[[str], None]) -> Prompts:
     while stored[0]:  # the last layer first; each layer is released as soon as it is copied
         keys, values = zip(*(each.pop() for each in stored), strict=True)
         layers.append((torch.cat(keys), torch.cat(values)))
-    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers, scale.passkey_tokens)
+    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers, lab.scale.passkey_tokens)
 
 
 def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.Tensor]:
@@ -141,48 +140,49 @@ def answers(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> list[str]:
     return lab.tokenizer.batch_decode(torch.cat(generated, dim=1))
 
 
-def _findings(lab: Lab, prompts: Prompts, full: list[str], texts: dict[str, dict[tuple[int, float], list[str]]]) -> Findings:
-    def partial(answers: list[str]) -> list[float]:
-        return [partial_match(text, answer) for text, answer in zip(answers, prompts.answers, strict=True)]
-
-    def exact(answers: list[str]) -> list[float]:
-        return [float(each == 1) for each in partial(answers)]
-
-    places = setups(lab)
-    lags, ratios, digits = lab.scale.lag_sizes, lab.scale.keep_ratios, lab.scale.passkey_digits
-    # [setups, prompts] each
-    score = {method: np.array([partial(each[place]) for place in places]) for method, each in texts.items()}
-    hits = {method: np.array([exact(each[place]) for place in places]) for method, each in texts.items()}
+def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
+    """The numbers of all prompts together."""
+    places = setups(scale)
+    lags, ratios, digits = scale.lag_sizes, scale.keep_ratios, scale.passkey_digits
+    full = of_texts(texts, "full")
+    score = {method: of_texts(texts, method) for method in METHODS}  # [prompts, setups] each
+    lagkv = score["lagkv"]
     kept_each = np.array([paper.tokens_per_partition(ratio, lag) for lag, ratio in places])
     above = kept_each >= digits
-    by_lag = score["lagkv"].reshape(len(lags), len(ratios), -1)
+    by_lag = lagkv.reshape(len(texts), len(lags), len(ratios))
     pairs = combinations(range(len(places)), 2)
     equal = [(one, other) for one, other in pairs if kept_each[one] == kept_each[other]]
-    over_local, over_norm = (score["lagkv"] - score[other] for other in ("local", "norm"))
+    over_local, over_norm = (lagkv - score[other] for other in ("local", "norm"))
     at = {name: [ratio == pick(ratios) for _, ratio in places] for name, pick in (("smallest", min), ("largest", max))}
-    numbers = PAPER.numbers(digits=digits, smaller_lag=lags[0], larger_lag=lags[-1], smallest=min(ratios), largest=max(ratios))
-    numbers.mean("full_partial", partial(full))
-    numbers.mean("full_exact", exact(full))
-    numbers.mean("partial_above_64", score["lagkv"][above])
-    numbers.mean("partial_below_64", score["lagkv"][~above])
-    numbers.mean("gain_above_64", score["lagkv"][above].mean(axis=0) - score["lagkv"][~above].mean(axis=0))
-    numbers.mean("gain_of_larger_lag", by_lag[-1] - by_lag[0])
-    numbers.mean("gain_of_smaller_lag_at_equal_rL", [score["lagkv"][one] - score["lagkv"][other] for one, other in equal])
+    numbers = PAPER.numbers(
+        [text.kind for text in texts],
+        digits=digits,
+        smaller_lag=lags[0],
+        larger_lag=lags[-1],
+        smallest=min(ratios),
+        largest=max(ratios),
+    )
+    numbers.mean("full_partial", full)
+    numbers.mean("full_exact", full == 1)
+    numbers.mean("partial_above_64", lagkv[:, above])
+    numbers.mean("partial_below_64", lagkv[:, ~above])
+    numbers.mean("gain_above_64", lagkv[:, above].mean(axis=1) - lagkv[:, ~above].mean(axis=1))
+    numbers.mean("gain_of_larger_lag", by_lag[:, -1] - by_lag[:, 0])
+    numbers.mean("gain_of_smaller_lag_at_equal_rL", np.stack([lagkv[:, one] - lagkv[:, other] for one, other in equal], axis=1))
     numbers.mean("over_local", over_local)
     numbers.mean("over_norm", over_norm)
-    numbers.mean("over_local_at_smallest_ratio", over_local[at["smallest"]])
-    numbers.mean("size_of_gap_at_largest_ratio", [abs(over_local[at["largest"]].mean())])
+    numbers.mean("over_local_at_smallest_ratio", over_local[:, at["smallest"]])
+    numbers.add("size_of_gap_at_largest_ratio", lambda gap: abs(gap.mean()), over_local[:, at["largest"]])
     for method in METHODS:
         numbers.mean(f"partial_{method}", score[method])
-        numbers.mean(f"exact_{method}", hits[method])
+        numbers.mean(f"exact_{method}", score[method] == 1)
     series = {
         "digits": digits,
-        "full": float(np.mean(partial(full))),
+        "full": float(full.mean()),
         "setups": [
             {"lag_size": lag, "keep_ratio": ratio, "rL": int(kept)} for (lag, ratio), kept in zip(places, kept_each, strict=True)
         ],
-        "partial": {method: each.tolist() for method, each in score.items()},
-        "exact": {method: each.tolist() for method, each in hits.items()},
+        "partial": {method: each.T.tolist() for method, each in score.items()},
     }
     return Findings(numbers, series)
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import band, finish
-from evictionary.claims.recording import Lab, Layer, Observed, Recording, as_array, by_layer, stacked
+from evictionary.claims.recording import Lab, Layer, Observed, Recording, Scale, as_array, of_texts, spread_by_layer, stacked
 from evictionary.optimized import h2o
 from evictionary.reference import momentkv as paper
 from evictionary.reference import momentkv_theory as theory
@@ -61,15 +61,24 @@ def cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return (one * other).sum(axis=-1) / np.where(size == 0, 1, size)
 
 
-def observe(lab: Lab, recording: Recording) -> Observed:
-    """Measure one text."""
+def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
+    """Measure one text: each quantity as the mean over the queries, [layers, heads], where no other shape is said."""
+    scale = lab.scale
 
-    def measured(layer: Layer) -> dict[str, np.ndarray]:
-        selections = _selections(recording, layer, lab.scale.budgets, lab.scale.main_budget)
-        by_selection = {selection: _over_queries(recording, layer, kept) for selection, kept in selections.items()}
-        return {f"{selection}: {name}": found for selection, each in by_selection.items() for name, found in each.items()}
+    def measured(layer: Layer) -> dict[str, Any]:
+        selections = _selections(recording, layer, scale.budgets, scale.main_budget)
+        found = {selection: _over_queries(recording, layer, kept) for selection, kept in selections.items()}
+        theirs, ours = found[f"h2o {scale.main_budget}"], found["momentkv"]
+        means = {f"h2o: {name}": theirs[name].mean(axis=0) for name in ("mass", "cosine", "none")}
+        means |= {name: ours[name].mean(axis=0) for name in ("none", "zeroth", "first", "direction")}
+        # of a layer, over queries and heads
+        means |= {f"{name} hurts": (ours[name] > ours["none"]).mean() for name in ("zeroth", "first")}
+        means["amplification"] = np.median(theirs["none"] / theirs["mass"])
+        for budget in scale.budgets:
+            means |= {f"h2o {budget}: {name}": found[f"h2o {budget}"][name].mean() for name in ("mass", "none")}
+        return means
 
-    return Observed(recording.kind, stacked(map(measured, recording.layers)))
+    return stacked(map(measured, recording.layers))
 
 
 def _selections(recording: Recording, layer: Layer, budgets: tuple[int, ...], main: int) -> dict[str, np.ndarray]:
@@ -96,67 +105,49 @@ def _over_queries(recording: Recording, layer: Layer, kept: np.ndarray) -> dict[
     return stacked(map(measured, np.linspace(recording.split, length - 1, POSITIONS).astype(int)))
 
 
-def conclude(lab: Lab, texts: Sequence[Observed]) -> Findings:
+def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
-    found: dict[str, dict[str, np.ndarray]] = {}
-    for key in texts[0].values:
-        selection, _, name = key.partition(": ")
-        found.setdefault(selection, {})[name] = by_layer(texts, key)
-    main = lab.scale.main_budget
-    theirs, ours = found[f"h2o {main}"], found["momentkv"]
-    none, zeroth, first = (ours[name] for name in ("none", "zeroth", "first"))
-    of_layer = {name: ours[name].mean(axis=(0, 2)) for name in ("none", "zeroth", "first", "direction")}
-    hurt = (first > none).mean(axis=(0, 2))
-    numbers = PAPER.numbers(smallest=min(lab.scale.budgets))
-    numbers.mean("evicted_mass", theirs["mass"])
-    numbers.mean("share_of_layers_below_005", theirs["mass"].mean(axis=(0, 2)) < 0.05)
-    numbers.mean("evicted_mass_at_the_paper_s_share", found[f"h2o {min(lab.scale.budgets)}"]["mass"])
-    numbers.mean("size_of_layer_cosine", np.abs(theirs["cosine"].mean(axis=(0, 2))))
-    numbers.mean("cosine", theirs["cosine"])
-    numbers.mean("relative_error", theirs["none"])
-    numbers.median("amplification", theirs["none"] / theirs["mass"])
-    numbers.mean("loss_against_h2o", first.mean(axis=(1, 2)) / theirs["none"].mean(axis=(1, 2)))
-    numbers.mean("share_of_layers_improved", of_layer["first"] < of_layer["none"])
-    numbers.mean("reduction", 1 - of_layer["first"] / of_layer["none"])
-    numbers.mean("direction", ours["direction"])
-    numbers.mean("direction_of_worst_layer", [of_layer["direction"].min()])
-    numbers.mean("gain_of_zeroth_order", (none - zeroth).mean(axis=(1, 2)) / none.mean(axis=(1, 2)))
-    numbers.mean("further_gain_of_first_order", (zeroth - first).mean(axis=(1, 2)) / none.mean(axis=(1, 2)))
-    numbers.share("share_hurt", first > none)
-    numbers.share("share_hurt_zeroth_order", zeroth > none)
-    numbers.mean("worst_layer_hurt", [hurt.max()])
-    return Findings(numbers, _series(lab, found, hurt))
-
-
-def _series(lab: Lab, found: dict[str, dict[str, np.ndarray]], hurt: np.ndarray) -> dict[str, Any]:
-    theirs, ours = found[f"h2o {lab.scale.main_budget}"], found["momentkv"]
-
-    def band_of(values: np.ndarray) -> list[list[float]]:
-        low, high = np.percentile(values, [10, 90], axis=(0, 2))
-        return [low.tolist(), values.mean(axis=(0, 2)).tolist(), high.tolist()]
-
-    by_budget = {budget: found[f"h2o {budget}"] for budget in lab.scale.budgets}
-    return {
-        "mass": band_of(theirs["mass"]),
-        "cosine": band_of(theirs["cosine"]),
-        "direction": band_of(ours["direction"]),
-        "error": {name: ours[name].mean(axis=(0, 2)).tolist() for name in ("none", "zeroth", "first")},
-        "hurt": hurt.tolist(),
-        "by_budget": {
-            "budget": list(by_budget),
-            "mass": [float(each["mass"].mean()) for each in by_budget.values()],
-            "relative error": [float(each["none"].mean()) for each in by_budget.values()],
-        },
+    found = {name: of_texts(texts, name) for name in texts[0].values}
+    # the mean over the heads, [texts, layers]
+    mass, cosine, relative = (found[f"h2o: {name}"].mean(axis=(2, 3)) for name in ("mass", "cosine", "none"))
+    none, zeroth, first, direction = (found[name].mean(axis=(2, 3)) for name in ("none", "zeroth", "first", "direction"))
+    hurt, size = found["first hurts"], none.mean(axis=1)
+    numbers = PAPER.numbers([text.kind for text in texts], smallest=min(scale.budgets))
+    numbers.mean("evicted_mass", mass)
+    numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
+    numbers.mean("evicted_mass_at_the_paper_s_share", found[f"h2o {min(scale.budgets)}: mass"])
+    numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
+    numbers.mean("cosine", cosine)
+    numbers.mean("relative_error", relative)
+    numbers.median("amplification", found["amplification"])
+    numbers.mean("loss_against_h2o", first.mean(axis=1) / relative.mean(axis=1))
+    numbers.add("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none)
+    numbers.add("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none)
+    numbers.mean("direction", direction)
+    numbers.add("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction)
+    numbers.mean("gain_of_zeroth_order", (none - zeroth).mean(axis=1) / size)
+    numbers.mean("further_gain_of_first_order", (zeroth - first).mean(axis=1) / size)
+    numbers.mean("share_hurt", hurt)
+    numbers.mean("share_hurt_zeroth_order", found["zeroth hurts"])
+    numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
+    by_budget = {name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets] for name in ("mass", "none")}
+    series = {
+        **{name: spread_by_layer(texts, f"h2o: {name}", np.mean) for name in ("mass", "cosine")},
+        "direction": spread_by_layer(texts, "direction", np.mean),
+        "error": {name: each.mean(axis=0).tolist() for name, each in {"none": none, "zeroth": zeroth, "first": first}.items()},
+        "hurt": hurt.mean(axis=0).tolist(),
+        "by_budget": {"budget": list(scale.budgets), "mass": by_budget["mass"], "relative error": by_budget["none"]},
     }
+    return Findings(numbers, series)
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
     """Draw the paper's picture; `shown` in its file says what is seen."""
     (mass, angle, budgets), (error, direction, hurt) = figure.subplots(2, 3)
-    band(mass, series["mass"], "mean and 10 to 90 % of steps")
+    band(mass, series["mass"], "mean and 10 to 90 % of heads")
     mass.axhline(0.08, color="grey", linestyle="--", linewidth=1)
     finish(mass, xlabel="layer", ylabel="evicted mass w_E", title="H2O: attention on evicted tokens")
-    band(angle, series["cosine"], "mean and 10 to 90 % of steps")
+    band(angle, series["cosine"], "mean and 10 to 90 % of heads")
     angle.axhline(0, color="grey", linewidth=1)
     finish(angle, xlabel="layer", ylabel="cos(f_R, f_E)", title="H2O: retained against evicted output")
     for name in ("mass", "relative error"):
@@ -176,7 +167,7 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     finish(
         error, xlabel="layer", ylabel="mean relative error |f - output| / |f|", title="MomentKV's selection: error of the output"
     )
-    band(direction, series["direction"], "mean and 10 to 90 % of steps")
+    band(direction, series["direction"], "mean and 10 to 90 % of heads")
     finish(direction, xlabel="layer", ylabel="cos(f_E, its approximation)", title="direction of the approximated output")
     hurt.bar(range(len(series["hurt"])), series["hurt"])
     hurt.set(xlabel="layer", ylabel="share of steps", title="where the correction makes it worse")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +19,13 @@ from evictionary.reference.attention import by_group, causal_attention
 
 @dataclass(frozen=True)
 class Scale:
-    """The amount of work; the defaults take about ten minutes of one core with the embedded model."""
+    """The amount of work on each text."""
 
     prompt_tokens: int = 768
     later_tokens: int = 256
-    seeds: int = 2
     passkey_tokens: int = 1552
     passkey_digits: int = 64
-    passkey_depths: tuple[float, ...] = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
+    passkey_depths: tuple[float, float] = (0.05, 0.75)
     lag_sizes: tuple[int, ...] = (128, 256)
     keep_ratios: tuple[float, ...] = (0.125, 0.25, 0.5)
     budgets: tuple[int, ...] = (24, 64, 128, 256)
@@ -58,14 +58,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Recording:
-    """One text of T tokens, the `number`-th of its kind; the first `split` tokens are the prompt, the others come later.
+    """One text of T tokens; the first `split` tokens are the prompt, the others come later. `seed` is for random draws on it.
 
     residual [layers - 1, M / 2, C] is the residual stream between the layers, of the first half of the M later tokens; theta
     the base of RoPE.
     """
 
     kind: str
-    number: int
+    seed: int
     input_ids: torch.Tensor
     split: int
     theta: float
@@ -80,7 +80,7 @@ class Recording:
 
 @dataclass
 class Lab:
-    """The model and how much to measure on it."""
+    """The model, how much to measure on it, and the seed of the texts."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -90,7 +90,7 @@ class Lab:
 
 @dataclass(frozen=True)
 class Observed:
-    """The measurements of a paper's module on one text: arrays of any shape; the first axis is the layer, if there is one."""
+    """The measurements of a paper's module on one text: numbers, or lists with the layer as the first axis, if there is one."""
 
     kind: str
     values: dict[str, Any]
@@ -102,15 +102,17 @@ def stacked(measured: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarra
     return {name: np.stack([values[name] for values in each]) for name in each[0]}
 
 
-def by_layer(texts: Sequence[Observed], name: str) -> np.ndarray:
-    """One quantity of all texts, [texts, layers, ...flattened]."""
-    stacked = np.stack([text.values[name] for text in texts])
-    return stacked.reshape(*stacked.shape[:2], -1)
+def of_texts(texts: Sequence[Observed], name: str) -> np.ndarray:
+    """One quantity of all texts, [texts, ...]."""
+    return np.array([text.values[name] for text in texts], dtype=np.float64)
 
 
-def spread_by_layer(texts: Sequence[Observed], name: str) -> list[list[float]]:
-    """The 10th percentile, the median and the 90th percentile of each layer, over texts and heads."""
-    return np.percentile(by_layer(texts, name), [10, 50, 90], axis=(0, 2)).tolist()
+def spread_by_layer(texts: Sequence[Observed], name: str, middle: Callable[..., Any] = np.median) -> list[list[float]]:
+    """The 10th percentile, the median or other middle, and the 90th percentile of each layer, over texts and heads."""
+    found = of_texts(texts, name)
+    found = found.reshape(*found.shape[:2], -1)
+    low, high = np.percentile(found, [10, 90], axis=(0, 2))
+    return [low.tolist(), middle(found, axis=(0, 2)).tolist(), high.tolist()]
 
 
 def rope_theta(model: PreTrainedModel) -> float:
@@ -122,12 +124,12 @@ def rope_theta(model: PreTrainedModel) -> float:
 
 
 @torch.no_grad()
-def record(lab: Lab, kind: str, number: int = 0) -> Recording:
+def record(lab: Lab, kind: str) -> Recording:
     """Read one text in one forward and keep the states of every layer. Raises UsageError for a model that cannot be recorded."""
     model, scale = lab.model, lab.scale
     theta = rope_theta(model)
     length = scale.prompt_tokens + scale.later_tokens
-    input_ids = texts.make(lab.tokenizer, kind, seed=lab.seed + number, tokens=length).to(model.device)
+    input_ids = texts.make(lab.tokenizer, kind, seed=lab.seed, tokens=length).to(model.device)
     cache = EvictingCache(model, method=None, record=("queries", "hidden_states"))
     output = model(input_ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     base: Any = model.base_model
@@ -142,7 +144,7 @@ def record(lab: Lab, kind: str, number: int = 0) -> Recording:
     # The last hidden state has passed the final norm, so it is not the residual stream any more.
     half = slice(scale.prompt_tokens, scale.prompt_tokens + scale.later_tokens // 2)
     residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
-    return Recording(kind, number, input_ids, scale.prompt_tokens, theta, layers, residual)
+    return Recording(kind, zlib.crc32(f"{lab.seed}/{kind}".encode()), input_ids, scale.prompt_tokens, theta, layers, residual)
 
 
 def _query_projection(attention: Any, num_query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:

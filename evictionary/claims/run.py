@@ -1,132 +1,225 @@
-"""Measures the claims of the chosen papers on one model and writes the numbers, the pictures and a page for each paper."""
+"""Measures the claims of the chosen papers on one model and writes the numbers, the pictures and a page for each paper.
+
+A measurement is a paper on one text, one line of `results.jsonl`; evaluation.run shares the measurements out and resumes them.
+The model reads a text once for four of the papers; LagKV has prompts of its own, one batch of all kinds for each seed.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
-from evictionary.claims.claim import Findings
+from evictionary.claims.claim import CONFIDENCE, DRAWS, Claim, Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import UsageError
 from evictionary.evaluation import pages
-from evictionary.evaluation.run import versions
+from evictionary.evaluation import run as evaluation
+from evictionary.evaluation.run import Line, Progress
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PAPERS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
 }
+FIELDS = ("model", "weights", "paper", "text", "seed", "scale", "versions", "cpu_seconds", "values")
+"""The fields of a line of results.jsonl; model, paper, text and seed are its identity."""
 
 
-@dataclass
-class Report:
-    """The measurements of each paper, and their settings; cpu_seconds is the time of the whole process."""
+class Unit(NamedTuple):
+    """What one process measures at a time: one text for some papers, or one batch for LagKV."""
 
-    model: str
-    weights: str
-    command: str
     seed: int
     scale: Scale
-    findings: dict[str, Findings]
-    seconds: float
-    cpu_seconds: float
-    date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, with the verdicts, as results.json holds it."""
-        named = {name: getattr(self, name) for name in ("model", "weights", "command", "date", "seed")}
-        return {
-            "schema_version": SCHEMA_VERSION,
-            **named,
-            "seconds": round(self.seconds),
-            "cpu_seconds": round(self.cpu_seconds),
-            "versions": versions() | {"numpy": np.__version__},
-            "scale": asdict(self.scale),
-            "papers": [_paper(name, findings) for name, findings in self.findings.items()],
-        }
 
 
-def _paper(name: str, findings: Findings) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Plan:
+    """The claims to measure, as check_claims returns them, on the texts of each kind and seed.
+
+    Raises UsageError for an unknown kind or fewer than two seeds.
+    """
+
+    model: str
+    claims: Mapping[str, Sequence[Claim]]
+    texts: Sequence[str] = tuple(texts.KINDS)
+    seeds: Sequence[int] = (0, 1, 2)
+    scale: Scale = field(default_factory=Scale)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.texts if name not in texts.KINDS]
+        if unknown or not self.texts:
+            raise UsageError(f"texts: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(texts.KINDS)}")
+        if len(set(self.seeds)) < 2:
+            raise UsageError(f"seeds: got {len(set(self.seeds))}, wanted at least 2: one text of a kind gives no interval")
+
+    def lines(self) -> list[tuple[str, str, int]]:
+        """(paper, kind of text, seed) of every measurement, each once."""
+        every = [(paper, kind, seed) for seed in self.seeds for paper in self.claims for kind in self.texts]
+        return list(dict.fromkeys(every))
+
+
+def check_claims(papers: Sequence[str] | None = None, only: Sequence[str] | None = None) -> dict[str, list[Claim]]:
+    """The claims of these papers, of all for None; `only` keeps those of these ids: 'KD-7', or 'KD-7 (diversity)' for one of them.
+
+    Raises UsageError for an unknown name or none.
+    """
+    chosen = list(PAPERS) if papers is None else list(dict.fromkeys(papers))
+    unknown = [name for name in chosen if name not in PAPERS]
+    if unknown or not chosen:
+        raise UsageError(f"papers: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(PAPERS)}")
+    claims = {name: list(PAPERS[name].PAPER.claims) for name in chosen}
+    if only is None:
+        return claims
+    known = [claim.id for each in claims.values() for claim in each]
+    missing = [name for name in only if not any(_is_named(id, name) for id in known)]
+    if missing or not only:
+        raise UsageError(f"only: got {', '.join(missing) or 'none'}, wanted some of {', '.join(known)}")
+    kept = {paper: [claim for claim in each if any(_is_named(claim.id, name) for name in only)] for paper, each in claims.items()}
+    return {paper: each for paper, each in kept.items() if each}
+
+
+def _is_named(id: str, name: str) -> bool:
+    return name in (id, id.partition(" ")[0])
+
+
+def run(
+    plan: Plan, folder: Path, *, jobs: int = 1, dask: str | None = None, advance: Callable[[Progress], None] = lambda progress: None
+) -> list[Line]:
+    """Measure what `folder / results.jsonl` lacks of the plan, as evaluation.run does, and return the lines of the plan.
+
+    Raises UsageError as evaluation.run does, for a model that cannot be recorded, and for a folder with measurements of another
+    scale or of other versions of the software: their mean would be of neither.
+    """
+
+    def missing(found: Mapping[str, Line]) -> list[tuple[Unit, list[tuple[str, str]]]]:
+        _require_the_same(plan, found, folder)
+        units: dict[Any, tuple[Unit, list[tuple[str, str]]]] = {}
+        for paper, kind, seed in plan.lines():
+            if _key(plan.model, paper, kind, seed) not in found:
+                # the batches of LagKV first: they take longest
+                place = (paper != "lagkv", seed, "" if paper == "lagkv" else kind)
+                units.setdefault(place, (Unit(seed, plan.scale), []))[1].append((paper, kind))
+        return [units[place] for place in sorted(units)]
+
+    def text(line: Line) -> str:
+        return f"{PAPERS[line['paper']].PAPER.title}, {line['text']}, seed {line['seed']}"
+
+    lines = evaluation.share(
+        folder, plan.model, missing, _lines, identify=identify, text=text, order=identify, jobs=jobs, dask=dask, advance=advance
+    )
+    wanted = {_key(plan.model, *each) for each in plan.lines()}
+    return [line for line in lines if identify(line) in wanted]
+
+
+def _key(*parts: Any) -> str:
+    return json.dumps(parts)
+
+
+def identify(line: Mapping[str, Any]) -> str:
+    """The identity of a line. Raises KeyError if the line lacks a field."""
+    _ = [line[name] for name in FIELDS]
+    return _key(line["model"], line["paper"], line["text"], line["seed"])
+
+
+def versions() -> dict[str, str]:
+    """The software versions that can change a result."""
+    return evaluation.versions() | {"numpy": np.__version__}
+
+
+def _require_the_same(plan: Plan, found: Mapping[str, Line], folder: Path) -> None:
+    here = {"scale": _rounded(asdict(plan.scale)), "versions": versions()}
+    for line in found.values():
+        for name, value in here.items():
+            for key in value.keys() | line[name].keys():
+                got, wanted = line[name].get(key), value.get(key)
+                if got != wanted:
+                    raise UsageError(
+                        f"output: {folder} holds measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
+                    )
+
+
+def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, str]]) -> Iterator[Line]:
+    """The line of each (paper, kind): papers on one text, or LagKV on all kinds."""
+    start = time.process_time()
+    lab = Lab(*evaluation.loaded(model_name), unit.scale, unit.seed)
+    common = {"model": model_name, "weights": Path(str(lab.model.config.name_or_path)).name, "seed": unit.seed}
+    common |= {"scale": _rounded(asdict(unit.scale)), "versions": versions()}
+    for (paper, kind), values in zip(wanted, _observed(lab, wanted), strict=True):
+        now = time.process_time()
+        yield {**common, "paper": paper, "text": kind, "cpu_seconds": round(now - start, 1), "values": _rounded(values)}
+        start = now
+
+
+def _observed(lab: Lab, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    first, kind = wanted[0]
+    if first == "lagkv":
+        yield from lagkv.observe(lab, [kind for _, kind in wanted])
+        return
+    recording = record(lab, kind)  # about 200 MB: one text at a time
+    for paper, _ in wanted:
+        yield PAPERS[paper].observe(lab, recording)
+
+
+def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims") -> dict[str, Any]:
+    """Everything that the lines of the plan say, with the verdicts, as results.json holds it."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": plan.model,
+        "weights": lines[0]["weights"],
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "texts": list(plan.texts),
+        "seeds": list(plan.seeds),
+        "confidence": CONFIDENCE,
+        "draws": DRAWS,
+        "cpu_seconds": round(sum(line["cpu_seconds"] for line in lines)),
+        "versions": lines[0]["versions"],
+        "scale": lines[0]["scale"],
+        "papers": [_paper(plan, name, lines) for name in plan.claims],
+    }
+
+
+def _paper(plan: Plan, name: str, lines: Sequence[Line]) -> dict[str, Any]:
     paper = PAPERS[name].PAPER
+    mine = sorted((plan.texts.index(line["text"]), line["seed"], line["values"]) for line in lines if line["paper"] == name)
+    observed = [Observed(plan.texts[kind], values) for kind, _, values in mine]
+    findings: Findings = PAPERS[name].conclude(plan.scale, observed)
     claims = [
         {
             **{key: getattr(claim, key) for key in ("id", "source", "statement", "measured", "rule")},
             "verdict": claim.verdict(findings.numbers),
-            "numbers": {number: asdict(findings.numbers[number]) for number in claim.numbers},
+            "changes": claim.changes(findings.numbers),
+            "texts": len(observed),
+            "deciding": {each.text: each.number for each in (*claim.possible_if, *claim.holds_if)},
+            "numbers": {number: _rounded(asdict(findings.numbers[number])) for number in claim.numbers},
         }
-        for claim in paper.claims
+        for claim in plan.claims[name]
     ]
     named = {"paper": name, "title": paper.title, "arxiv": paper.arxiv, "picture": f"{name}.png", "shown": paper.shown}
     return {**named, "claims": claims, "series": _rounded(findings.series)}
 
 
 def _rounded(value: Any) -> Any:
-    """Round floats to five significant digits; no measurement is more precise."""
+    """Arrays as lists, and floats with four significant digits; no measurement is more precise."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(each) for each in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def check_papers(names: Sequence[str] | None) -> list[str]:
-    """The papers of these names, all of them for None. Raises UsageError for an unknown name or none."""
-    chosen = list(PAPERS) if names is None else list(dict.fromkeys(names))
-    unknown = [name for name in chosen if name not in PAPERS]
-    if unknown or not chosen:
-        raise UsageError(f"papers: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(PAPERS)}")
-    return chosen
-
-
-def run(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    *,
-    model_name: str,
-    papers: Sequence[str] | None = None,
-    seed: int = 0,
-    scale: Scale | None = None,
-    command: str = "evictionary claims",
-    plan: Callable[[int], None] = lambda steps: None,
-    advance: Callable[[str], None] = lambda text: None,
-) -> Report:
-    """Measure the claims of the papers. Raises UsageError for an unknown paper or a model that cannot be recorded.
-
-    `plan` is called once with the number of steps, `advance` before each step with its description.
-    """
-    start = time.perf_counter()
-    chosen = check_papers(papers)
-    lab = Lab(model, tokenizer, scale or Scale(), seed)
-    observing = [name for name in chosen if name != "lagkv"]
-    wanted = [(kind, number) for number in range(lab.scale.seeds) for kind in texts.KINDS] if observing else []
-    plan(len(wanted) * (1 + len(observing)) + (lagkv.steps(lab) if "lagkv" in chosen else 0))
-    observed: dict[str, list[Observed]] = {name: [] for name in observing}
-    for index, (kind, number) in enumerate(wanted):
-        place = f"text {index + 1} of {len(wanted)} ({kind})"
-        advance(f"{place}: reading")
-        recording = record(lab, kind, number)  # about 200 MB: one text at a time
-        for name in observing:
-            advance(f"{place}: {PAPERS[name].PAPER.title}")
-            observed[name].append(PAPERS[name].observe(lab, recording))
-    findings = {
-        name: PAPERS[name].conclude(lab, observed[name]) if name in observed else lagkv.measure(lab, advance) for name in chosen
-    }
-    weights = Path(str(model.config.name_or_path)).name
-    seconds = time.perf_counter() - start
-    return Report(model_name, weights, command, seed, lab.scale, findings, seconds, time.process_time())
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def write(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the result of `Report.as_json`: results.json, a picture and a page for each paper, index.md, and claims.html with all.
+    """Write the result of `report`: results.json, a picture and a page for each paper, index.md, and claims.html with all.
 
     Returns the paths.
     """

@@ -1,4 +1,4 @@
-"""Texts of four kinds, generated from a seed: the claims are measured on all four kinds, as one text is not representative."""
+"""Texts of six kinds, generated from a seed: the claims are measured on all six kinds, as one text is not representative."""
 
 from __future__ import annotations
 
@@ -45,7 +45,22 @@ def sums(draw: random.Random) -> str:
     return f"{question} Answer: {start} + {more} = {between}, {between} - {less} = {left}, so {left} are left."
 
 
-KINDS: dict[str, Callable[[random.Random], str]] = {each.__name__: each for each in (repetitive, varied, records, sums)}
+def code(draw: random.Random) -> str:
+    """A short function in Python."""
+    what, other = draw.sample(WHAT, 2)
+    name, limit, factor = f"{draw.choice(DID)}_{what}s", draw.randrange(10, 99), draw.randrange(2, 9)
+    loop = f"    for {what} in {what}s:\n        if {what}.{other} > {limit}:\n            total += {factor} * {what}.{other}\n"
+    return f"\n\ndef {name}({what}s, {draw.choice(LIKE)}={limit + factor}):\n    total = 0\n{loop}    return total\n"
+
+
+def chat(draw: random.Random) -> str:
+    """A question and its answer in a conversation of two."""
+    who, what, like = draw.choice(WHO), draw.choice(WHAT), draw.choice(LIKE)
+    question = f"\nUser: Hi! Who {draw.choice(DID)} the {like} {what} {draw.choice(WHEN)}?"
+    return f"{question}\nAssistant: That was the {who}, {draw.choice(WHY)}. Shall I say more about the {what}?"
+
+
+KINDS: dict[str, Callable[[random.Random], str]] = {each.__name__: each for each in (repetitive, varied, records, sums, code, chat)}
 
 
 def make(tokenizer: Any, kind: str, *, seed: int, tokens: int) -> torch.Tensor:

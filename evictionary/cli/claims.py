@@ -11,15 +11,25 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evictionary.cli.console import AsJson, ModelName, exit_codes, given_names, progress, require_folder, whole_number
+from evictionary.cli.console import (
+    AsJson,
+    ModelName,
+    exit_codes,
+    given_names,
+    measuring,
+    messages,
+    require_folder,
+    whole_number,
+)
 
 app = typer.Typer()
 
-COLOURS = {"seen": "green", "not seen": "red", "other model needed": "yellow"}
+COLOURS = {"holds here": "green", "does not hold here": "red", "undecided": "yellow", "other model needed": "yellow"}
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary claims[/]   [bold]evictionary claims --papers keydiff,momentkv --output measured[/]"
+    epilog="Examples: [bold]evictionary claims --jobs 2[/]   "
+    "[bold]evictionary claims --only KD-7,MK-36 --texts code,chat --seeds 8 --output measured[/]"
 )
 def claims(
     papers: Annotated[
@@ -28,32 +38,47 @@ def claims(
             help="Some of expected_attention, keydiff, lagkv, momentkv, gvote, comma-separated or repeated; all by default."
         ),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Ids of claims, comma-separated or repeated: KD-7, or 'KD-7 (diversity)' for one of them."),
+    ] = None,
     model: ModelName = "embedded",
-    output: Annotated[Path, typer.Option(help="The folder for results.json, the pictures and the pages.")] = Path("claims"),
-    seed: Annotated[int, whole_number("The seed of the texts, the hidden numbers and the methods' random draws.")] = 0,
+    output: Annotated[
+        Path, typer.Option(help="The folder for results.jsonl (a later run continues it), the pictures and the pages.")
+    ] = Path("claims"),
+    seeds: Annotated[int, whole_number("Texts of each kind, at least 2: more texts give narrower intervals.")] = 3,
+    seed: Annotated[int, whole_number("The seed of the first text; each later text of a kind has the next seed.")] = 0,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(help="Some of repetitive, varied, records, sums, code, chat, comma-separated or repeated; all by default."),
+    ] = None,
+    jobs: Annotated[int, whole_number("Processes that share the texts.")] = 1,
+    dask: Annotated[
+        str | None,
+        typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the papers' empirical claims on a model: each claim gets numbers, a picture and a verdict, seen or not seen.
+    """Measure the papers' empirical claims on a model: each gets numbers with intervals, a verdict, and what would change it.
 
-    All papers take about ten minutes on one core.
+    A claim holds here, or does not, where whole intervals say so; otherwise it is undecided. A run that was stopped goes on where
+    it stopped if you repeat the command. One text of all papers takes about a minute of one core.
     """
-    with exit_codes(extra="model"):
-        names = given_names("--papers", papers)
-        from evictionary.claims import run as experiment
-        from evictionary.models.load import load as load_model
-
-        chosen = experiment.check_papers(names)
+    with exit_codes("the same command goes on where it stopped", extra="model"):
+        asked = {"--papers": given_names("--papers", papers), "--only": given_names("--only", only)}
+        kinds = given_names("--texts", texts)
         require_folder(output)
-        loaded, tokenizer = load_model(model)
-        given = f" --papers {','.join(chosen)}" if names else ""
-        command = f"evictionary claims{given} --model {model} --seed {seed}"
-        with progress() as (plan, advance):
-            report = experiment.run(
-                loaded, tokenizer, model_name=model, papers=chosen, seed=seed, command=command, plan=plan, advance=advance
-            )
-            advance("drawing the pictures")
-            result = report.as_json()
-            experiment.write(result, output)
+        from evictionary.claims import run as experiment
+        from evictionary.claims import texts as known
+
+        chosen = experiment.check_claims(*asked.values())
+        plan = experiment.Plan(model, chosen, tuple(dict.fromkeys(kinds or known.KINDS)), range(seed, seed + seeds))
+        given = "".join(f" {option} '{','.join(names)}'" for option, names in {**asked, "--texts": kinds}.items() if names)
+        with measuring() as advance:
+            lines = experiment.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        messages.print("intervals, pictures and pages", style="italic")
+        result = experiment.report(plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}")
+        experiment.write(result, output)
     if as_json:
         typer.echo(json.dumps(result | {"output": str(output)}, indent=1))
     else:
@@ -63,11 +88,13 @@ def claims(
 
 def _table(result: dict[str, Any]) -> Table:
     table = Table(title=f"The papers' claims on {result['weights']}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for header in ("claim", "numbers", "verdict"):
+    for header in ("claim", f"numbers ({result['confidence']:.0%} interval)", "texts", "verdict"):
         table.add_column(header)
     for paper in result["papers"]:
         for claim in paper["claims"]:
-            numbers = ", ".join(f"{name} {number['value']:.3g}" for name, number in claim["numbers"].items())
-            table.add_row(claim["id"], numbers, f"[{COLOURS[claim['verdict']]}]{claim['verdict']}[/]")
+            deciding = ((condition, claim["numbers"][name]) for condition, name in claim["deciding"].items())
+            shown = (f"{text}: {each['value']:.3g} ({each['low']:.3g} to {each['high']:.3g})" for text, each in deciding)
+            verdict = f"[{COLOURS[claim['verdict']]}]{claim['verdict']}[/]"
+            table.add_row(claim["id"], "\n".join(shown), str(claim["texts"]), verdict)
         table.add_section()
     return table

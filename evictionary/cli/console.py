@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from evictionary.errors import InstallError, MethodError, UsageError
+
+if TYPE_CHECKING:
+    from evictionary.evaluation.run import Progress
 
 messages = Console(stderr=True)
 
@@ -140,15 +144,41 @@ def require_folder(output: Path) -> None:
 @contextmanager
 def progress() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
     """A progress bar on stderr, as (plan, advance): the number of steps, then what each step is about to do."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=messages, transient=True) as progress:
+    with Bar(*columns, console=messages, transient=True) as progress:
         task = progress.add_task("preparing", total=None, completed=-1)
         yield (
             lambda steps: progress.update(task, total=steps),
             lambda text: progress.update(task, advance=1, description=text),
         )
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[Progress], None]]:
+    """A bar for measurements that are shared out, with the time left, on stderr; in a log file, a line every half minute."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), console=messages, transient=True) as bar:
+        task = bar.add_task("loading the model", total=None)
+        told = time.monotonic()
+
+        def advance(progress: Progress) -> None:
+            nonlocal told
+            left = (
+                f"{progress.seconds_left / 60:.0f} min left"
+                if progress.seconds_left > 90
+                else f"{progress.seconds_left:.0f} s left"
+            )
+            bar.update(task, completed=progress.done, total=progress.total, description=f"{progress.text}; {left}")
+            if not messages.is_terminal and time.monotonic() - told > 30:
+                told = time.monotonic()
+                messages.print(f"{progress.done} of {progress.total}: {progress.text}; {left}", markup=False, soft_wrap=True)
+
+        yield advance
 
 
 def mebibytes(nbytes: float) -> str:

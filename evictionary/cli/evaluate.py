@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -20,6 +18,7 @@ from evictionary.cli.console import (
     ModelName,
     escaped,
     exit_codes,
+    measuring,
     messages,
     names_in,
     numbers_in,
@@ -27,9 +26,6 @@ from evictionary.cli.console import (
     whole_number,
 )
 from evictionary.errors import UsageError
-
-if TYPE_CHECKING:
-    from evictionary.evaluation.run import Progress
 
 app = typer.Typer()
 
@@ -109,7 +105,7 @@ def evaluate(
             ratios=removed,
             budgets=kept,
         )
-        with _progress() as advance:
+        with measuring() as advance:
             lines = evaluation.run(plan, output, jobs=jobs, dask=dask, advance=advance)
         found = eval_report.write(lines, output)
     if as_json or format is Format.JSON:
@@ -161,31 +157,6 @@ def _whole(argument: str, number: float) -> int:
     if not number.is_integer():
         raise UsageError(f"{argument}: got {number}, wanted a whole number of tokens")
     return int(number)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A progress bar with the time left, on stderr; in a log file, a line every half minute."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    with Bar(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), console=messages, transient=True) as bar:
-        task = bar.add_task("loading the model", total=None)
-        told = time.monotonic()
-
-        def advance(progress: Progress) -> None:
-            nonlocal told
-            left = (
-                f"{progress.seconds_left / 60:.0f} min left"
-                if progress.seconds_left > 90
-                else f"{progress.seconds_left:.0f} s left"
-            )
-            bar.update(task, completed=progress.done, total=progress.total, description=f"{progress.text}; {left}")
-            if not messages.is_terminal and time.monotonic() - told > 30:
-                told = time.monotonic()
-                messages.print(f"{progress.done} of {progress.total}: {progress.text}; {left}", markup=False, soft_wrap=True)
-
-        yield advance
 
 
 def _print_tables(rows: list[dict[str, Any]]) -> None:

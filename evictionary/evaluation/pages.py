@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ def render(template: str, **values: Any) -> str:
     """Render a file of evictionary/templates with `values`."""
     environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True)
     environment.filters["short"] = "{:.3g}".format
+    environment.filters["range"] = _range
     return environment.get_template(template).render(**values)
+
+
+def _range(values: Mapping[str, float]) -> str:
+    """'0.2 (code) to 0.7 (chat)', or a dash for none."""
+    ends = sorted(values, key=lambda name: values[name])
+    return f"{values[ends[0]]:.3g} ({ends[0]}) to {values[ends[-1]]:.3g} ({ends[-1]})" if ends else "-"
 
 
 def put(path: Path, content: str | bytes) -> None:

@@ -2,7 +2,7 @@
 
 One unit of work is a prompt: a task, a length and a seed. The model reads the prompt's text once; every method at every setting
 then compresses a copy of the same cache. Each measurement is one line of `results.jsonl`. The file grows only by whole lines, so a
-run that was killed goes on where it stopped.
+run that was killed goes on where it stopped. `share` does this for other measurements too, such as those of the papers' claims.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ Line = dict[str, Any]
 """One measurement. Its identity: model, task, length, seed, method, options, ratio, budget. Its results: exact, partial,
 answer, expected, tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and answer), error
 (None, or why the method failed; then there are no scores). Also source, a digest of a user's own file, and the versions."""
+
+LinesOf = Callable[[str, Any, Sequence[Any]], Iterator[Line]]
+"""Measures, with the model of a name, what is wanted on one unit of work."""
 
 
 @dataclass(frozen=True)
@@ -161,25 +164,56 @@ def run(
     Measurements that failed before are tried again, and so are the measurements of a method whose file has changed.
     Raises UsageError for an unusable folder, length or cluster, or a folder with the results of another model.
     """
+
+    def missing(found: Mapping[str, Line]) -> list[tuple[Unit, list[Setting]]]:
+        work = _missing(plan, found)
+        _require_lengths(plan.model, [unit for unit, _ in work])
+        return work
+
+    def text(line: Line) -> str:
+        return f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
+
+    return share(
+        folder, plan.model, missing, _lines, identify=_identify, text=text, order=_order, jobs=jobs, dask=dask, advance=advance
+    )
+
+
+def share(
+    folder: Path,
+    model: str,
+    missing: Callable[[Mapping[str, Line]], Sequence[tuple[Any, Sequence[Any]]]],
+    lines_of: LinesOf,
+    *,
+    identify: Callable[[Line], str],
+    text: Callable[[Line], str],
+    order: Callable[[Line], Any],
+    jobs: int = 1,
+    dask: str | None = None,
+    advance: Callable[[Progress], None] = lambda progress: None,
+) -> list[Line]:
+    """Measure what `folder / results.jsonl` lacks, as `run` describes, and return every line of the file, sorted by `order`.
+
+    `missing` gets the lines that are there, by their identity, and returns the units of work, each with what is to be measured on
+    it. `lines_of`, a function of a module, gets the model's name, a unit and that, and yields one line for each; `text` describes
+    a line for `advance`. Raises UsageError as `run` does.
+    """
     if jobs < 1:
         raise UsageError(f"jobs: got {jobs}, wanted at least 1")
     path = folder / RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        found = read(path)
-        others = {line["model"] for line in found.values()} - {plan.model}
+        found = read(path, identify)
+        others = {line["model"] for line in found.values()} - {model}
         if others:
-            raise UsageError(f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for {plan.model}")
-        work = _missing(plan, found)
-        _require_lengths(plan.model, [unit for unit, _ in work])
-        total = sum(len(settings) for _, settings in work)
+            raise UsageError(f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for {model}")
+        work = missing(found)
+        total = sum(len(each) for _, each in work)
         start = time.perf_counter()
-        for done, line in enumerate(_measured(plan.model, work, jobs, dask), start=1):
+        for done, line in enumerate(_measured(lines_of, model, work, jobs, dask), start=1):
             append(path, line)
-            found[identity(line)] = line
-            text = f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
-            advance(Progress(done, total, text, (time.perf_counter() - start) / done * (total - done)))
-        lines = sorted(found.values(), key=_order)
+            found[identify(line)] = line
+            advance(Progress(done, total, text(line), (time.perf_counter() - start) / done * (total - done)))
+        lines = sorted(found.values(), key=order)
         rewrite(path, lines)
     return lines
 
@@ -196,7 +230,14 @@ def identity(line: Mapping[str, Any]) -> str:
     return json.dumps([line[name] for name in names], sort_keys=True)
 
 
-def read(path: Path) -> dict[str, Line]:
+def _identify(line: Mapping[str, Any]) -> str:
+    """The identity of a line. Raises KeyError if the line lacks a field of a successful measurement."""
+    if line["error"] is None:
+        _ = [line[name] for name in SCORED]
+    return identity(line)
+
+
+def read(path: Path, identify: Callable[[Line], str] = _identify) -> dict[str, Line]:
     """The lines of a results file by their identity; of several lines with one identity, the last.
 
     An incomplete last line, from a write that was cut off, is removed from the file. Raises UsageError for any other line that is
@@ -212,9 +253,7 @@ def read(path: Path) -> dict[str, Line]:
     for number, text in enumerate(whole[0].splitlines(), start=1):
         try:
             line = json.loads(text)
-            if line["error"] is None:
-                _ = [line[name] for name in SCORED]
-            found[identity(line)] = line
+            found[identify(line)] = line
         except (ValueError, TypeError, KeyError):
             raise UsageError(f"output: line {number} of {path} is no measurement; wanted a file that this command wrote") from None
     return found
@@ -287,22 +326,22 @@ _one_at_a_time = threading.Lock()
 """A Dask worker may run several threads, but they would share one model and its attention."""
 
 
-def _whole_unit(model_name: str, unit: Unit, settings: Sequence[Setting]) -> list[Line]:
+def _whole_unit(lines_of: LinesOf, model_name: str, unit: Any, wanted: Sequence[Any]) -> list[Line]:
     # a method's own prints in a worker must not reach the standard output of the command, which may be JSON
     with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
-        return list(_lines(model_name, unit, settings))
+        return list(lines_of(model_name, unit, wanted))
 
 
 def _lines(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterator[Line]:
     """The line of each setting on the prompt of a unit."""
-    model, tokenizer = _loaded(model_name)
+    model, tokenizer = loaded(model_name)
     prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
     for measured in measure(model, tokenizer, prompt, settings, unit.seed):
         yield {"model": model_name, **unit._asdict(), **measured.line}
 
 
 @cache
-def _loaded(model_name: str) -> tuple[Any, Any]:
+def loaded(model_name: str) -> tuple[Any, Any]:
     """The model and the tokenizer, loaded once in each process."""
     from transformers.utils import logging
 
@@ -310,16 +349,18 @@ def _loaded(model_name: str) -> tuple[Any, Any]:
     return load_model(model_name)
 
 
-def _measured(model_name: str, work: Sequence[tuple[Unit, list[Setting]]], jobs: int, dask: str | None) -> Iterator[Line]:
+def _measured(
+    lines_of: LinesOf, model_name: str, work: Sequence[tuple[Any, Sequence[Any]]], jobs: int, dask: str | None
+) -> Iterator[Line]:
     if not work:
         return
     if jobs == 1 and dask is None:
-        for unit, settings in work:
-            yield from _lines(model_name, unit, settings)
+        for unit, wanted in work:
+            yield from lines_of(model_name, unit, wanted)
         return
     with _workers(jobs, dask):
         parallel = joblib.Parallel(return_as="generator_unordered", batch_size=1)
-        calls = (joblib.delayed(_whole_unit)(model_name, unit, settings) for unit, settings in work)
+        calls = (joblib.delayed(_whole_unit)(lines_of, model_name, unit, wanted) for unit, wanted in work)
         try:
             for lines in parallel(calls):
                 yield from lines
