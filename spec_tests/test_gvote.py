@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import assume, reject
 from hypothesis import strategies as st
@@ -265,7 +263,7 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
         reject()
     longest, longest_key = (float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys))
     moved = angle_error(impl.dtype, case.length + horizon) * longest * longest_key / case.head_dim**0.5
-    logits = replace(logits, largest=logits.largest + moved)
+    logits = logits.wider(moved, 0)
     settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
     got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, **settings)
     kept = np.zeros(keys.shape[:3], dtype=bool)

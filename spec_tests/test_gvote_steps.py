@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 from hypothesis import assume
@@ -218,7 +217,7 @@ def test_statistics_leave_the_sinks_out(impl, case, sink_size, pick, seed):
         if abs(by_hand - allowed.expected[item, channel]) > 1e-12 * (1 + max(map(abs, observed)) ** 2):
             raise Violation(f"the oracle's {name} differs from the plain loop", by_hand, allowed.expected[item, channel])
     more = updating_errors(impl.dtype, rounded[:, skipped:])[pick]
-    allowed = replace(allowed, largest=allowed.largest + more, mean=allowed.mean + more)
+    allowed = allowed.wider(more, more)
     allowed.check(impl.gvote.hidden_statistics(states, sink_size=sink_size)[pick], f"the {name}")
     changed = states.copy()
     changed[:, :skipped] = np.random.default_rng(seed).normal(size=changed[:, :skipped].shape)
@@ -312,7 +311,7 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     allowed = impl.allowance("gvote.rotate_by_average", queries, **settings)
     # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair by its radius.
     moved = angle_error(impl.dtype, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
-    allowed = replace(allowed, largest=allowed.largest + moved.max(), mean=allowed.mean + moved.mean())
+    allowed = allowed.wider(moved.max(), moved.mean())
     got = impl.gvote.rotate_by_average(queries, **settings)
     allowed.check(got, "the averaged queries")
     queries = impl.round(queries)

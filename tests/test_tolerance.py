@@ -9,7 +9,7 @@ import torch
 from evictionary.reference import keydiff, lagkv
 from evictionary.spec_tests.harness.arithmetic import EPSILON, Rounded, round_to
 from evictionary.spec_tests.harness.cases import KINDS, Case
-from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection
+from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection, forget
 
 DTYPES = sorted(EPSILON)
 
@@ -101,3 +101,14 @@ def test_selections_are_judged_by_scores_not_by_positions() -> None:
         check_selection(np.array([[1, 1, 0, 0]]), row, 2)
     with pytest.raises(Violation):
         check_selection(np.array([[True, True, False, False]]), row, 2, protected=np.array([[False, False, False, True]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.999, 1.001])
+def test_few_runs_say_what_all_runs_say(dtype: str, share: float) -> None:
+    """An error may be allowed before all runs are made, and is then allowed after them."""
+    _, whole = scores("drift", dtype)
+    largest, mean = share * whole.largest, share * whole.mean
+    forget()
+    _, fresh = scores("drift", dtype)
+    assert fresh.covers(largest, mean) == (share <= 1)

@@ -185,10 +185,8 @@ class Implementation:
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         """What the oracle gives for these arguments, rounded to the dtype under test, and the error allowed on it."""
         args, kwargs = self.rounded(args), {key: self.rounded(value) for key, value in kwargs.items()}
-        allowed = allowance(oracle(path), *args, dtype=self.dtype, pick=pick, **kwargs)
-        if not np.isfinite(allowed.largest):
-            reject()  # the dtype cannot hold this case, which says nothing about the implementation
-        return allowed
+        # A case that the dtype cannot hold says nothing about the implementation: it is not counted.
+        return allowance(oracle(path), *args, dtype=self.dtype, pick=pick, unrepresentable=reject, **kwargs)
 
     def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""

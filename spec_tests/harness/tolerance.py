@@ -13,8 +13,7 @@ import functools
 import hashlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,13 +38,19 @@ class Violation(AssertionError):
         self.message, self.expected, self.got = message, expected, got
 
 
-@dataclass(frozen=True)
 class Allowance:
     """The oracle's numbers and the error allowed on them; `largest` is infinite where the dtype cannot hold the result."""
 
-    expected: np.ndarray
-    largest: float
-    mean: float
+    def __init__(self, expected: np.ndarray, largest: float, mean: float) -> None:
+        self.expected, self.largest, self.mean = expected, largest, mean
+
+    def covers(self, largest: float, mean: float) -> bool:
+        """Whether a largest and a mean error are allowed."""
+        return largest <= self.largest and mean <= self.mean
+
+    def wider(self, largest: float, mean: float) -> Allowance:
+        """The same numbers with so much more allowed."""
+        return Allowance(self.expected, self.largest + largest, self.mean + mean)
 
     def check(self, got: Any, what: str = "the result", expected: np.ndarray | None = None) -> None:
         """Raise Violation unless `got` equals the expected numbers within the allowance."""
@@ -55,7 +60,7 @@ class Allowance:
         error = np.where(same, 0, np.abs(got - np.where(np.isfinite(expected), expected, 0)))
         error = np.where(np.isfinite(expected) | same, error, np.inf)
         largest, mean = float(error.max(initial=0)), float(error.mean()) if error.size else 0.0
-        if largest > self.largest or mean > self.mean:
+        if not self.covers(largest, mean):
             raise Violation(
                 f"{what} differs by {largest:.3g} at most and {mean:.3g} on average; "
                 f"allowed are {self.largest:.3g} and {self.mean:.3g}",
@@ -74,34 +79,94 @@ def require_numbers(got: Any, shape: tuple[int, ...], what: str) -> None:
         raise Violation(f"{what} holds {int(np.isnan(got).sum())} NaN", None, got)
 
 
-def allowance(function: Callable[..., Any], *args: Any, dtype: str, pick: int | None = None, **kwargs: Any) -> Allowance:
+class Measured(Allowance):
+    """An allowance measured run by run, only as far as a question needs: more runs never allow less.
+
+    Most answers are so near that few runs or none have to be made for them.
+    """
+
+    def __init__(self, runs: Iterator[np.ndarray | None], dtype: str, unrepresentable: Callable[[], Any]) -> None:
+        expected = next(runs)
+        assert expected is not None
+        self.expected = expected.copy()  # the runs are remembered, and a law may write into what it is given
+        self._runs, self._dtype, self._unrepresentable = runs, dtype, unrepresentable
+        self._finite = np.isfinite(self.expected)
+        size = np.abs(self.expected[self._finite])
+        self._size = np.array([size.max(initial=0), size.mean() if size.size else 0.0])
+        self._error = np.zeros(2)  # the largest and the mean
+        # The rounding of the output, where sums made an error and where no run made one.
+        self._of_a_sum = FACTOR_OF.get(dtype, FACTOR) * EPSILON[ACCUMULATOR[dtype]]
+        self._of_one = self._of_a_sum if dtype == "float64" else EPSILON[dtype] / 2
+        if dtype != "float64":
+            self._more()  # it tells whether the dtype can hold the result, before anything is said of an answer
+
+    def _more(self) -> bool:
+        """Make one more run; whether there was one to make."""
+        for run in self._runs:
+            if run is None or not np.isfinite(run[self._finite]).all():
+                self._error[:] = np.inf
+                self._unrepresentable()
+            elif self._finite.any():
+                error = np.abs(run[self._finite] - self.expected[self._finite])
+                self._error = np.maximum(self._error, [error.max(), error.mean()])
+            return True
+        return False
+
+    def _allowed(self, rounding: float) -> tuple[float, float]:
+        """What the runs made so far allow, with this much for the rounding of the output."""
+        largest, mean = FACTOR_OF.get(self._dtype, FACTOR) * self._error + rounding * self._size
+        return float(largest), float(mean)
+
+    def check(self, got: Any, what: str = "the result", expected: np.ndarray | None = None) -> None:
+        """As of any allowance; before an answer is called wrong all runs are made, for the dtype may not hold the result."""
+        try:
+            super().check(got, what, expected)
+        except Violation:
+            self._finish()
+            raise
+
+    def covers(self, largest: float, mean: float) -> bool:
+        least = min(self._of_a_sum, self._of_one)
+        while True:
+            allowed = self._allowed(least)
+            if largest <= allowed[0] and mean <= allowed[1]:
+                return True
+            if not self._more():
+                return super().covers(largest, mean)
+
+    def _finish(self) -> tuple[float, float]:
+        while self._more():
+            pass
+        # Where these runs made no error at all, another way may: exp(-log 64) is not 1/64 to the last bit.
+        return self._allowed(self._of_a_sum if self._error[0] == 0 else self._of_one)
+
+    @property
+    def largest(self) -> float:  # type: ignore[override]
+        return self._finish()[0]
+
+    @property
+    def mean(self) -> float:  # type: ignore[override]
+        return self._finish()[1]
+
+
+def allowance(
+    function: Callable[..., Any],
+    *args: Any,
+    dtype: str,
+    pick: int | None = None,
+    unrepresentable: Callable[[], Any] = lambda: None,
+    **kwargs: Any,
+) -> Allowance:
     """Return what `function` of the reference gives on these inputs and the error that `dtype` is allowed.
 
-    pick selects one entry of a tuple result. Arrays among the arguments must be representable in `dtype`.
+    pick selects one entry of a tuple result. Arrays among the arguments must be representable in `dtype`. unrepresentable is called
+    when it turns out that the dtype cannot hold the result.
     """
-    runs = _runs(function, args, kwargs, dtype)
-    expected, *others = (
-        None if result is None else np.asarray(result if pick is None else result[pick], dtype=np.float64).view(np.ndarray)
-        for result in runs
-    )
-    assert expected is not None
-    expected = expected.copy()  # the runs are remembered, and a law may write into what it is given
-    finite = np.isfinite(expected)
-    largest = mean = 0.0
-    for other in others:
-        if other is None or not np.isfinite(other[finite]).all():
-            return Allowance(expected, np.inf, np.inf)
-        error = np.abs(other[finite] - expected[finite])
-        largest, mean = max(largest, float(error.max(initial=0))), max(mean, float(error.mean()) if error.size else 0.0)
-    size = np.abs(expected[finite])
-    factor = FACTOR_OF.get(dtype, FACTOR)
-    # Where these runs made no error at all, another way may: exp(-log 64) is not 1/64 to the last bit.
-    rounding = factor * EPSILON[ACCUMULATOR[dtype]] if largest == 0 or dtype == "float64" else EPSILON[dtype] / 2
-    return Allowance(
-        expected,
-        factor * largest + rounding * float(size.max(initial=0)),
-        factor * mean + rounding * (float(size.mean()) if size.size else 0.0),
-    )
+
+    def picked(result: Any) -> np.ndarray | None:
+        return None if result is None else np.asarray(result if pick is None else result[pick], dtype=np.float64).view(np.ndarray)
+
+    return Measured(map(picked, _runs(function, args, kwargs, dtype)), dtype, unrepresentable)
 
 
 # A suite that judges many implementations draws the same inputs for each, and the runs below are most of what a law costs.
@@ -114,18 +179,19 @@ def forget() -> None:
     _remembered.clear()
 
 
-def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str) -> list[Any]:
+def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str) -> Iterator[Any]:
     """What `function` gives in float64, and then in the arithmetic of `dtype`: to the nearest, and at random a few times.
 
-    A run in which the reference refuses what overflowed in this arithmetic is None.
+    Each run is made when it is asked for. The last is None where the reference refuses what overflowed in this arithmetic.
     """
-    key = _key(function, args, kwargs, dtype)
-    lasting = (
-        getattr(sys.modules.get(function.__module__), function.__name__, None) is function
-    )  # a lambda may be another next time
-    if lasting and key in _remembered:
+    # A lambda may be another one next time.
+    lasting = getattr(sys.modules.get(function.__module__), function.__name__, None) is function
+    made: list[Any] = []
+    if lasting:
+        made = _remembered.setdefault(key := _key(function, args, kwargs, dtype), made)
         _remembered.move_to_end(key)
-        return _remembered[key]
+    if len(_remembered) > _REMEMBERED:
+        _remembered.popitem(last=False)
 
     def run(wrap: Callable[[np.ndarray], np.ndarray]) -> Any:
         def wrapped(value: Any) -> Any:
@@ -138,20 +204,21 @@ def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         with np.errstate(all="ignore"):
             return function(*(wrapped(value) for value in args), **{name: wrapped(value) for name, value in kwargs.items()})
 
-    results = [run(lambda value: value)]
-    numbers = sum(value.size for value in (*args, *kwargs.values()) if isinstance(value, np.ndarray))
-    for seed in range(-1, FEW_RUNS if dtype == "float64" or numbers > MANY_NUMBERS else RANDOM_RUNS):
-        generator = None if seed < 0 else np.random.default_rng(seed)
+    def rounded(generator: np.random.Generator | None) -> Any:
         try:
-            results.append(run(functools.partial(Rounded.of, dtype=dtype, generator=generator)))
+            return run(functools.partial(Rounded.of, dtype=dtype, generator=generator))
         except ValueError:
-            results.append(None)
-            break
-    if lasting:
-        _remembered[key] = results
-    if len(_remembered) > _REMEMBERED:
-        _remembered.popitem(last=False)
-    return results
+            return None
+
+    numbers = sum(value.size for value in (*args, *kwargs.values()) if isinstance(value, np.ndarray))
+    random_runs = FEW_RUNS if dtype == "float64" or numbers > MANY_NUMBERS else RANDOM_RUNS
+    generators = [None, *(np.random.default_rng(seed) for seed in range(random_runs))]
+    for place in range(1 + len(generators)):
+        if place == len(made):
+            made.append(rounded(generators[place - 1]) if place else run(lambda value: value))
+        yield made[place]
+        if made[place] is None:
+            return
 
 
 def _key(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str) -> bytes:
