@@ -81,7 +81,9 @@ def _larger(law: Law, implementation: Implementation) -> dict[str, list[Call]]:
             return  # it fails, or cannot be asked this: its calls are recorded
 
     if law.drawn:
-        quietly = settings(max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
+        quietly = settings(
+            max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None, derandomize=True
+        )
         with suppress(Exception, ProgramFailed):  # if nothing can be drawn, or a program dies, the earlier calls have to do
             quietly(given(**law.drawn)(ask))()
     sized = [(numbers_in(tuple(call.arguments.values())), call) for call in asked.history if call.result is not None]
