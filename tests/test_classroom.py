@@ -490,11 +490,26 @@ def test_what_the_runner_of_classroom_50_says_is_used(tmp_path: Path, monkeypatc
     assert [result[key] for key in ("classroom", "owner", "submission", "commit", "review")] == [*told.values(), "https://c"]
 
 
-def test_a_message_with_control_characters_is_xml_and_markdown_all_the_same(tmp_path: Path) -> None:
-    source = b"def anchor(keys):\n    raise RuntimeError('\\0\\x1b[31m </failure> ````````\\n| a | b |')\n"
-    graded(source, tmp_path, 1, EVERY_FORMAT)
-    text = (tmp_path / "grades" / "ada" / "junit.xml").read_text(encoding="utf-8")
-    xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd").validate(text)
+HOSTILE = (
+    "\0\x1b[31m\x9b\ufffe\uffff\u202e </failure> ````````\n| a \\| b | ![x](https://a.b/c) [y](d) <img> www.e.f https://g.h **i**"
+)
+
+
+def test_a_hostile_message_is_text_in_every_format(tmp_path: Path) -> None:
+    graded(f"def anchor(keys):\n    raise RuntimeError({HOSTILE!r})\n", tmp_path, 1, EVERY_FORMAT)
+    folder = tmp_path / "grades" / "ada"
+    xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd").validate((folder / "junit.xml").read_text(encoding="utf-8"))
+    for file, _ in formats.FORMATS.values():
+        assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint((folder / file).read_text(encoding="utf-8"))
+    # Beside the message, which stands in a fence, the same words stand in a cell and in a sentence.
+    grade = json.loads((folder / "grade.json").read_text(encoding="utf-8"))
+    page = formats.markdown(grade | {"error": HOSTILE, "lines": [line | {"reason": HOSTILE} for line in grade["lines"]]})
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(page)
+    assert [token.type for token in tokens].count("tr_open") == 1 + len(grade["lines"])
+    assert [token.type for token in tokens].count("td_open") == 4 * len(grade["lines"])
+    inside = {child.type for token in tokens for child in token.children or []}
+    assert inside <= {"text", "text_special"}
+    assert "https://" not in page.split("`" * 8)[0] and "www." not in page.split("`" * 8)[0]
 
 
 # A class
@@ -527,8 +542,8 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     assert summary["distribution"] == {0: 2, 100: 1}
     assert (summary["errors"], summary["unjudged"]) == (1, ["broken"])
     # On a system without a wall, the instructor is told.
-    bare = second["wrong"] | {"walls": {"landlock": 0, "system calls": True}}
-    assert "landlock" in classes.summary([*second.values(), bare])["walls_missing"]
+    bare = second["wrong"] | {"walls": {"landlock": 0, "system calls": True, "user nobody": False}}
+    assert {"landlock", "user nobody"} <= set(classes.summary([*second.values(), bare])["walls_missing"])
 
 
 def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,13 +597,73 @@ def test_what_students_hand_in(tmp_path: Path) -> None:
         (handed_in / name).mkdir()
     left_out: list[Path] = []
     found = classes.find([handed_in], "keydiff.py", handed_in / "grades", left_out.append)
-    assert sorted(found) == sorted(["dan", "dora", "dirk", "mac", "windows", "shadows", "Žofie Müller", "\ufffd"])
+    assert sorted(found) == sorted(["dan", "dora", "dirk", "mac", "windows", "shadows", "Žofie Müller", "\ufffd-baadfedd"])
     assert [path.name for path in left_out] == ["essay.docx"]
     for student, path in found.items():
         if student != "windows":
             assert submissions.read(path, one) == right, student
     with pytest.raises(submissions.BadSubmission, match=r"there is work/keydiff\.py\. `evictionary submit` packs it"):
         submissions.read(found["windows"], one)
+
+
+def test_a_bad_name_costs_one_submission(tmp_path: Path) -> None:
+    handed_in = tmp_path / "handed_in"
+    for folder in ("bob", "eve"):
+        (handed_in / folder).mkdir(parents=True)
+    (handed_in / "eve" / "keydiff.py").write_bytes(b"# right")
+    with zipfile.ZipFile(handed_in / "bob" / "upload.zip", "w") as packed:  # as course platforms store it
+        packed.writestr("keydiff.py", "# right")
+    (handed_in / "mallory").symlink_to(handed_in / "eve")
+    (handed_in / "loop").symlink_to(handed_in / "loop")
+    for name in (b"keydiff.py", b"summary.json.py", b" .py", b"\xff" * 200 + b".py", b"a\nb.py", b"a\\b.py"):
+        Path(os.fsdecode(os.fsencode(handed_in) + b"/" + name)).write_bytes(b"# right")
+    found = classes.find([handed_in], "keydiff.py")
+    assert len(found) == 10
+    assert {"bob", "eve", "mallory", "loop", "keydiff"} <= set(found)
+    assert all(submissions.is_id(student) for student in found)
+    for student, path in found.items():
+        (tmp_path / "grades" / student).mkdir(parents=True)
+        if student in ("mallory", "loop"):
+            with pytest.raises(submissions.BadSubmission, match="is a symbolic link"):
+                submissions.read(path, assignments.load("keydiff"))
+        else:
+            assert submissions.read(path, assignments.load("keydiff")) == b"# right"
+    # A folder with one assignment's file is one submission.
+    assert classes.find([handed_in / "eve"], "keydiff.py") == {"eve": handed_in / "eve"}
+
+
+@pytest.mark.parametrize("upload", ["nothing", "wrong.py", "essay.docx"])
+def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, tmp_path: Path) -> None:
+    (tmp_path / "submission").mkdir()
+    if upload != "nothing":
+        written(tmp_path / "submission", name=upload)
+    arguments = ("--assignment", "keydiff", "--student", "student", "--format", "gradescope", "--output", tmp_path / "grades")
+    assert invoke("grade", tmp_path / "submission", *arguments).exit_code == 0
+    result = json.loads((tmp_path / "grades" / "student" / "results.json").read_text(encoding="utf-8"))
+    assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
+
+
+def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = assignments.load("keydiff")
+    path, asked = written(tmp_path), []
+
+    def judge(source: bytes, assignment: assignments.Assignment, **settings: Any) -> grading.Judgement:
+        asked.append(assignment.max_score)
+        return grading.empty(assignment)
+
+    monkeypatch.setattr(grading, "judge", judge)
+    changed = replace(one, steps=(replace(one.steps[0], points=20), *one.steps[1:]))
+    fewer = replace(one, steps=(replace(one.steps[0], laws=one.steps[0].laws[:1]), *one.steps[1:]))
+    for loaded, limits in (
+        (one, order()),
+        (one, order()),
+        (changed, order()),
+        (fewer, order()),
+        (fewer, replace(order(), seconds=3)),
+    ):
+        monkeypatch.setattr(assignments, "load", lambda name, loaded=loaded: loaded)
+        list(classes.run(limits, {"ada": path}, tmp_path / "grades", 1))
+    assert asked == [100, 105, 100, 100]
 
 
 def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
@@ -633,7 +708,7 @@ def test_the_transcript_of_the_docs_is_what_happens() -> None:
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
-    one, _, _ = (written(tmp_path, name=name) for name in ("ada.py", "summary.json.py", "...py"))
+    one = written(tmp_path, name="ada.py")
     large = tmp_path / "large"
     large.mkdir()
     written(large, b"#" * 2_000_000, "keydiff.py")
@@ -644,11 +719,11 @@ def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
         (("submit", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
         (("grade", tmp_path / "nothing", "--assignment", "keydiff"), "exists"),
         (("grade", tmp_path, "--assignment", "keydiff", "--format", "pdf"), "gradescope"),
-        (("grade", tmp_path / "summary.json.py", "--assignment", "keydiff"), "gives the id 'summary.json'"),
-        (("grade", tmp_path / "...py", "--assignment", "keydiff"), "gives the id '..'"),
         (("grade", one, "--assignment", "keydiff", "--examples", 0), "--examples: got 0, wanted at least 1"),
         (("grade", one, "--assignment", "keydiff", "--seconds", "nan"), "--seconds: got nan"),
         (("grade", one, "--assignment", "keydiff", "--student", "../ada"), "--student: got '../ada'"),
+        (("grade", one, "--assignment", "keydiff", "--student", "summary.json"), "--student: got 'summary.json'"),
+        (("grade", one, "--assignment", "keydiff", "--student", "a" * 300), "the name of a folder of its own"),
         (("grade", one, "--assignment", "keydiff", "--seed-file", one), "with 0 bytes, wanted at least 8"),
         (("grade", one, "--assignment", "keydiff", "--output", one), "--output"),
         (("start", "keydiff", "--work", one), "--work"),

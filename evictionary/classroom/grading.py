@@ -14,7 +14,7 @@ import time
 import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from evictionary.classroom.inputs import decided_by
 from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.diagnosis import misconceptions
-from evictionary.spec_tests.harness.implementation import Implementation, oracle
+from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
 from evictionary.spec_tests.harness.matrix import outcome
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
@@ -35,6 +35,7 @@ from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
 TIMED_SHAPE = (1, 8, 2**16, 128)  # the keys that a kernel is timed with: 256 MiB in float32
 LONGEST_TEXT = 20_000
+MOST_UNASKED = 2**16  # numbers in an answer whose shape nothing says, or is wrong
 
 
 @dataclass
@@ -147,7 +148,7 @@ MOST_REMEMBERED = 20_000
 
 
 class _Judged(Implementation):
-    """An implementation that calls the oracle once for each input."""
+    """An implementation that calls the oracle once for each input, and whose answers are arrays like the oracle's or none."""
 
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         key = hashlib.sha256(pickle.dumps((path, self.dtype, pick, args, kwargs))).digest()
@@ -156,6 +157,47 @@ class _Judged(Implementation):
                 _remembered.clear()
             _remembered[key] = super().allowance(path, *args, pick=pick, **kwargs)
         return _remembered[key]
+
+    def _in_our_form(self, call: Call, answer: Any) -> Any:
+        """The answer, if its shapes and its precision are the oracle's: before anything is computed with it, or kept."""
+        name, got = call.function.partition(".")[2], _parts(answer)
+        size = sum(np.size(part) for part in got)
+        try:
+            wanted = _parts(oracle(call.function)(**call.arguments))
+        except Exception:  # bad input; the law says what is right then
+            if size > MOST_UNASKED:
+                raise Violation(f"{name} returned {size} numbers for an input that it should refuse") from None
+            return answer
+        if size <= MOST_UNASKED:
+            call.result = answer  # a known mistake is known by it
+        for part, right in zip(got, wanted, strict=False):
+            if np.shape(part) != np.shape(right):
+                shown = part if size <= MOST_UNASKED else None
+                raise Violation(f"{name} returned shape {np.shape(part)}, wanted {np.shape(right)}", None, shown)
+            if self.dtype == "float64" and _precision(part) < _precision(right):
+                raise Violation(f"{name} returned {part.dtype}, wanted float64, the dtype of its input: compute in float64")
+        return answer
+
+    @contextlib.contextmanager
+    def refuses(self, pattern: str = "") -> Iterator[None]:
+        """As the laws have it, but what is wanted is said to a student: the words that the message has to have."""
+        try:
+            with super().refuses(pattern):
+                yield
+        except Violation as error:
+            if not isinstance(error.expected, str):  # it says something else than how the input was refused
+                raise
+            words = " or ".join(repr(word) for word in pattern.split("|"))
+            raise Violation(error.message, "a ValueError" + (f" with {words} in its message" if words else "")) from None
+
+
+def _parts(answer: Any) -> tuple[Any, ...]:
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def _precision(part: Any) -> int:
+    """The bytes of one number of a float array, 0 for everything else."""
+    return part.dtype.itemsize if isinstance(part, np.ndarray | np.generic) and part.dtype.kind == "f" else 0
 
 
 @dataclass
@@ -303,11 +345,13 @@ def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
     """Return the result if its parts are those of `returned`, else raise StudentError; the laws judge the values."""
     wanted: tuple[str, ...] | None = getattr(returned, "_fields", None)
     count = len(typing.get_args(returned)) if typing.get_origin(returned) is tuple else len(wanted or ())
-    parts = result if isinstance(result, tuple) else (result,)
+    if isinstance(result, list) and count:
+        result = tuple(result)
+    parts = _parts(result)
     is_right = len(parts) == count and getattr(result, "_fields", None) == wanted if count else not isinstance(result, tuple)
     if is_right and all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in parts):
         return result
-    shown = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"one {type(result).__name__}"
+    shown = f"a {type(result).__name__} of {len(result)}" if isinstance(result, tuple | list) else f"one {type(result).__name__}"
     if wanted:
         expected = f"{returned.__name__}({', '.join(wanted)})"
     else:
