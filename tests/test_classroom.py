@@ -9,10 +9,12 @@ import math
 import os
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -238,6 +240,53 @@ def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
     assert "wanted Moments(count, key_sum" in first("momentkv", "update", "tuple(_right(*args))").message
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return _right(keys).astype(np.float32)", "score returned float32, wanted float64, the dtype of its input"),
+        ("return _right(keys).tolist()", "score returned a list of 1, wanted one array or number"),
+        ("return _right(keys)[..., None]", "score returned shape (1, 1, 1, 1), wanted (1, 1, 1)"),
+        # With the expected numbers of a longer input, this would be gigabytes.
+        ("return np.zeros((10**6, 1, 1, 1), np.float16)", "score returned shape (1000000, 1, 1, 1), wanted (1, 1, 1)"),
+        (
+            "return np.zeros((10**7, 1, 1, 1), np.float16)",
+            "bytes, more than 4194304)",
+        ),
+    ],
+)
+def test_a_student_is_told_what_an_answer_is_and_what_is_wanted(body: str, told: str) -> None:
+    one = assignments.load("keydiff")
+    source = f"{SOLUTION.read_text(encoding='utf-8')}\n\n_right = score\n\n\ndef score(keys):\n    {body}\n"
+    tracemalloc.start()
+    result = grading.judge(source.encode(), replace(one, steps=one.steps[1:2]), secret=b"a secret", examples=2)
+    largest = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert told in result.lines[0].message
+    assert largest < 2**27
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise ValueError('hmm')", "bad input raises ValueError: hmm"),
+        ("return np.zeros(keys.shape[:-1])", "bad input is accepted in silence"),
+    ],
+)
+def test_a_student_is_told_the_words_of_a_refusal(body: str, told: str) -> None:
+    one = assignments.load("keydiff")
+    source = f"import numpy as np\n\n\ndef score(keys):\n    {body}\n"
+    (edges,) = (step for step in one.steps if step.name == "edges")
+    (refusals,) = (law for law in edges.laws if law.endswith("bad_shapes_are_refused"))
+    result = grading.judge(source.encode(), replace(one, steps=(replace(edges, needs=(), laws=(refusals,)),)), examples=2)
+    assert told in result.lines[0].message
+    assert "a ValueError with 'keys' in its message" in result.lines[0].message
+    assert "site-packages" not in result.lines[0].message
+
+
+def test_another_array_library_is_named() -> None:
+    assert "torch: this assignment is for NumPy only" in judged("keydiff", "import torch\n", explain=False).lines[0].reason
+
+
 @pytest.mark.slow
 def test_a_step_may_draw_more_inputs_than_others() -> None:
     """One mistake shows on few inputs: with 10 for each law it passes, at this seed, the step that it gets wrong."""
@@ -441,6 +490,27 @@ def test_what_may_not_cross() -> None:
         archive.writestr("a0.npy", member.getvalue())
     with pytest.raises(worker.BadFrame, match="size"):
         worker.unpack(b"{}", claims.getvalue())
+
+
+def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
+    """The time limit of a law is an exception while the grader waits for the child, which has no more calls afterwards."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Alarm):
+                child.call("score", 1)
+            with pytest.raises(ChildDied, match="interrupted"):
+                child.call("score", 1)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_a_child_that_does_not_read_does_not_hold_the_grader(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from evictionary.classroom.inputs import decided_by
 from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.diagnosis import misconceptions
-from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
+from evictionary.spec_tests.harness.implementation import Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
 from evictionary.spec_tests.harness.matrix import outcome
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
@@ -147,8 +147,12 @@ _remembered: dict[bytes, Allowance] = {}
 MOST_REMEMBERED = 20_000
 
 
+class _WrongForm(Violation):
+    """An answer that is not of the oracle's shape and precision; `got` is the answer if it is small."""
+
+
 class _Judged(Implementation):
-    """An implementation that calls the oracle once for each input, and whose answers are arrays like the oracle's or none."""
+    """An implementation that calls the oracle once for each input."""
 
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         key = hashlib.sha256(pickle.dumps((path, self.dtype, pick, args, kwargs))).digest()
@@ -158,25 +162,12 @@ class _Judged(Implementation):
             _remembered[key] = super().allowance(path, *args, pick=pick, **kwargs)
         return _remembered[key]
 
-    def _in_our_form(self, call: Call, answer: Any) -> Any:
-        """The answer, if its shapes and its precision are the oracle's: before anything is computed with it, or kept."""
-        name, got = call.function.partition(".")[2], _parts(answer)
-        size = sum(np.size(part) for part in got)
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            wanted = _parts(oracle(call.function)(**call.arguments))
-        except Exception:  # bad input; the law says what is right then
-            if size > MOST_UNASKED:
-                raise Violation(f"{name} returned {size} numbers for an input that it should refuse") from None
-            return answer
-        if size <= MOST_UNASKED:
-            call.result = answer  # a known mistake is known by it
-        for part, right in zip(got, wanted, strict=False):
-            if np.shape(part) != np.shape(right):
-                shown = part if size <= MOST_UNASKED else None
-                raise Violation(f"{name} returned shape {np.shape(part)}, wanted {np.shape(right)}", None, shown)
-            if self.dtype == "float64" and _precision(part) < _precision(right):
-                raise Violation(f"{name} returned {part.dtype}, wanted float64, the dtype of its input: compute in float64")
-        return answer
+            return super().call(path, *args, **kwargs)
+        except _WrongForm as error:
+            self.calls[-1].result = error.got  # a known mistake is known by it
+            raise
 
     @contextlib.contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
@@ -336,9 +327,30 @@ def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) ->
     returned = typing.get_type_hints(by_paper).get("return") if is_known else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _of_its_kind(name, child.call(name, *args, **{**defaults, **kwargs}), returned)
+        kwargs = {**defaults, **kwargs}
+        answer = _of_its_kind(name, child.call(name, *args, **kwargs), returned)
+        _require_form(name, answer, by_paper, args, kwargs)
+        return answer
 
     return call
+
+
+def _require_form(name: str, answer: Any, by_paper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise Violation unless the answer has the reference's shapes and precision: before it is converted or kept."""
+    got = _parts(answer)
+    shown = answer if sum(np.size(part) for part in got) <= MOST_UNASKED else None
+    try:
+        wanted = _parts(by_paper(*args, **kwargs))
+    except Exception:  # bad input; the law says what is right then
+        if shown is None:
+            raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
+        return
+    for part, right in zip(got, wanted, strict=False):
+        if np.shape(part) != np.shape(right):
+            raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(right)}", None, shown)
+        if 0 < _precision(part) < min(_precision(right), max(map(_precision, args), default=0)):
+            told = f"{name} returned {part.dtype}, wanted {right.dtype}, the dtype of its input: compute in {right.dtype}"
+            raise _WrongForm(told, None, shown)
 
 
 def _of_its_kind(name: str, result: Any, returned: Any) -> Any:

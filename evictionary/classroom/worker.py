@@ -24,8 +24,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, BinaryIO
 
-# The largest frames: a call holds the keys and values of a long text; an answer holds scores, and its JSON a few names.
-LARGEST_CALL, LARGEST_ANSWER, LARGEST_TEXT = 512 * 2**20, 64 * 2**20, 2**20
+# The largest frames: a call holds the keys and values of a long text; an answer holds scores, and its JSON a few names. The
+# answers of all assignments have at most 0.2 MiB; a failing law keeps several of them.
+LARGEST_CALL, LARGEST_ANSWER, LARGEST_TEXT = 512 * 2**20, 4 * 2**20, 2**20
 MOST_ARRAYS = 64
 MOST_OPEN = 64
 NOBODY = 65534
