@@ -830,6 +830,7 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path) -> None:
     work = tmp_path / "w[1]"
     started = invoke("start", "lagkv", "--work", work, "--student", "ada")
     assert f"evictionary check lagkv --work {work} --student ada" in started.stdout
+    assert "results must be float64 too" in started.stdout
     begun = json.loads(invoke("start", "keydiff", "--work", work, "--json").stdout)
     assert begun["file"] == str(work / "keydiff.py")
     assert Path(begun["handout"]).exists()

@@ -64,6 +64,8 @@ def start(assignment: Name, work: Work = Path("work"), student: Student = None, 
         f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/]."
     )
     console.print(f"The handout: {escape(str(handout))}")
+    if chosen.library == "numpy":
+        console.print("Only NumPy is there. Arrays come in float64, and results must be float64 too.")
     console.print(f"Then: [bold]{escape(_command('check', chosen, work, student))}[/]")
 
 
