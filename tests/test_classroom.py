@@ -9,10 +9,12 @@ import math
 import os
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -238,6 +240,53 @@ def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
     assert "wanted Moments(count, key_sum" in first("momentkv", "update", "tuple(_right(*args))").message
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return _right(keys).astype(np.float32)", "score returned float32, wanted float64, the dtype of its input"),
+        ("return _right(keys).tolist()", "score returned a list of 1, wanted one array or number"),
+        ("return _right(keys)[..., None]", "score returned shape (1, 1, 1, 1), wanted (1, 1, 1)"),
+        # With the expected numbers of a longer input, this would be gigabytes.
+        ("return np.zeros((10**6, 1, 1, 1), np.float16)", "score returned shape (1000000, 1, 1, 1), wanted (1, 1, 1)"),
+        (
+            "return np.zeros((10**7, 1, 1, 1), np.float16)",
+            "bytes, more than 4194304)",
+        ),
+    ],
+)
+def test_a_student_is_told_what_an_answer_is_and_what_is_wanted(body: str, told: str) -> None:
+    one = assignments.load("keydiff")
+    source = f"{SOLUTION.read_text(encoding='utf-8')}\n\n_right = score\n\n\ndef score(keys):\n    {body}\n"
+    tracemalloc.start()
+    result = grading.judge(source.encode(), replace(one, steps=one.steps[1:2]), secret=b"a secret", examples=2)
+    largest = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert told in result.lines[0].message
+    assert largest < 2**27
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise ValueError('hmm')", "bad input raises ValueError: hmm"),
+        ("return np.zeros(keys.shape[:-1])", "bad input is accepted in silence"),
+    ],
+)
+def test_a_student_is_told_the_words_of_a_refusal(body: str, told: str) -> None:
+    one = assignments.load("keydiff")
+    source = f"import numpy as np\n\n\ndef score(keys):\n    {body}\n"
+    (edges,) = (step for step in one.steps if step.name == "edges")
+    (refusals,) = (law for law in edges.laws if law.endswith("bad_shapes_are_refused"))
+    result = grading.judge(source.encode(), replace(one, steps=(replace(edges, needs=(), laws=(refusals,)),)), examples=2)
+    assert told in result.lines[0].message
+    assert "a ValueError with 'keys' in its message" in result.lines[0].message
+    assert "site-packages" not in result.lines[0].message
+
+
+def test_another_array_library_is_named() -> None:
+    assert "torch: this assignment is for NumPy only" in judged("keydiff", "import torch\n", explain=False).lines[0].reason
+
+
 @pytest.mark.slow
 def test_a_step_may_draw_more_inputs_than_others() -> None:
     """One mistake shows on few inputs: with 10 for each law it passes, at this seed, the step that it gets wrong."""
@@ -443,6 +492,27 @@ def test_what_may_not_cross() -> None:
         worker.unpack(b"{}", claims.getvalue())
 
 
+def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
+    """The time limit of a law is an exception while the grader waits for the child, which has no more calls afterwards."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Alarm):
+                child.call("score", 1)
+            with pytest.raises(ChildDied, match="interrupted"):
+                child.call("score", 1)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
 def test_a_child_that_does_not_read_does_not_hold_the_grader(tmp_path: Path) -> None:
     source = "import time\n\n\ndef score(keys):\n    time.sleep(60)\n"
     with child_of(tmp_path, source, 0.3) as child, pytest.raises(ChildDied, match="no answer"):
@@ -490,11 +560,26 @@ def test_what_the_runner_of_classroom_50_says_is_used(tmp_path: Path, monkeypatc
     assert [result[key] for key in ("classroom", "owner", "submission", "commit", "review")] == [*told.values(), "https://c"]
 
 
-def test_a_message_with_control_characters_is_xml_and_markdown_all_the_same(tmp_path: Path) -> None:
-    source = b"def anchor(keys):\n    raise RuntimeError('\\0\\x1b[31m </failure> ````````\\n| a | b |')\n"
-    graded(source, tmp_path, 1, EVERY_FORMAT)
-    text = (tmp_path / "grades" / "ada" / "junit.xml").read_text(encoding="utf-8")
-    xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd").validate(text)
+HOSTILE = (
+    "\0\x1b[31m\x9b\ufffe\uffff\u202e </failure> ````````\n| a \\| b | ![x](https://a.b/c) [y](d) <img> www.e.f https://g.h **i**"
+)
+
+
+def test_a_hostile_message_is_text_in_every_format(tmp_path: Path) -> None:
+    graded(f"def anchor(keys):\n    raise RuntimeError({HOSTILE!r})\n", tmp_path, 1, EVERY_FORMAT)
+    folder = tmp_path / "grades" / "ada"
+    xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd").validate((folder / "junit.xml").read_text(encoding="utf-8"))
+    for file, _ in formats.FORMATS.values():
+        assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint((folder / file).read_text(encoding="utf-8"))
+    # Beside the message, which stands in a fence, the same words stand in a cell and in a sentence.
+    grade = json.loads((folder / "grade.json").read_text(encoding="utf-8"))
+    page = formats.markdown(grade | {"error": HOSTILE, "lines": [line | {"reason": HOSTILE} for line in grade["lines"]]})
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(page)
+    assert [token.type for token in tokens].count("tr_open") == 1 + len(grade["lines"])
+    assert [token.type for token in tokens].count("td_open") == 4 * len(grade["lines"])
+    inside = {child.type for token in tokens for child in token.children or []}
+    assert inside <= {"text", "text_special"}
+    assert "https://" not in page.split("`" * 8)[0] and "www." not in page.split("`" * 8)[0]
 
 
 # A class
@@ -527,8 +612,8 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     assert summary["distribution"] == {0: 2, 100: 1}
     assert (summary["errors"], summary["unjudged"]) == (1, ["broken"])
     # On a system without a wall, the instructor is told.
-    bare = second["wrong"] | {"walls": {"landlock": 0, "system calls": True}}
-    assert "landlock" in classes.summary([*second.values(), bare])["walls_missing"]
+    bare = second["wrong"] | {"walls": {"landlock": 0, "system calls": True, "user nobody": False}}
+    assert {"landlock", "user nobody"} <= set(classes.summary([*second.values(), bare])["walls_missing"])
 
 
 def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,13 +667,73 @@ def test_what_students_hand_in(tmp_path: Path) -> None:
         (handed_in / name).mkdir()
     left_out: list[Path] = []
     found = classes.find([handed_in], "keydiff.py", handed_in / "grades", left_out.append)
-    assert sorted(found) == sorted(["dan", "dora", "dirk", "mac", "windows", "shadows", "Žofie Müller", "\ufffd"])
+    assert sorted(found) == sorted(["dan", "dora", "dirk", "mac", "windows", "shadows", "Žofie Müller", "\ufffd-baadfedd"])
     assert [path.name for path in left_out] == ["essay.docx"]
     for student, path in found.items():
         if student != "windows":
             assert submissions.read(path, one) == right, student
     with pytest.raises(submissions.BadSubmission, match=r"there is work/keydiff\.py\. `evictionary submit` packs it"):
         submissions.read(found["windows"], one)
+
+
+def test_a_bad_name_costs_one_submission(tmp_path: Path) -> None:
+    handed_in = tmp_path / "handed_in"
+    for folder in ("bob", "eve"):
+        (handed_in / folder).mkdir(parents=True)
+    (handed_in / "eve" / "keydiff.py").write_bytes(b"# right")
+    with zipfile.ZipFile(handed_in / "bob" / "upload.zip", "w") as packed:  # as course platforms store it
+        packed.writestr("keydiff.py", "# right")
+    (handed_in / "mallory").symlink_to(handed_in / "eve")
+    (handed_in / "loop").symlink_to(handed_in / "loop")
+    for name in (b"keydiff.py", b"summary.json.py", b" .py", b"\xff" * 200 + b".py", b"a\nb.py", b"a\\b.py"):
+        Path(os.fsdecode(os.fsencode(handed_in) + b"/" + name)).write_bytes(b"# right")
+    found = classes.find([handed_in], "keydiff.py")
+    assert len(found) == 10
+    assert {"bob", "eve", "mallory", "loop", "keydiff"} <= set(found)
+    assert all(submissions.is_id(student) for student in found)
+    for student, path in found.items():
+        (tmp_path / "grades" / student).mkdir(parents=True)
+        if student in ("mallory", "loop"):
+            with pytest.raises(submissions.BadSubmission, match="is a symbolic link"):
+                submissions.read(path, assignments.load("keydiff"))
+        else:
+            assert submissions.read(path, assignments.load("keydiff")) == b"# right"
+    # A folder with one assignment's file is one submission.
+    assert classes.find([handed_in / "eve"], "keydiff.py") == {"eve": handed_in / "eve"}
+
+
+@pytest.mark.parametrize("upload", ["nothing", "wrong.py", "essay.docx"])
+def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, tmp_path: Path) -> None:
+    (tmp_path / "submission").mkdir()
+    if upload != "nothing":
+        written(tmp_path / "submission", name=upload)
+    arguments = ("--assignment", "keydiff", "--student", "student", "--format", "gradescope", "--output", tmp_path / "grades")
+    assert invoke("grade", tmp_path / "submission", *arguments).exit_code == 0
+    result = json.loads((tmp_path / "grades" / "student" / "results.json").read_text(encoding="utf-8"))
+    assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
+
+
+def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = assignments.load("keydiff")
+    path, asked = written(tmp_path), []
+
+    def judge(source: bytes, assignment: assignments.Assignment, **settings: Any) -> grading.Judgement:
+        asked.append(assignment.max_score)
+        return grading.empty(assignment)
+
+    monkeypatch.setattr(grading, "judge", judge)
+    changed = replace(one, steps=(replace(one.steps[0], points=20), *one.steps[1:]))
+    fewer = replace(one, steps=(replace(one.steps[0], laws=one.steps[0].laws[:1]), *one.steps[1:]))
+    for loaded, limits in (
+        (one, order()),
+        (one, order()),
+        (changed, order()),
+        (fewer, order()),
+        (fewer, replace(order(), seconds=3)),
+    ):
+        monkeypatch.setattr(assignments, "load", lambda name, loaded=loaded: loaded)
+        list(classes.run(limits, {"ada": path}, tmp_path / "grades", 1))
+    assert asked == [100, 105, 100, 100]
 
 
 def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
@@ -633,7 +778,7 @@ def test_the_transcript_of_the_docs_is_what_happens() -> None:
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
-    one, _, _ = (written(tmp_path, name=name) for name in ("ada.py", "summary.json.py", "...py"))
+    one = written(tmp_path, name="ada.py")
     large = tmp_path / "large"
     large.mkdir()
     written(large, b"#" * 2_000_000, "keydiff.py")
@@ -644,11 +789,11 @@ def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
         (("submit", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
         (("grade", tmp_path / "nothing", "--assignment", "keydiff"), "exists"),
         (("grade", tmp_path, "--assignment", "keydiff", "--format", "pdf"), "gradescope"),
-        (("grade", tmp_path / "summary.json.py", "--assignment", "keydiff"), "gives the id 'summary.json'"),
-        (("grade", tmp_path / "...py", "--assignment", "keydiff"), "gives the id '..'"),
         (("grade", one, "--assignment", "keydiff", "--examples", 0), "--examples: got 0, wanted at least 1"),
         (("grade", one, "--assignment", "keydiff", "--seconds", "nan"), "--seconds: got nan"),
         (("grade", one, "--assignment", "keydiff", "--student", "../ada"), "--student: got '../ada'"),
+        (("grade", one, "--assignment", "keydiff", "--student", "summary.json"), "--student: got 'summary.json'"),
+        (("grade", one, "--assignment", "keydiff", "--student", "a" * 300), "the name of a folder of its own"),
         (("grade", one, "--assignment", "keydiff", "--seed-file", one), "with 0 bytes, wanted at least 8"),
         (("grade", one, "--assignment", "keydiff", "--output", one), "--output"),
         (("start", "keydiff", "--work", one), "--work"),
@@ -685,6 +830,7 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path) -> None:
     work = tmp_path / "w[1]"
     started = invoke("start", "lagkv", "--work", work, "--student", "ada")
     assert f"evictionary check lagkv --work {work} --student ada" in started.stdout
+    assert "results must be float64 too" in started.stdout
     begun = json.loads(invoke("start", "keydiff", "--work", work, "--json").stdout)
     assert begun["file"] == str(work / "keydiff.py")
     assert Path(begun["handout"]).exists()

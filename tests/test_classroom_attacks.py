@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
+import zipfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import xmlschema
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from sampling import sampled
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import attacks, classes, formats, grading
+from evictionary.classroom import attacks, classes, formats, grading, submissions, worker
+from evictionary.classroom.child import Child, ChildDied, StudentError
 
+JUNIT = xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd")
 ORACLE = Path(next(iter(reference.__path__))) / "keydiff.py"
 
 
@@ -54,3 +65,103 @@ def test_the_oracle_in_the_file_itself_would_have_full_marks() -> None:
 
     result = grading.judge(bundled("keydiff").encode(), assignments.load("keydiff"), secret=b"a secret", examples=1)
     assert result.score == 100
+
+
+# Whatever is handed in ends as a result
+
+
+def changed(content: bytes) -> st.SearchStrategy[bytes]:
+    """The content with a few bytes replaced, cut out or added."""
+    place = st.integers(0, len(content))
+    edit = st.tuples(
+        place, st.integers(0, 8), st.binary(max_size=8) | st.sampled_from([b"\xff" * 8, b"9" * 12, b"\x80" + bytes(11)])
+    )
+
+    def edited(edits: list[tuple[int, int, bytes]]) -> bytes:
+        result = content
+        for start, length, new in edits:
+            result = result[:start] + new + result[start + length :]
+        return result
+
+    return st.lists(edit, min_size=1, max_size=4).map(edited)
+
+
+def packed() -> dict[str, bytes]:
+    """An archive of each kind with a file keydiff.py."""
+    found = {}
+    for ending, mode in (("tar", "w"), ("tar.gz", "w:gz")):
+        stream = io.BytesIO()
+        with tarfile.open(fileobj=stream, mode=mode, format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
+            for name in ("ä" * 120, "keydiff.py"):
+                archive.addfile(tarfile.TarInfo(name))
+        found[ending] = stream.getvalue()
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("keydiff.py", b"# right" * 9)
+    return found | {"zip": stream.getvalue()}
+
+
+PACKED = packed()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_any_archive_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    ending = data.draw(st.sampled_from(sorted(PACKED)))
+    path = tmp_path_factory.mktemp("handed_in") / f"ada.{ending}"
+    path.write_bytes(data.draw(changed(PACKED[ending])))
+    grade = classes.grade_one(classes.Order("keydiff", b"a secret", 1, (), seconds=5), "ada", path)
+    assert (grade["score"], "not the student's doing" in grade["error"]) == (0, False)
+
+
+FRAMES = [
+    worker.pack({"result": worker.encode(value, arrays)}, arrays)
+    for value in (1.5, np.ones((2, 3)), (np.arange(3), None), [True])
+    for arrays in ([],)  # type: ignore[var-annotated]
+]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(FRAMES).flatmap(changed))
+def test_any_frame_is_an_answer_or_ends_the_child(frame: bytes) -> None:
+    class Dictated(Child):
+        """A child that answers with the frame, and ends after it."""
+
+        said = io.BytesIO(frame)
+
+        def _send(self, frame: bytes, started: float) -> None:
+            return
+
+        def _receive(self, count: int, started: float) -> bytes:
+            part = self.said.read(count)
+            if len(part) < count:
+                raise self._end("it ended")
+            return part
+
+        def _kill(self) -> None:
+            return
+
+    def answered() -> Any:
+        try:
+            return Dictated(Path("keydiff.py"), "keydiff").call("score", 1)
+        except (ChildDied, StudentError, ValueError) as error:
+            return str(error)
+
+    assert isinstance(answered(), np.ndarray | np.generic | tuple | list | bool | int | float | str | None)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(name=st.binary(min_size=1, max_size=300), said=st.text(st.characters(), max_size=60))
+def test_any_name_and_message_are_text_in_every_format(tmp_path_factory: pytest.TempPathFactory, name: bytes, said: str) -> None:
+    student = submissions.student_of(Path(name.replace(b"/", b"").replace(b"\0", b"").decode("utf-8", "surrogateescape") + ".py"))
+    assert submissions.is_id(student)
+    judged = grading.empty(assignments.load("keydiff"), grading.clean(said))
+    for line in judged.lines:
+        line.verdict, line.reason, line.message = "failed", grading.clean(said), grading.clean(said)
+    grade = classes._as_json(classes.Order("keydiff", b"a secret", 1, ()), student, "", judged)
+    folder = tmp_path_factory.mktemp("grades") / student
+    formats.write(grade, folder, list(formats.FORMATS))
+    JUNIT.validate((folder / "junit.xml").read_text(encoding="utf-8"))
+    tokens = MarkdownIt().enable("table").parse((folder / "grade.md").read_text(encoding="utf-8"))
+    assert [token.type for token in tokens].count("td_open") == 4 * len(judged.lines)
+    assert {child.type for token in tokens for child in token.children or []} <= {"text", "text_special", "softbreak"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import stat
+import struct
 import tarfile
 import tomllib
 import zipfile
@@ -52,10 +53,49 @@ def _tar(path: Path, *entries: tarfile.TarInfo, swollen: int = 0) -> None:
             archive.addfile(entry, io.BytesIO(b"#" * entry.size))
 
 
+def _blocks(*headers: tarfile.TarInfo, content: bytes = b"") -> bytes:
+    """A tar with headers that no program writes; the content follows each header that gives its size."""
+    padded = content + bytes(-len(content) % 512)
+    return b"".join(each.tobuf(tarfile.GNU_FORMAT) + padded * (each.size == len(content)) for each in headers) + bytes(1024)
+
+
 def _entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
     entry.type, entry.linkname = kind, link
     return entry
+
+
+def _without_end(folder: Path) -> dict[str, Path]:
+    """Archives that ask their reader for endless time or memory."""
+    back, digits, long_name = _entry("back.txt"), _entry("pax", tarfile.XHDTYPE), _entry("././@LongLink", tarfile.GNUTYPE_LONGNAME)
+    back.size, digits.size, long_name.size = -512, 10**6, 4
+    written = {
+        "a tar that leads back to itself": ("tar", _blocks(_entry("keydiff.py"), back)),
+        "a tar with a number of a million digits": ("tar", _blocks(digits, content=b"1" * 10**6)),
+        "a tar of names of names": ("tar", _blocks(*[long_name] * 3000, content=b"abc\0")),
+    }
+    for name, method in (("bzip2", zipfile.ZIP_BZIP2), ("LZMA", zipfile.ZIP_LZMA)):
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", method) as archive:
+            archive.writestr("keydiff.py", b"#" * 2**24)
+        # The directory says that the 16 MiB are 10 bytes.
+        written[f"a file that swells by {name}"] = (
+            "zip",
+            packed.getvalue().replace(struct.pack("<I", 2**24), struct.pack("<I", 10)),
+        )
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("keydiff.py", "")
+    data, count = packed.getvalue(), 2**16 - 2
+    start, end = data.rindex(b"PK\1\2"), data.rindex(b"PK\5\6")
+    directory = data[start:end] * count
+    sizes = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(directory), start, 0)
+    written["a zip whose entries are all the same"] = ("zip", data[:start] + directory + sizes)
+    found = {}
+    for name, (ending, content) in written.items():
+        found[name] = folder / f"{name.replace(' ', '_')}.{ending}"
+        found[name].write_bytes(content)
+    return found
 
 
 def archives(folder: Path, oracle: Path) -> dict[str, Path]:
@@ -92,6 +132,7 @@ def archives(folder: Path, oracle: Path) -> dict[str, Path]:
     found["a broken archive"] = broken
     found["a broken tar"] = folder / "a_broken_tar.tar.gz"
     found["a broken tar"].write_bytes(b"\x1f\x8b and no more")
+    found |= _without_end(folder)
     linked = folder / "a_folder_with_a_link"
     linked.mkdir(exist_ok=True)
     if not (linked / "keydiff.py").is_symlink():

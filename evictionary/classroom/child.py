@@ -21,7 +21,8 @@ from evictionary.classroom import seccomp, worker
 
 START_SECONDS = 120.0
 BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials")
-LONGEST_MESSAGE, MOST_FUNCTIONS = 2000, 1000
+# A message can carry the secret inputs out, so that it is short.
+LONGEST_MESSAGE, MOST_FUNCTIONS = 500, 1000
 
 
 def closed(site: Path) -> list[str]:
@@ -37,10 +38,15 @@ def _is_banned(name: str) -> bool:
     return name.split(".")[0].split("-")[0] in BANNED
 
 
+def visible(text: Any) -> str:
+    """A student's text with U+FFFD for control characters, half characters and whatever else cannot be shown."""
+    return "".join(each if each.isprintable() or each in "\t\n\u00a0\u3000" else "\ufffd" for each in str(text))
+
+
 def clean(text: Any, longest: int = LONGEST_MESSAGE) -> str:
-    """A student's text, cut to `longest` characters and without lone surrogates, which no encoding can write."""
-    shown = str(text).encode("utf-8", "replace").decode("utf-8")
-    return shown if len(shown) <= longest else f"{shown[:longest]} ... and {len(shown) - longest} characters more"
+    """A student's text, visible and cut to `longest` characters."""
+    shown = visible(str(text)[:longest])
+    return shown if len(str(text)) <= longest else f"{shown} ... and {len(str(text)) - longest} characters more"
 
 
 @dataclass(frozen=True)
@@ -184,16 +190,23 @@ class Child:
         try:
             if message is not None:
                 self._send(worker.pack(message, arrays), started)
-            text, body = worker.sizes(self._receive(16, started))
-            return worker.unpack(self._receive(text, started), self._receive(body, started))
+            text, body = self._parsed(worker.sizes, self._receive(16, started))
+            return self._parsed(worker.unpack, self._receive(text, started), self._receive(body, started))
         except BrokenPipeError:
             raise self._end(self._how_it_ended()) from None
         except ChildDied:
             raise
-        except Exception as error:  # the student's process may have written anything into the pipe
-            raise self._end(f"its answer cannot be read ({type(error).__name__}: {error})") from None
+        except BaseException:  # the alarm of a law, or Ctrl-C: half of an answer may be left in the pipe
+            self._end("the call was interrupted")
+            raise
         finally:
             self._waited += time.monotonic() - started
+
+    def _parsed(self, parse: Callable[..., Any], *parts: bytes) -> Any:
+        try:
+            return parse(*parts)
+        except Exception as error:  # the student's process may have written anything into the pipe
+            raise self._end(f"its answer cannot be read ({type(error).__name__}: {clean(error)})") from None
 
     def _send(self, frame: bytes, started: float) -> None:
         assert self._process.stdin is not None

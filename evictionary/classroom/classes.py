@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from evictionary.classroom import formats, grading, submissions, worker
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean
 from evictionary.errors import UsageError
-
-SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Order:
 def find(
     paths: Sequence[Path], file: str, output: Path | None = None, leave_out: Callable[[Path], None] = lambda path: None
 ) -> dict[str, Path]:
-    """The submissions by student: each path itself, or, for a folder without the assignment's `file`, the entries of the folder.
+    """The submissions by student: each path itself, or the entries of a folder with more than the assignment's `file`.
 
     leave_out is called with each entry of a folder that is no submission; hidden entries and the folder `output` are skipped.
     Raises UsageError if a path does not exist or two submissions have one name.
@@ -55,27 +53,29 @@ def find(
     for path in paths:
         if not path.exists():
             raise UsageError(f"submission: got {path}, wanted a file or folder that exists")
-        entries = [path]
-        if path.is_dir() and not os.path.lexists(path / Path(file).name):
-            entries = []
-            for each in sorted(path.iterdir()):
-                if each.name.startswith((".", "__")) or (output is not None and each.resolve() == output.resolve()):
-                    continue
-                if each.is_dir() or each.name.endswith(submissions.ENDINGS):
-                    entries.append(each)
-                else:
-                    leave_out(each)
-        for each in entries:
+        for each in _entries(path.resolve(), file, output, leave_out) if path.is_dir() else [path]:
             student = submissions.student_of(each)
-            if student in ("", ".", "..", SUMMARY):
-                raise UsageError(
-                    f"submission: {each} gives the id {student!r}, wanted one that can be the name of a folder of its own"
-                )
             if student in found:
                 raise UsageError(f"submission: {each} and {found[student]} have one name, {student!r}")
             found[student] = each
     if not found:
         raise UsageError(f"submission: got none, wanted {submissions.KINDS}")
+    return found
+
+
+def _entries(folder: Path, file: str, output: Path | None, leave_out: Callable[[Path], None]) -> list[Path]:
+    """The submissions of a folder, or the folder itself if the assignment's file is all that it holds of them."""
+    others: list[Path] = []
+    found: list[Path] = []
+    for each in sorted(folder.iterdir()):
+        if each.name.startswith((".", "__")) or (output is not None and os.path.realpath(each) == os.path.realpath(output)):
+            continue
+        is_one = each.is_dir() or each.is_symlink() or each.name.endswith(submissions.ENDINGS)
+        (found if is_one else others).append(each)
+    if [each.name for each in found] == [Path(file).name] and not found[0].is_dir():
+        return [folder]
+    for each in others:
+        leave_out(each)
     return found
 
 
@@ -116,6 +116,7 @@ def _settings(order: Order, assignment: Assignment, student: str) -> dict[str, A
         "seed_id": order.seed_id,
         "examples": order.examples,
         "constants": assignment.constants_of(student) if order.personal else {},
+        "assignment_sha256": hashlib.sha256(repr((replace(assignment, folder=Path()), order.seconds)).encode()).hexdigest(),
     }
 
 
@@ -226,11 +227,7 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unjudged": sorted(grade["student"] for grade in grades if grade["error"]),
         "distribution": dict(sorted(Counter(grade["score"] for grade in grades).items())),
         "steps": {name: dict(counts) for name, counts in steps.items()},
-        "walls_missing": [
-            name
-            for name in ("landlock", "system calls")
-            if any(grade["walls"] and not grade["walls"].get(name) for grade in grades)
-        ],
+        "walls_missing": sorted({name for grade in grades for name, stands in grade["walls"].items() if not stands}),
         "misconceptions": dict(mistakes.most_common(10)),
         "grading_seconds": round(sum(grade["seconds"] for grade in grades), 1),
     }

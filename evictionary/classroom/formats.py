@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
@@ -13,7 +14,9 @@ from xml.etree import ElementTree
 
 from jsonschema import Draft202012Validator
 
-SCHEMA = "evictionary/grade/1"
+from evictionary.classroom.child import visible
+
+SCHEMA = "evictionary/grade/2"
 SCHEMAS = Path(__file__).parent / "schemas"
 
 
@@ -98,12 +101,12 @@ def junit(grade: dict[str, Any]) -> str:
     )
     for line in grade["lines"]:
         case = ElementTree.SubElement(
-            suite, "testcase", classname=_xml(grade["student"]), name=f"{line['name']} ({line['requirement']})"
+            suite, "testcase", classname=visible(grade["student"]), name=f"{line['name']} ({line['requirement']})"
         )
         if line["verdict"] == "failed":
-            ElementTree.SubElement(case, "failure", message=_xml(line["reason"]), type="law").text = _xml(line["message"])
+            ElementTree.SubElement(case, "failure", message=visible(line["reason"]), type="law").text = visible(line["message"])
         elif line["verdict"] != "passed":
-            ElementTree.SubElement(case, "skipped", message=_xml(line["reason"] or grade["error"]))
+            ElementTree.SubElement(case, "skipped", message=visible(line["reason"] or grade["error"]))
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
 
 
@@ -120,7 +123,7 @@ def markdown(grade: dict[str, Any]) -> str:
     first = next((line for line in grade["lines"] if line["verdict"] == "failed" and line["message"]), None)
     if first:
         fence = "`" * 8  # a student's message may hold a fence of its own
-        lines += ["", f"## {_cell(first['title'])}", "", fence, first["message"].replace(fence, ""), fence]
+        lines += ["", f"## {_cell(first['title'])}", "", fence, visible(first["message"]).replace(fence, ""), fence]
         lines += ["", f"To read: {first['read']}."] if first["read"] else []
     return "\n".join(lines) + "\n"
 
@@ -154,10 +157,9 @@ def _told(line: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+# What Markdown reads as more than text, bare addresses too; a number in its place means the character and nothing else.
+_MARKS = re.compile(r"[\\`*_\[\]!|<>&~#@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
+
+
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
-
-
-def _xml(text: str) -> str:
-    """The text without the characters that XML does not allow."""
-    return "".join(each for each in text if each in "\t\n" or (each >= " " and not "\ud800" <= each <= "\udfff"))
+    return " ".join(_MARKS.sub(lambda found: f"&#{ord(found[0])};", visible(text)).split())

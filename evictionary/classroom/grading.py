@@ -14,7 +14,7 @@ import time
 import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
 TIMED_SHAPE = (1, 8, 2**16, 128)  # the keys that a kernel is timed with: 256 MiB in float32
 LONGEST_TEXT = 20_000
+MOST_UNASKED = 2**16  # numbers in an answer whose shape nothing says, or is wrong
 
 
 @dataclass
@@ -146,6 +147,10 @@ _remembered: dict[bytes, Allowance] = {}
 MOST_REMEMBERED = 20_000
 
 
+class _WrongForm(Violation):
+    """An answer that is not of the oracle's shape and precision; `got` is the answer if it is small."""
+
+
 class _Judged(Implementation):
     """An implementation that calls the oracle once for each input."""
 
@@ -156,6 +161,34 @@ class _Judged(Implementation):
                 _remembered.clear()
             _remembered[key] = super().allowance(path, *args, pick=pick, **kwargs)
         return _remembered[key]
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().call(path, *args, **kwargs)
+        except _WrongForm as error:
+            self.calls[-1].result = error.got  # a known mistake is known by it
+            raise
+
+    @contextlib.contextmanager
+    def refuses(self, pattern: str = "") -> Iterator[None]:
+        """As the laws have it, but what is wanted is said to a student: the words that the message has to have."""
+        try:
+            with super().refuses(pattern):
+                yield
+        except Violation as error:
+            if not isinstance(error.expected, str):  # it says something else than how the input was refused
+                raise
+            words = " or ".join(repr(word) for word in pattern.split("|"))
+            raise Violation(error.message, "a ValueError" + (f" with {words} in its message" if words else "")) from None
+
+
+def _parts(answer: Any) -> tuple[Any, ...]:
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def _precision(part: Any) -> int:
+    """The bytes of one number of a float array, 0 for everything else."""
+    return part.dtype.itemsize if isinstance(part, np.ndarray | np.generic) and part.dtype.kind == "f" else 0
 
 
 @dataclass
@@ -294,20 +327,43 @@ def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) ->
     returned = typing.get_type_hints(by_paper).get("return") if is_known else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _of_its_kind(name, child.call(name, *args, **{**defaults, **kwargs}), returned)
+        kwargs = {**defaults, **kwargs}
+        answer = _of_its_kind(name, child.call(name, *args, **kwargs), returned)
+        _require_form(name, answer, by_paper, args, kwargs)
+        return answer
 
     return call
+
+
+def _require_form(name: str, answer: Any, by_paper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise Violation unless the answer has the reference's shapes and precision: before it is converted or kept."""
+    got = _parts(answer)
+    shown = answer if sum(np.size(part) for part in got) <= MOST_UNASKED else None
+    try:
+        wanted = _parts(by_paper(*args, **kwargs))
+    except Exception:  # bad input; the law says what is right then
+        if shown is None:
+            raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
+        return
+    for part, right in zip(got, wanted, strict=False):
+        if np.shape(part) != np.shape(right):
+            raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(right)}", None, shown)
+        if 0 < _precision(part) < min(_precision(right), max(map(_precision, args), default=0)):
+            told = f"{name} returned {part.dtype}, wanted {right.dtype}, the dtype of its input: compute in {right.dtype}"
+            raise _WrongForm(told, None, shown)
 
 
 def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
     """Return the result if its parts are those of `returned`, else raise StudentError; the laws judge the values."""
     wanted: tuple[str, ...] | None = getattr(returned, "_fields", None)
     count = len(typing.get_args(returned)) if typing.get_origin(returned) is tuple else len(wanted or ())
-    parts = result if isinstance(result, tuple) else (result,)
+    if isinstance(result, list) and count:
+        result = tuple(result)
+    parts = _parts(result)
     is_right = len(parts) == count and getattr(result, "_fields", None) == wanted if count else not isinstance(result, tuple)
     if is_right and all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in parts):
         return result
-    shown = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"one {type(result).__name__}"
+    shown = f"a {type(result).__name__} of {len(result)}" if isinstance(result, tuple | list) else f"one {type(result).__name__}"
     if wanted:
         expected = f"{returned.__name__}({', '.join(wanted)})"
     else:

@@ -17,14 +17,21 @@ from pathlib import Path
 # For each call its number on x86-64 and on 64-bit ARM, 0 if that machine does not have the call.
 _REFUSED: dict[str, list[int]] = tomllib.loads((Path(__file__).parent / "system_calls.toml").read_text(encoding="utf-8"))
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE, _CLONE3, _PRLIMIT = (56, 220), 435, (302, 261)
+_CLONE3, _PRLIMIT = 435, (302, 261)
+# Calls that are refused with some values of an argument: the numbers, the argument's offset, the values.
+_FCNTL, _PRCTL, _IOCTL = (72, 25), (157, 167), (16, 29)
+_REFUSED_WITH = (
+    # The owner and the number of a file's signal, leases and notices about files, the size of a pipe's buffer.
+    (_FCNTL, 8, (8, 10, 15, 1024, 1026, 1031)),
+    (_IOCTL, 8, (0x5452, 0x8901, 0x8902)),  # the same signals: FIOASYNC, FIOSETOWN, SIOCSPGRP
+    (_PRCTL, 0, (1,)),  # the signal at the grader's end
+)
 
-# Instructions: load a word, jump if equal, if at least, if any bit is set, return.
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# Instructions: load a word, jump if equal, if at least, return.
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_THREAD = 0x00010000  # the flag of clone that makes a thread, not a process
 _X32 = 0x40000000  # numbers from here on are those of another table
 
 
@@ -53,13 +60,14 @@ def program(machine: str | None = None) -> bytes:
     ]
     for number in refused(machine).values():
         lines += [(_EQUAL, 0, 1, number), *refuse]
-    lines += [
-        (_EQUAL, 0, 4, _CLONE[column]),
-        (_LOAD, 0, 0, _ARGUMENTS),
-        (_ANY_BIT, 1, 0, _THREAD),
-        *refuse,
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+    for numbers, argument, values in _REFUSED_WITH:
+        tests = [line for value in values for line in ((_EQUAL, 0, 1, value), *refuse)]
+        lines += [
+            (_EQUAL, 0, len(tests) + 2, numbers[column]),
+            (_LOAD, 0, 0, _ARGUMENTS + argument),
+            *tests,
+            (_RETURN, 0, 0, _ALLOW),
+        ]
     # prlimit64 may read the limits of this process: its first argument is 0, and both halves of its third, the new limit, are.
     lines += [(_EQUAL, 0, 7, _PRLIMIT[column])]
     for place, otherwise in ((0, 4), (16, 2), (20, 0)):

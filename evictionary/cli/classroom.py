@@ -64,6 +64,8 @@ def start(assignment: Name, work: Work = Path("work"), student: Student = None, 
         f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/]."
     )
     console.print(f"The handout: {escape(str(handout))}")
+    if chosen.library == "numpy":
+        console.print("Only NumPy is there. Arrays come in float64, and results must be float64 too.")
     console.print(f"Then: [bold]{escape(_command('check', chosen, work, student))}[/]")
 
 
@@ -238,19 +240,16 @@ def grade(
         if seconds is not None and not 0 < seconds < math.inf:
             raise UsageError(f"--seconds: got {seconds}, wanted more than 0")
         left_out: list[Path] = []
-        found = classes.find(submission, chosen.file, output, left_out.append)
+        if student is None:
+            found = classes.find(submission, chosen.file, output, left_out.append)
+        else:
+            found = {student: _of_one(student, submission)}
         if left_out:
             messages.print(
                 f"Left out, because a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}",
                 style="yellow",
                 markup=False,
             )
-        if student is not None:
-            if len(found) != 1:
-                raise UsageError(f"--student: got one id for {len(found)} submissions, wanted a single submission")
-            if not student.strip() or student in (".", "..") or not {"/", "\\", "\0"}.isdisjoint(student):
-                raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder")
-            found = {student: next(iter(found.values()))}
         secret = _secret(seed_file)
         with _writing("--output", output, "a folder that can be written"):
             output.mkdir(parents=True, exist_ok=True)
@@ -268,7 +267,7 @@ def grade(
             "left_out": [str(path) for path in left_out],
             "seconds": round(time.monotonic() - started, 1),
         }
-        (output / classes.SUMMARY).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (output / submissions.SUMMARY).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -277,6 +276,19 @@ def grade(
 
 _GO_ON = "The finished grades are written; the same command goes on from there."
 _BEGIN_ANEW = "Without a --seed-file the next run begins anew."
+
+
+def _of_one(student: str, paths: list[Path]) -> Path:
+    """The single submission of a student who is named; whatever it holds, there will be a result for it."""
+    from evictionary.classroom import submissions
+
+    if len(paths) != 1:
+        raise UsageError(f"--student: got one id for {len(paths)} submissions, wanted a single submission")
+    if not submissions.is_id(student):
+        raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder of its own")
+    if not paths[0].exists():
+        raise UsageError(f"submission: got {paths[0]}, wanted a file or folder that exists")
+    return paths[0].resolve() if paths[0].is_dir() else paths[0]
 
 
 def _few(names: list[str]) -> str:
