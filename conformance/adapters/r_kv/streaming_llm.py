@@ -4,7 +4,7 @@ from conformance.borrowed import mask, positions_as_values, scores_by_budget, ta
 from evictionary.spec_tests.harness.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
-DOMAIN = {"dtype": ("float32",)}
+DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
 
 StreamingLLM = take("r_kv", "rkv/compression/streamingllm.py", "StreamingLLM").StreamingLLM
 

@@ -6,7 +6,7 @@ import io
 from conformance.borrowed import mask, positions_as_values, scores_by_budget, take
 
 ARRAY_LIBRARY = "torch"
-DOMAIN = {"dtype": ("float32",)}
+DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
 
 _found = take("streaming_llm", "streaming_llm/kv_cache.py", "StartRecentKVCache", "slice2d", DIM_TO_SLICE={})
 _found.StartRecentKVCache.__init__.__globals__["DIM_TO_SLICE"][2] = _found.slice2d
