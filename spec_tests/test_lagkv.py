@@ -311,12 +311,15 @@ def test_each_partition_keeps_its_best_tokens(impl, case, percent, sink, lag):
     sink=sinks,
     lag=st.integers(1, 700),
 )
-def test_the_compression_ratio_stays_below_its_limit(impl, length, percent, sink, lag):
-    """C is 0 below S + 2L, and never reaches 1 - floor(rL)/L."""
+def test_the_compression_ratio_is_the_share_removed(impl, length, percent, sink, lag):
+    """C = 1 - L_R / L_s, the removed tokens counted partition by partition; at most 1 - floor(rL)/L, which only r = 1 reaches."""
+    each = lag - percent * lag // 100
+    removed = sum(each for start in range(sink, length, lag) if start + 2 * lag <= length)  # a whole partition follows it
     got = impl.lagkv.compression_ratio(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
-    limit = 1 - (percent * lag // 100) / lag
-    if (length < sink + 2 * lag and got != 0) or not (0 <= got < limit or got == limit == 0):
-        raise Violation(f"compression_ratio({length}) = {got}, wanted in [0, {limit})", limit, got)
+    if not abs(got - removed / length) <= 1e-6:
+        raise Violation(f"compression_ratio({length}) = {got}, wanted {removed} / {length}", removed / length, got)
+    if not (got < each / lag or got == each == 0):
+        raise Violation(f"compression_ratio({length}) = {got} reaches its limit", each / lag, got)
 
 
 @law("LK-13", of=RETAINED, percent=hundredths, sink=sinks, lag=st.integers(1, 300), partitions=st.integers(2, 10**6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,29 @@ def causal_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         exponentials = np.exp(logits - logits.max())
         weights[place][:seen] = exponentials / exponentials.sum()
     return weights
+
+
+def lengths(vectors: np.ndarray) -> np.ndarray:
+    """The Euclidean norm of each vector [.., D], number by number."""
+    return np.array([math.hypot(*row) for row in vectors.reshape(-1, vectors.shape[-1]).tolist()]).reshape(vectors.shape[:-1])
+
+
+def linear(states: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Each state [.., C] through a linear layer [C, D], sum by sum, [.., D]."""
+    rows = [
+        [math.fsum(x * w for x, w in zip(state, column, strict=True)) for column in weight.T.tolist()]
+        for state in states.reshape(-1, states.shape[-1]).tolist()
+    ]
+    return np.array(rows).reshape(*states.shape[:-1], weight.shape[-1])
+
+
+def mean_cosines(keys: np.ndarray) -> np.ndarray:
+    """The mean of the cosines of each key [.., T, D] to all keys of its head, pair by pair, [.., T]: `khat_i . mu` of KeyDiff."""
+    means = np.zeros(keys.shape[:-1])
+    for place in np.ndindex(keys.shape[:-2]):
+        rows = [[x / (math.hypot(*key) or 1.0) for x in key] for key in keys[place].tolist()]
+        means[place] = [math.fsum(x * y for other in rows for x, y in zip(row, other, strict=True)) / len(rows) for row in rows]
+    return means
 
 
 def for_each_reader(states: np.ndarray, queries: np.ndarray) -> np.ndarray:
