@@ -336,7 +336,7 @@ def test_the_approximation_errors_are_their_lines(impl, case):
 
 @law("MK-29", of="momentkv_theory.error_bound", case=heads)
 def test_the_lines_of_the_error_bound(impl, case):
-    """As printed; in the second line |A| / n is at most |fhat_E| + |R_num| / n, and the mended line is not divided by n once more."""
+    """As printed; in the second line |A| / n is at most |fhat_E| + |R_num| / n, which is mended by one division by n less."""
     terms, approximate = expanded(impl, case)
     n, half = case.length, half_spread(terms)
     second = half * (approximate + lengths(terms.numerator_remainder) / n)
