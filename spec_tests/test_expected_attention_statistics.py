@@ -80,18 +80,24 @@ def test_the_average_is_over_the_positions_one_by_one(impl, case, position, hori
     allowed.check(got, "the mean over the window", np.asarray(total / horizon))
 
 
-@law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons)
-def test_the_window_acts_as_its_middle_shrunk(impl, case, position, horizon):
-    """Each pair is turned by w (position + (T - 1)/2) and shrunk by sin(T w/2) / (T sin(w/2)): the sum of a geometric series."""
-    mean, covariance = before_rope(impl, case)
+def in_closed_form(mean, position, horizon):
+    """Means averaged over a window of positions by the sum of a geometric series, pair by pair."""
     half = mean.shape[-1] // 2
-    expected = np.empty_like(mean)
+    averaged = np.empty_like(mean)
     for pair in range(half):
         w = 10000.0 ** (-pair / half)
         shrunk = math.sin(horizon * w / 2) / (horizon * math.sin(w / 2))
         turn = shrunk * np.exp(1j * w * (position + (horizon - 1) / 2)) * (mean[..., pair] + 1j * mean[..., pair + half])
-        expected[..., pair], expected[..., pair + half] = turn.real, turn.imag
+        averaged[..., pair], averaged[..., pair + half] = turn.real, turn.imag
+    return averaged
+
+
+@law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons)
+def test_the_window_acts_as_its_middle_shrunk(impl, case, position, horizon):
+    """Each pair is turned by w (position + (T - 1)/2) and shrunk by sin(T w/2) / (T sin(w/2)): the sum of a geometric series."""
+    mean, covariance = before_rope(impl, case)
     got, _ = impl.expected_attention.average_rope(mean, covariance, position=position, horizon=horizon)
+    expected = in_closed_form(mean, position, horizon)
     rope_allowance(impl, 0, mean, covariance, position=position, horizon=horizon).check(got, "the mean", expected)
 
 

@@ -1,7 +1,7 @@
 """Small mistakes made by a program: the source of a function of `reference/` with one operator, number, axis or call replaced.
 
 What only refuses an argument gives no number and is left alone: `raise`, the `if` in front of it, `require_shape`, and the bounds
-that the functions of `checks` are given.
+that the functions of `checks` are given. So are the defaults of arguments, of which `papers/test_defaults.py` has a table.
 """
 
 from __future__ import annotations
@@ -63,14 +63,19 @@ class Mutation:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The mutated function; it calls what the right one calls, and its defaults may be what is mutated."""
+        """The mutated function; it calls what the right one calls."""
         right = oracle(self.of)
         scope = dict(right.__globals__)
         exec(self.code, scope)
-        made = scope[right.__name__]
-        mutated = types.FunctionType(made.__code__, right.__globals__, right.__name__, made.__defaults__)
-        mutated.__kwdefaults__ = made.__kwdefaults__
-        return mutated
+        return with_code(right, scope[right.__name__].__code__)
+
+
+def with_code(function: Callable[..., Any], code: types.CodeType | None = None) -> Callable[..., Any]:
+    """A copy of a function, or one with other code in the same module."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(code or function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def functions() -> list[str]:
@@ -109,7 +114,7 @@ def _first_line(statement: ast.AST) -> str:
 def _places(holder: ast.AST, statement: ast.AST) -> Iterator[tuple[Callable[[ast.AST], None], ast.AST, ast.AST]]:
     """Every node below `holder` that may be replaced: how to put another in its place, the node, and its statement."""
     for field, value in ast.iter_fields(holder):
-        if field in ("annotation", "returns", "decorator_list", "type_comment"):
+        if field in ("annotation", "returns", "args") and isinstance(holder, ast.FunctionDef | ast.AnnAssign):
             continue
         for index, node in enumerate(value if isinstance(value, list) else [value]):
             if not isinstance(node, ast.AST) or _only_refuses(node):
