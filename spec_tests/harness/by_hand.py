@@ -42,11 +42,16 @@ def linear(states: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return np.array(rows).reshape(*states.shape[:-1], weight.shape[-1])
 
 
+def directions(keys: np.ndarray) -> np.ndarray:
+    """Each key [.., D] divided by its length, number by number; a zero key stays one."""
+    return keys / np.where(lengths(keys) == 0, 1, lengths(keys))[..., None]
+
+
 def mean_cosines(keys: np.ndarray) -> np.ndarray:
     """The mean of the cosines of each key [.., T, D] to all keys of its head, pair by pair, [.., T]: `khat_i . mu` of KeyDiff."""
     means = np.zeros(keys.shape[:-1])
     for place in np.ndindex(keys.shape[:-2]):
-        rows = [[x / (math.hypot(*key) or 1.0) for x in key] for key in keys[place].tolist()]
+        rows = directions(keys[place]).tolist()
         means[place] = [math.fsum(x * y for other in rows for x, y in zip(row, other, strict=True)) / len(rows) for row in rows]
     return means
 

@@ -48,6 +48,10 @@ BANK, PROGRAM = "by hand", "by the program"
 SEEN, SAME, LISTED, UNSEEN = "seen", "same numbers", "equivalent", "unseen"
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of one call, by place and by name."""
+
+
 class _Late(BaseException):
     """Not an Exception: hypothesis would try the input again."""
 
@@ -123,7 +127,7 @@ def fails(law: Law, max_examples: int) -> bool:
 def executed(name: str) -> set[str]:
     """The functions of the reference that a law runs, by itself or in the oracle."""
     paths = {oracle(path).__code__: path for path in functions()}  # type: ignore[attr-defined]
-    found = set()
+    found: set[str] = set()
 
     def note(frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code in paths:
@@ -155,9 +159,10 @@ def same(right: Any, other: Any) -> bool:
     return bool(right == other)
 
 
-def recorded(path: str, laws: list[Law]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def recorded(path: str, laws: list[Law]) -> list[Arguments]:
     """The arguments with which these laws call a function, some calls of each law; float64 alone, not the other arithmetics."""
-    right, found, kept = with_code(oracle(path)), [], 0
+    right, kept = with_code(oracle(path)), 0
+    found: list[Arguments] = []
 
     def note(*args: Any, **kwargs: Any) -> Any:
         arrays = [each for each in (*args, *kwargs.values()) if isinstance(each, np.ndarray)]
@@ -172,12 +177,12 @@ def recorded(path: str, laws: list[Law]) -> list[tuple[tuple[Any, ...], dict[str
     return found
 
 
-def differ(right: Callable[..., Any], wrong: Callable[..., Any], calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> bool:
+def differ(right: Callable[..., Any], wrong: Callable[..., Any], calls: list[Arguments]) -> bool:
     """Whether two functions give other numbers for one of the calls, or there is none."""
 
     def answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
                 found = function(*deepcopy(args), **deepcopy(kwargs))
             return list(found) if isinstance(found, Iterator) else found
         except Exception as error:
@@ -189,7 +194,7 @@ def differ(right: Callable[..., Any], wrong: Callable[..., Any], calls: list[tup
 def judge(path: str, mistakes: list[tuple[str, str]], names: list[str]) -> list[Result]:
     """Put each mistake in one function, (what, how made), to the laws that run it, until the first law sees it."""
     laws, results = [load_laws()[name] for name in names], []
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[Arguments] = []
     by_program = {str(each): each for each in mutations(path)}
 
     def first(wrong: Callable[..., Any], some: list[Law], max_examples: int) -> str:
@@ -201,8 +206,9 @@ def judge(path: str, mistakes: list[tuple[str, str]], names: list[str]) -> list[
         return law.name if law else ""
 
     for mistake, made in mistakes:
+        own: list[Law] = []
         if made == PROGRAM:
-            wrong, own = by_program[mistake].function, []
+            wrong = by_program[mistake].function
         else:
             mutant = load_mutants()[mistake]
             wrong, own = mutant.function, [law for law in laws_for(mutant, mutant.killed_by) if law.kind != REFUSAL]
@@ -223,7 +229,7 @@ def judge(path: str, mistakes: list[tuple[str, str]], names: list[str]) -> list[
 
 def bank() -> dict[str, list[str]]:
     """The names of the planted mistakes of `mutants/` by their function; those that compute with torch are no reference."""
-    found = defaultdict(list)
+    found: dict[str, list[str]] = defaultdict(list)
     for name, mutant in sorted(load_mutants().items()):
         if mutant.array_library == "numpy":
             found[mutant.of].append(name)

@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,9 @@ def mutations(path: str) -> list[Mutation]:
             if (source := ast.unparse(tree)) not in sources:
                 now = _first_line(other if node is statement else statement)
                 place = sum((each.was, each.now) == (was, now) for each in found)
-                found.append(Mutation(path, was, now, place, compile(source, f"<{path}>", "exec")))
+                with warnings.catch_warnings(action="ignore"):  # 1[..., 0] is a mistake too
+                    code = compile(source, f"<{path}>", "exec")
+                found.append(Mutation(path, was, now, place, code))
             sources.add(source)
             put(node)
     return found
