@@ -351,11 +351,13 @@ def test_the_compression_ratio_is_not_monotone(impl):
     lag=st.integers(1, 300),
 )
 def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budget, sink, lag):
-    """The retained length is within the budget where that is possible, and one token more a partition is not."""
+    """The retained length is within the budget where that is possible, and one token more a partition is not; 1 where none has to go."""
     settings = {"sink_size": sink, "lag_size": lag}
     ratio = impl.lagkv.keep_ratio_for(length, budget, **settings)
     if not 0 <= ratio <= 1:
         raise Violation(f"keep_ratio_for({length}, {budget}) = {ratio}, wanted in [0, 1]", None, ratio)
+    if ratio != 1 and (budget >= length or length < sink + 2 * lag):
+        raise Violation(f"keep_ratio_for({length}, {budget}) = {ratio} where nothing has to go, or can", 1, ratio)
     least = impl.lagkv.retained_length(length, keep_ratio=0, **settings)
     got = impl.lagkv.retained_length(length, keep_ratio=ratio, **settings)
     if got > max(budget, least):
@@ -364,6 +366,15 @@ def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budg
         more = impl.lagkv.retained_length(length, keep_ratio=Fraction(whole + 1, lag), **settings)
         if more <= budget:
             raise Violation(f"a larger keep_ratio also fits: {more} of {budget}", more, got)
+
+
+@law("LK-12", of="lagkv.why_nothing_removed", sink=sinks, lag=st.integers(1, 300), more=st.sampled_from([-1, 0, 1, 300]))
+def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
+    """Below S + 2L tokens the reason names that number; from there on there is none."""
+    shortest = sink + 2 * lag
+    got = impl.lagkv.why_nothing_removed(shortest + more, sink_size=sink, lag_size=lag)
+    if (str(shortest) in str(got)) != (more < 0) or (got is None) != (more >= 0):
+        raise Violation(f"a cache of {shortest + more} tokens is explained by {got!r}", shortest, got)
 
 
 @law("LK-12", of=SELECT, kind="edge", case=cases(min_length=5), percent=hundredths, sink=sinks, lag=st.sampled_from([1, 2, 3, 4]))
