@@ -39,8 +39,8 @@ FEW, SOME, MANY = 3, 8, 100
 """Inputs that each law draws: at first, to record what a function is called with, and for what was not seen before."""
 NEAR, FAR = 10, 40
 """Laws that are asked first, and in all; the nearest ones."""
-CALLS = 40
-"""Calls of each law that are recorded."""
+CALLS, ENOUGH = 60, 300
+"""Calls of each law that are recorded, and of all laws; where they are fewer, the laws draw more."""
 PART = 60
 """Mistakes of one function that a process takes at a time."""
 
@@ -170,10 +170,12 @@ def recorded(path: str, laws: list[Law]) -> list[Arguments]:
             found.append(deepcopy((args, kwargs)))
         return right(*args, **kwargs)
 
-    for law in laws:
-        kept = len(found)
-        with planted(path, note):
-            fails(law, SOME)
+    for max_examples in (SOME, MANY):
+        for law in laws:
+            kept = len(found)
+            if kept < ENOUGH:
+                with planted(path, note):
+                    fails(law, max_examples)
     return found
 
 
