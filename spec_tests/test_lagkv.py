@@ -357,7 +357,7 @@ def test_the_compression_ratio_is_not_monotone(impl):
     lag=st.integers(1, 300),
 )
 def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budget, sink, lag):
-    """The retained length is within the budget where it can be, with one token more a partition it is not; 1 where none has to go."""
+    """The retained length is within the budget where it can be; a token more a partition is too much; 1 where none has to go."""
     settings = {"sink_size": sink, "lag_size": lag}
     ratio = impl.lagkv.keep_ratio_for(length, budget, **settings)
     if not 0 <= ratio <= 1:

@@ -410,11 +410,13 @@ eighths = st.integers(1, 64).map(lambda count: np.array([count / 8]))
 
 @law("MK-35", of="momentkv_theory.weight_bias", retained=eighths, estimate=eighths, excess=st.integers(0, 64))
 def test_the_weight_bias_is_the_difference_of_the_weights(impl, retained, estimate, excess):
-    """The first two printed lines and the mended third are Z_R / (Z_R + Zhat_E) - Z_R / (Z_R + Z_E)."""
+    """Two lines and the mended third are Z_R / (Z_R + Zhat_E) - Z_R / (Z_R + Z_E); the printed third is w_R / what_R of it."""
     evicted = estimate * (1 + excess / 8)
     expected = retained / (retained + estimate) - retained / (retained + evicted)
     for pick in (0, 1, 3):
         agrees(impl, "weight_bias", retained, evicted, estimate, pick=pick, expected=expected, what=f"line {pick + 1}")
+    printed = expected * (retained + estimate) / (retained + evicted)
+    agrees(impl, "weight_bias", retained, evicted, estimate, pick=2, expected=printed, what="line 3 as printed")
 
 
 @law("MK-36", of="momentkv_theory.estimated_evicted_weight", retained=eighths, estimate=eighths, excess=st.integers(0, 64))
