@@ -283,8 +283,14 @@ def test_retained_length_is_the_formula(impl, length, percent, sink, lag):
 
 @law("LK-12", of=RETAINED)
 def test_retained_length_at_its_edges(impl):
-    """S + 2L is the first length that is compressed, and floor(0.29 * 100) is 29, though float says 28."""
-    for length, ratio, sink, lag, expected in ((7, 0.5, 2, 3, 7), (8, 0.5, 2, 3, 6), (13, 0.5, 2, 3, 9), (500, 0.29, 0, 100, 216)):
+    """S + 2L is the first length that is compressed, and floor(0.29 * 100) is 29, though float says 28; a third of 3 is 1."""
+    for length, ratio, sink, lag, expected in (
+        (7, 0.5, 2, 3, 7),
+        (8, 0.5, 2, 3, 6),
+        (13, 0.5, 2, 3, 9),
+        (500, 0.29, 0, 100, 216),
+        (9, Fraction(1, 3), 0, 3, 5),
+    ):
         got = impl.lagkv.retained_length(length, keep_ratio=ratio, sink_size=sink, lag_size=lag)
         require_equal(got, expected, f"retained_length({length}) = {got}, wanted {expected}")
 

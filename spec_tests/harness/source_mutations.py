@@ -140,7 +140,7 @@ def _only_refuses(node: ast.AST) -> bool:
         case ast.Raise() | ast.Expr(value=ast.Constant() | ast.Call(func=ast.Name(id="require_shape"))):
             return True
         case ast.If():
-            return all(isinstance(each, ast.Raise) for each in node.body)
+            return isinstance(node.body[-1], ast.Raise)
         case ast.keyword():
             return node.arg in ARGUMENTS_OF_CHECKS
     return False
