@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -46,19 +44,6 @@ def test_three_layers_of_ten(impl):
     """Budget 10, three layers, beta 2: 15, 10 and 5, exactly."""
     got = list(impl.pyramid_kv.budgets(10, 3, beta=2))
     require_equal(got, [15, 10, 5], "other budgets")
-
-
-@law("PY-2", of=BUDGETS, kind="edge", **counts)
-def test_what_the_floors_leave_goes_to_the_largest_fractions(impl, budget, num_layers, beta):
-    """Every layer has its exact share rounded down, and the largest fractions one token more; of equal ones the lower layers."""
-    last = max(Fraction(1), budget / Fraction(str(beta)))
-    shares = [budget + (budget - last) * (1 - Fraction(2 * layer, max(1, num_layers - 1))) for layer in range(num_layers)]
-    shares = shares if num_layers > 1 else [Fraction(budget)]
-    left = num_layers * budget - sum(map(math.floor, shares))
-    fractions = [share % 1 for share in shares]
-    before = [sum(other > each for other in fractions) + fractions[:layer].count(each) for layer, each in enumerate(fractions)]
-    expected = [math.floor(share) + (place < left) for share, place in zip(shares, before, strict=True)]
-    require_equal(list(impl.pyramid_kv.budgets(budget, num_layers, beta=beta)), expected, "other layers get what is left")
 
 
 @law(

@@ -11,7 +11,7 @@ from evictionary.spec_tests.harness.source_mutations import mutations
 
 COMPARING = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
 BY_HAND = "test_keydiff::test_score_in_plain_loops"
-RAW_MEAN = ("keydiff.raw_mean_anchor", oracle.BANK)
+SIGN = ("return -cosine(keys, anchor(keys))  ->  return cosine(keys, anchor(keys))", oracle.PROGRAM)
 
 
 def test_mutations_replace_one_thing_and_leave_checks_alone() -> None:
@@ -36,7 +36,7 @@ def test_a_planted_mistake_reaches_every_caller_and_goes_away() -> None:
 
 @pytest.mark.parametrize(("law", "verdict"), [(COMPARING, oracle.UNSEEN), (BY_HAND, oracle.SEEN)])
 def test_only_a_law_of_its_own_sees_a_mistake_that_the_oracle_makes_too(law: str, verdict: str) -> None:
-    (result,) = oracle.judge("keydiff.score", [RAW_MEAN], [law])
+    (result,) = oracle.judge("keydiff.score", [SIGN], [law])
     assert (result.verdict, result.law) == (verdict, law if verdict == oracle.SEEN else "")
 
 

@@ -33,7 +33,7 @@ from evictionary.spec_tests.harness.matrix import DOCS, laws_for, load_laws, out
 from evictionary.spec_tests.harness.planted import load_mutants, replaced
 from evictionary.spec_tests.harness.source_mutations import functions, mutations, with_code
 
-EQUIVALENT = SUITE / "mutants" / "equivalent" / "oracle.toml"
+EQUIVALENT = SUITE / "harness" / "oracle.toml"
 SECONDS = 20
 FEW, SOME, MANY = 3, 8, 100
 """Inputs that each law draws: at first, to record what a function is called with, and for what was not seen before."""
@@ -291,7 +291,8 @@ def page(results: list[Result]) -> str:
         "`make oracle` made this page.",
         "",
         f"- **Seen**: {total[SEEN]}. A law fails.",
-        f"- **Same numbers**: {total[SAME]}. The function gives the same numbers for all inputs that its laws draw.",
+        f"- **Same numbers**: {total[SAME]}. The function gives the same numbers for all inputs that its laws draw; of the bank,",
+        "  these are mistakes that only refuse or accept other arguments.",
         f"- **Equivalent**: {total[LISTED]}. The function gives other numbers, and a reason says why no law can object.",
         f"- **Unseen**: {total[UNSEEN]}.",
         "",
