@@ -454,6 +454,15 @@ def test_both_forms_evict_the_same_tokens(seed, budget):
     assert step.moments.count.item() + step.keys.shape[2] == 3 + 6 + 1
 
 
+@law("MK-A1")
+def test_with_nothing_evicted_the_printed_step_is_attention():
+    """Two equal keys of values 1 and 3, no token evicted before or now: the output is 2."""
+    keys, values, _ = state([[0.0]], [[1.0]])
+    nothing = momentkv.no_moments(keys, values)
+    output, left, _, after = theory.algorithm_1(np.ones(1), np.zeros(1), np.array([3.0]), keys, values, nothing, 2)
+    assert output.item() == 2 and len(left) == 2 and after.count == 0
+
+
 @law("MK-A1", seed=seeds())
 def test_the_printed_step_mixes_as_its_lines_say(seed):
     """One eviction: the sums grow by that token, the means and Stilde are those before it, and n_e counts it already."""
