@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all slow mutants wheel-check new-method kernels compile-all measure peers wild lint laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compile-all measure peers wild lint laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
@@ -20,7 +20,7 @@ test: lint .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/test_keydiff.py spec_tests/test_selection.py --impl optimized --dtype float16
 
 # And what is slow, each part by itself too; docs/testing.md says what the parts are and how long they take.
-test-all: test mutants wheel-check new-method kernels slow
+test-all: test mutants oracle wheel-check new-method kernels slow
 
 slow: .venv/installed
 	$(PYTEST) -m "slow and not browser" --deselect tests/test_mutants.py::test_every_mutant_dies_by_its_own_law
@@ -28,6 +28,10 @@ slow: .venv/installed
 
 mutants: .venv/installed
 	$(PYTEST) -m slow tests/test_mutants.py -k every_mutant
+
+# Every mistake made in the implementation and in the reference at once; one that no law sees fails. ORACLE="--only keydiff.score"
+oracle: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m spec_tests.harness.oracle $(ORACLE)
 
 # The wheel in environments of its own, in an empty folder and inside another project.
 wheel-check: .venv/installed

@@ -14,7 +14,10 @@ from evictionary.spec_tests.harness.by_hand import (
     check_heads_alone,
     check_permuted,
     for_each_reader,
+    lengths,
+    linear,
     over_group,
+    require_loops,
     require_totals,
 )
 from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, tiny_cases
@@ -164,8 +167,12 @@ def test_the_output_projection_may_weigh_the_value(impl, case, seed):
     values = impl.round(case.values)
     weights = impl.round(generator.dirichlet(np.ones(values.shape[2]), size=values.shape[:2]))
     size = values.shape[-1]
-    impl.agrees("expected_attention.contribution", weights, values, 0.02, impl.round(generator.normal(size=(size + 1, size))))
-    allowed = impl.allowance("expected_attention.contribution", weights, values, 0.02)
+    w_o = impl.round(generator.normal(size=(size + 1, size)))
+    for path, projected in (((w_o,), linear(values, w_o.T)), ((), values)):
+        allowed = impl.allowance("expected_attention.contribution", weights, values, 0.02, *path)
+        expected = (weights + 0.02) * lengths(projected)
+        require_loops(allowed.expected, expected, expected.max())
+        allowed.check(impl.expected_attention.contribution(weights, values, 0.02, *path), "the contribution")
     turn = np.eye(size)[generator.permutation(size)] * generator.choice([-1.0, 1.0], size=size)
     allowed.check(impl.expected_attention.contribution(weights, values, 0.02, turn), "the contribution with W_o turned")
 

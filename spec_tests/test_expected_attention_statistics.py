@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from evictionary.reference.expected_attention import average_rotation
 from evictionary.reference.rope import rotate
 from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.harness.by_hand import require_totals
+from evictionary.spec_tests.harness.by_hand import causal_weights, lengths, linear, require_loops, require_totals
 from evictionary.spec_tests.harness.cases import cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
@@ -69,28 +69,35 @@ def test_one_position_is_a_rotation(impl, case, position):
         raise Violation("the trace of the covariance changed under a rotation", np.zeros_like(trace), trace)
 
 
-@law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons)
-def test_the_average_is_over_the_positions_one_by_one(impl, case, position, horizon):
+@law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons, theta=st.sampled_from([10000.0, 50.0]))
+def test_the_average_is_over_the_positions_one_by_one(impl, case, position, horizon, theta):
     """The mean turned to each position of the window, by a loop, and averaged."""
     mean, covariance = before_rope(impl, case)
-    total = sum(rotate(mean, np.full(mean.shape[-2], place)) for place in range(position, position + horizon))
-    got, _ = impl.expected_attention.average_rope(mean, covariance, position=position, horizon=horizon)
-    allowed = rope_allowance(impl, 0, mean, covariance, position=position, horizon=horizon)
+    settings = {"position": position, "horizon": horizon, "theta": theta}
+    total = sum(rotate(mean, np.full(mean.shape[-2], place), theta) for place in range(position, position + horizon))
+    got, _ = impl.expected_attention.average_rope(mean, covariance, **settings)
+    allowed = rope_allowance(impl, 0, mean, covariance, **settings)
     allowed.check(got, "the mean over the window", np.asarray(total / horizon))
+
+
+def in_closed_form(mean, position, horizon):
+    """Means averaged over a window of positions by the sum of a geometric series, pair by pair."""
+    half = mean.shape[-1] // 2
+    averaged = np.empty_like(mean)
+    for pair in range(half):
+        w = 10000.0 ** (-pair / half)
+        shrunk = math.sin(horizon * w / 2) / (horizon * math.sin(w / 2))
+        turn = shrunk * np.exp(1j * w * (position + (horizon - 1) / 2)) * (mean[..., pair] + 1j * mean[..., pair + half])
+        averaged[..., pair], averaged[..., pair + half] = turn.real, turn.imag
+    return averaged
 
 
 @law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons)
 def test_the_window_acts_as_its_middle_shrunk(impl, case, position, horizon):
     """Each pair is turned by w (position + (T - 1)/2) and shrunk by sin(T w/2) / (T sin(w/2)): the sum of a geometric series."""
     mean, covariance = before_rope(impl, case)
-    half = mean.shape[-1] // 2
-    expected = np.empty_like(mean)
-    for pair in range(half):
-        w = 10000.0 ** (-pair / half)
-        shrunk = math.sin(horizon * w / 2) / (horizon * math.sin(w / 2))
-        turn = shrunk * np.exp(1j * w * (position + (horizon - 1) / 2)) * (mean[..., pair] + 1j * mean[..., pair + half])
-        expected[..., pair], expected[..., pair + half] = turn.real, turn.imag
     got, _ = impl.expected_attention.average_rope(mean, covariance, position=position, horizon=horizon)
+    expected = in_closed_form(mean, position, horizon)
     rope_allowance(impl, 0, mean, covariance, position=position, horizon=horizon).check(got, "the mean", expected)
 
 
@@ -206,6 +213,9 @@ def test_attention_weights_are_the_softmax_of_scaled_logits(impl, case):
     query = impl.round(case.next_keys[..., 0, :])
     impl.agrees("expected_attention_theory.attention_weights", query, case.keys)
     allowed = impl.allowance("expected_attention_theory.attention_weights", query, case.keys)
+    keys = impl.round(case.keys)
+    by_hand = causal_weights(query[..., None, :], keys)[..., 0, :]
+    require_loops(allowed.expected, by_hand, 1 + np.abs(query).max() * np.abs(keys).max())
     require_totals(impl.expected_attention_theory.attention_weights(query, case.keys), 1, allowed, "the weights")
 
 
@@ -234,7 +244,11 @@ def test_the_updates_sum_to_the_projected_output(impl, case, seed):
 @law("EA-4", of="expected_attention_theory.update_norms", case=cases(), seed=seeds())
 def test_the_norm_of_an_update_is_weight_times_norm(impl, case, seed):
     """a_i |W_o v_i|."""
-    impl.agrees("expected_attention_theory.update_norms", *update_inputs(impl, case, seed))
+    weights, values, w_o = update_inputs(impl, case, seed)
+    allowed = impl.allowance("expected_attention_theory.update_norms", weights, values, w_o)
+    expected = weights * lengths(linear(values, w_o.T))
+    require_loops(allowed.expected, expected, expected.max())
+    allowed.check(impl.expected_attention_theory.update_norms(weights, values, w_o), "the norms")
 
 
 @law("EA-4", of="expected_attention_theory.removal_error", case=cases(min_length=2), seed=seeds())

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from evictionary.reference import gvote, rope
 from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, require_equal, require_loops, require_totals
+from evictionary.spec_tests.harness.by_hand import (
+    causal_weights,
+    for_each_reader,
+    linear,
+    require_equal,
+    require_loops,
+    require_totals,
+)
 from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
@@ -51,8 +58,11 @@ def test_weights_of_large_logits_are_finite(impl, size, length):
 @law("GV-2", of="gvote_theory.output", case=cases())
 def test_output_is_the_weighted_sum_of_the_values(impl, case):
     """o = sum_t A_t v_t; a one-hot weight gives the value of that token."""
-    weights = np.abs(case.keys[..., 0])
-    impl.agrees("gvote_theory.output", weights, case.values)
+    weights, values = impl.round(np.abs(case.keys[..., 0])), impl.round(case.values)
+    allowed = impl.allowance("gvote_theory.output", weights, values)
+    by_hand = sum(weights[..., token, None] * values[:, :, token] for token in range(weights.shape[-1]))
+    require_loops(allowed.expected, by_hand, weights.sum(axis=-1).max() * np.abs(values).max())
+    allowed.check(impl.gvote_theory.output(weights, values), "the output")
     for token in range(case.keys.shape[2]):
         one_hot = np.broadcast_to(np.arange(case.keys.shape[2]) == token, weights.shape).astype(float)
         got = impl.gvote_theory.output(one_hot, case.values)
@@ -64,7 +74,10 @@ def test_output_is_the_weighted_sum_of_the_values(impl, case):
 def test_importance_is_attention_summed_over_the_queries(impl, case):
     """Every query hands out a total of 1: the scores of a head sum to the number of queries."""
     allowed = impl.allowance("gvote_theory.importance", case.next_keys, case.keys)
-    got = impl.gvote_theory.importance(case.next_keys, case.keys)
+    queries, keys = impl.round(case.next_keys), impl.round(case.keys)
+    by_hand = sum(causal_weights(queries[:, :, [each]], keys)[:, :, 0] for each in range(queries.shape[2]))
+    require_loops(allowed.expected, by_hand, queries.shape[2] * (1 + np.abs(queries).max() * np.abs(keys).max()))
+    got = impl.gvote_theory.importance(queries, keys)
     allowed.check(got, "the importance")
     require_totals(got, case.next_keys.shape[2], allowed, "the scores of a head")
 
@@ -266,9 +279,11 @@ def test_projection_is_the_linear_layer(impl, case, seed):
     """Q = X W_Q + b, W_Q from channels to D; in whole numbers the projection of a sum is the sum of the projections."""
     channels = case.keys.shape[-1]
     generator = np.random.default_rng(seed)
-    weight, bias = generator.normal(size=(channels, 5)), generator.normal(size=5)
-    impl.agrees("gvote.project", case.keys, weight)
-    impl.agrees("gvote.project", case.keys, weight, bias)
+    weight, bias = (impl.round(generator.normal(size=shape)) for shape in ((channels, 5), 5))
+    for arguments, added in (((), 0.0), ((bias,), bias)):
+        allowed = impl.allowance("gvote.project", impl.round(case.keys), weight, *arguments)
+        require_loops(allowed.expected, linear(impl.round(case.keys), weight) + added, channels * np.abs(case.keys).max())
+        allowed.check(impl.gvote.project(case.keys, weight, *arguments), "the projection")
     states, other, weight = whole(case), np.clip(np.round(case.keys[:, :, ::-1]), -8, 8), np.round(2 * weight)
     parts, together = (impl.gvote.project(x, weight) for x in (states, other)), impl.gvote.project(states + other, weight)
     if np.abs(sum(parts) - together).max() > 2 * EPSILON[impl.dtype] * np.abs(together).max(initial=1) * channels:
@@ -335,7 +350,13 @@ def test_bad_positions_are_refused(impl, bad):
 def test_logits_compare_each_sample_with_each_key(impl, case, seed):
     """q_s . k_t / sqrt(D): one row for each sample."""
     _, sampled = drawn_queries(case, seed, 3)
-    impl.agrees("gvote.sampled_logits", sampled, np.repeat(case.keys, sampled.shape[1] // case.keys.shape[1], axis=1))
+    sampled, keys = impl.round(sampled), impl.round(for_each_reader(case.keys, sampled))
+    allowed = impl.allowance("gvote.sampled_logits", sampled, keys)
+    expected = np.zeros(allowed.expected.shape)
+    for place in np.ndindex(sampled.shape[:2]):
+        expected[place] = linear(sampled[place], keys[place].T) / keys.shape[-1] ** 0.5
+    require_loops(allowed.expected, expected, keys.shape[-1] * np.abs(sampled).max() * np.abs(keys).max())
+    allowed.check(impl.gvote.sampled_logits(sampled, keys), "the logits")
 
 
 @law("GV-A11", of="gvote.union", case=cases(), seed=seeds())

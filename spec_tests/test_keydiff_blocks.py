@@ -131,6 +131,13 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
     cache = cache_of(case.keys[..., order, :], case.values[..., order, :])._replace(seen=old)
     new = tuple(states[..., old:, :] for states in (own_queries(case), case.keys, case.values))
     allowed = impl.allowance(CACHED, *new, cache)
+    queries, keys, values = (impl.round(states) for states in new)
+    keys, values = (np.concatenate([impl.round(a), b], axis=-2) for a, b in ((cache.keys, keys), (cache.values, values)))
+    require_loops(
+        allowed.expected,
+        causal_weights(queries, keys) @ values,
+        np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max()),
+    )
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
     allowed.check(impl.keydiff_theory.cached_attention(*new, backwards), "attention to the reversed cache")
 

@@ -74,9 +74,8 @@ def score_by_hand(states, next_states):
     return [weight / sum(weights) for weight in weights]
 
 
-@law("LK-11", of=SCORE, case=cases())
-def test_score_equals_the_plain_loops(impl, case):
-    """Equations 7 to 11 written as loops over tokens and channels give the same numbers."""
+def check_loops(impl, case):
+    """Raise Violation unless the score is that of equations 7 to 11 written as loops over tokens and channels."""
     # Multiples of an eighth: no range of a channel is so small that the comparison to 1e-12 would measure rounding.
     inputs = [np.round(8 * states) / 8 for states in partitions(case)]
     inputs = [impl.round(np.where(np.abs(states) > 64, np.sign(states), states)) for states in inputs]
@@ -86,6 +85,12 @@ def test_score_equals_the_plain_loops(impl, case):
         by_hand = np.add(score_by_hand(keys, next_keys), score_by_hand(values, next_values))
         require_loops(allowed.expected[item, head], by_hand)
     allowed.check(impl.lagkv.score(*inputs), "the score")
+
+
+@law("LK-11", of=SCORE, case=cases())
+def test_score_equals_the_plain_loops(impl, case):
+    """Equations 7 to 11 written as loops over tokens and channels give the same numbers."""
+    check_loops(impl, case)
 
 
 @law("LK-11", of=SCORE, case=cases())
@@ -200,8 +205,9 @@ def test_scores_move_with_their_tokens(impl, case, seed):
 
 @law("LK-11", of=SCORE, kind="edge", case=cases(kinds=("constant_channel", "ties", "duplicate_keys")))
 def test_the_score_where_a_range_is_missing(impl, case):
-    """Channels that are constant in the next partition, and states of one channel, are scored as decided."""
+    """Channels that are constant in the next partition, and states of one channel, are scored as decided, in plain loops too."""
     impl.agrees(SCORE, *partitions(case))
+    check_loops(impl, case)
 
 
 @law("LK-10", of=SCORE)
@@ -276,8 +282,14 @@ def test_retained_length_is_the_formula(impl, length, percent, sink, lag):
 
 @law("LK-12", of=RETAINED)
 def test_retained_length_at_its_edges(impl):
-    """S + 2L is the first length that is compressed, and floor(0.29 * 100) is 29, though float says 28."""
-    for length, ratio, sink, lag, expected in ((7, 0.5, 2, 3, 7), (8, 0.5, 2, 3, 6), (13, 0.5, 2, 3, 9), (500, 0.29, 0, 100, 216)):
+    """S + 2L is the first length that is compressed, and floor(0.29 * 100) is 29, though float says 28; a third of 3 is 1."""
+    for length, ratio, sink, lag, expected in (
+        (7, 0.5, 2, 3, 7),
+        (8, 0.5, 2, 3, 6),
+        (13, 0.5, 2, 3, 9),
+        (500, 0.29, 0, 100, 216),
+        (9, Fraction(1, 3), 0, 3, 5),
+    ):
         got = impl.lagkv.retained_length(length, keep_ratio=ratio, sink_size=sink, lag_size=lag)
         require_equal(got, expected, f"retained_length({length}) = {got}, wanted {expected}")
 
@@ -310,12 +322,15 @@ def test_each_partition_keeps_its_best_tokens(impl, case, percent, sink, lag):
     sink=sinks,
     lag=st.integers(1, 700),
 )
-def test_the_compression_ratio_stays_below_its_limit(impl, length, percent, sink, lag):
-    """C is 0 below S + 2L, and never reaches 1 - floor(rL)/L."""
+def test_the_compression_ratio_is_the_share_removed(impl, length, percent, sink, lag):
+    """C = 1 - L_R / L_s, the removed tokens counted partition by partition; at most 1 - floor(rL)/L, which only r = 1 reaches."""
+    each = lag - percent * lag // 100
+    removed = sum(each for start in range(sink, length, lag) if start + 2 * lag <= length)  # a whole partition follows it
     got = impl.lagkv.compression_ratio(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
-    limit = 1 - (percent * lag // 100) / lag
-    if (length < sink + 2 * lag and got != 0) or not (0 <= got < limit or got == limit == 0):
-        raise Violation(f"compression_ratio({length}) = {got}, wanted in [0, {limit})", limit, got)
+    if not abs(got - removed / length) <= 1e-6:
+        raise Violation(f"compression_ratio({length}) = {got}, wanted {removed} / {length}", removed / length, got)
+    if not (got < each / lag or got == each == 0):
+        raise Violation(f"compression_ratio({length}) = {got} reaches its limit", each / lag, got)
 
 
 @law("LK-13", of=RETAINED, percent=hundredths, sink=sinks, lag=st.integers(1, 300), partitions=st.integers(2, 10**6))
@@ -347,11 +362,13 @@ def test_the_compression_ratio_is_not_monotone(impl):
     lag=st.integers(1, 300),
 )
 def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budget, sink, lag):
-    """The retained length is within the budget where that is possible, and one token more a partition is not."""
+    """The retained length is within the budget where it can be; a token more a partition is too much; 1 where none has to go."""
     settings = {"sink_size": sink, "lag_size": lag}
     ratio = impl.lagkv.keep_ratio_for(length, budget, **settings)
     if not 0 <= ratio <= 1:
         raise Violation(f"keep_ratio_for({length}, {budget}) = {ratio}, wanted in [0, 1]", None, ratio)
+    if ratio != 1 and (budget >= length or length < sink + 2 * lag):
+        raise Violation(f"keep_ratio_for({length}, {budget}) = {ratio} where nothing has to go, or can", 1, ratio)
     least = impl.lagkv.retained_length(length, keep_ratio=0, **settings)
     got = impl.lagkv.retained_length(length, keep_ratio=ratio, **settings)
     if got > max(budget, least):
@@ -360,6 +377,15 @@ def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budg
         more = impl.lagkv.retained_length(length, keep_ratio=Fraction(whole + 1, lag), **settings)
         if more <= budget:
             raise Violation(f"a larger keep_ratio also fits: {more} of {budget}", more, got)
+
+
+@law("LK-12", of="lagkv.why_nothing_removed", sink=sinks, lag=st.integers(1, 300), more=st.sampled_from([-1, 0, 1, 300]))
+def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
+    """Below S + 2L tokens the reason names that number; from there on there is none."""
+    shortest = sink + 2 * lag
+    got = impl.lagkv.why_nothing_removed(shortest + more, sink_size=sink, lag_size=lag)
+    if (str(shortest) in str(got)) != (more < 0) or (got is None) != (more >= 0):
+        raise Violation(f"a cache of {shortest + more} tokens is explained by {got!r}", shortest, got)
 
 
 @law("LK-12", of=SELECT, kind="edge", case=cases(min_length=5), percent=hundredths, sink=sinks, lag=st.sampled_from([1, 2, 3, 4]))

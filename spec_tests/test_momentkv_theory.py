@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.reference.momentkv_theory import logits_of
+from evictionary.reference.momentkv_theory import Expansion, logits_of
 from evictionary.spec_tests.harness.arithmetic import EPSILON
+from evictionary.spec_tests.harness.by_hand import lengths, require_near
 from evictionary.spec_tests.harness.cases import Case, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation
@@ -287,6 +288,79 @@ def test_numerator_and_denominator_split_into_first_order_and_remainder(impl, ca
     agrees(impl, "expansion", *arguments, pick=1 + FIELDS.index(name), expected=expected, what=name)
 
 
+def expanded(impl, case):
+    """The Expansion of a case, from the loops, and |fhat_E| = |mean part + linear part| / n."""
+    arguments = one_query(impl, case)
+    parts = {name: impl.round(over_heads(lambda *head, name=name: terms_by_hand(*head)[name], *arguments)) for name in FIELDS}
+    terms = Expansion(count=case.length, **parts)
+    return terms, lengths(terms.mean_part + terms.linear_part) / case.length
+
+
+def half_spread(terms):
+    return terms.spread**2 * np.exp(terms.spread) / 2
+
+
+@law("MK-17", of="momentkv_theory.remainder_bounds", case=heads)
+def test_the_bound_of_the_denominator_is_the_printed_number(impl, case):
+    """n sigma^2 e^sigma / 2."""
+    terms, _ = expanded(impl, case)
+    agrees(impl, "remainder_bounds", terms, pick=0, expected=case.length * half_spread(terms))
+
+
+@law("MK-18", of="momentkv_theory.remainder_bounds", case=heads)
+def test_the_bound_of_the_numerator_is_the_printed_number(impl, case):
+    """n sigma^2 V_max e^sigma / 2."""
+    terms, _ = expanded(impl, case)
+    agrees(impl, "remainder_bounds", terms, pick=1, expected=case.length * half_spread(terms) * terms.largest_value)
+
+
+@law("MK-27", of="momentkv_theory.inverse_to_first_order", case=heads)
+def test_the_inverse_to_first_order_is_the_printed_line(impl, case):
+    """A / n - A R_den / n^2."""
+    terms, n = expanded(impl, case)[0], case.length
+    expected = terms.numerator / n - terms.numerator * terms.denominator_remainder[..., None] / n**2
+    agrees(impl, "inverse_to_first_order", terms, expected=expected)
+
+
+@law("MK-28", of=("momentkv_theory.approximation_error", "momentkv_theory.approximation_error_exactly"), case=heads)
+def test_the_approximation_errors_are_their_lines(impl, case):
+    """R_num / n - A R_den / n^2 as printed, and (R_num - R_den fhat_E) / B exactly."""
+    terms, n = expanded(impl, case)[0], case.length
+    remainder = terms.denominator_remainder[..., None]
+    printed = terms.numerator_remainder / n - terms.numerator * remainder / n**2
+    agrees(impl, "approximation_error", terms, expected=printed)
+    approximate = (terms.mean_part + terms.linear_part) / n
+    exact = (terms.numerator_remainder - remainder * approximate) / terms.denominator[..., None]
+    agrees(impl, "approximation_error_exactly", terms, expected=exact)
+
+
+@law("MK-29", of="momentkv_theory.error_bound", case=heads)
+def test_the_lines_of_the_error_bound(impl, case):
+    """As printed; in the second line |A| / n is at most |fhat_E| + |R_num| / n, which is mended by one division by n less."""
+    terms, approximate = expanded(impl, case)
+    n, half = case.length, half_spread(terms)
+    second = half * (approximate + lengths(terms.numerator_remainder) / n)
+    first = lengths(terms.numerator_remainder) / n + lengths(terms.numerator) * np.abs(terms.denominator_remainder) / n**2
+    middle = half * terms.largest_value
+    for pick, expected in enumerate((first, middle + second / n, middle + second, half * (terms.largest_value + approximate))):
+        agrees(impl, "error_bound", terms, pick=pick, expected=expected, what=f"line {pick + 1}")
+
+
+@law("MK-30", of="momentkv_theory.geometric_bound", case=heads)
+def test_the_geometric_bound_is_the_printed_number(impl, case):
+    """|q|^2 / (2d) e^(|q| r_max / sqrt(d)) r_max^2 (V_max + |fhat_E|), r_max the largest distance of a key from their mean."""
+    arguments = one_query(impl, case)
+
+    def by_hand(query, keys, values):
+        terms, size, d = terms_by_hand(query, keys, values), math.hypot(*query), len(query)
+        furthest = max(math.dist(key, keys.mean(axis=0)) for key in keys)
+        approximate = math.hypot(*(terms["mean_part"] + terms["linear_part"])) / len(keys)
+        bound = size**2 / (2 * d) * math.exp(size * furthest / math.sqrt(d)) * furthest**2
+        return bound * (terms["largest_value"] + approximate)
+
+    agrees(impl, "geometric_bound", *arguments, expected=over_heads(by_hand, *arguments))
+
+
 @law("MK-19", of="momentkv_theory.linear_part", case=heads)
 def test_the_linear_part_is_a_product_with_the_covariance(impl, case):
     """Stilde q / sqrt(d) = sum delta_i v_i."""
@@ -336,11 +410,13 @@ eighths = st.integers(1, 64).map(lambda count: np.array([count / 8]))
 
 @law("MK-35", of="momentkv_theory.weight_bias", retained=eighths, estimate=eighths, excess=st.integers(0, 64))
 def test_the_weight_bias_is_the_difference_of_the_weights(impl, retained, estimate, excess):
-    """The first two printed lines and the mended third are Z_R / (Z_R + Zhat_E) - Z_R / (Z_R + Z_E)."""
+    """Two lines and the mended third are Z_R / (Z_R + Zhat_E) - Z_R / (Z_R + Z_E); the printed third is w_R / what_R of it."""
     evicted = estimate * (1 + excess / 8)
     expected = retained / (retained + estimate) - retained / (retained + evicted)
     for pick in (0, 1, 3):
         agrees(impl, "weight_bias", retained, evicted, estimate, pick=pick, expected=expected, what=f"line {pick + 1}")
+    printed = expected * (retained + estimate) / (retained + evicted)
+    agrees(impl, "weight_bias", retained, evicted, estimate, pick=2, expected=printed, what="line 3 as printed")
 
 
 @law("MK-36", of="momentkv_theory.estimated_evicted_weight", retained=eighths, estimate=eighths, excess=st.integers(0, 64))
@@ -364,3 +440,14 @@ def test_the_output_error_has_two_sources(impl, sides, share, estimated):
     exact = (1 - share) * retained + share * evicted - (1 - estimated) * retained - estimated * approximate
     if np.abs(sum(impl.momentkv_theory.output_error(*sides, share, estimated)) - exact).max() > 64 * EPSILON[impl.dtype]:
         raise Violation("the two parts do not add up to f - fhat", exact, None)
+
+
+@law("MK-36", of="momentkv_theory.largest_harmless_error", mass=st.integers(1, 16), part=st.integers(1, 16), divergence=eighths)
+def test_the_largest_harmless_error_just_balances(impl, mass, part, divergence):
+    """With e the error of fhat_E it solves w_E e + (w_E - what_E) (D + e) = w_E D: the two errors together are that of f_R."""
+    share, estimated = np.array([mass / 16]), np.array([mass * part / 256])
+    allowed = impl.allowance("momentkv_theory.largest_harmless_error", divergence, share, estimated)
+    got = impl.momentkv_theory.largest_harmless_error(divergence, share, estimated)
+    allowed.check(got, "the largest harmless error")
+    both = share * got + (share - estimated) * (divergence + got)
+    require_near(both, share * divergence, 4 * allowed.largest + 1e-12, "the largest error at which nothing is lost")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.harness.by_hand import require_equal
-from evictionary.spec_tests.harness.cases import KINDS, Case, long_rows, seeds, shares
+from evictionary.spec_tests.harness.by_hand import require_equal, require_near, rounding
+from evictionary.spec_tests.harness.cases import KINDS, Case, cases, long_rows, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
@@ -152,3 +155,16 @@ def test_a_long_row_keeps_its_budget(impl, case, share):
     scores = impl.round(case.keys[..., 0])
     budget = int(share * case.length)
     check_selection(impl.selection.top_k(scores, budget), scores, budget)
+
+
+@law("SEL-2", of="selection.regret", brute_force=True, case=cases(max_length=5), seed=seeds())
+def test_regret_is_what_the_best_set_has_more(impl, case, seed):
+    """The largest sum of as many scores, over every set of that size, less the sum of the kept ones: 0 for the best set."""
+    scores = impl.round(case.keys[..., 0])
+    kept = np.random.default_rng(seed).random(scores.shape) < 0.5
+    got = impl.selection.regret(scores, kept)
+    expected = np.zeros(scores.shape[:-1])
+    for place in np.ndindex(expected.shape):
+        sums = map(math.fsum, itertools.combinations(scores[place].tolist(), int(kept[place].sum())))
+        expected[place] = max(sums) - math.fsum(scores[place][kept[place]])
+    require_near(got, expected, rounding(impl, scores.shape[-1]) * np.abs(scores).sum(axis=-1), "the regret")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,34 @@ def causal_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return weights
 
 
+def lengths(vectors: np.ndarray) -> np.ndarray:
+    """The Euclidean norm of each vector [.., D], number by number."""
+    return np.array([math.hypot(*row) for row in vectors.reshape(-1, vectors.shape[-1]).tolist()]).reshape(vectors.shape[:-1])
+
+
+def linear(states: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Each state [.., C] through a linear layer [C, D], sum by sum, [.., D]."""
+    rows = [
+        [math.fsum(x * w for x, w in zip(state, column, strict=True)) for column in weight.T.tolist()]
+        for state in states.reshape(-1, states.shape[-1]).tolist()
+    ]
+    return np.array(rows).reshape(*states.shape[:-1], weight.shape[-1])
+
+
+def directions(keys: np.ndarray) -> np.ndarray:
+    """Each key [.., D] divided by its length, number by number; a zero key stays one."""
+    return keys / np.where(lengths(keys) == 0, 1, lengths(keys))[..., None]
+
+
+def mean_cosines(keys: np.ndarray) -> np.ndarray:
+    """The mean of the cosines of each key [.., T, D] to all keys of its head, pair by pair, [.., T]: `khat_i . mu` of KeyDiff."""
+    means = np.zeros(keys.shape[:-1])
+    for place in np.ndindex(keys.shape[:-2]):
+        rows = directions(keys[place]).tolist()
+        means[place] = [math.fsum(x * y for other in rows for x, y in zip(row, other, strict=True)) / len(rows) for row in rows]
+    return means
+
+
 def for_each_reader(states: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """The states [B, H_kv, ..] of KV heads once for each of the query heads [B, H_q, ..] that read them: h reads h // G."""
     return np.repeat(states, queries.shape[1] // states.shape[1], axis=1)
@@ -39,7 +68,9 @@ def over_group(numbers: np.ndarray, num_kv_heads: int) -> np.ndarray:
 
 def require_loops(expected: np.ndarray, by_hand: np.ndarray, size: float = 1.0) -> None:
     """Raise Violation unless the oracle's numbers are those of the law's own loops; `size` is that of the numbers rounded."""
-    if np.abs(expected - by_hand).max(initial=0) > 1e-12 * max(1.0, size):
+    with np.errstate(invalid="ignore"):
+        apart = np.where(expected == by_hand, 0, np.abs(expected - by_hand))
+    if expected.shape != np.shape(by_hand) or not (apart <= 1e-12 * max(1.0, size)).all():
         raise Violation("the oracle differs from the plain loop", by_hand, expected)
 
 

@@ -454,6 +454,38 @@ def test_both_forms_evict_the_same_tokens(seed, budget):
     assert step.moments.count.item() + step.keys.shape[2] == 3 + 6 + 1
 
 
+@law("MK-A1")
+def test_with_nothing_evicted_the_printed_step_is_attention():
+    """Two equal keys of values 1 and 3, no token evicted before or now: the output is 2."""
+    keys, values, _ = state([[0.0]], [[1.0]])
+    nothing = momentkv.no_moments(keys, values)
+    output, left, _, after = theory.algorithm_1(np.ones(1), np.zeros(1), np.array([3.0]), keys, values, nothing, 2)
+    assert output.item() == 2 and len(left) == 2 and after.count == 0
+
+
+@law("MK-A1", seed=seeds())
+def test_the_printed_step_mixes_as_its_lines_say(seed):
+    """One eviction: the sums grow by that token, the means and Stilde are those before it, and n_e counts it already."""
+    generator = np.random.default_rng(seed)
+    gone_keys, gone_values, query, new_key, new_value, keys, values = (
+        generator.normal(size=shape) for shape in [(3, 2), (3, 4), (2,), (2,), (4,), (5, 2), (5, 4)]
+    )
+    before, n = moments_of(gone_keys, gone_values), 4
+    output, left_keys, left_values, after = theory.algorithm_1(query, new_key, new_value, keys, values, before, 5)
+    every_key, every_value = np.vstack([keys, new_key]), np.vstack([values, new_value])
+    gone = next(place for place, key in enumerate(every_key) if not (left_keys == key).all(axis=1).any())
+    assert np.array_equal(left_values, np.delete(every_value, gone, axis=0))
+    for sums, states in ((after.key_sum, (gone_keys, every_key)), (after.value_sum, (gone_values, every_value))):
+        assert np.abs(sums - (states[0].sum(axis=0) + states[1][gone])).max() < 1e-12
+    mean_key, mean_value = gone_keys.mean(axis=0), gone_values.mean(axis=0)
+    spread = sum(np.outer(value - mean_value, key - mean_key) for key, value in zip(gone_keys, gone_values, strict=True))
+    weights = [math.exp(query @ key / math.sqrt(2)) for key in left_keys]
+    share = n * math.exp(query @ mean_key / math.sqrt(2))
+    estimate = mean_value + spread @ query / (n * math.sqrt(2))
+    total = share * estimate + sum(weight * value for weight, value in zip(weights, left_values, strict=True))
+    assert np.abs(output - total / (share + sum(weights))).max() < 1e-12
+
+
 # Appendix C.2
 
 
