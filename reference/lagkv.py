@@ -103,7 +103,10 @@ def retained_length(length: int, *, keep_ratio: float | Fraction, sink_size: int
 
 
 def compression_ratio(length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024) -> float:
-    r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed; always below `1 - floor(rL) / L`. Arguments of `retained_length`."""
+    r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed: below `1 - floor(rL) / L`, or 0 as that is at r = 1.
+
+    Arguments of `retained_length`.
+    """
     length = as_count("length", length, low=1)
     return 1 - retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size) / length
 

@@ -75,7 +75,7 @@ def test_importance_is_attention_summed_over_the_queries(impl, case):
     """Every query hands out a total of 1: the scores of a head sum to the number of queries."""
     allowed = impl.allowance("gvote_theory.importance", case.next_keys, case.keys)
     queries, keys = impl.round(case.next_keys), impl.round(case.keys)
-    by_hand = sum(causal_weights(queries[:, :, [each]], keys)[:, :, 0] for each in range(queries.shape[2]))
+    by_hand = np.sum([causal_weights(queries[:, :, [each]], keys)[:, :, 0] for each in range(queries.shape[2])], axis=0)
     require_loops(allowed.expected, by_hand, queries.shape[2] * (1 + np.abs(queries).max() * np.abs(keys).max()))
     got = impl.gvote_theory.importance(queries, keys)
     allowed.check(got, "the importance")

@@ -28,8 +28,8 @@ from hypothesis.errors import Unsatisfiable
 from evictionary.spec_tests.harness import tolerance
 from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.implementation import oracle
-from evictionary.spec_tests.harness.law import SUITE, Law
-from evictionary.spec_tests.harness.matrix import DOCS, laws_for, load_laws, outcome, prepared
+from evictionary.spec_tests.harness.law import SUITE, Law, load_laws
+from evictionary.spec_tests.harness.matrix import DOCS, laws_for, outcome, prepared
 from evictionary.spec_tests.harness.planted import load_mutants, replaced
 from evictionary.spec_tests.harness.source_mutations import functions, mutations, with_code
 
@@ -126,7 +126,7 @@ def fails(law: Law, max_examples: int) -> bool:
 
 def executed(name: str) -> set[str]:
     """The functions of the reference that a law runs, by itself or in the oracle."""
-    paths = {oracle(path).__code__: path for path in functions()}  # type: ignore[attr-defined]
+    paths = {oracle(path).__code__: path for path in functions()}
     found: set[str] = set()
 
     def note(frame: types.FrameType, event: str, argument: Any) -> None:

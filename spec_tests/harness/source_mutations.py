@@ -175,9 +175,9 @@ def _alternatives(node: ast.AST) -> list[ast.AST]:
         case ast.Call():
             return _other_calls(node)
         case ast.Slice(lower=lower, upper=upper, step=step):
-            return [ast.Slice(_one_more(lower), upper, step)] * _is_computed(lower) + [
-                ast.Slice(lower, _one_more(upper), step)
-            ] * _is_computed(upper)
+            later = [ast.Slice(_one_more(lower), upper, step)] if lower and _is_computed(lower) else []
+            longer = [ast.Slice(lower, _one_more(upper), step)] if upper and _is_computed(upper) else []
+            return [*later, *longer]
         case ast.If(test=test):
             return [ast.If(ast.UnaryOp(ast.Not(), test), node.body, node.orelse)]
         case ast.Assign(value=ast.Call(func=ast.Name(id="as_float64" | "as_count" | "as_kept"))):
@@ -203,9 +203,9 @@ def _other_calls(node: ast.Call) -> list[ast.AST]:
     return others
 
 
-def _is_computed(bound: ast.expr | None) -> bool:
-    return bound is not None and not _is_number(bound)
+def _is_computed(bound: ast.expr) -> bool:
+    return not _is_number(bound)
 
 
-def _one_more(bound: ast.expr | None) -> ast.expr | None:
-    return bound and ast.BinOp(bound, ast.Add(), ast.Constant(1))
+def _one_more(bound: ast.expr) -> ast.expr:
+    return ast.BinOp(bound, ast.Add(), ast.Constant(1))

@@ -57,7 +57,7 @@ def test_the_settings_of_gvote():
     assert defaults(gvote) == {
         "hidden_statistics": {"sink_size": 4},
         "average_cos_sin": ROPE,
-        "average_rotation": ROPE,
+        "rotate_by_average": ROPE,
         "select": {"p": 0.95},
         "algorithm_1": ROPE | {"p": 0.95, "sink_size": 4},
     }
