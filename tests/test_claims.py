@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
+from killing import killed
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -341,34 +339,9 @@ def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_fo
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 26
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, "tests")
-from test_claims import evaluation, plan_for, run
-
-append, written = evaluation.append, []
-
-def append_and_die(path, line):
-    if len(written) == 7:
-        with path.open("ab") as file:
-            file.write(b'{"model": "cut o')
-        os.kill(os.getpid(), signal.SIGKILL)
-    append(path, line)
-    written.append(line)
-
-evaluation.append = append_and_die
-run.run(plan_for(Path(sys.argv[1])), Path(sys.argv[2]))
-"""
-
-
 @pytest.mark.slow
 def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(model_folder), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    written = (tmp_path / "results.jsonl").read_bytes()
-    assert written.count(b"\n") == 7
-    assert not written.endswith(b"\n")
+    written = killed("evictionary.claims.run", "test_claims", model_folder, tmp_path, lines=7)
     told: list[evaluation.Progress] = []
     lines = run.run(plan_for(model_folder), tmp_path, advance=told.append)
     assert [(each.done, each.total) for each in told] == [(index, 13) for index in range(1, 14)]

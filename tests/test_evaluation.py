@@ -5,14 +5,13 @@ from __future__ import annotations
 import html.parser
 import json
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import filelock
 import pytest
+from killing import killed
 from typer.testing import CliRunner, Result
 
 from evictionary.cli import evaluate as cli_eval
@@ -77,34 +76,9 @@ def test_a_finished_run_measures_nothing_again(
     assert (folder / "results.jsonl").read_bytes() == before
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, "tests")
-from test_evaluation import evaluation, plan_for
-
-append, written = evaluation.append, []
-
-def append_and_die(path, line):
-    if len(written) == 6:
-        with path.open("ab") as file:
-            file.write(b'{"model": "cut o')
-        os.kill(os.getpid(), signal.SIGKILL)
-    append(path, line)
-    written.append(line)
-
-evaluation.append = append_and_die
-evaluation.run(plan_for(Path(sys.argv[1])), Path(sys.argv[2]))
-"""
-
-
 @pytest.mark.slow
 def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(model_folder), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    written = (tmp_path / "results.jsonl").read_bytes()
-    assert written.count(b"\n") == 6
-    assert not written.endswith(b"\n")
+    written = killed("evictionary.evaluation.run", "test_evaluation", model_folder, tmp_path, lines=6)
     told: list[evaluation.Progress] = []
     lines = evaluation.run(plan_for(model_folder), tmp_path, advance=told.append)
     assert [(each.done, each.total) for each in told] == [(index, 4) for index in range(1, 5)]
