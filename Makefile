@@ -82,8 +82,9 @@ docs-serve: .venv/installed
 	$(BIN)/python -m mkdocs serve
 
 # Every page and every figure in a real browser.
-docs-check: docs
+docs-check:
 	@command -v chromium > /dev/null || { echo 'docs-check needs a browser: `apt-get install chromium`, or another way to a `chromium` on the PATH'; exit 1; }
+	$(MAKE) docs
 	$(PYTEST) -m browser
 	$(BIN)/python tests/site_browser.py build/site
 
