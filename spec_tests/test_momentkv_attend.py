@@ -330,3 +330,12 @@ def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
         query, keys, values, kept, moments._replace(value_key_sum=moments.value_key_sum * 0 + 1)
     )
     require_equal(other, got, "value_key_sum plays a part")
+
+
+@law("MK-2", of="momentkv.retained_attention", gap=st.sampled_from([0.0, 100.0, 1000.0]))
+def test_a_larger_logit_that_is_not_kept_does_not_matter(impl, gap):
+    """Two kept tokens of equal logits share the weight, however far above them lies the logit of a token that is not kept."""
+    logits, values = np.array([[0.0, 0.0, gap]]), np.array([[1.0], [3.0], [7.0]])
+    output, log_total = impl.momentkv.retained_attention(logits, values, np.array([[True, True, False]]))
+    require_near(output, np.array([[2.0]]), 0.01, "the output")
+    require_near(log_total, np.array([np.log(2)]), 0.01, "the logarithm of the sum")
