@@ -261,16 +261,24 @@ def score_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     values [B, H_kv, T, D_v] of the whole prompt, W <= T; chunk_size, neighbours that share one score. Returns [B, H_kv, T], float32
     (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: section 5.1.
     """
+    return _attention_and_score(queries, keys, values, chunk_size)[1]
+
+
+def _attention_and_score(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """alpha_j and alpha_j |v_j|, both averaged over each chunk, [B, H_kv, T]."""
     require_tokens(keys, values, "B H_kv T")
     chunk_size = as_count("chunk_size", chunk_size, low=1)
     alpha = received_attention(queries, keys) / queries.shape[2]
-    each = alpha * vector_norm(values.to(alpha.dtype), dim=-1)
+    each = torch.stack([alpha, alpha * vector_norm(values.to(alpha.dtype), dim=-1)])
     # Decision: a chunk gets the mean score of its tokens; the last chunk may be shorter.
     length = each.shape[-1]
     sums = pad(each, (0, -length % chunk_size)).unflatten(-1, (-1, chunk_size)).sum(dim=-1)
     starts = torch.arange(0, length, chunk_size, device=each.device)
     means = sums / (length - starts).clamp(max=chunk_size)
-    return means.repeat_interleave(chunk_size, dim=-1)[..., :length]
+    attention, score = means.repeat_interleave(chunk_size, dim=-1)[..., :length]
+    return attention, score
 
 
 def select_prompt(
@@ -290,15 +298,14 @@ def select_prompt(
     the budget.
     Returns kept [B, H_kv, T], boolean, ragged where the heads share. Raises ValueError naming the argument. Source: section 5.1.
     """
-    scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
+    attention, scores = _attention_and_score(queries, keys, values, chunk_size)
     position = torch.arange(scores.shape[-1], device=scores.device)
     protected = (position < as_count("sink_size", sink_size, low=0)) | (position >= scores.shape[-1] - queries.shape[2])
     protected = protected.expand(scores.shape)
     if floor_ratio is None:
         return top_k(scores, budget, protected)
-    # The attention alone says how much a head may keep, the score which of its tokens: values of length one leave the attention.
-    mass = score_prompt(queries, keys, values.new_ones((*scores.shape, 1)), chunk_size=chunk_size)
-    counts = ada_kv.select(mass, budget, floor_ratio=floor_ratio, protected=protected).sum(dim=-1, keepdim=True)
+    # The attention alone says how much a head may keep, the score which of its tokens.
+    counts = ada_kv.select(attention, budget, floor_ratio=floor_ratio, protected=protected).sum(dim=-1, keepdim=True)
     return ada_kv.ranks(scores, protected) < counts
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+
+from evictionary.evaluation.run import Line, Progress
 
 PROGRAM = """
 import importlib, os, signal, sys
@@ -29,12 +34,20 @@ importlib.import_module(module).run(importlib.import_module(test).plan_for(Path(
 """
 
 
-def killed(module: str, test: str, model_folder: Path, folder: Path, lines: int) -> bytes:
-    """What results.jsonl holds after `module.run` of `test.plan_for(model_folder)` was killed in the line after so many."""
-    arguments = [module, test, str(model_folder), str(folder), str(lines)]
+def goes_on(module: ModuleType, test: str, model_folder: Path, folder: Path, lines: int) -> tuple[list[Line], list[Progress]]:
+    """Kill `module.run` of `test.plan_for(model_folder)` after so many lines and run it again: its lines, and what it told.
+
+    What the killed run wrote has to be there, with its seconds.
+    """
+    arguments = [module.__name__, test, str(model_folder), str(folder), str(lines)]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     written = (folder / "results.jsonl").read_bytes()
     assert written.count(b"\n") == lines
     assert not written.endswith(b"\n")
-    return written
+    told: list[Progress] = []
+    found = module.run(importlib.import_module(test).plan_for(model_folder), folder, advance=told.append)
+    left = len(found) - lines
+    assert [(each.done, each.total) for each in told] == [(index, left) for index in range(1, left + 1)]
+    assert all(json.loads(text) in found for text in written.splitlines()[:lines])
+    return found, told

@@ -55,7 +55,7 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
         for function, mutants in suspects.items():
             calls = larger.get(function, [])
             suspects[function] = [mutant for mutant in mutants if _agrees(mutant.function, calls, implementation.dtype)]
-            if any(_differs(oracle(function), call, implementation.dtype) for call in calls):
+            if function not in shown and any(_differs(oracle(function), call, implementation.dtype) for call in calls):
                 shown.add(function)
         if all(len(mutants) <= 1 for mutants in suspects.values()):
             break

@@ -32,14 +32,16 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONTROLS = DOCS / "controls.json"
 
 
-class _TimedOut(Exception):
-    pass
+class TimedOut(BaseException):
+    """Not an Exception: hypothesis would try the input again."""
 
 
 @contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimedOut in what stands inside if it takes longer."""
+
     def stop(*_: Any) -> None:
-        raise _TimedOut
+        raise TimedOut
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -71,9 +73,9 @@ def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100
     """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out", the message)."""
     test = prepared(law, max_examples=max_examples, seed=seed)
     try:
-        with _time_limit(SECONDS):
+        with time_limit(SECONDS):
             test(impl=implementation)
-    except _TimedOut:
+    except TimedOut:
         return "timed out", f"no verdict within {SECONDS} s"
     except AssertionError as error:
         return "killed", str(error)

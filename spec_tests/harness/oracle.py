@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tomllib
 import types
@@ -29,9 +28,9 @@ from evictionary.spec_tests.harness import tolerance
 from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.implementation import oracle
 from evictionary.spec_tests.harness.law import SUITE, Law, load_laws
-from evictionary.spec_tests.harness.matrix import DOCS, laws_for, outcome, prepared
-from evictionary.spec_tests.harness.planted import load_mutants, replaced
-from evictionary.spec_tests.harness.source_mutations import functions, mutations, with_code
+from evictionary.spec_tests.harness.matrix import DOCS, laws_for, outcome, prepared, time_limit
+from evictionary.spec_tests.harness.planted import copied, load_mutants, replaced
+from evictionary.spec_tests.harness.source_mutations import functions, mutations
 
 EQUIVALENT = SUITE / "harness" / "oracle.toml"
 SECONDS = 20
@@ -50,10 +49,6 @@ SEEN, SAME, LISTED, UNSEEN = "seen", "same numbers", "equivalent", "unseen"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of one call, by place and by name."""
-
-
-class _Late(BaseException):
-    """Not an Exception: hypothesis would try the input again."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ def planted(path: str, wrong: Callable[..., Any]) -> Iterator[None]:
     """The reference with `wrong` in the place of a function, for whoever calls it: the function stays and gets other code."""
     right = oracle(path)
     assert isinstance(right, types.FunctionType)
-    code, copy, inside = right.__code__, with_code(right), False
+    code, copy, inside = right.__code__, copied(right), False
 
     def once(*args: Any, **kwargs: Any) -> Any:
         nonlocal inside
@@ -102,25 +97,16 @@ def planted(path: str, wrong: Callable[..., Any]) -> Iterator[None]:
 
 def fails(law: Law, max_examples: int) -> bool:
     """Whether a law that is put to the reference fails: by an assertion, by an error, or because it never ends."""
-
-    def stop(*_: Any) -> None:
-        raise _Late
-
     test = prepared(law, max_examples=max_examples, seed=None)
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
-        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+        with time_limit(SECONDS), np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
             test(**({"impl": replaced("the reference", {})} if law.functions else {}))
     except (KeyboardInterrupt, SystemExit):
         raise
     except Unsatisfiable:
         return False
-    except BaseException:  # pytest's own failures are no Exception
+    except BaseException:  # pytest's own failures and TimedOut are no Exception
         return True
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
     return False
 
 
@@ -161,7 +147,7 @@ def same(right: Any, other: Any) -> bool:
 
 def recorded(path: str, laws: list[Law]) -> list[Arguments]:
     """The arguments with which these laws call a function, some calls of each law; float64 alone, not the other arithmetics."""
-    right, kept = with_code(oracle(path)), 0
+    right, kept = copied(oracle(path)), 0
     found: list[Arguments] = []
 
     def note(*args: Any, **kwargs: Any) -> Any:

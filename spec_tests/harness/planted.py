@@ -113,6 +113,17 @@ def edited_source(path: str, edits: tuple[tuple[str, str], ...]) -> str:
     return source
 
 
+def copied(
+    function: Callable[..., Any], code: types.CodeType | None = None, scope: dict[str, Any] | None = None
+) -> types.FunctionType:
+    """A function of a module once more; with other code, or with other globals."""
+    assert isinstance(function, types.FunctionType)
+    scope = function.__globals__ if scope is None else scope
+    copy = types.FunctionType(code or function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
 def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
     """The function `of` of the reference where the source of the function `path`, itself or one that it calls, is edited."""
     module, target = (importlib.import_module(f"evictionary.reference.{each.split('.')[0]}") for each in (of, path))
@@ -121,8 +132,7 @@ def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[.
     scope = dict(vars(module))
     for name, member in vars(module).items():
         if isinstance(member, types.FunctionType) and member.__globals__ is vars(module):
-            scope[name] = types.FunctionType(member.__code__, scope, name, member.__defaults__, member.__closure__)
-            scope[name].__kwdefaults__ = member.__kwdefaults__
+            scope[name] = copied(member, scope=scope)
     if target is module:
         exec("from __future__ import annotations\n" + source, scope)
     else:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evictionary.spec_tests.harness.implementation import STEMS, oracle
+from evictionary.spec_tests.harness.planted import copied
 
 OPERATORS: dict[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub,),
@@ -68,15 +69,7 @@ class Mutation:
         right = oracle(self.of)
         scope = dict(right.__globals__)
         exec(self.code, scope)
-        return with_code(right, scope[right.__name__].__code__)
-
-
-def with_code(function: Callable[..., Any], code: types.CodeType | None = None) -> Callable[..., Any]:
-    """A copy of a function, or one with other code in the same module."""
-    assert isinstance(function, types.FunctionType)
-    copy = types.FunctionType(code or function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+        return copied(right, scope[right.__name__].__code__)
 
 
 def functions() -> list[str]:

@@ -42,7 +42,19 @@ class Allowance:
     """The oracle's numbers and the error allowed on them; `largest` is infinite where the dtype cannot hold the result."""
 
     def __init__(self, expected: np.ndarray, largest: float, mean: float) -> None:
-        self.expected, self.largest, self.mean = expected, largest, mean
+        self.expected, self._errors = expected, (largest, mean)
+
+    def errors(self) -> tuple[float, float]:
+        """The largest and the mean error that are allowed."""
+        return self._errors
+
+    @property
+    def largest(self) -> float:
+        return self.errors()[0]
+
+    @property
+    def mean(self) -> float:
+        return self.errors()[1]
 
     def covers(self, largest: float, mean: float) -> bool:
         """Whether a largest and a mean error are allowed."""
@@ -122,7 +134,7 @@ class Measured(Allowance):
         try:
             super().check(got, what, expected)
         except Violation:
-            self._finish()
+            self.errors()
             raise
 
     def covers(self, largest: float, mean: float) -> bool:
@@ -134,19 +146,11 @@ class Measured(Allowance):
             if not self._more():
                 return super().covers(largest, mean)
 
-    def _finish(self) -> tuple[float, float]:
+    def errors(self) -> tuple[float, float]:
         while self._more():
             pass
         # Where these runs made no error at all, another way may: exp(-log 64) is not 1/64 to the last bit.
         return self._allowed(self._of_a_sum if self._error[0] == 0 else self._of_one)
-
-    @property
-    def largest(self) -> float:  # type: ignore[override]
-        return self._finish()[0]
-
-    @property
-    def mean(self) -> float:  # type: ignore[override]
-        return self._finish()[1]
 
 
 class Larger(Allowance):
@@ -158,13 +162,8 @@ class Larger(Allowance):
     def covers(self, largest: float, mean: float) -> bool:
         return any(each.covers(largest, mean) for each in self._both) or super().covers(largest, mean)
 
-    @property
-    def largest(self) -> float:  # type: ignore[override]
-        return max(each.largest for each in self._both)
-
-    @property
-    def mean(self) -> float:  # type: ignore[override]
-        return max(each.mean for each in self._both)
+    def errors(self) -> tuple[float, float]:
+        return max(each.largest for each in self._both), max(each.mean for each in self._both)
 
 
 def allowance(
