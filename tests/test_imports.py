@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import graphlib
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import evictionary
 from evictionary import optimized, reference
@@ -135,3 +139,10 @@ def test_a_light_import_stays_light() -> None:
     program = "import sys, evictionary.cli.app, evictionary.spec_tests.harness.law\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
     assert evictionary.__version__
+
+
+def test_the_pinned_versions_install_on_the_oldest_python() -> None:
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=") + ".0"
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
+    wanted = {name: metadata(name).get("Requires-Python", "") for name in pinned}
+    assert pinned and not {name: range for name, range in wanted.items() if oldest not in SpecifierSet(range)}
