@@ -41,18 +41,15 @@ def check_compression(impl, state, queries, keys, values, candidates, position, 
         return score(keys, values, mean, covariance, epsilon=settings.get("epsilon", 0.02))
 
     kept = (candidates[..., None] == state.positions[..., None, :]).any(axis=-1)
-    what = f"the compression before position {position}"
-    try:
-        check_selection(kept, chain(queries, *rows), target, what=what)
-        return
-    except Violation:
-        pass  # right within the error that the dtype is allowed, which is worked out only where it matters, or wrong
-    allowed = allowance(chain, queries, *rows, dtype=impl.dtype)
-    # Angles are computed in the accumulator's precision: what an error of the angle moves in a logit, and with it in a score.
-    angle = EPSILON[impl.dtype] + EPSILON[ACCUMULATOR[impl.dtype]] * (position + horizon)
-    size = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(rows[0], axis=-1).max()
-    slack = allowed.largest + angle * float((size + size**2) * np.linalg.norm(rows[1], axis=-1).max())
-    check_selection(kept, allowed.expected, target, slack=slack, what=what)
+
+    def slack() -> float:
+        largest = allowance(chain, queries, *rows, dtype=impl.dtype).largest
+        # Angles are computed in the accumulator's precision: what an error of the angle moves in a logit, and with it in a score.
+        angle = EPSILON[impl.dtype] + EPSILON[ACCUMULATOR[impl.dtype]] * (position + horizon)
+        size = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(rows[0], axis=-1).max()
+        return largest + angle * float((size + size**2) * np.linalg.norm(rows[1], axis=-1).max())
+
+    check_selection(kept, chain(queries, *rows), target, slack=slack, what=f"the compression before position {position}")
 
 
 @law(

@@ -53,6 +53,10 @@ def judge(
     profile: Annotated[
         str, typer.Option(help="How many inputs a law draws: quick 4, student 25, default 50, thorough 500.")
     ] = "default",
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many processes; by default two where there are two processors, and one on a GPU."),
+    ] = None,
     strict: Annotated[bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")] = False,
     expected_failures: Annotated[
         Path | None, typer.Option(help="A file of requirement ids or law names, a reason behind each: they may fail.")
@@ -85,6 +89,8 @@ def judge(
             options += [f"--expected-failures={expected_failures}"] if expected_failures else []
             options += ["--strict"] if strict else []
             options += [f"-k={law}"] if law else []
+            jobs = jobs or (min(2, os.cpu_count() or 1) if device == "cpu" and not law else 1)
+            options += ["-p", "xdist.plugin", f"--numprocesses={jobs}"] if jobs > 1 else []
             code = _run_pytest(laws, [str(law) for law in chosen], options, quiet=as_json)
             verdict = folder / "conformance.json"
             if as_json and verdict.is_file():

@@ -263,14 +263,14 @@ def check_selection(
     scores: np.ndarray,
     budget: int,
     *,
-    slack: float = 0.0,
+    slack: float | Callable[[], float] = 0.0,
     protected: np.ndarray | None = None,
     what: str = "the selection",
 ) -> None:
     """Raise Violation unless `kept` is a boolean mask that keeps `budget` of each row, and among the best by `scores`.
 
-    slack is the error allowed on one score: an evicted token may score more than a kept one by twice that. Protected tokens must be
-    kept and are not compared.
+    slack is the error allowed on one score: an evicted token may score more than a kept one by twice that. A function that gives
+    it is called only where that matters, for an allowance is dear. Protected tokens must be kept and are not compared.
     """
     require_mask(kept, scores.shape, what)
     count = kept.sum(axis=-1)
@@ -284,9 +284,10 @@ def check_selection(
     best = np.where(kept, -np.inf, free).max(axis=-1, initial=-np.inf)
     gap = np.where(np.isfinite(worst) & np.isfinite(best), best - np.where(np.isfinite(worst), worst, 0), -np.inf)
     gap = np.where((best == np.inf) & (worst < np.inf), np.inf, gap)
-    if (gap > 2 * slack).any():
+    largest = float(gap.max(initial=-np.inf))
+    if largest > 0 and largest > (allowed := 2 * (slack() if callable(slack) else slack)):
         raise Violation(
-            f"{what} evicts a token that scores {float(gap.max()):.3g} more than one it keeps (allowed: {2 * slack:.3g})",
+            f"{what} evicts a token that scores {largest:.3g} more than one it keeps (allowed: {allowed:.3g})",
             scores,
             kept,
         )

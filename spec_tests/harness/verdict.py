@@ -211,10 +211,16 @@ class Verdict:
                 for why in dict.fromkeys(found.values()):
                     names = ", ".join(name for name in found if found[name] == why)
                     terminal.write_line(f"  {word:15}{names}: {why}", yellow=True)
-        failures = [entry for entries in self.laws.values() for entry in entries if entry["outcome"] == "fail"]
+        order = list(REQUIREMENTS)
+        failures = [
+            (KINDS.index(entry["kind"]), order.index(name), entry["law"], entry["message"])
+            for (name, _), entries in self.laws.items()
+            for entry in entries
+            if entry["outcome"] == "fail"
+        ]
         if failures:
             terminal.section("the first failure")
-            terminal.write_line(min(failures, key=lambda entry: KINDS.index(entry["kind"]))["message"])
+            terminal.write_line(min(failures)[-1])
 
     def as_json(self) -> dict[str, Any]:
         """The content of conformance.json."""
