@@ -51,7 +51,8 @@ def test_weights_of_large_logits_are_finite(impl, size, length):
     keys = impl.round(np.sqrt(size) * np.stack([np.ones((1, 1, length)), np.zeros((1, 1, length))], axis=-1))
     got = impl.gvote.attention_weights(query, keys)
     require_numbers(got, (1, 1, length), "the attention")
-    if np.abs(got - 1 / length).max() > 2 * EPSILON[impl.dtype]:
+    # exp(x - log sum exp) is a right form too: it rounds the logarithm, which is as large as a logit, at each token that it adds.
+    if np.abs(got - 1 / length).max() > 2 * EPSILON[impl.dtype] + size * EPSILON[ACCUMULATOR[impl.dtype]]:
         raise Violation("equal keys do not get equal weights", 1 / length, got)
 
 

@@ -62,7 +62,7 @@ class Allowance:
 
     def wider(self, largest: float, mean: float) -> Allowance:
         """The same numbers with so much more allowed."""
-        return Allowance(self.expected, self.largest + largest, self.mean + mean)
+        return Wider(self, largest, mean)
 
     def check(self, got: Any, what: str = "the result", expected: np.ndarray | None = None) -> None:
         """Raise Violation unless `got` equals the expected numbers within the allowance."""
@@ -79,6 +79,31 @@ class Allowance:
                 expected,
                 got,
             )
+
+
+class Wider(Allowance):
+    """Another allowance with so much more allowed, measured only as far as a question needs."""
+
+    def __init__(self, of: Allowance, largest: float, mean: float) -> None:
+        super().__init__(of.expected, largest, mean)
+        self._of, self._more = of, (largest, mean)
+
+    def errors(self) -> tuple[float, float]:
+        """The largest and the mean error that are allowed."""
+        largest, mean = self._of.errors()
+        return largest + self._more[0], mean + self._more[1]
+
+    def covers(self, largest: float, mean: float) -> bool:
+        """Whether a largest and a mean error are allowed."""
+        return self._of.covers(largest - self._more[0], mean - self._more[1])
+
+    def check(self, got: Any, what: str = "the result", expected: np.ndarray | None = None) -> None:
+        """As of the other one: before an answer is called wrong all runs are made."""
+        try:
+            super().check(got, what, expected)
+        except Violation:
+            self.errors()
+            raise
 
 
 def require_numbers(got: Any, shape: tuple[int, ...], what: str) -> None:
