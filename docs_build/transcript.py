@@ -18,13 +18,13 @@ FILES = FOLDER / "transcript"
 # The student's steps: a command, or a file that is saved as work/keydiff.py, with a sentence before it.
 WAY = (
     ("The first command writes the starter file.", "start keydiff"),
-    ("Nothing is written yet.", "check keydiff"),
+    ("Nothing is written yet.", "check keydiff --seed 0"),
     ("The first attempt averages the keys themselves.", "1_raw_mean.py"),
-    ("", "check keydiff"),
+    ("", "check keydiff --seed 0"),
     ("The second attempt divides each key by its norm before it takes the mean.", "2_zero_keys.py"),
-    ("", "check keydiff"),
+    ("", "check keydiff --seed 0"),
     ("A zero key has no direction, and counts as 0. The last attempt also writes the edges and the pairwise score.", "3_right.py"),
-    ("", "check keydiff"),
+    ("", "check keydiff --seed 0"),
     ("The student hands in an archive of one file and its checksum.", "submit keydiff"),
 )
 

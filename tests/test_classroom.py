@@ -7,7 +7,9 @@ import io
 import json
 import math
 import os
+import pickle
 import re
+import runpy
 import select
 import signal
 import struct
@@ -22,6 +24,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import classroom_styles
 import numpy as np
 import pytest
 import xmlschema
@@ -39,6 +42,8 @@ from evictionary.classroom.child import Child, ChildDied, Limits, closed
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
 from evictionary.cli.app import app
+from evictionary.errors import InstallError
+from evictionary.spec_tests.harness import matrix
 from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
 
@@ -868,3 +873,192 @@ def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pyt
         result = invoke(*arguments, *more)
         assert result.exit_code == 130
         assert wanted in " ".join(result.stderr.split())
+
+
+# Luck, and points for the work
+
+
+def test_every_form_of_every_style_is_handed_in() -> None:
+    wrong = 0
+    for name in classroom_styles.names():
+        found = classroom_styles.submissions(name)
+        right = [each for each in found if not each.wrong]
+        assert len(set(right)) == classroom_styles.RIGHT_EACH
+        parts = runpy.run_path(str(classroom_styles.STYLES / f"{name}.py"))["RIGHT"]
+        forms = {(part, form.__name__) for part, each in parts.items() for form in each}
+        assert {chosen for each in right for chosen in each.chosen} == forms
+        wrong += len(found) - len(right)
+    assert wrong >= 60
+
+
+@pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
+def test_right_styles_have_full_marks(name: str) -> None:
+    for line in classroom_styles.graded(name, seed=1, examples=1):
+        assert line["points"] == 100 or line["wrong"], line
+
+
+def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def graded(assignment: str, seed: int, examples: int) -> Any:
+        for place, each in enumerate(classroom_styles.submissions(assignment)):
+            failed = ["weights"] if each.wrong and seed else []
+            asked.append((assignment, seed, place))
+            line = {"submission": each.name, "wrong": bool(each.wrong), "points": 85 if failed else 100, "message": ""}
+            yield {"assignment": assignment, "seed": seed, "failed": failed} | line
+
+    asked: list[Any] = []
+    monkeypatch.setattr(classroom_styles, "graded", graded)
+    monkeypatch.setattr(classroom_styles, "STORE", tmp_path / "build" / "styles.jsonl")
+    classroom_styles.run(["gvote"], 1, 25, 1)
+    classroom_styles.STORE.write_bytes(classroom_styles.STORE.read_bytes()[:-20])
+    classroom_styles.run(["gvote"], 2, 25, 1)
+    assert {(name, seed) for name, seed, _ in asked} == {("gvote", 0), ("gvote", 1)}
+    page = classroom_styles.page(list(classroom_styles.stored(25)), 25)
+    assert "| gvote | 30 | 2 | " in page
+    assert "| gvote | softmax in float32 | 85: 1, 100: 1 | weights |" in page
+
+
+class _Table(classroom_styles.Inside):
+    """Answers from what it has seen while it was learning, and with zeros to anything else."""
+
+    seen: dict[bytes, Any] = {}  # noqa: RUF012
+    learns = True
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        key = pickle.dumps((name, args, kwargs))
+        if self.learns:
+            self.seen[key] = super().call(name, *args, **kwargs)
+        return self.seen.get(key, np.zeros(np.shape(args[0])[:-1]))
+
+
+def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> None:
+    one = replace(assignments.load("keydiff"), steps=assignments.load("keydiff").steps[1:3])
+    table = _Table(SOLUTION.read_text(encoding="utf-8"), "keydiff")
+
+    def points(check_seed: int) -> int:
+        run = grading._Run(one, Path(), one.file, None, 3, {}, None, check_seed)
+        run.child = lambda patience=1: table  # type: ignore[assignment, misc, return-value]
+        result = grading.empty(one)
+        grading._judge_steps(run, result, explained=True)
+        return result.score
+
+    assert points(1) == 50
+    table.learns = False
+    assert (points(1), points(2)) == (50, 0)
+
+
+def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
+    written(tmp_path, "def score(keys):\n    return keys[..., 0]\n", "keydiff.py")
+    arguments = ("check", "keydiff", "--work", tmp_path)
+    first, second = (json.loads(invoke(*arguments, "--json").stdout)["check_seed"] for _ in range(2))
+    assert first != second
+    assert f"evictionary check keydiff --work {tmp_path} --seed 7" in invoke(*arguments, "--seed", 7).stdout
+
+
+def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
+    (never,) = (each for each in classroom_styles.submissions("gvote") if each.wrong == "samples_that_never_vote")
+    result = judged("gvote", never.source, explain=False)
+    assert verdicts(result)["votes"] == "failed"
+    assert verdicts(result)["logits"] == "not judged yet"
+    assert result.score == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake", ["a_launch_that_never_happens", "a_launch_whose_scores_are_left", "a_launch_that_is_multiplied_by_zero"]
+)
+def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
+    (one,) = (each for each in classroom_styles.submissions("kernel") if each.wrong == mistake)
+    result = judged("kernel", one.source, examples=1, explain=False)
+    assert result.score == 0
+    assert {name: word for name, word in result.lines[0].laws.items() if word != "passed"} == {"grader::score": "killed"}
+
+
+# What a student is told
+
+
+def explained(name: str, step: str, source: str, law: str = "") -> grading.Line:
+    """The line of one step of a wrong file, or of one of its laws."""
+    one = assignments.load(name)
+    (chosen,) = (each for each in one.steps if each.name == step)
+    laws = tuple(each for each in chosen.laws if law in each)
+    return grading.judge(
+        source.encode(), replace(one, steps=(replace(chosen, needs=(), laws=laws),)), secret=b"a secret", examples=4
+    ).lines[0]
+
+
+def test_an_error_in_the_last_digits_is_explained() -> None:
+    source = SOLUTION.read_text(encoding="utf-8")
+    small = source + "\n\n_right = anchor\n\n\ndef anchor(keys):\n    return _right(keys) * (1 + 1e-9)\n"
+    message = explained("keydiff", "anchor", small).message
+    assert "a number added for safety (norm + 1e-12)" in message
+    assert "step in float32" in message
+
+
+@pytest.mark.parametrize("added", ["(len(_calls) > 6)", "(len(_calls) == 3)"])
+def test_what_is_kept_between_calls_is_named_in_plain_words(added: str) -> None:
+    state = f"\n\n_right, _calls = anchor, []\n\n\ndef anchor(keys):\n    _calls.append(1)\n    return _right(keys) + {added}\n"
+    message = explained("keydiff", "anchor", SOLUTION.read_text(encoding="utf-8") + state).message
+    assert "two answers to one input" in message
+    assert "Flaky" not in message
+
+
+def test_a_script_prints_the_students_answer_where_the_reference_refuses() -> None:
+    line = explained("keydiff", "edges", "def score(keys):\n    return keys.sum(-1)\n", "bad_shapes")
+    assert 'except ValueError as error:\n    print("expected a ValueError:", error)\nprint("got' in line.repro
+
+
+def test_the_call_that_is_shown_is_the_one_that_failed() -> None:
+    wrong, other = np.ones(2), np.zeros(2)
+    calls = [grading.Call("a.b", {"x": 1}, wrong), grading.Call("a.b", {"x": 2}, other)]
+    grading._last_the_one_that_failed(calls, grading.Violation("wrong", other, wrong))
+    assert [call.arguments["x"] for call in calls] == [2, 1]
+
+
+def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "SECONDS", 1)
+    monkeypatch.setattr(grading, "SECONDS", 1)
+    source = "import time\n\n\ndef anchor(keys):\n    time.sleep(600)\n"
+    one = replace(assignments.load("keydiff"), steps=assignments.load("keydiff").steps[:1])
+    result = grading.judge(source.encode(), one, secret=b"a secret", examples=2)
+    assert result.lines[0].reason == "no verdict within 1 s"
+    assert next(iter(result.lines[0].laws.values())) == "timed out"
+
+
+@pytest.mark.parametrize("name", ["kernel", "contest"])
+def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = assignments.load(name)
+
+    def absent() -> Any:
+        raise InstallError("no index")
+
+    monkeypatch.setattr(contest, "load_model", absent)
+    monkeypatch.setattr(grading.importlib.util, "find_spec", lambda module: None if module == "triton" else object())
+    order = classes.Order(name, b"a secret", 1, EVERY_FORMAT)
+    (grade,) = classes.run(order, {"ada": written(tmp_path)}, tmp_path / "grades", 1)
+    assert {line["verdict"] for line in grade["lines"]} == {"blocked"}
+    assert classes.summary([grade])["blocked"] == ["ada"]
+    assert "Blocked, which is not the student's doing: this machine has no" in formats.gradescope(grade)
+    assert classes._stored(order, "ada", tmp_path / "ada.py", tmp_path / "grades") is None
+    written(tmp_path, name=Path(one.file).name)
+    (tmp_path / Path(one.file).parent).mkdir(exist_ok=True)
+    written(tmp_path, name=one.file)
+    assert invoke("check", name, "--work", tmp_path).exit_code == 2
+
+
+def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:
+    work, archive = tmp_path / "work", tmp_path / "keydiff (1).zip"
+    work.mkdir()
+    written(work, SOLUTION.read_bytes(), "keydiff.py")
+    assert invoke("submit", "keydiff", "--work", work, "--output", archive, "--student", "ada").exit_code == 0
+    assert submissions.personal_id(archive, "keydiff (1)") == "ada"
+    (tmp_path / "upload").mkdir()
+    archive.rename(tmp_path / "upload" / "x.zip")
+    assert submissions.personal_id(tmp_path / "upload", "upload") == "ada"
+    assert submissions.personal_id(written(tmp_path, name="Ada (1).py"), "Ada (1)") == "Ada"
+    with zipfile.ZipFile(tmp_path / "eve.zip", "w") as packed:
+        packed.writestr(submissions.MANIFEST, '{"student": "../ada"}')
+    assert submissions.personal_id(tmp_path / "eve.zip", "eve") == "eve"
+    assert invoke("submit", "keydiff", "--work", work, "--output", archive, "--student", "a/b").exit_code == 2
+    grades = [{"personal_id": each, "student": f"{each}{place}"} for place, each in enumerate(("ada", "ada", "bob"))]
+    whole = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0}
+    assert classes.summary([whole | grade for grade in grades])["one_id"] == ["ada0", "ada1"]

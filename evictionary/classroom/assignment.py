@@ -21,7 +21,8 @@ class Step:
     """One line of the grade: a requirement of the paper, or a part of it, the laws that judge it, and its points.
 
     `needs` names the steps that must pass before this step is judged; `read` says where to read about it. `check` names a check
-    of the grader instead of laws: constants (the student's own defaults), kernel (a Triton kernel is written and launched).
+    of the grader beside the laws: constants (the student's own defaults), votes (GVote's samples, each by itself) or kernel (the
+    scores depend on what a Triton kernel writes).
     `thoroughness` multiplies the number of inputs that each law draws, for mistakes that show on few inputs.
     """
 

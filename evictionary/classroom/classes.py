@@ -91,23 +91,28 @@ def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
             assignment,
             secret=order.secret,
             examples=order.examples,
-            constants=assignment.constants_of(student) if order.personal else {},
+            constants=_constants(order, assignment, student, path),
             origin=assignment.file,
             seconds=order.seconds,
         )
     except submissions.BadSubmission as error:
         judgement = grading.empty(assignment, clean(error))
     except Exception as error:
-        return _failed(order, student, error)
-    return _as_json(order, student, digest, judgement)
+        return _failed(order, student, path, error)
+    return _as_json(order, student, path, digest, judgement)
 
 
-def _failed(order: Order, student: str, error: Exception) -> dict[str, Any]:
+def _constants(order: Order, assignment: Assignment, student: str, path: Path) -> dict[str, float]:
+    """The student's own constants, if the course uses them."""
+    return assignment.constants_of(submissions.personal_id(path, student)) if order.personal else {}
+
+
+def _failed(order: Order, student: str, path: Path, error: Exception) -> dict[str, Any]:
     why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
-    return _as_json(order, student, "", grading.empty(assignments.load(order.assignment), why))
+    return _as_json(order, student, path, "", grading.empty(assignments.load(order.assignment), why))
 
 
-def _settings(order: Order, assignment: Assignment, student: str) -> dict[str, Any]:
+def _settings(order: Order, assignment: Assignment, student: str, path: Path) -> dict[str, Any]:
     """The settings that a grade depends on, beside the student's file; a grade with the same settings is not computed again."""
     return {
         "schema": formats.SCHEMA,
@@ -115,15 +120,16 @@ def _settings(order: Order, assignment: Assignment, student: str) -> dict[str, A
         "assignment": assignment.name,
         "seed_id": order.seed_id,
         "examples": order.examples,
-        "constants": assignment.constants_of(student) if order.personal else {},
+        "constants": _constants(order, assignment, student, path),
+        "personal_id": submissions.personal_id(path, student) if order.personal else student,
         "assignment_sha256": hashlib.sha256(repr((replace(assignment, folder=Path()), order.seconds)).encode()).hexdigest(),
     }
 
 
-def _as_json(order: Order, student: str, digest: str, judgement: grading.Judgement) -> dict[str, Any]:
+def _as_json(order: Order, student: str, path: Path, digest: str, judgement: grading.Judgement) -> dict[str, Any]:
     assignment = assignments.load(order.assignment)
     return {
-        **_settings(order, assignment, student),
+        **_settings(order, assignment, student, path),
         "title": assignment.title,
         "student": student,
         "source_sha256": digest,
@@ -154,7 +160,7 @@ def run(
         except OSError:  # the folder cannot be written
             raise
         except Exception as error:
-            grade = _failed(order, grade["student"], error)
+            grade = _failed(order, grade["student"], found[grade["student"]], error)
             formats.write(grade, output / grade["student"], list(order.formats))
         advance(grade["student"])
         return grade
@@ -168,11 +174,11 @@ def run(
         if isinstance(result, BrokenProcessPool):
             broken[student] = waiting[student]
         else:
-            yield finish(_failed(order, student, result) if isinstance(result, Exception) else result)
+            yield finish(_failed(order, student, found[student], result) if isinstance(result, Exception) else result)
     # A process that dies breaks its whole pool, so each submission that was lost with it gets a pool of its own.
     for student, path in broken.items():
         for _, result in _in_processes(order, {student: path}, 1):
-            yield finish(_failed(order, student, result) if isinstance(result, Exception) else result)
+            yield finish(_failed(order, student, path, result) if isinstance(result, Exception) else result)
 
 
 def _in_processes(order: Order, waiting: dict[str, Path], jobs: int) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
@@ -208,10 +214,11 @@ def _stored(order: Order, student: str, path: Path, output: Path) -> dict[str, A
         digest = hashlib.sha256(submissions.read(path, assignment)).hexdigest()
     except Exception:  # no grade, or a damaged one: the submission is graded
         return None
-    wanted = _settings(order, assignment, student) | {"source_sha256": digest}
+    wanted = _settings(order, assignment, student, path) | {"source_sha256": digest}
     same = all(grade[key] == value for key, value in wanted.items())
     has_files = all((output / student / formats.FORMATS[name][0]).exists() for name in order.formats)
-    return grade if same and has_files and not grade["error"] else None
+    is_judged = not grade["error"] and not formats.blocked(grade)
+    return grade if same and has_files and is_judged else None
 
 
 def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -220,11 +227,14 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for grade in grades:
         for line in grade["lines"]:
             steps.setdefault(line["name"], Counter())[line["verdict"]] += 1
+    ids = Counter(grade["personal_id"] for grade in grades)
     mistakes = Counter(mistake for grade in grades for line in grade["lines"] for mistake in line["misconceptions"])
     return {
         "submissions": len(grades),
         "errors": sum(bool(grade["error"]) for grade in grades),
         "unjudged": sorted(grade["student"] for grade in grades if grade["error"]),
+        "blocked": sorted(grade["student"] for grade in grades if formats.blocked(grade)),
+        "one_id": sorted(grade["student"] for grade in grades if ids[grade["personal_id"]] > 1),
         "distribution": dict(sorted(Counter(grade["score"] for grade in grades).items())),
         "steps": {name: dict(counts) for name, counts in steps.items()},
         "walls_missing": sorted({name for grade in grades for name, stands in grade["walls"].items() if not stands}),

@@ -48,12 +48,12 @@ class Text:
     lagkv_error: float
 
 
-def setting(secret: int | None) -> Setting:
+def setting(seed: int, is_check: bool) -> Setting:
     """One short text for a check; five texts for a grade, with random places of the number."""
-    if secret is None:
-        return Setting(0, 400, (0.4,))
-    draw = random.Random(secret)
-    return Setting(secret % 2**31, 1200, tuple(round(draw.uniform(low, low + 0.2), 3) for low in (0, 0.2, 0.4, 0.6, 0.8)))
+    draw = random.Random(seed)
+    if is_check:
+        return Setting(seed % 2**31, 400, (round(draw.uniform(0.2, 0.8), 3),))
+    return Setting(seed % 2**31, 1200, tuple(round(draw.uniform(low, low + 0.2), 3) for low in (0, 0.2, 0.4, 0.6, 0.8)))
 
 
 @cache
@@ -120,7 +120,7 @@ def judge(run: _Run, result: Judgement) -> None:
                 raise StudentError("Wrong scores", "every token has the same score", "")
             scores.verdict, scores.points = "passed", points["scores"]
             method = replace(resolve("knorm"), name="student", function=score, inputs=("keys", "values"), options={})
-            chosen = texts(setting(None if run.secret is None else run.seed("texts")))
+            chosen = texts(setting(run.seed("texts"), run.secret is None))
             measured = [run_method(method, text) for text in chosen]
     except Exception as error:
         told = error if isinstance(error, ChildDied | StudentError | ValueError) else error.__cause__  # the model wraps it

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from evictionary.classroom.child import visible
 
-SCHEMA = "evictionary/grade/2"
+SCHEMA = "evictionary/grade/3"
 SCHEMAS = Path(__file__).parent / "schemas"
 
 
@@ -31,7 +31,7 @@ def gradescope(grade: dict[str, Any]) -> str:
     content: dict[str, Any] = {
         "score": grade["score"],
         "execution_time": grade["seconds"],
-        "output": grade["error"] or f"{grade['score']} of {grade['max_score']} points",
+        "output": grade["error"] or blocked(grade) or f"{grade['score']} of {grade['max_score']} points",
         "stdout_visibility": "hidden",
         "tests": [
             {
@@ -52,6 +52,12 @@ def gradescope(grade: dict[str, Any]) -> str:
         content["leaderboard"] = grade["leaderboard"]
     validator("gradescope").validate(content)
     return json.dumps(content, indent=1) + "\n"
+
+
+def blocked(grade: dict[str, Any]) -> str:
+    """Why the grader could not judge some step, in one sentence; an empty string if it judged all."""
+    reasons = [line["reason"] for line in grade["lines"] if line["verdict"] == "blocked"]
+    return f"Blocked, which is not the student's doing: {reasons[0]}" if reasons else ""
 
 
 def classroom50(grade: dict[str, Any]) -> str:
@@ -88,14 +94,14 @@ def classroom50(grade: dict[str, Any]) -> str:
 
 def junit(grade: dict[str, Any]) -> str:
     """JUnit XML: a failed step is a failure; a step that is not judged yet is skipped."""
-    counts = {word: sum(line["verdict"] == word for line in grade["lines"]) for word in ("failed", "not judged yet")}
+    counts = {word: sum(line["verdict"] == word for line in grade["lines"]) for word in ("passed", "failed")}
     suite = ElementTree.Element(
         "testsuite",
         name=f"evictionary.{grade['assignment']}",
         tests=str(len(grade["lines"])),
         failures=str(counts["failed"]),
         errors="0",
-        skipped=str(counts["not judged yet"]),
+        skipped=str(len(grade["lines"]) - sum(counts.values())),
         time=str(grade["seconds"]),
         timestamp=grade["graded_at"].removesuffix("Z"),
     )

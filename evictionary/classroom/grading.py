@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import pickle
+import re
 import shutil
 import tempfile
 import time
@@ -20,16 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis.errors import Flaky
 
 from evictionary.classroom.assignment import Assignment, Step
 from evictionary.classroom.child import Child, ChildDied, StudentError, clean
 from evictionary.classroom.inputs import decided_by
+from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
-from evictionary.spec_tests.harness.cases import Case
+from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
 from evictionary.spec_tests.harness.diagnosis import misconceptions
-from evictionary.spec_tests.harness.implementation import Implementation, oracle
+from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
-from evictionary.spec_tests.harness.matrix import outcome
+from evictionary.spec_tests.harness.matrix import SECONDS, TimedOut, outcome, time_limit
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
@@ -40,7 +43,10 @@ MOST_UNASKED = 2**16  # numbers in an answer whose shape nothing says, or is wro
 
 @dataclass
 class Line:
-    """The verdict on one step: passed, failed or not judged yet, its points, the laws, and the message for a failure."""
+    """The verdict on one step: passed, failed, not judged yet or blocked, its points, the laws, and the message for a failure.
+
+    Blocked means that this machine cannot judge it, which is not the student's doing; the next run of the grader tries again.
+    """
 
     name: str
     requirement: str
@@ -90,12 +96,13 @@ def judge(
     origin: str = "",
     seconds: float | None = None,
     explain: bool = True,
+    check_seed: int = 0,
 ) -> Judgement:
     """Judge the text of a student's file, step by step.
 
-    secret None draws the public inputs, which are the same each time; otherwise each law has a seed of its own made from it.
-    constants are the student's own defaults, where the course uses them. origin is the path that the repro names; seconds bounds
-    the waiting for the child in each step. explain looks for the smallest counterexample of the first failure.
+    Each law has a seed of its own, made from the secret of a grade, or without one from check_seed. constants are the student's own
+    defaults, where the course uses them. origin is the path that the repro names; seconds bounds the waiting for the child in each
+    step. explain looks for the smallest counterexample of the first failure.
     """
     started = time.monotonic()
     result = empty(assignment)
@@ -105,7 +112,11 @@ def judge(
         path = folder / f"{assignment.stem}.py"
         path.write_bytes(source)
         path.chmod(0o644)
-        run = _Run(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds)
+        if reason := blocked(assignment):
+            for line in result.lines:
+                line.verdict, line.reason = "blocked", reason
+            return result
+        run = _Run(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
         if assignment.contest:
             from evictionary.classroom import contest
 
@@ -120,6 +131,21 @@ def judge(
         line.reason, line.message, line.repro = (clean(each, LONGEST_TEXT) for each in (line.reason, line.message, line.repro))
     result.seconds = round(time.monotonic() - started, 2)
     return result
+
+
+def blocked(assignment: Assignment) -> str:
+    """Why this machine cannot judge the assignment, or an empty string."""
+    for module in ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ():
+        if importlib.util.find_spec(module) is None:
+            return f"this machine has no {module}, which the assignment needs"
+    if assignment.contest:
+        from evictionary.classroom import contest
+
+        try:
+            contest.load_model()
+        except InstallError as error:
+            return f"this machine has no model: {error}"
+    return ""
 
 
 def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
@@ -200,6 +226,7 @@ class _Run:
     examples: int
     constants: dict[str, float]
     seconds: float | None
+    check_seed: int = 0
     unloadable: str = ""  # why the file cannot even be imported
     is_slow: bool = False  # a step has run out of time twice
 
@@ -210,8 +237,9 @@ class _Run:
         return Child(self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named)
 
     def seed(self, name: str) -> int:
-        """The seed for one law or one purpose; without a secret the seed is public."""
-        return int.from_bytes(hashlib.sha256((self.secret or b"") + name.encode()).digest()[:8], "big")
+        """The seed for one law or one purpose."""
+        source = f"check/{self.check_seed}/".encode() if self.secret is None else self.secret
+        return int.from_bytes(hashlib.sha256(source + name.encode()).digest()[:8], "big")
 
     def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
         """Judge one step; returns whether a failure has been explained by now.
@@ -225,7 +253,7 @@ class _Run:
         if failing is None or explained:
             return explained
         # In another child, because this takes more calls than judging; the verdict does not depend on this child.
-        with contextlib.suppress(Exception), self.child(patience=3) as child:
+        with contextlib.suppress(Exception, TimedOut), self.child(patience=3) as child:
             self.explain(failing, self.implementation(child, by_paper=step.check != "constants"), line, step)
         return True
 
@@ -237,16 +265,17 @@ class _Run:
                 loaded = True
                 result.walls = child.walls
                 implementation = self.implementation(child, by_paper=step.check != "constants")
-                for law in self.laws(step):
+                for law in self.laws(step, child):
                     missing = law.missing(implementation)[1]
                     word, message = ("failed", missing) if missing else outcome(self.drawn(law, step), implementation)
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
                         died = message.startswith(ChildDied.__name__)
                         message = message.removeprefix(f"{ChildDied.__name__}: ")
-                        line.reason = message if missing or died else law.sentence
+                        is_whole = bool(missing) or died or word == "timed out"  # the message says it all
+                        line.reason = message if is_whole else law.sentence
                         line.message = message
-                        failing = None if missing or died else law
+                        failing = None if is_whole else law
                 if line.laws and all(word == "passed" for word in line.laws.values()):
                     line.verdict, line.points = "passed", step.points
                 return failing, child.is_late or "timed out" in line.laws.values()
@@ -269,13 +298,15 @@ class _Run:
             setattr(module, name, _proxy(child, name, getattr(reference, name, None), constants))
         return _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", one.dtype)
 
-    def laws(self, step: Step) -> list[Law]:
+    def laws(self, step: Step, child: Child) -> list[Law]:
         found = load_laws()
         laws = [found[name] for name in step.laws]
         if step.check == "constants":
             laws.append(_constants_law(self.assignment, step, self.constants))
+        if step.check == "votes":
+            laws.append(_votes_law(step))
         if step.check == "kernel":
-            laws.append(_kernel_law(step, self.path))
+            laws.append(_kernel_law(step, child, self.seed("kernel")))
         return laws
 
     def drawn(self, law: Law, step: Step, shrinks: bool = False) -> Law:
@@ -284,27 +315,74 @@ class _Run:
     def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
         """Run a failing law once more with shrinking, and write the student's message."""
         try:
-            self.drawn(law, step, shrinks=True).check(implementation)
+            with time_limit(SECONDS):
+                self.drawn(law, step, shrinks=True).check(implementation)
+        except (KeyboardInterrupt, TimedOut):
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            told = _innermost(error)
-            matches = misconceptions(law, implementation)
-            lines = report.sentence(law, implementation, told, matches).replace(f"{StudentError.__name__}: ", "").splitlines()
-            # A student cannot open or run the grader's own files and laws.
-            line.message = "\n".join(each for each in lines if "classroom/" not in each and "grader.py::" not in each)
-            calls = implementation.calls
-            line.repro = report.repro(implementation, calls[-1].function) if calls else ""
-            if calls and self.assignment.interpret:
-                line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
-            line.misconceptions = [match.misconception for match in matches]
+            told = _told(error)
+        else:
+            line.message = f"{line.message}\n{TWO_ANSWERS}"
+            return
+        matches = misconceptions(law, implementation)
+        _last_the_one_that_failed(implementation.calls, told)
+        lines = report.sentence(law, implementation, told, matches).replace(f"{StudentError.__name__}: ", "").splitlines()
+        # A student cannot open or run the grader's own files and laws.
+        line.message = "\n".join(each for each in lines if "classroom/" not in each and "grader.py::" not in each)
+        line.message += _hint(told) if not matches else ""
+        calls = implementation.calls
+        line.repro = _script(report.repro(implementation, calls[-1].function)) if calls else ""
+        if line.repro and self.assignment.interpret:
+            line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
+        line.misconceptions = [match.misconception for match in matches]
 
 
-def _innermost(error: BaseException) -> BaseException:
-    """The real error, if Hypothesis reports a flaky test because the child died."""
-    if isinstance(error, BaseExceptionGroup):
-        return _innermost(error.exceptions[0])
-    return error
+TWO_ANSWERS = (
+    "your function gives two answers to one input, or fails on it only sometimes: does it keep something between calls (a global, "
+    "a default argument, a cache), or draw random numbers?"
+)
+
+
+def _told(error: BaseException) -> BaseException:
+    """The error to show: the first one of a group; one of our own if the same input fails at one time and not at another."""
+    if isinstance(error, Flaky):
+        inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
+        return inner if isinstance(inner, ChildDied) else Violation(TWO_ANSWERS)
+    return _told(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _last_the_one_that_failed(calls: list[Call], told: BaseException) -> None:
+    """Put the call whose result the law found wrong at the end, which is the call that is shown; a law may make others after it."""
+    got = getattr(told, "got", None)
+    for place, call in enumerate(calls):
+        if got is not None and call.result is got:
+            calls.append(calls.pop(place))
+            return
+
+
+def _hint(told: BaseException) -> str:
+    """What an error in the last digits comes from: expected and got look alike when they are printed."""
+    expected, got = (np.asarray(getattr(told, name, None)) for name in ("expected", "got"))
+    if {expected.dtype.kind, got.dtype.kind} != {"f"} or expected.shape != got.shape:
+        return ""
+    with np.errstate(all="ignore"):
+        apart, size = np.abs(got - expected).max(initial=0), np.abs(expected).max(initial=0)
+    if not 0 < apart < 1e-5 * size:
+        return ""
+    return (
+        f"\n  so small        the largest difference is {apart:.1e}, more than rounding in the dtype of the input explains:\n"
+        "                  a number added for safety (norm + 1e-12) or a step in float32 does this. Treat zero as a case of its own"
+    )
+
+
+def _script(program: str) -> str:
+    """The program of a repro; the reference refuses bad input, and the student's answer is printed all the same."""
+    return re.sub(
+        r"^print\(\"expected\", (.*)\)$",
+        r'try:\n    print("expected", \1)\nexcept ValueError as error:\n    print("expected a ValueError:", error)',
+        program,
+        flags=re.MULTILINE,
+    )
 
 
 def _reference(stem: str) -> types.ModuleType:
@@ -384,12 +462,13 @@ def _named(stem: str) -> Callable[[str, list[str]], Any]:
 # The grader's own checks, written as laws
 
 
-def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None]) -> Law:
-    def judging(impl: Implementation) -> None:
+def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None], **drawn: Any) -> Law:
+    def judging(impl: Implementation, **inputs: Any) -> None:
         impl.calls.clear()
-        check(impl)
+        impl.asking, impl.drawn = "", inputs
+        check(impl, **inputs)
 
-    return Law(REQUIREMENTS[step.requirement], functions, f"grader::{step.name}", sentence, "", judging, {}, lambda one: "")
+    return Law(REQUIREMENTS[step.requirement], functions, f"grader::{step.name}", sentence, "", judging, drawn, lambda one: "")
 
 
 def _constants_law(assignment: Assignment, step: Step, constants: dict[str, Any]) -> Law:
@@ -429,22 +508,29 @@ def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
             raise Violation(f"select keeps {left} of {length} tokens with keep_ratio=0.5, wanted {expected}", expected, left)
 
 
-def _kernel_law(step: Step, path: Path) -> Law:
-    """Check that the file defines and launches a Triton kernel, by reading the source."""
+def _votes_law(step: Step) -> Law:
+    """One sample in a head of its own: the top B_0 on drawn inputs. The union is not needed for it."""
+    from evictionary.spec_tests import test_gvote
+
+    def check(impl: Implementation, case: Any, seed: int) -> None:
+        query, sampled = test_gvote.drawn_queries(case, seed, 1)
+        kept = impl.gvote.select(query, case.keys, sampled)
+        test_gvote.check_votes(impl, kept, *test_gvote.oracle_votes(impl, query, case.keys, sampled), case.keys.shape[1], 0.95)
+
+    sentence = "A single sample keeps its best tokens, as many as the nucleus of the current query holds."
+    return _own_law(step, ("gvote.select",), sentence, check, case=seeded_cases(groups=(1,)), seed=seeds())
+
+
+def _kernel_law(step: Step, child: Child, seed: int) -> Law:
+    """Check that the scores depend on what a Triton kernel writes: all must move when each number that it writes is changed."""
 
     def check(impl: Implementation) -> None:
-        tree = ast.parse(path.read_bytes())
-        kernels = {
-            node.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
-        }
-        launched = {
-            node.func.value.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
-        }
-        if not kernels & launched:
-            raise Violation("no function with @triton.jit is launched as kernel[grid](...)", "a kernel", sorted(kernels))
+        keys = np.random.default_rng(seed).standard_normal((1, 2, 17, 8), dtype=np.float32)
+        # The changed launch comes first: afterwards the right scores of these keys may lie in memory that torch.empty hands out.
+        with contextlib.suppress(ValueError, StudentError):  # a file that notices the change has read what the kernel wrote
+            changed, plain = child.call("score", keys, change_launches=True), child.call("score", keys)
+            if np.shape(changed) == np.shape(plain) and (np.asarray(changed) == plain).any():
+                told = "scores stay the same when every number that a Triton kernel writes is changed: no kernel computes them"
+                raise Violation(told, "scores that a function with @triton.jit writes, launched as kernel[grid](...)", None)
 
     return _own_law(step, ("keydiff.score",), "The scores come from a Triton kernel that the file defines and launches.", check)

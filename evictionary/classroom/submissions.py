@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,30 @@ def student_of(path: Path) -> str:
     return f"{visible(name[:20]).translate(_NO_BREAKS)}-{digest}"
 
 
+def personal_id(path: Path, student: str) -> str:
+    """The id that the student's constants are drawn from: the one that `submit --student` packed, or else the submission's name.
+
+    Browsers add a number to the name of a second download: "ada (1)" is ada's file.
+    """
+    try:
+        packed = _packed(path, MANIFEST)
+        if packed.name.endswith(ARCHIVES) and not packed.is_symlink():
+            packed_id = json.loads(_from_archive(packed, MANIFEST))["student"]
+            if isinstance(packed_id, str) and is_id(packed_id):
+                return packed_id
+    except Exception:  # no manifest, or one that a stranger wrote; `read` says what is wrong with an archive
+        return student
+    return re.sub(r"[ _]*\(\d+\)$", "", student) or student
+
+
+def _packed(path: Path, name: str) -> Path:
+    """The archive in a folder that holds one and no file of that name, as course platforms store an upload; or the path itself."""
+    if not path.is_dir():
+        return path
+    packed = [each for each in path.iterdir() if each.name.endswith(ARCHIVES) and each.name[0] != "."]
+    return packed[0] if len(packed) == 1 and not os.path.lexists(path / name) else path
+
+
 def read(path: Path, assignment: Assignment) -> bytes:
     """The bytes of the assignment's file, from a folder, an archive, a folder with one archive, or the file itself.
 
@@ -54,9 +79,8 @@ def read(path: Path, assignment: Assignment) -> bytes:
     if path.is_symlink():
         raise BadSubmission(f"{visible(path.name)} is a symbolic link")
     if path.is_dir():
-        packed = [each for each in path.iterdir() if each.name.endswith(ARCHIVES) and each.name[0] != "."]
-        # Course platforms store an upload in a folder for each student.
-        path = packed[0] if len(packed) == 1 and not os.path.lexists(path / name) else path / name
+        packed = _packed(path, name)
+        path = path / name if packed == path else packed
         if path.is_symlink():
             raise BadSubmission(f"{visible(path.name)} is a symbolic link")
     if not path.is_file():
@@ -92,8 +116,8 @@ def _from_archive(path: Path, name: str) -> bytes:
     return done.stdout
 
 
-def pack(assignment: Assignment, work: Path, output: Path) -> list[str]:
-    """Write the archive to hand in: the assignment's file and a manifest with its SHA-256. Returns the names in it.
+def pack(assignment: Assignment, work: Path, output: Path, student: str | None = None) -> list[str]:
+    """Write the archive to hand in: the assignment's file and a manifest with its SHA-256 and the id. Returns the names in it.
 
     Raises BadSubmission where the file is one that the grader would refuse.
     """
@@ -105,6 +129,8 @@ def pack(assignment: Assignment, work: Path, output: Path) -> list[str]:
         "suite": __version__,
         "files": {name: hashlib.sha256(content).hexdigest()},
     }
+    if student is not None:
+        manifest["student"] = student
     with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(name, content)
         archive.writestr(MANIFEST, json.dumps(manifest, indent=1) + "\n")

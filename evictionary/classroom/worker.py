@@ -7,6 +7,7 @@ which imports `pack` and `unpack` from here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -20,7 +21,7 @@ import sys
 import traceback
 import zipfile
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, BinaryIO
 
@@ -309,6 +310,28 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def changed_launches() -> Iterator[None]:
+    """Add 1 to every number that a Triton kernel writes, in the interpreter: only an answer that a kernel computes changes too."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def changing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in (*args, *kwargs.values()) if hasattr(each, "is_floating_point") and each.is_floating_point()]
+        before = [each.clone() for each in tensors]
+        result = run(self, *args, **kwargs)
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor += ((tensor != old) & ~(tensor.isnan() & old.isnan())).to(tensor.dtype)
+        return result
+
+    InterpretedFunction.run = changing
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = run
+
+
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Read the settings from the first frame, load the file, then answer one call after another."""
 
@@ -371,7 +394,8 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
                 result = do_bench(function, return_mode="median")
             else:
-                result = function()
+                with changed_launches() if message.get("change launches") else contextlib.nullcontext():
+                    result = function()
             found: list[Any] = []
             content = encode(result, found)
         except BadFrame as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evictionary.cli.console import AsJson, exit_codes, messages, names_in, progress
+from evictionary.cli.console import AsJson, exit_codes, messages, names_in, progress, whole_number
 from evictionary.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Name = Annotated[
 ]
 Work = Annotated[Path, typer.Option(help="The folder of your own files.")]
 Student = Annotated[str | None, typer.Option(help="Your id, if your course draws the constants from it.")]
-COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow"}
+COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow", "blocked": "yellow"}
 
 
 @contextmanager
@@ -70,10 +71,16 @@ def start(assignment: Name, work: Work = Path("work"), student: Student = None, 
 
 
 @app.command(epilog="Example: [bold]evictionary check keydiff[/]")
-def check(assignment: Name, work: Work = Path("work"), student: Student = None, as_json: AsJson = False) -> None:
-    """Judge your file on public inputs: the points of each step and, for the first failure, what to do about it.
+def check(
+    assignment: Name,
+    work: Work = Path("work"),
+    student: Student = None,
+    seed: Annotated[int | None, whole_number("Draw the inputs of an earlier run again; new ones by default.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge your file on drawn inputs: the points of each step and, for the first failure, what to do about it.
 
-    The exit code is 0 with full marks and 1 below.
+    The exit code is 0 with full marks, 1 below, and 2 if this machine cannot judge the assignment.
     """
     with exit_codes():
         from evictionary.classroom import assignment as assignments
@@ -87,15 +94,16 @@ def check(assignment: Name, work: Work = Path("work"), student: Student = None, 
             raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
         constants = chosen.constants_of(student) if student else {}
         # A quarter of the grader's time limit: a student does not wait for minutes on an endless loop.
-        judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4)
+        drawn = secrets.randbelow(10**6) if seed is None else seed
+        judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4, check_seed=drawn)
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
     if as_json:
-        typer.echo(json.dumps(judged.as_json() | {"hidden_cases": hidden}, indent=1))
+        typer.echo(json.dumps(judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}, indent=1))
     else:
-        _print(chosen, judged, path)
+        _print(chosen, judged, path, f"{_command('check', chosen, work, student)} --seed {drawn}")
         _print_rest(chosen, hidden, path)
     if judged.score < chosen.max_score:
-        raise typer.Exit(1)
+        raise typer.Exit(2 if any(line.verdict == "blocked" for line in judged.lines) else 1)
 
 
 def _started(work: Path, chosen: Assignment) -> Path:
@@ -111,14 +119,14 @@ def _command(name: str, chosen: Assignment, work: Path, student: str | None = No
     return f"evictionary {name} {chosen.name}{options}"
 
 
-def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
+def _print(chosen: Assignment, judged: Judgement, path: Path, again: str) -> None:
     console = Console(highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=chosen.title, title_justify="left")
     for header in ("step", "requirement", "points", "verdict"):
         table.add_column(header, justify="right" if header == "points" else "left")
     for line in judged.lines:
         verdict = f"[{COLOURS[line.verdict]}]{line.verdict}[/]"
-        shown = f"{verdict}, {escape(line.reason)}" if line.verdict == "not judged yet" or chosen.contest else verdict
+        shown = f"{verdict}, {escape(line.reason)}" if line.verdict in ("not judged yet", "blocked") or chosen.contest else verdict
         table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
     console.print(table)
     console.print(f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s")
@@ -137,6 +145,7 @@ def _print(chosen: Assignment, judged: Judgement, path: Path) -> None:
             console.print(f"  as a script     not written: {error}", markup=False)
         else:
             console.print(f"  as a script     {script}", markup=False, soft_wrap=True)
+    console.print(f"  the same inputs {again}", markup=False, soft_wrap=True)
 
 
 def _print_rest(chosen: Assignment, hidden: int, path: Path) -> None:
@@ -174,6 +183,7 @@ def _print_time(chosen: Assignment, path: Path) -> None:
 def submit(
     assignment: Name,
     work: Work = Path("work"),
+    student: Student = None,
     output: Annotated[Path | None, typer.Option(help="The archive to write; the assignment's name with .zip by default.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -185,11 +195,13 @@ def submit(
         chosen = assignments.load(assignment)
         target = output or Path(f"{chosen.name}.zip")
         path = _started(work, chosen)
+        if student is not None and not submissions.is_id(student):
+            raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder of its own")
         if target.suffix != ".zip":
             raise UsageError(f"--output: got {target}, wanted a name that ends in .zip")
         try:
             with _writing("--output", target, "a file in a folder that can be written"):
-                packed = submissions.pack(chosen, work, target)
+                packed = submissions.pack(chosen, work, target, student)
         except submissions.BadSubmission as error:
             raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
     if as_json:
@@ -215,7 +227,9 @@ def grade(
     jobs: Annotated[int, typer.Option(help="How many submissions are graded at the same time.")] = 1,
     examples: Annotated[int | None, typer.Option(help="How many inputs each law draws; 25 by default.")] = None,
     seconds: Annotated[float | None, typer.Option(help="The time limit of a student's code in each step, in seconds.")] = None,
-    personal: Annotated[bool, typer.Option(help="Draw sink size, lag size and epsilon from each student's id.")] = False,
+    personal: Annotated[
+        bool, typer.Option(help="Draw sink size, lag size and epsilon from the id in each archive, or its name.")
+    ] = False,
     student: Annotated[str | None, typer.Option(help="The student's id for a single submission; its file name by default.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -327,6 +341,14 @@ def _print_class(result: dict[str, Any], output: Path) -> None:
         console.print(
             f"{result['errors']} could not be judged; the error in grade.json says why: {shown}", style="yellow", markup=False
         )
+    if result["blocked"]:
+        console.print(
+            f"Blocked, and to be graded on another machine: {_few(result['blocked'])}; the verdict in grade.json says why",
+            style="yellow",
+            markup=False,
+        )
+    if result["one_id"]:
+        console.print(f"Handed in under an id that another one has too: {_few(result['one_id'])}", style="yellow", markup=False)
     if result["walls_missing"]:
         missing = ", ".join(result["walls_missing"])
         console.print(f"Walls missing here: {missing}. Grade in a container; docs/classroom/isolation.md says why.", style="yellow")

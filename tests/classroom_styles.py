@@ -1,0 +1,281 @@
+"""Grades right and wrong submissions in many styles over many seeds: whether luck decides about points.
+
+`python tests/classroom_styles.py --seeds 200 --jobs 2` grades them and writes docs/classroom/styles.md; a run that was stopped goes
+on. A submission is a file of `tests/styles/` with one form chosen for each part: a right one takes a form of RIGHT for every part,
+a wrong one has one part of WRONG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import itertools
+import json
+import random
+import runpy
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis.errors import UnsatisfiedAssumption
+from joblib import Parallel, delayed
+from rich.progress import track
+
+from evictionary.classroom import assignment as assignments
+from evictionary.classroom import grading
+from evictionary.classroom.child import StudentError
+from evictionary.spec_tests.harness.law import Law
+from evictionary.spec_tests.harness.verdict import suite_version
+
+ROOT = Path(__file__).resolve().parents[1]
+STYLES = ROOT / "tests" / "styles"
+PAGE, STORE = ROOT / "docs" / "classroom" / "styles.md", ROOT / "build" / "styles.jsonl"
+RIGHT_EACH = 30
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One file: the assignment, the function chosen for each part, and the part that is wrong, if one is."""
+
+    assignment: str
+    chosen: tuple[tuple[str, str], ...]
+    wrong: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.wrong or "+".join(form for _, form in self.chosen)
+
+    @property
+    def source(self) -> str:
+        text = (STYLES / f"{self.assignment}.py").read_text(encoding="utf-8")
+        return text + "".join(f"{part} = {form}\n" for part, form in self.chosen)
+
+
+def names() -> list[str]:
+    """The assignments that have styles."""
+    return sorted(path.stem for path in STYLES.glob("*.py"))
+
+
+def submissions(assignment: str) -> list[Submission]:
+    """The right submissions of an assignment, which have every form of every part among them, and its wrong ones."""
+    parts = runpy.run_path(str(STYLES / f"{assignment}.py"))
+    right: dict[str, list[str]] = {part: [form.__name__ for form in forms] for part, forms in parts["RIGHT"].items()}
+    found = [Submission(assignment, tuple((part, forms[0]) for part, forms in right.items()))]
+    for number in itertools.count():
+        if len(found) == RIGHT_EACH:
+            break
+        chosen = []
+        for part, forms in right.items():
+            turn, place = divmod(number, len(forms))
+            chosen.append((part, random.Random(f"{part}/{turn}").sample(forms, len(forms))[place]))
+        if Submission(assignment, tuple(chosen)) not in found:
+            found.append(Submission(assignment, tuple(chosen)))
+    for part, forms in parts["WRONG"].items():
+        for form in forms:
+            chosen = [(each, form.__name__ if each == part else right[each][0]) for each in right]
+            found.append(Submission(assignment, tuple(chosen), form.__name__))
+    return found
+
+
+class Inside:
+    """Calls the functions of a file in this process as a child would: nobody hostile wrote it, and a child takes longer."""
+
+    walls: dict[str, Any] = {}  # noqa: RUF012
+    is_late = False
+
+    def __init__(self, source: str, stem: str) -> None:
+        self.module = types.ModuleType(stem)
+        exec(compile(source, f"{stem}.py", "exec"), vars(self.module))
+        self.named = grading._named(stem)
+        self.functions = [name for name, value in vars(self.module).items() if callable(value)]
+
+    def __enter__(self) -> Inside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = getattr(self.module, name)(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        except ValueError:
+            raise
+        except Exception as error:
+            raise StudentError(type(error).__name__, str(error), "") from error
+        fields = getattr(result, "_fields", None)
+        return self.named(type(result).__name__, list(fields))(*result) if fields else result
+
+
+def graded(assignment: str, seed: int, examples: int = grading.GRADE_EXAMPLES) -> Iterator[dict[str, Any]]:
+    """Every submission of an assignment at one seed: its points, the steps that failed, and the first message."""
+    one, secret = assignments.load(assignment), f"styles/{seed}".encode()
+    if one.library == "numpy":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results = side_by_side(one, submissions(assignment), secret, examples)
+    else:
+        results = {each: grading.judge(each.source.encode(), one, secret=secret, explain=False) for each in submissions(assignment)}
+    for each, result in results.items():
+        failed = [line for line in result.lines if line.verdict == "failed"]
+        yield {
+            "assignment": assignment,
+            "seed": seed,
+            "submission": each.name,
+            "wrong": bool(each.wrong),
+            "points": result.score,
+            "failed": [line.name for line in failed],
+            "message": failed[0].message[:300] if failed else "",
+        }
+
+
+def side_by_side(
+    one: assignments.Assignment, found: list[Submission], secret: bytes, examples: int
+) -> dict[Submission, grading.Judgement]:
+    """Judge all submissions on each input before the next is drawn, as the grader judges one: drawing takes most of the time."""
+    run = grading._Run(one, Path(), one.file, secret, examples, {}, None)
+    children = {each: Inside(each.source, one.stem) for each in found}
+    results = {each: grading.empty(one) for each in found}
+    for place, step in enumerate(one.steps):
+        judged = {}
+        for each, child in children.items():
+            lines = {line.name: line.verdict for line in results[each].lines}
+            if all(lines[name] == "passed" for name in step.needs):
+                judged[each] = run.implementation(child, by_paper=step.check != "constants")  # type: ignore[arg-type]
+        for each in judged:
+            results[each].lines[place].verdict = "passed"
+        for law in run.laws(step, None):  # type: ignore[arg-type]
+            for each, message in failures(law, run, step, judged).items():
+                line = results[each].lines[place]
+                line.verdict, line.message = "failed", line.message or message
+        for each in judged:
+            line = results[each].lines[place]
+            line.points = step.points if line.verdict == "passed" else 0
+    return results
+
+
+def failures(law: Law, run: Any, step: assignments.Step, judged: dict[Submission, Any]) -> dict[Submission, str]:
+    """The submissions that fail a law, with the message of the first input that they fail on."""
+    failed: dict[Submission, str] = {}
+
+    def check_all(_: None, **inputs: Any) -> None:
+        for each, implementation in judged.items():
+            if each not in failed:
+                try:
+                    law.check(implementation, **inputs)
+                except UnsatisfiedAssumption:  # the input is not one for this law
+                    raise
+                except Exception as error:
+                    failed[each] = f"{type(error).__name__}: {error}"
+
+    run.drawn(replace(law, check=check_all), step).check(None)
+    return failed
+
+
+def digest(assignment: str) -> str:
+    """A digest of everything that the points depend on."""
+    content = (STYLES / f"{assignment}.py").read_bytes() + repr(assignments.load(assignment).steps).encode()
+    return hashlib.sha256(content + str(suite_version()).encode()).hexdigest()[:16]
+
+
+def measured(assignment: str, seed: int, examples: int) -> list[dict[str, Any]]:
+    """Every submission of an assignment at one seed; the oracle's numbers are computed once for all of them."""
+    return [line | {"digest": digest(assignment), "examples": examples} for line in graded(assignment, seed, examples)]
+
+
+def stored(examples: int) -> Iterator[dict[str, Any]]:
+    """What earlier runs measured of the same files, laws and settings; an incomplete line is left out."""
+    digests = {name: digest(name) for name in names()}
+    for text in STORE.read_text(encoding="utf-8").splitlines() if STORE.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if line["digest"] == digests.get(line["assignment"]) and line["examples"] == examples:
+            yield line
+
+
+def run(chosen: list[str], seeds: int, examples: int, jobs: int) -> None:
+    """Grade what is not stored yet; every seed of an assignment is on the disk before the next."""
+    STORE.parent.mkdir(exist_ok=True)
+    done = {(line["assignment"], line["seed"]) for line in stored(examples)}
+    left = [(name, seed) for seed in range(seeds) for name in chosen if (name, seed) not in done]
+    work = Parallel(n_jobs=jobs, return_as="generator")(delayed(measured)(*each, examples) for each in left)
+    for lines in track(work, total=len(left), description="seeds of an assignment"):
+        with STORE.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        for line in lines:
+            if not line["wrong"] and line["points"] < 100:
+                print(f"{line['assignment']}, seed {line['seed']}: {line['points']} for {line['submission']}: {line['message']}")
+
+
+def page(lines: list[dict[str, Any]], examples: int) -> str:
+    """The Markdown page: right submissions that lost points, and how the points of each wrong one differ between seeds."""
+    by_submission: dict[tuple[str, bool, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        by_submission[line["assignment"], line["wrong"], line["submission"]].append(line)
+    out = [
+        "# No luck",
+        "",
+        f"{RIGHT_EACH} right submissions to each assignment, in different styles, and mistakes that are not among the planted",
+        f"ones, each graded at many seeds with {examples} inputs a law. `python tests/classroom_styles.py --seeds N` made this",
+        "page; the submissions are in `tests/styles/`.",
+        "",
+        "| assignment | right submissions | seeds | gradings | below 100 points |",
+        "|---|---|---|---|---|",
+    ]
+    for name in names():
+        own = [line for line in lines if line["assignment"] == name and not line["wrong"]]
+        few = sum(line["points"] < 100 for line in own)
+        seeds = len({line["seed"] for line in own})
+        out.append(f"| {name} | {len({line['submission'] for line in own})} | {seeds} | {len(own)} | {few} |")
+    out += [
+        "",
+        "Wrong submissions: the points that they had, each with the number of seeds. A step is decided by luck if it fails at some",
+        "seeds and passes at others; steps that wait for it follow it.",
+        "",
+        "| assignment | mistake | points: seeds | decided by luck |",
+        "|---|---|---|---|",
+    ]
+    for (name, is_wrong, mistake), own in sorted(by_submission.items()):
+        if is_wrong:
+            points = sorted({line["points"] for line in own})
+            counts = ", ".join(f"{each}: {sum(line['points'] == each for line in own)}" for each in points)
+            out.append(f"| {name} | {mistake.replace('_', ' ')} | {counts} | {', '.join(by_luck(own)) or '-'} |")
+    return "\n".join(out) + "\n"
+
+
+def by_luck(lines: list[dict[str, Any]]) -> list[str]:
+    """The steps that fail at some seeds and not at others, without those that were not judged because an earlier one failed."""
+    needs = {step.name: step.needs for step in assignments.load(lines[0]["assignment"]).steps}
+
+    def judged(line: dict[str, Any]) -> set[str]:
+        passed: set[str] = set()
+        seen = set()
+        for name, before in needs.items():
+            if set(before) <= passed:
+                seen.add(name)
+                passed |= {name} - set(line["failed"])
+        return seen
+
+    return [name for name in needs if len({name in line["failed"] for line in lines if name in judged(line)}) == 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--examples", type=int, default=grading.GRADE_EXAMPLES)
+    parser.add_argument("--assignments", default=",".join(names()), help="comma-separated")
+    arguments = parser.parse_args()
+    run(arguments.assignments.split(","), arguments.seeds, arguments.examples, arguments.jobs)
+    lines = [line for line in stored(arguments.examples) if line["seed"] < arguments.seeds]
+    PAGE.write_text(page(lines, arguments.examples), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
