@@ -76,20 +76,7 @@ class EvictingCache(Cache):
         if options and self.method is None:
             raise UsageError("options: got options without a method, wanted none")
         self.options = self.method.typed_options(options) if self.method else {}
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
-            raise UsageError(f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone")
-        traits = self.method.traits if self.method else frozenset()
-        self.every = int("every_token" in traits) if every is None else every
-        if self.every and self.method and "recursive" in traits and budget is not None:
-            raise UsageError(
-                f"budget: got {budget} with every={self.every}, wanted a compression_ratio: {self.method.name} keeps a fraction of "
-                "each new partition, so the number of kept tokens grows with the text"
-            )
-        if self.every and self.method and "prompt_only" in traits:
-            raise UsageError(
-                f"every: got {self.every}, wanted 0: {self.method.name} reads the queries of all tokens, and these are gone "
-                "when the cache compresses again"
-            )
+        self.every = tokens_between(self.method, every, budget)
         if self.method and self.method.reads & READ_FROM_ROPE:
             require_readable_queries(model, self.method.name)
         self.record = frozenset(record)
@@ -431,6 +418,25 @@ class EvictingCache(Cache):
             return 0
         mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in layers]).mean())
         return int(mean) if mean == int(mean) else mean
+
+
+def tokens_between(method: Method | None, every: int | None, budget: int | None) -> int:
+    """The tokens between two compressions, 0 for the prompt alone. Raises UsageError if the method cannot compress like that."""
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
+        raise UsageError(f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone")
+    traits = method.traits if method else frozenset()
+    every = int("every_token" in traits) if every is None else every
+    if every and method and "recursive" in traits and budget is not None:
+        raise UsageError(
+            f"budget: got {budget} with every={every}, wanted a compression_ratio: {method.name} keeps a fraction of "
+            "each new partition, so the number of kept tokens grows with the text"
+        )
+    if every and method and "prompt_only" in traits:
+        raise UsageError(
+            f"every: got {every}, wanted 0: {method.name} reads the queries of all tokens, and these are gone "
+            "when the cache compresses again"
+        )
+    return every
 
 
 _readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
