@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_run_says_why_nothing_was_removed(model_folder: Path, text_file: Path) -
     assert "lag_size=1024" in note
     assert "Nothing was removed" in invoke(*common, "--method", "lagkv").stdout
     fewer = [*common, "--method", "lagkv", "--option", "lag_size=16", "--json"]
-    assert json.loads(invoke(*fewer).stdout)["note"] is None
+    assert "45 tokens where 38 were asked for" in json.loads(invoke(*fewer).stdout)["note"]
 
 
 def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> None:
@@ -204,3 +205,71 @@ def test_a_model_that_cannot_be_installed_exits_with_1(text_file: Path, tmp_path
 def test_usage_errors_of_typer_exit_with_2() -> None:
     assert invoke("run").exit_code == 2
     assert invoke("runn").exit_code == 2
+
+
+def test_run_shows_the_full_cache_beside_the_compressed_one(model_folder: Path, text_file: Path) -> None:
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--max-new-tokens", 4]
+    both, alone = (json.loads(invoke(*common, "--json", *more).stdout)["answers"][0] for more in ((), ("--no-full",)))
+    assert {"full_answer": both["full_answer"]} | alone == both
+    nothing_removed = json.loads(invoke(*common, "--compression-ratio", 0, "--json").stdout)["answers"][0]
+    assert nothing_removed["answer"] == nothing_removed["full_answer"] == both["full_answer"]
+    printed = invoke(*common).stdout
+    assert "full cache: " in printed and "keydiff: " in printed
+
+
+def test_run_says_how_much_more_than_asked_is_kept(model_folder: Path, text_file: Path) -> None:
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "When?", "--max-new-tokens", 2, "--json"]
+    lagkv = ["--method", "lagkv", "--option", "lag_size=16", "--option", "sink_size=4", "--compression-ratio", 0.95]
+    assert "were asked for: no partition is shared" in json.loads(invoke(*common, *lagkv).stdout)["note"]
+    assert "it sets its own budget" in json.loads(invoke(*common, "--method", "gvote", "--compression-ratio", 0.95).stdout)["note"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "lagkv", "--option", "lag_size=0"], "option lag_size: got 0"),
+        (["--method", "lagkv", "--option", "sink_size=-1"], "option sink_size: got -1"),
+        (["--every", "-1"], "every: got -1"),
+        (["--method", "h2o", "--every", "8"], "every: got 8, wanted 0"),
+        (["--method", "lagkv", "--budget", "8", "--every", "8"], "budget: got 8 with every=8"),
+        (["--seed", "99999999999999999999"], "--seed: got 99999999999999999999"),
+        (["--question", " "], "question: got no text"),
+    ],
+)
+def test_run_refuses_before_it_loads_a_model(text_file: Path, arguments: list[str], message: str) -> None:
+    done = invoke("run", "--model", "/no/such/folder", "--prompt-file", text_file, "--question", "How many?", *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(("method", "option"), [("gvote", "p=2.0"), ("snapkv", "window_size=0")])
+def test_an_option_out_of_range_is_a_usage_error(model_folder: Path, text_file: Path, method: str, option: str) -> None:
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--method", method]
+    done = invoke(*common, "--option", option)
+    assert done.exit_code == 2
+    assert option.partition("=")[0] in done.stderr
+
+
+def test_a_damaged_model_is_one_line(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(model_folder, folder)
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    done = invoke("run", "--model", folder, "--prompt-file", text_file, "--question", "How many?")
+    assert done.exit_code == 2
+    assert "wanted a hub name or a folder with a causal language model" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def score(keys):\n    return keys.norm(dim=-1)\n", "it gets NumPy arrays, because its file does not import torch"),
+        ("import sys\ndef score(keys):\n    sys.exit(3)\n", "SystemExit at mine.py, line 3"),
+    ],
+)
+def test_what_a_scorer_raises_is_one_line(model_folder: Path, text_file: Path, tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--method"]
+    done = invoke(*common, tmp_path / "mine.py")
+    assert done.exit_code == 1
+    assert message in " ".join(done.stderr.split())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import re
+import select
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,9 +174,10 @@ def test_the_results_file_is_guarded(finished: tuple[Path, list[Line]], model_fo
     with pytest.raises(UsageError, match="holds the results of"):
         evaluation.run(plan_for(Path("another")), tmp_path)
     without_scores = {name: value for name, value in finished[1][1].items() if name != "exact"}
-    for text in ('{"model": 1}', json.dumps(without_scores)):
+    without_a_number = {**finished[1][1], "exact": None}
+    for text in ('{"model": 1}', json.dumps(without_scores), json.dumps(without_a_number)):
         (tmp_path / "results.jsonl").write_text(json.dumps(finished[1][0]) + f"\n{text}\n")
-        with pytest.raises(UsageError, match=r"line 2 of .* is no measurement"):
+        with pytest.raises(UsageError, match=r"line 2 of .* is no measurement.* delete that line"):
             evaluation.run(plan_for(model_folder), tmp_path)
 
 
@@ -285,3 +289,27 @@ def test_bad_arguments_exit_with_2_and_one_line(model_folder: Path, tmp_path: Pa
     assert message in " ".join(done.stderr.split())
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
+
+
+def test_a_worker_ends_with_the_process_that_started_it() -> None:
+    worker = (
+        "import os, sys, time\nfrom evictionary.evaluation import run\nrun._end_with_parent()\nprint(os.getpid(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    starter = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {worker!r}])\n"
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        ended = select.poll()
+        ended.register(os.pidfd_open(int(parent.stdout.readline())), select.POLLIN)
+        parent.kill()
+        assert ended.poll(20_000)
+
+
+def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pages.os, "replace", full)
+    with pytest.raises(OSError, match=r"page\.html cannot be written: No space left"):
+        pages.put(tmp_path / "page.html", "text")
+    assert list(tmp_path.iterdir()) == []

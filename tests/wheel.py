@@ -78,7 +78,7 @@ def try_the_base(programs: Path, folder: Path) -> None:
     run(evictionary, "submit", "keydiff", cwd=folder)
     (folder / "secret").write_text("a secret")
     run(evictionary, "grade", "work", "--assignment", "keydiff", "--seed-file", "secret", "--jobs", "1", cwd=folder)
-    assert "pip install 'evictionary[model]'" in run(evictionary, "demo", cwd=folder, code=1)
+    assert "pip install 'path/to/the/clone[model]'" in run(evictionary, "demo", cwd=folder, code=1)
 
 
 def try_the_model(programs: Path, folder: Path, model: Path) -> None:

@@ -72,8 +72,8 @@ def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
         if needed is None:
             raise
         messages.print(
-            f"[bold red]failed[/] this command needs {error.name}, which is not installed: "
-            f"[bold]pip install 'evictionary\\[{extra or needed}]'[/]",
+            f"[bold red]failed[/] this command needs {error.name}, which is not installed: install evictionary with its extra, "
+            f"from a clone [bold]pip install 'path/to/the/clone\\[{extra or needed}]'[/]",
             soft_wrap=True,
             highlight=False,
         )
@@ -123,6 +123,12 @@ def numbers_in(argument: str, texts: list[str]) -> list[float]:
 def require_writable(output: Path) -> None:
     if output.is_dir() or not can_write_into(output.resolve().parent):
         raise UsageError(f"--output: got {output}, wanted a file in a folder that exists and can be written")
+
+
+def require_seed(seed: int) -> None:
+    """Raise UsageError for a seed that no generator takes."""
+    if not 0 <= seed < 2**31:
+        raise UsageError(f"--seed: got {seed}, wanted a whole number from 0 to {2**31 - 1}")
 
 
 def can_write_into(folder: Path) -> bool:

@@ -19,6 +19,7 @@ from evictionary.cli.console import (
     mebibytes,
     numbers_in,
     progress,
+    require_seed,
     require_writable,
     whole_number,
 )
@@ -50,6 +51,7 @@ def demo(
     with exit_codes(extra="model"):
         removed, places = numbers_in("--ratios", ratios), numbers_in("--depths", depths)
         names = given_names("--methods", methods)
+        require_seed(seed)
         require_writable(output)
         from evictionary.evaluation import demo as experiment
         from evictionary.models.load import load as load_model

@@ -23,6 +23,7 @@ from evictionary.cli.console import (
     names_in,
     numbers_in,
     require_folder,
+    require_seed,
     whole_number,
 )
 from evictionary.errors import UsageError
@@ -88,6 +89,7 @@ def evaluate(
     with exit_codes("the same command goes on where it stopped", extra="model"):
         if samples < 1:
             raise UsageError(f"--samples: got {samples}, wanted at least 1")
+        require_seed(seed)
         kept = [_whole("--budgets", number) for number in numbers_in("--budgets", budgets)] if budgets else []
         removed = numbers_in("--ratios", ratios) if ratios else [] if kept else [0.25, 0.5, 0.75]
         sizes = [_whole("--lengths", number) for number in numbers_in("--lengths", lengths)]

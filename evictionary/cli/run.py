@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from evictionary.cli.console import AsJson, ModelName, exit_codes, mebibytes, number, progress, whole_number
+from evictionary.cli.console import AsJson, ModelName, exit_codes, mebibytes, number, progress, require_seed, whole_number
 from evictionary.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from evictionary.evaluation.questions import Answer
 
 app = typer.Typer()
+FULL = "full cache"
 
 
 @app.command(
@@ -46,15 +47,20 @@ def run(
     ] = None,
     max_new_tokens: Annotated[int, whole_number("The longest answer, in tokens.")] = 64,
     seed: Annotated[int, whole_number("The seed for methods that draw random numbers.")] = 0,
+    full: Annotated[bool, typer.Option(help="Answer from the full cache too, and show both answers.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Compress the cache of a text once, then answer several questions from it."""
     with exit_codes(extra="model"):
         options = _options(option or [])
         text = _read(prompt_file)
+        require_seed(seed)
+        for each in question:
+            if not each.strip():
+                raise UsageError("question: got no text, wanted a text")
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens: got {max_new_tokens}, wanted at least 1")
-        from evictionary.cache.evicting_cache import EvictingCache
+        from evictionary.cache.evicting_cache import EvictingCache, tokens_between
         from evictionary.evaluation.questions import ask, prefill, tokenize
         from evictionary.methods.method import tokens_to_keep
         from evictionary.methods.resolve import resolve
@@ -63,20 +69,29 @@ def run(
         chosen = resolve(method)
         options = chosen.typed_options(options)
         tokens_to_keep(1, compression_ratio, budget)
+        tokens_between(chosen, every, budget)
         loaded, tokenizer = load_model(model)
         asked = [tokenize(tokenizer, text, each) for each in question]
+        context_ids = asked[0][0]
+        caches = {chosen.name: EvictingCache(loaded, chosen, compression_ratio, options, budget, every=every, seed=seed)}
+        if full:
+            caches[FULL] = EvictingCache(loaded, method=None)
+        answers: dict[str, list[Answer]] = {name: [] for name in caches}
         with progress() as (plan, advance):
-            plan(1 + len(question))
-            context_ids = asked[0][0]
-            advance(f"reading {context_ids.shape[1]} tokens")
-            cache = EvictingCache(loaded, chosen, compression_ratio, options, budget, every=every, seed=seed)
-            prefill(loaded, context_ids, cache, every)
-            before, after = cache.nbytes_full, cache.nbytes
-            answers = []
-            for index, (_, question_ids) in enumerate(asked):
-                advance(f"answering question {index + 1} of {len(question)}")
-                answers.append(ask(loaded, tokenizer, cache, question_ids, max_new_tokens))
-        note = _note(cache)
+            plan(len(caches) * (1 + len(question)))
+            for name, cache in caches.items():
+                advance(f"{name}: reading {context_ids.shape[1]} tokens")
+                prefill(loaded, context_ids, cache, every if name != FULL else None)
+                if name != FULL:
+                    before, after, note = cache.nbytes_full, cache.nbytes, _note(cache)
+                for index, (_, question_ids) in enumerate(asked):
+                    advance(f"{name}: question {index + 1} of {len(question)}")
+                    answers[name].append(ask(loaded, tokenizer, cache, question_ids, max_new_tokens))
+        cache = caches[chosen.name]
+        both = [
+            {"question": each} | ({"full_answer": answers[FULL][index].text} if full else {}) | {"answer": own.text}
+            for index, (each, own) in enumerate(zip(question, answers[chosen.name], strict=True))
+        ]
     if as_json:
         typer.echo(
             json.dumps(
@@ -93,28 +108,30 @@ def run(
                     "bytes_after": after,
                     "peak_tokens": cache.peak_tokens,
                     "note": note,
-                    "answers": [{"question": each, "answer": answer.text} for each, answer in zip(question, answers, strict=True)],
+                    "answers": both,
                 },
                 indent=1,
             )
         )
     else:
-        _print_run(cache, question, answers, note, before, after)
+        _print_run(cache, both, note, before, after)
 
 
-def _print_run(
-    cache: EvictingCache, questions: list[str], answers: list[Answer], note: str | None, before: int, after: int
-) -> None:
-    console = Console(highlight=False)
+def _print_run(cache: EvictingCache, answers: list[dict[str, str]], note: str | None, before: int, after: int) -> None:
+    console = Console(highlight=False, soft_wrap=True)
     assert cache.method is not None
     kept, seen = cache.tokens_kept, cache.get_seq_length()
     sizes = f"{mebibytes(before)} MiB became {mebibytes(after)} MiB"
     console.print(f"{cache.method.name}: {kept:.5g} of {seen} tokens kept in each head, {sizes}")
     if note:
         console.print(note, style="yellow", markup=False)
-    for asked, answer in zip(questions, answers, strict=True):
-        console.print(f"\n{asked}", style="bold", markup=False)
-        console.print(answer.text, markup=False)
+    for each in answers:
+        console.print(f"\n{each['question']}", style="bold", markup=False)
+        if "full_answer" in each:
+            console.print(f"full cache: {each['full_answer']}", style="dim", markup=False)
+            console.print(f"{cache.method.name}: {each['answer']}", markup=False)
+        else:
+            console.print(each["answer"], markup=False)
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
@@ -135,14 +152,20 @@ def _read(path: Path) -> str:
 
 
 def _note(cache: EvictingCache) -> str | None:
-    """The reason why nothing was removed although compression was asked for, or None."""
+    """Where more is kept than was asked for: the reason, or a sentence that says by how much; otherwise None."""
     length = cache.get_seq_length()
     from evictionary.methods.method import tokens_to_keep
 
-    asked = tokens_to_keep(length, cache.compression_ratio, cache.budget) < length
-    if not asked or cache.tokens_kept < length:
-        return None
+    asked = tokens_to_keep(length, cache.compression_ratio, cache.budget)
     assert cache.method is not None
+    if cache.tokens_kept <= asked or asked == length:
+        return None
+    if cache.tokens_kept < length:
+        own = "own_budget" in cache.method.traits
+        why = "it sets its own budget" if own else "no partition is shared, and the sinks and the last partition stay whole"
+        if not own and "recursive" not in cache.method.traits:
+            why = "what it protects, or reads in one block, is more than that"
+        return f"{cache.method.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"
     reason = cache.method.why_nothing_removed(length, cache.options)
     known = ", ".join(f"{name}={value}" for name, value in (cache.method.options | cache.options).items())
     advice = f"; smaller options may help (now {known}): --option name=value" if known else ""

@@ -31,8 +31,12 @@ def _range(values: Mapping[str, float]) -> str:
 def put(path: Path, content: str | bytes) -> None:
     """Write the file completely or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def drawn(figure: Figure, kind: str) -> bytes:

@@ -231,9 +231,9 @@ def identity(line: Mapping[str, Any]) -> str:
 
 
 def _identify(line: Mapping[str, Any]) -> str:
-    """The identity of a line. Raises KeyError if the line lacks a field of a successful measurement."""
-    if line["error"] is None:
-        _ = [line[name] for name in SCORED]
+    """The identity of a line. Raises KeyError or ValueError if the line lacks a field of a successful measurement."""
+    if line["error"] is None and any(line[name] is None for name in SCORED if name != "source"):
+        raise ValueError("a score is missing")
     return identity(line)
 
 
@@ -255,7 +255,10 @@ def read(path: Path, identify: Callable[[Line], str] = _identify) -> dict[str, L
             line = json.loads(text)
             found[identify(line)] = line
         except (ValueError, TypeError, KeyError):
-            raise UsageError(f"output: line {number} of {path} is no measurement; wanted a file that this command wrote") from None
+            raise UsageError(
+                f"output: line {number} of {path} is no measurement; wanted a file that this command wrote: delete that line, and "
+                "what it said is measured again"
+            ) from None
     return found
 
 
@@ -327,9 +330,23 @@ _one_at_a_time = threading.Lock()
 
 
 def _whole_unit(lines_of: LinesOf, model_name: str, unit: Any, wanted: Sequence[Any]) -> list[Line]:
+    _end_with_parent()
     # a method's own prints in a worker must not reach the standard output of the command, which may be JSON
     with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
         return list(lines_of(model_name, unit, wanted))
+
+
+@cache
+def _end_with_parent() -> None:
+    """End this worker soon after the process that started it, even after SIGKILL: each worker holds a model."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _lines(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterator[Line]:
@@ -386,7 +403,9 @@ def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
     try:
         from distributed import Client, LocalCluster
     except ImportError:
-        raise UsageError(f"dask: got {dask!r} but Dask is not installed, wanted: pip install 'evictionary[cluster]'") from None
+        raise UsageError(
+            f"dask: got {dask!r} but Dask is not installed, wanted it, from a clone: pip install 'path/to/the/clone[cluster]'"
+        ) from None
     if dask == "local":
         cluster = stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None))
         return stack.enter_context(Client(cluster))

@@ -39,8 +39,8 @@ def _article(wanted: type) -> str:
 def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any], *, as_torch: bool) -> Any:
     """Call a method's function with tensors, or with NumPy float64 arrays if it does not use torch.
 
-    Positional-only arguments work too. Raises MethodError, with the file and line, for any exception of the function, and for a
-    function that writes into its arguments: they are the model's own cache.
+    Positional-only arguments work too. Raises UsageError where the function refuses an option, and MethodError, with the file and
+    line, for any other exception of the function, and for one that writes into its arguments: they are the model's own cache.
     """
     before = {name: _writes(value) for name, value in arguments.items()}
     given = {name: value if as_torch else _as_numpy(value) for name, value in arguments.items()}
@@ -51,8 +51,16 @@ def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any],
     try:
         with torch.no_grad():
             result = function(*positional, **given)
-    except Exception as error:
+    except ValueError as error:
+        option = str(error).partition(":")[0]
+        if option in arguments and isinstance(arguments[option], bool | int | float | str):
+            raise UsageError(f"{label}: {error}") from None
         raise MethodError(f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}") from error
+    except (Exception, SystemExit) as error:
+        told = f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}"
+        if not as_torch and isinstance(error, AttributeError | TypeError):
+            told += "; it gets NumPy arrays, because its file does not import torch: `import torch` there gives it tensors"
+        raise MethodError(told) from error
     changed = [name for name, value in arguments.items() if _writes(value) != before[name]]
     if changed:
         raise MethodError(f"{label} writes into {', '.join(changed)}, wanted a function that changes a copy: x = x.clone()")

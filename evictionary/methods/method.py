@@ -92,14 +92,21 @@ class Method:
         return frozenset(catalogue.CAPTURED_FOR[name] for name in self.reads if name in catalogue.CAPTURED_FOR)
 
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the given options in the types of their defaults. Raises UsageError for an unknown one or a wrong type."""
+        """Return the given options in the types of their defaults. Raises UsageError for one that cannot be used."""
         # keep_ratio is the only input that a user may set instead of the budget: LagKV's papers report it.
         known = self.options | ({"keep_ratio": 0.5} if "keep_ratio" in self.inputs else {})
         for name in given or {}:
             if name not in known:
                 wanted = f"wanted one of {', '.join(known)}" if known else "it has none"
                 raise UsageError(f"option {name}: {self.name} has no such option; {wanted}")
-        return {name: typed_option(name, value, known[name]) for name, value in (given or {}).items()}
+        typed = {name: typed_option(name, value, known[name]) for name, value in (given or {}).items()}
+        solve = self._helper("keep_ratio_for")
+        if solve is not None:  # it refuses sizes out of range, before anything is read
+            try:
+                solve(1, 1, **_accepted(solve, {**self.options, **typed}))
+            except ValueError as error:
+                raise UsageError(f"option {error}") from None
+        return typed
 
     def kept(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
         """Return the kept mask [B, H_kv, T] of one layer.

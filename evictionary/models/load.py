@@ -37,7 +37,7 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file, other shapes, a missing package: transformers raises what its parts raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"model: got {name!r}, wanted a hub name or a folder with a causal language model: {reason}") from error
     require_supported(model)
