@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError, UsageError
+from evictionary.evaluation.questions import prefill
 from evictionary.reference import keydiff as reference_keydiff
 from evictionary.reference import selection as reference_selection
 
@@ -192,16 +194,76 @@ def test_reset_waits_for_another_prompt(model: LlamaForCausalLM, prompt: torch.T
     assert torch.equal(generate(model, prompt, cache), first)
 
 
-@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
-def test_assisted_generation_after_the_prompt_and_a_refusal_while_decoding(
-    model: LlamaForCausalLM, prompt: torch.Tensor, method: str
+@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_llama()}])
+@pytest.mark.parametrize("every", [0, 2])
+def test_assisted_generation_is_refused_before_the_first_token(
+    model: LlamaForCausalLM, prompt: torch.Tensor, drafts: dict[str, Any], every: int
 ) -> None:
-    plain, guessed = EvictingCache(model, method, 0.5), EvictingCache(model, method, 0.5)
-    wanted = generate(model, prompt, plain, count=20)
-    assert torch.equal(generate(model, prompt, guessed, count=20, prompt_lookup_num_tokens=3), wanted)
-    decoding = EvictingCache(model, method, 0.5, every=2)
-    with pytest.raises(ValueError, match="assisted generation needs every=0"):
-        generate(model, prompt, decoding, count=20, prompt_lookup_num_tokens=3)
+    with EvictingCache(model, "keydiff", 0.5, every=every) as cache:
+        with pytest.raises(UsageError, match="got assisted generation"):
+            generate(model, prompt, cache, count=20, **drafts)
+        assert cache.get_seq_length() == 0
+    wanted = generate(model, prompt, count=20)
+    assert torch.equal(generate(model, prompt, EvictingCache(model, None), count=20, **drafts), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:the cache compressed the first")
+def test_later_turns_are_compressed_when_asked(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = EvictingCache(model, "keydiff", budget=16)
+    said = generate(model, prompt, cache, count=8)
+    cache.compress()
+    assert (cache.tokens_kept, cache.get_seq_length()) == (16, said.shape[1] - 1)
+    both = torch.cat([said, prompt], dim=1)
+    again = generate(model, both, cache, count=8)
+    assert cache.get_seq_length() == again.shape[1] - 1
+    cache.compress()
+    assert cache.tokens_kept == 16
+    ragged = EvictingCache(model, "knorm+ada_kv", budget=16)
+    generate(model, both, ragged, count=8)
+    ragged.compress()
+    assert ragged.tokens_kept == 16
+    assert generate(model, torch.cat([again, prompt], dim=1), ragged, count=4).shape[1] == again.shape[1] + prompt.shape[1] + 4
+    for method in ("snapkv", "lagkv", "h2o"):
+        once = EvictingCache(model, method, 0.5)
+        generate(model, prompt, once, count=2)
+        with pytest.raises(UsageError, match="wanted a cache made with every=N"):
+            once.compress()
+
+
+def test_the_last_block_is_compressed_whatever_its_length(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    for method in ("keydiff", "snapkv", "expected_attention"):
+        cache = EvictingCache(model, method, budget=12, every=16)
+        prefill(model, prompt, cache, 16)
+        assert (cache.tokens_kept, cache.get_seq_length()) == (12, prompt.shape[1])
+
+
+def test_a_prompt_in_blocks_without_every_is_warned_of(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    with pytest.warns(UserWarning, match="compressed the first 8 tokens, and 16 later ones stay"):
+        prefill(model, prompt, EvictingCache(model, "keydiff", budget=8), 8)
+
+
+def test_a_cache_cannot_be_pickled(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match=r"wanted cache\.save\(path\)"):
+        torch.save(cached(model, prompt, "keydiff"), io.BytesIO())
+
+
+def test_another_model_of_the_same_shape_does_not_get_the_cache(
+    model: LlamaForCausalLM, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    cached(model, prompt, "keydiff").save(tmp_path / "cache")
+    other = tiny_llama()
+    with torch.no_grad():
+        other.model.layers[0].self_attn.k_proj.weight += 1
+    with pytest.raises(UsageError, match="with other weights"):
+        EvictingCache.load(tmp_path / "cache", other)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
+def test_a_compiled_forward_gives_the_same(model: LlamaForCausalLM, prompt: torch.Tensor, method: str) -> None:
+    wanted = generate(model, prompt, EvictingCache(model, method, 0.5))
+    compiled = tiny_llama()
+    compiled.forward = torch.compile(compiled.forward, backend="eager")  # type: ignore[method-assign]
+    assert torch.equal(generate(compiled, prompt, EvictingCache(compiled, method, 0.5)), wanted)
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:

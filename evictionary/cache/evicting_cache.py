@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -127,6 +128,7 @@ class EvictingCache(Cache):
 
     # called by the model
 
+    @torch.compiler.disable  # a compiled model leaves its graph here: what a method keeps depends on the numbers
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +144,8 @@ class EvictingCache(Cache):
             if layer.seen == key_states.shape[-2]:
                 layer.padding = None if self._padding is None else self._padding.to(keys.device)
             self.peak_tokens = max(self.peak_tokens, layer.longest)
+            if layer_idx == 0 and key_states.shape[-2] > 1:
+                self._warn_of_what_stays(layer)
             if self._finalizer.alive:
                 self._handed[layer_idx] = keys
             elif not layer.is_plain or (layer.evicted_at == 0 and (self.method is not None or self.record)):
@@ -205,6 +209,19 @@ class EvictingCache(Cache):
         return output
 
     # compression
+
+    def _warn_of_what_stays(self, layer: EvictingLayer) -> None:
+        """Warn, once, where later tokens outnumber what was asked for: a prompt that is read in blocks without `every`."""
+        since = layer.seen - layer.evicted_at
+        if self._is_warned or self.every or self.method is None or not layer.evicted_at:
+            return
+        if since > tokens_to_keep(layer.seen, self.compression_ratio, self.budget):
+            self._is_warned = True
+            warnings.warn(
+                f"the cache compressed the first {layer.evicted_at} tokens, and {since} later ones stay: to compress a prompt in "
+                "blocks give the cache every=N, and after a turn of a chat call cache.compress()",
+                stacklevel=2,
+            )
 
     def _observe(self, layer_index: int, queries: torch.Tensor, is_prompt: bool) -> None:
         """Keep the queries and hidden states that the method reads: those of the prompt, later the recent ones."""
@@ -292,7 +309,40 @@ class EvictingCache(Cache):
 
         return supply
 
+    def compress(self) -> None:
+        """Compress the tokens read since the last compression: the rest of a block, or a turn of a chat.
+
+        Raises UsageError for a method that reads recent queries, or compresses each token once, in a cache without `every`.
+        """
+        if self.method is None:
+            return
+        if not self.every and (self.method.captured or self.method.traits & {"recursive", "prompt_only"}):
+            raise UsageError(
+                f"compress: got {self.method.name} with every=0, wanted a cache made with every=N, which remembers what it needs"
+            )
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, EvictingLayer) and 0 < layer.evicted_at < layer.seen:
+                recent = {"queries": layer.recent, "hidden_states": layer.recent_hidden}
+                self._captured[index] = {name: states for name, states in recent.items() if states is not None}
+                self._compress(index)
+                self._captured.pop(index)
+        if not self._finalizer.alive:
+            self._watch()  # heads or layers may differ now
+        self._close_if_settled()
+
     # opening and closing the cache
+
+    def activate_past_recording(self) -> None:
+        """Refuse assisted generation, which calls this before its first token."""
+        if self.method is not None:
+            raise UsageError(
+                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: its "
+                "first forward reads the prompt together with drafts, and the cache would compress both"
+            )
+        super().activate_past_recording()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an EvictingCache watches its model, so it cannot be pickled; wanted cache.save(path)")
 
     def _wait(self) -> None:
         """Wait for a prompt: watch the model until the cache no longer needs it, is closed, or is deleted."""
@@ -300,6 +350,7 @@ class EvictingCache(Cache):
         self._padding = None
         self._counts_padding = False
         self.peak_tokens = 0
+        self._is_warned = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
         self._watch()
 
@@ -359,7 +410,8 @@ class EvictingCache(Cache):
         """Return a copy with tensors of its own, for another question; the copies share the method and the model."""
         if self.get_seq_length() == 0:
             raise ValueError("deepcopy: the cache has not read its prompt yet")
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__ |= self.__dict__
         twin.layers = copy.deepcopy(self.layers, memo)
         twin._handed, twin._captured = {}, {}
         if self._finalizer.alive:
@@ -386,10 +438,14 @@ class EvictingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the keys and values allocate: the sizes of their storages, each counted once."""
-        states = [state for layer in self.layers for state in _states(layer)]
+        """The bytes that the keys and values allocate: the sizes of their storages, each counted once.
+
+        Of a layer with a sliding window only its window counts, which may be a view of more.
+        """
+        states = [state for layer in self.layers if isinstance(layer, EvictingLayer) for state in _states(layer)]
+        windows = [state for layer in self.layers if not isinstance(layer, EvictingLayer) for state in _states(layer)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states}
-        return sum(storages.values())
+        return sum(storages.values()) + sum(state.nbytes for state in windows)
 
     @property
     def nbytes_full(self) -> int:

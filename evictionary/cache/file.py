@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from evictionary.cache.evicting_cache import EvictingCache
 
-SCHEMA = "evictionary/cache/1"
+SCHEMA = "evictionary/cache/2"
 ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 """The arguments of a cache that are written without conversion."""
 
@@ -41,6 +42,7 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
     settings = {
         "schema": SCHEMA,
+        "model": fingerprint(cache._model()),
         "method": cache.method.name if cache.method else None,
         **{name: getattr(cache, name) for name in ARGUMENTS},
         "padding": None if cache._padding is None else cache._padding.tolist(),
@@ -51,6 +53,15 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
     except SafetensorError as error:
         raise UsageError(f"path: got {path}, wanted a file that can be written: {error}") from error
+
+
+def fingerprint(model: PreTrainedModel | None) -> str:
+    """A digest of some numbers of every weight: keys and values mean nothing to another model of the same shape."""
+    assert model is not None
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().flatten()[:: max(1, weight.numel() // 64)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def read(path: str | Path, device: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -70,6 +81,9 @@ def restore(
     cache: EvictingCache, model: PreTrainedModel, settings: dict[str, Any], tensors: dict[str, torch.Tensor], path: str | Path
 ) -> None:
     """Put the settings and tensors from `read` into an empty cache. Raises UsageError, and closes it, if the model does not fit."""
+    if settings["model"] != fingerprint(model):
+        cache.close()
+        raise UsageError(f"model: got {type(model).__name__} with other weights, wanted the model of the cache in {path}")
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     if len(settings["layers"]) != len(cache.layers) or tensors["0.keys"].shape[1] != heads:

@@ -149,7 +149,7 @@ class EvictingLayer(DynamicLayer):
         if count < 0 or count > self.seen - self.evicted_at:
             raise ValueError(
                 f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
-                "the tokens before that have been compressed and cannot be restored (assisted generation needs every=0)"
+                "the tokens before that have been compressed and cannot be restored"
             )
         if count and self.keys is not None and self.values is not None:
             # a copy, so that the memory of the removed tokens is freed

@@ -80,6 +80,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
 def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable[..., None]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
+    @torch.compiler.disable
     def check(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         cache = named.get("past_key_values")
         if cache is None or cache is not reference():
@@ -124,6 +125,7 @@ def _layer_index(module: Any) -> int:
 
 
 def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
+    @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         cache = reference()
         is_its_own = named.get("past_key_values") is cache
@@ -162,6 +164,7 @@ def _stop(model: PreTrainedModel) -> None:
 def _answering_attention(underlying: str) -> Callable[..., Any]:
     """An attention function that calls the cache which handed out the keys, or else the model's own function `underlying`."""
 
+    @torch.compiler.disable
     def attention(
         module: torch.nn.Module,
         query: torch.Tensor,

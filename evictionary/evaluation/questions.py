@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import require_prompt
 from evictionary.errors import UsageError
 
@@ -48,11 +49,16 @@ def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = ""
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, block_size: int | None = None) -> None:
-    """Read the context [1, T] into the cache, in one forward or in blocks, without computing logits."""
+    """Read the context [1, T] into the cache, in one forward or in blocks, without computing logits.
+
+    A cache that compresses while it reads has compressed the last block too, then, whatever its length.
+    """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require_prompt(context_ids.shape[1], longest)
     for block in context_ids.to(model.device).split(block_size or context_ids.shape[1], dim=1):
         model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if isinstance(cache, EvictingCache) and cache.every:
+        cache.compress()
 
 
 @torch.no_grad()
