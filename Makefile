@@ -44,9 +44,16 @@ kernels: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
 	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py
 
-# Every kernel in every configuration for four GPUs, without one: minutes.
-compile-all: .venv/installed
-	$(BIN)/python -m evictionary.optimized.kernels.compiling --every
+# Every kernel in every configuration for four GPUs, without one: minutes. The older Triton is common on machines with GPUs; it is
+# unpacked beside the installed one, and its kernels must keep the same rules. The figures go to the table of docs/kernels.md.
+OLDER_TRITON := 3.6.0
+COMPILE := $(BIN)/python -m evictionary.optimized.kernels.compiling --store docs/kernels.json
+compile-all: .venv/installed build/triton-$(OLDER_TRITON)
+	$(COMPILE) --every
+	PYTHONPATH=build/triton-$(OLDER_TRITON) $(COMPILE) --target sm_90
+
+build/triton-$(OLDER_TRITON): | .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$(OLDER_TRITON)
 
 # The laws measured: every planted mistake against every law, every correct variant over 200 seeds. It takes long.
 measure: .venv/installed

@@ -230,6 +230,26 @@ def retrieved(page: str, stem: str) -> str:
     return _rendered("retrieved", page, tokens=first["tokens_before"], prompts=first["of"], date=result["date"], rows=columns)
 
 
+def compiled(page: str) -> str:
+    """A table for each kernel file: what Triton makes of its kernels, as `make compile-all` measured it."""
+    stored = json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8"))
+    columns = ("registers", "programs", "instructions", "loop")
+    lines = []
+    for stem, kernels in itertools.groupby(stored, key=lambda kernel: kernel.partition(".")[0]):
+        lines += ["", f"## {stem}", "", f"| kernel | Triton, target | {' | '.join(columns)} |", "|---|---|---|---|---|---|"]
+        for kernel in kernels:
+            places = {place: figures for place, figures in stored[kernel].items() if not place.startswith("before ")}
+            for place, figures in sorted(places.items(), key=lambda one: (one[0].split()[1] != "sm_90", one[0])):
+                before = stored[kernel].get(f"before {place}", {})
+                cells = [_change(before.get(column), figures.get(column, "")) for column in columns]
+                lines.append(f"| `{kernel.partition('.')[2]}` | {place} | {' | '.join(cells)} |")
+    return "\n".join(lines[1:])
+
+
+def _change(before: int | None, now: int | str) -> str:
+    return str(now) if before in (None, now) else f"{before} → {now}"
+
+
 def formulas(page: str, identifiers: str) -> str:
     """The typeset equations of some requirements, each with the link to its card."""
     text = []
@@ -319,6 +339,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "retrieved": retrieved,
     "signature": signature,
     "code": code,
+    "compiled": compiled,
     "readme": readme,
 }
 

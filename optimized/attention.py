@@ -8,7 +8,7 @@ import torch
 
 from evictionary.reference.checks import group_size
 
-from .checks import require_same_kind, require_states, working_dtype
+from .checks import require_same_device, require_same_kind, require_states, working_dtype
 from .kernels.launching import kernels_for
 from .states import CompressedCache
 
@@ -34,6 +34,8 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
         wanted = f"[{cache.lengths.shape[0]}, H_q, M, {cache.keys.shape[-1]}]"
         raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {wanted}")
     require_same_kind("queries", queries, "cache.keys", cache.keys)
+    for name, field in zip(cache._fields, cache, strict=True):
+        require_same_device(f"cache.{name}", field, "queries", queries)
     group = group_size(num_query_heads, num_kv_heads)
     if kernels := kernels_for("attention", queries, cache.values):
         return kernels.attend(queries, cache)

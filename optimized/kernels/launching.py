@@ -2,16 +2,24 @@
 
 The kernels run on the device of the tensors: on a GPU, or on the CPU if TRITON_INTERPRET=1 is in the environment. Triton then runs
 them in its interpreter, slowly but with the same meaning, and the laws judge them through `optimized`. The variable has to be set
-before Triton is imported. Inputs that the kernels do not support take the torch path, on any device.
+before Triton is imported. Inputs that the kernels do not support take the torch path, on any device; on a GPU a warning says why.
+
+Triton launches on the current device, which need not be that of the tensors: a layer of a model may live on another GPU. So no
+entry gets a bare module of kernels, but one whose launchers make the device of the tensors the current one (`Launchers`).
 
 The entries of `optimized` import this file, also without Triton: it imports Triton and the kernels when they are needed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import os
+import warnings
+from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -20,13 +28,50 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernels_for(stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST_HEAD_DIM) -> ModuleType | None:
-    """Return the kernels of a stem if they take these tensors: their device, dtype and last axis, at most `longest`."""
+    """Return the kernels of a stem if they take these tensors: their device, dtype and last axis, at most `longest`.
+
+    Tensors on a GPU that no kernel takes give a warning, the first time for each reason.
+    """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for tensor in tensors:
-        runs = tensor.is_cuda or (interpreted and is_interpreted(tensor))
-        if not runs or tensor.dtype not in DTYPES or (longest is not None and tensor.shape[-1] > longest):
+        if not tensor.is_cuda and not (interpreted and is_interpreted(tensor)):
             return None
-    return importlib.import_module(f"{__package__}.{stem}")
+        refused = tensor.dtype not in DTYPES
+        if refused or (longest is not None and tensor.shape[-1] > longest):
+            if tensor.is_cuda:
+                got = str(tensor.dtype) if refused else f"{tensor.shape[-1]} channels"
+                wanted = ", ".join(map(str, DTYPES)) if refused else f"at most {longest}"
+                _warn_once(f"the {stem} kernels: got {got}, wanted {wanted}; the slower torch path takes their place")
+            return None
+    return Launchers(importlib.import_module(f"{__package__}.{stem}"), tensors[0].device)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)  # of whoever calls the entry
+
+
+class Launchers(ModuleType):
+    """A file of kernels whose functions run with one device as the current one."""
+
+    def __init__(self, kernels: ModuleType, device: torch.device) -> None:
+        super().__init__(kernels.__name__)
+        self._kernels, self._device = kernels, device
+
+    def __getattr__(self, name: str) -> Any:
+        launcher = getattr(self._kernels, name)
+
+        @functools.wraps(launcher)
+        def launch(*arguments: Any, **options: Any) -> Any:
+            with current(self._device):
+                return launcher(*arguments, **options)
+
+        return launch
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current device; the interpreter has none."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def is_interpreted(states: torch.Tensor) -> bool:

@@ -1,0 +1,324 @@
+"""What would fail or be slow on a GPU, found without one: the device of a launch, the sizes of grids, memory, arguments.
+
+The machine code is looked at in test_kernel_compile.py, the results of the kernels in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from evictionary.optimized.kernels import compiling, launching
+from evictionary.optimized.states import CompressedCache, zero_moments
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for stem in compiling.stems()}
+
+
+def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The public functions of a module, also those it imports from a module beside it."""
+    folder = module.__name__.rpartition(".")[0]
+    found = {name: value for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")}
+    return {name: value for name, value in found.items() if value.__module__.startswith(folder)}
+
+
+# The device of a launch -----------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> Any:
+    """What `kernels_for` asks a tensor on the second GPU of a machine."""
+    return SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"), dtype=dtype, shape=(1, 8, 4096, head_dim))
+
+
+@pytest.mark.parametrize("stem", KERNELS)
+def test_a_launcher_runs_with_the_device_of_the_tensors_as_the_current_one(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [torch.device("cuda:0")]
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        current.append(wanted)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launchers = functions(KERNELS[stem])
+    for name in launchers:
+        monkeypatch.setattr(KERNELS[stem], name, lambda *given, **named: (current[-1], given, named))
+    kernels = launching.kernels_for(stem, on_gpu())
+    assert launchers
+    for name in launchers:
+        assert getattr(kernels, name)(1, two=2) == (torch.device("cuda:1"), (1,), {"two": 2})
+        assert current == [torch.device("cuda:0")]
+
+
+def test_nobody_gets_kernels_but_from_kernels_for() -> None:
+    for folder in ("optimized", "evictionary"):
+        for path in (ROOT / folder).rglob("*.py"):
+            imported = set(re.findall(r"kernels\.(\w+) import|kernels import (\w+)", path.read_text(encoding="utf-8")))
+            assert {name for pair in imported for name in pair if name} <= {"launching"}, path
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [(on_gpu(torch.float64), "got torch.float64, wanted torch.float32, torch.float16"), (on_gpu(head_dim=320), "got 320 channels")],
+    ids=["float64", "320 channels"],
+)
+def test_what_no_kernel_takes_is_said_once(tensor: Any, told: str) -> None:
+    launching._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert launching.kernels_for("keydiff", on_gpu(), tensor) is None
+        assert launching.kernels_for("keydiff", tensor) is None
+        assert launching.kernels_for("keydiff", torch.ones(2, 320, dtype=torch.float64)) is None  # nobody expects kernels on a CPU
+    assert [told in str(one.message) for one in said] == [True]
+
+
+HEADS, LENGTH, CHANNELS = (1, 2), 8, 4
+STATES = torch.ones(*HEADS, LENGTH, CHANNELS)
+QUERIES = torch.ones(1, 4, LENGTH, CHANNELS)
+MASK = torch.ones(*HEADS, LENGTH, dtype=torch.bool)
+# An argument of each name that an entry of `optimized` has.
+ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("keys", "values", "next_keys", "next_values", "new_keys", "evicted_keys"), STATES),
+    **dict.fromkeys(("queries", "sampled_queries", "states"), QUERIES),
+    **dict.fromkeys(("kept", "evicted", "protected"), MASK),
+    **dict.fromkeys(("new_key", "new_value", "anchor"), STATES[:, :, 0]),
+    **dict.fromkeys(("scores", "attention", "weights"), STATES[..., 0]),
+    "query": QUERIES[:, :, 0],
+    "query_mean": QUERIES[:, :, 0],
+    "query_covariance": torch.ones(1, 4, CHANNELS, CHANNELS),
+    "budgets": torch.ones(HEADS, dtype=torch.int64),
+    "moments": zero_moments(STATES, STATES),
+    "cache": CompressedCache(STATES[0].flatten(0, 1), STATES[0].flatten(0, 1), torch.arange(16), torch.full(HEADS, LENGTH)),
+    "positions": torch.arange(LENGTH),
+    "momentkv.step positions": torch.arange(LENGTH).repeat(*HEADS, 1),
+    "momentkv.step position": torch.full(HEADS, LENGTH),
+    **{"budget": LENGTH, "keep_ratio": 0.5, "sink_size": 1, "lag_size": 2, "position": LENGTH, "p": 0.9},
+}
+
+
+def entries() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Each function of `optimized` that promises errors, with arguments that are right for it."""
+    for path in sorted((ROOT / "optimized").glob("*.py")):
+        module = importlib.import_module(f"evictionary.optimized.{path.stem}")
+        for name, function in functions(module).items():
+            if function.__module__ == module.__name__ and re.search("[Rr]aises|errors", function.__doc__ or ""):
+                entry = f"{path.stem}.{name}"
+                named = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+                named += [one for one in inspect.signature(function).parameters if one == "protected"]
+                yield entry, function, {one: ARGUMENTS.get(f"{entry} {one}", ARGUMENTS.get(one)) for one in named}
+
+
+ENTRIES = {name: (function, arguments) for name, function, arguments in entries() if not name.startswith(("checks.", "states."))}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_tensors_on_two_devices_are_refused_by_name(name: str) -> None:
+    function, arguments = ENTRIES[name]
+    tensors = {one: value for one, value in arguments.items() if isinstance(value, torch.Tensor | tuple)}
+    parts = [(one, field) for one, value in tensors.items() for field in (value._fields if isinstance(value, tuple) else [None])]
+    for one, field in parts if len(parts) > 1 else ():
+        given = arguments[one]
+        moved = given._replace(**{field: getattr(given, field).to("meta")}) if field else given.to("meta")
+        with pytest.raises(ValueError, match=r"device|on meta") as error:
+            function(**{**arguments, one: moved})
+        assert str(error.value).partition(":")[0].partition(".")[0] in tensors, error.value
+
+
+# The largest documented sizes ---------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+TOKENS, BATCH, KV_HEADS, HEAD_DIM = 131_072, 32, 8, 128
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def states(batch: int = BATCH, heads: int = KV_HEADS, tokens: int = TOKENS) -> torch.Tensor:
+    return meta(batch, heads, tokens, HEAD_DIM)
+
+
+def mask(batch: int = BATCH) -> torch.Tensor:
+    return meta(batch, KV_HEADS, TOKENS, dtype=torch.bool)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.float32)
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.int64)
+
+
+def attended(batch: int, queries: int, tokens: int = TOKENS) -> tuple[Any, ...]:
+    """Queries, and a cache of `tokens` kept tokens in each head."""
+    storage = states(1, 1, batch * KV_HEADS * tokens)[0, 0]
+    return states(batch, 32, queries), CompressedCache(storage, storage, whole(storage.shape[0]), whole(batch, KV_HEADS))
+
+
+def moments(batch: int = BATCH) -> Any:
+    return zero_moments(states(batch), states(batch))
+
+
+def stepped(batch: int, tokens: int) -> tuple[Any, ...]:
+    cache, new = states(batch, tokens=tokens), states(batch)[:, :, 0]
+    return query(batch), new, new, cache, cache, whole(batch, KV_HEADS, tokens), moments(batch), whole(batch, KV_HEADS)
+
+
+def query(batch: int = BATCH) -> torch.Tensor:
+    return states(batch, 32)[:, :, 0]
+
+
+LAG = {"sink_size": 16, "lag_size": 128, "kept_each": 32}
+OPTIONS = {"lagkv.select": LAG, "lagkv.compress": LAG}
+ANCHOR = numbers(BATCH, KV_HEADS, HEAD_DIM)
+# The arguments of each launcher, and the most GiB that it may take beside its result. The keys alone have 8 GiB at these sizes.
+LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
+    # 64 partial sums for each head, and 4 bytes for the norm of a key of 256.
+    "keydiff.score": (lambda: (states(),), 0.14),
+    "keydiff.anchor_sum": (lambda: (states(),), 0.01),
+    "keydiff.score_with_anchor": (lambda: (states(), ANCHOR), 0),
+    "keydiff.update_anchor": (lambda: (ANCHOR, states(), states()), 0),
+    "lagkv.score": (lambda: (states(tokens=4096),) * 4, 0),
+    "lagkv.select": (lambda: (states(), states(), mask()), 0),
+    "lagkv.compress": (lambda: (states(), states(), 16 + 1022 * 32 + 240), 0),
+    "selection.top_k, many rows": (lambda: (numbers(256, TOKENS), TOKENS // 2, mask().view(256, TOKENS)), 0),
+    # A histogram of 1 KiB for each of 256 chunks of a row; AdaKV has one row for all heads of a sequence.
+    "selection.top_k, long rows": (lambda: (numbers(BATCH, 8 * TOKENS), 4 * TOKENS), 0.01),
+    "cache.copy_kept": (lambda: (states(), states(), mask(), whole(BATCH * KV_HEADS * TOKENS), 2**24), 0),
+    # A float32 logit for each query head and token.
+    "expected_attention.score": (lambda: (states(), states(), numbers(BATCH, 32, 128), numbers(BATCH, 32, 128, 128), 0.02), 0.6),
+    # One partial sum of products for each of 1,024 query heads.
+    "expected_attention.query_statistics": (lambda: (states(heads=32),), 0.1),
+    "expected_attention.unrotated_statistics": (lambda: (states(heads=32), whole(TOKENS), 1e4), 0.1),
+    # A float32 logit of the last query for each query head and token. Those of the samples go in waves of 32 MiB.
+    "gvote.select": (lambda: (query(), states(), states(heads=32, tokens=8), 0.05), 0.6),
+    "gvote.nucleus": (lambda: (numbers(256, TOKENS), 0.05), 0.02),
+    "gvote.top_each": (lambda: (numbers(256, TOKENS), whole(256)), 0.02),
+    # About a thousand partial outputs for each query row, or none where the rows fill a GPU.
+    "attention.attend, decoding": (lambda: attended(BATCH, 1), 0.1),
+    "attention.attend, a block of a prompt": (lambda: attended(1, 512, 32_768), 0.1),
+    "attention.attend, a long block of a prompt": (lambda: attended(1, 32_768), 0.1),
+    # 20 bytes for each token and KV head: the logits of four query heads, and the norm of the residual.
+    "momentkv.step": (lambda: stepped(128, 1024), 0.05),
+    "momentkv.score": (lambda: (query(), states(), states(), moments()), 0.65),
+    "momentkv.attend": (lambda: (query(), states(), states(), mask(), moments()), 0.05),
+    # Partial moments, of few splits.
+    "momentkv_prompt.update": (lambda: (moments(), states(), states(), mask()), 0.1),
+    # And the row of each token: 8 bytes.
+    "momentkv_prompt.compress_prompt": (lambda: (states(), states(), mask(), moments(), 2**24), 0.4),
+}
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made and still in use, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage()._cdata for one in tensors_of([*args, *(kwargs or {}).values()])}
+        result = func(*args, **(kwargs or {}))
+        for one in tensors_of(result):
+            storage = one.untyped_storage()
+            if storage._cdata not in given | self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        return result
+
+    def freed(self, address: int, size: int) -> None:
+        self.known.remove(address)
+        self.now -= size
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, tuple | list):
+        return [one for part in result for one in tensors_of(part)]
+    return [result] if isinstance(result, torch.Tensor) else []
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """The kernels that are launched and their grids; nothing is compiled."""
+    grids: list[tuple[str, tuple[int, ...]]] = []
+
+    def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        grids.append((kernel.__name__, grid))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda")))
+    return grids
+
+
+def walk(name: str) -> tuple[float, Any]:
+    """Call a launcher at its largest size; return the GiB that it took beside its result."""
+    inputs, (stem, _, function) = LARGEST[name][0](), name.partition(",")[0].partition(".")
+    with Allocated() as allocated:
+        result = getattr(KERNELS[stem], function)(*inputs, **OPTIONS.get(name, {}))
+        kept = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors_of(result)}
+        return (allocated.peak - sum(size for address, size in kept.items() if address in allocated.known)) / GIB, result
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_grids_and_memory_at_the_largest_documented_sizes(name: str, launched: list[tuple[str, tuple[int, ...]]]) -> None:
+    taken, _ = walk(name)
+    assert launched
+    for kernel, grid in launched:
+        for size, limit in zip(grid, (2**31 - 1, 65_535, 65_535), strict=False):
+            assert 0 < size <= limit, f"{kernel}: grid {grid}"
+    assert taken <= LARGEST[name][1], f"{taken:.3f} GiB"
+
+
+def test_the_memory_of_a_launcher_is_counted() -> None:
+    with Allocated() as allocated:
+        first = meta(2**20)
+        view = first[:7]
+        del first
+        second = view.new_zeros(2**18, dtype=torch.uint8)
+    assert allocated.now == allocated.peak == 2**21 + 2**18
+    del view
+    assert allocated.now == second.numel()
+
+
+def test_every_kernel_is_walked(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Also those for short rows, which the largest sizes do not need."""
+    for name in LARGEST:
+        walk(name)
+    rows = numbers(256, 4096)
+    KERNELS["gvote"].nucleus(rows, 0.05)
+    written = {
+        function.__name__
+        for module in KERNELS.values()
+        for function in vars(module).values()
+        if "Grid" in (getattr(getattr(function, "fn", None), "__doc__", None) or "")
+    }
+    assert {kernel for kernel, _ in launched} == written
+
+
+def test_no_kernel_function_has_more_than_25_arguments() -> None:
+    counted = {}
+    for path in sorted((ROOT / "optimized").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
+                counted[f"{path.stem}.{node.name}"] = len(node.args.args)
+    assert counted and not {name: count for name, count in counted.items() if count > 25}
