@@ -5,18 +5,18 @@ It equals, in torch:
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     score = -torch.cosine_similarity(unit.mean(dim=-2, keepdim=True), keys.float(), dim=-1)
 
-The anchor needs every key before the first score, so the keys are read twice, and nothing else of their size is read
-or written. First launch, `sum_unit_keys`: one program sums the unit keys of one split of one head. It adds tile to tile in
-registers, each element to its own accumulator, and folds the tile along the tokens once, at the end. Second launch, `score_keys`:
-one program adds up the partial sums of its head, in the order of the splits, and scores one split. It computes the norms of its
-keys again: the tile is in registers anyway.
+The anchor needs every key before the first score, so the keys are read twice. First launch, `sum_unit_keys`: one program sums the
+unit keys of one split of one head, each element of a tile to its own accumulator, and folds the tile along the tokens once, at the
+end. It stores 1 / |k| of every key. Second launch, `score_keys`: one program adds up the partial sums of its head, in the order of
+the splits, and scores one split. Its programs start with the last split of the last head: what the first launch read last is still
+in the L2 cache.
 
 With a kept anchor one pass is enough. From one block of the prompt to the next, the sum of the unit keys gains those of the block
 and loses those of the evicted keys (KD-6); `update_sums` does that, one program for each head, and `score_keys` alone scores.
 
-The tile holds 8,192 elements for 8 warps, 32 to a thread: that leaves registers for several programs on a multiprocessor, whose
-loads overlap. There are at most 64 splits, by the number of tokens only: from 8 heads on they fill a GPU, the partial sums that a
-program reads stay below an eighth of its keys, and the scores of a sequence are the same bits in every batch.
+The walks over tiles load the next two tiles while they compute (`STAGES`). There are at most 64 splits, by the number of tokens
+only: from 8 heads on they fill a GPU, the partial sums that a program reads stay below an eighth of its keys, and the scores of a
+sequence are the same bits in every batch.
 
 Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is exact, so that the
 squares of keys around 1e-30 or 1e30 neither vanish nor overflow. float16 has no such numbers and skips this step.
@@ -37,21 +37,23 @@ from .tiles import at_head, load_tile
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 256
 ELEMENTS_OF_A_TILE = 8192
+STAGES = tl.constexpr(3)
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `score_i = -cos(mu, k_i)`, as `optimized.keydiff.score`."""
-    return _score(keys, _partial_sums(keys))
+    inverses = floats(keys, *keys.shape[:-1])
+    return _score(keys, _partial_sums(keys, inverses), inverses)
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `T mu = sum_i k_i / |k_i|`, as `optimized.keydiff.anchor_sum`."""
-    return _partial_sums(keys).sum(dim=1).reshape(*keys.shape[:-2], keys.shape[-1])
+    return _partial_sums(keys, None).sum(dim=1).reshape(*keys.shape[:-2], keys.shape[-1])
 
 
 def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     r"""KD-8 with a given anchor, as `optimized.keydiff.score_with_anchor`: the keys are read once."""
-    return _score(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous())
+    return _score(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous(), None)
 
 
 def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None) -> torch.Tensor:
@@ -79,31 +81,35 @@ def _splits(length: int, block_t: int) -> tuple[int, int]:
     return split, triton.cdiv(length, split)
 
 
-def _partial_sums(keys: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the unit keys of every split, [B * H_kv, splits, D] float32."""
+def _partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of the unit keys of every split, [B * H_kv, splits, D] float32; write 1 / |k| to `inverses` [.., T]."""
     heads, tile = as_heads(keys), _tile(keys)
     batch, num_heads, length, head_dim = heads.shape
     split, splits = _splits(length, tile["BLOCK_T"])
     sums = floats(keys, batch * num_heads, splits, head_dim)
-    sum_unit_keys[(batch * num_heads * splits,)](heads, sums, *heads.stride(), num_heads, length, head_dim, split, splits, **tile)
+    sum_unit_keys[(batch * num_heads * splits,)](
+        heads, sums, sums if inverses is None else inverses, *heads.stride(), num_heads, length, head_dim, split, splits,
+        STORED=inverses is not None, **tile,
+    )  # fmt: skip
     return sums
 
 
-def _score(keys: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Score the keys against the sum of `sums` [B * H_kv, parts, D] over its parts."""
+def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
+    """Score the keys, of which `inverses` may have 1 / |k|, against the sum of `sums` [B * H_kv, parts, D] over its parts."""
     heads, tile = as_heads(keys), _tile(keys)
     batch, num_heads, length, head_dim = heads.shape
     split, splits = _splits(length, tile["BLOCK_T"])
     scores = floats(keys, *keys.shape[:-1])
     score_keys[(batch * num_heads * splits,)](
-        heads, sums, scores, *heads.stride(), num_heads, length, head_dim, split, splits, sums.shape[1], **tile
-    )
+        heads, sums, sums if inverses is None else inverses, scores, *heads.stride(),
+        num_heads, length, head_dim, split, splits, sums.shape[1], STORED=inverses is not None, **tile,
+    )  # fmt: skip
     return scores
 
 
 @triton.jit
 def load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr):
-    """Load the keys of positions first .. end-1, rescaled, with their inverse norms: [BLOCK_T, BLOCK_D] and [BLOCK_T]."""
+    """Load the keys of positions first .. end-1, rescaled: [BLOCK_T, BLOCK_D]."""
     positions = first + tl.arange(0, BLOCK_T)
     keys = load_tile(base, positions, tl.arange(0, BLOCK_D), positions < end, stride_t, stride_d, head_dim)
     if RESCALE:
@@ -112,35 +118,49 @@ def load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T: tl.conste
         exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
         scale = tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23
         keys = keys * scale.to(tl.float32, bitcast=True)[:, None]
+    return keys
+
+
+@triton.jit
+def inverse_norms(keys):
+    """Return 1 / |k| of the rescaled keys: [BLOCK_T]."""
     squares = tl.sum(keys * keys, axis=1)
-    # A zero key has no direction: its cosine is 0. Correctly rounded root and quotient, since a tie may decide about a token.
-    inverse = tl.where(squares == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(squares == 0, 1.0, squares))))
-    return keys, inverse
+    # A zero key has no direction: its cosine is 0.
+    near = tl.rsqrt(tl.where(squares == 0, 1.0, squares))
+    # The hardware's root has 22 bits; a step of Newton's method gives the rest, and costs less than a rounded root and quotient.
+    return tl.where(squares == 0, 0.0, near * (1.5 - 0.5 * squares * near * near))
 
 
 @triton.jit
 def sum_units(
-    base, start, end, stride_t, stride_d, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr
+    base, inverses, start, end, stride_t, stride_d, head_dim,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of k / |k| over the keys of positions start .. end-1: [BLOCK_D]."""
+    """The sum of k / |k| over the keys of positions start .. end-1, [BLOCK_D]; STORED: 1 / |k| goes to `inverses`."""
     total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
-    for first in range(start, end, BLOCK_T):
-        keys, inverse = load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+    for first in tl.range(start, end, BLOCK_T, num_stages=STAGES):
+        keys = load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+        inverse = inverse_norms(keys)
+        if STORED:
+            positions = first + tl.arange(0, BLOCK_T)
+            tl.store(inverses + positions, inverse, mask=positions < end)
         total += keys * inverse[:, None]
     return tl.sum(total, axis=0)
 
 
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_unit_keys(
-    keys_ptr, sums_ptr, stride_b, stride_h, stride_t, stride_d, num_heads, length, head_dim, split, splits,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr,
+    keys_ptr, sums_ptr, inverses_ptr, stride_b, stride_h, stride_t, stride_d, num_heads, length, head_dim, split, splits,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """sums[head, split] = the sum of k / |k| over the keys of one split. Grid: heads * splits, the splits of a head together."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, program % splits
     base = at_head(keys_ptr, head, num_heads, stride_b, stride_h)
     end = tl.minimum((part + 1) * split, length)
-    total = sum_units(base, part * split, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+    total = sum_units(
+        base, inverses_ptr + head * length, part * split, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, STORED
+    )
     channels = tl.arange(0, BLOCK_D)
     tl.store(sums_ptr + program * head_dim + channels, total, mask=channels < head_dim)
 
@@ -156,9 +176,11 @@ def update_sums(
     """updated[head] = sums[head] + the sum of k / |k| over the keys added - that over the keys removed. Grid: heads."""
     head = tl.program_id(0).to(tl.int64)
     base = at_head(added_ptr, head, num_heads, added_stride_b, added_stride_h)
-    added = sum_units(base, 0, added_length, added_stride_t, added_stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+    added = sum_units(base, base, 0, added_length, added_stride_t, added_stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
     base = at_head(removed_ptr, head, num_heads, removed_stride_b, removed_stride_h)
-    removed = sum_units(base, 0, removed_length, removed_stride_t, removed_stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+    removed = sum_units(
+        base, base, 0, removed_length, removed_stride_t, removed_stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, False
+    )
     channels = tl.arange(0, BLOCK_D)
     sums = tl.load(sums_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
     tl.store(updated_ptr + head * head_dim + channels, sums + (added - removed), mask=channels < head_dim)
@@ -166,11 +188,15 @@ def update_sums(
 
 @triton.jit(do_not_specialize=["length", "split", "splits", "parts"])
 def score_keys(
-    keys_ptr, sums_ptr, scores_ptr, stride_b, stride_h, stride_t, stride_d, num_heads, length, head_dim, split, splits, parts,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr,
+    keys_ptr, sums_ptr, inverses_ptr, scores_ptr, stride_b, stride_h, stride_t, stride_d,
+    num_heads, length, head_dim, split, splits, parts,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]. Grid as in `sum_unit_keys`."""
-    program = tl.program_id(0).to(tl.int64)
+    """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]; STORED: `inverses` has 1 / |k|.
+
+    Grid as in `sum_unit_keys`, in the opposite order.
+    """
+    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head, part = program // splits, program % splits
     base = at_head(keys_ptr, head, num_heads, stride_b, stride_h)
     channels = tl.arange(0, BLOCK_D)
@@ -184,9 +210,13 @@ def score_keys(
     # The comparison with 0, not with more than 0, lets NaN through.
     anchor = tl.where(squares == 0, 0.0, tl.div_rn(anchor, tl.sqrt_rn(tl.where(squares == 0, 1.0, squares))))
     end = tl.minimum((part + 1) * split, length)
-    for first in range(part * split, end, BLOCK_T):
-        keys, inverse = load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+    for first in tl.range(part * split, end, BLOCK_T, num_stages=STAGES):
+        keys = load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
         positions = first + tl.arange(0, BLOCK_T)
+        if STORED:
+            inverse = tl.load(inverses_ptr + head * length + positions, mask=positions < end, other=0.0)
+        else:
+            inverse = inverse_norms(keys)
         scores = -(tl.sum(keys * anchor[None, :], axis=1) * inverse)
         tl.store(scores_ptr + head * length + positions, scores, mask=positions < end)
 
@@ -196,6 +226,9 @@ def _launch(dtype: torch.dtype, head_dim: int) -> None:
     anchor = torch.empty((2, 8, head_dim), dtype=torch.float32, device="meta")
     update_anchor(anchor, keys[:, :, :128], keys[:, :, 128:256])
     score(keys)
+    score_with_anchor(keys, anchor)
 
 
-CONFIGURATIONS = configurations(_launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS))
+CONFIGURATIONS = configurations(
+    _launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS), resident={"sum_unit_keys": 2, "score_keys": 3}
+)
