@@ -70,17 +70,20 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     )
 
 
-def compress_prompt(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> tuple[CompressedCache, Moments]:
+def compress_prompt(
+    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments | None = None
+) -> tuple[CompressedCache, Moments]:
     r"""CACHE-1 and MK-25 at once: `cache.compress(keys, values, kept)`, and the moments of the tokens that are not kept.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean. Returns the cache in the dtype of
-    its inputs and the Moments, float32 (float64 for float64). The kernels read K and V once for both, and wait for the GPU once, to
-    learn how many tokens are kept. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean; moments of the tokens evicted
+    before, None for none. Returns the cache in the dtype of its inputs and the Moments, float32 or the dtype of the moments where
+    that is wider (float64 for float64). The kernels read K and V once for both, and wait for the GPU once, to learn how many tokens
+    are kept. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     require_tokens(keys, values, "B H_kv T")
     require_mask("kept", kept, "keys", keys, tuple(keys.shape[:3]))
-    before = zero_moments(keys, values)
-    if kernels := kernels_for("momentkv", keys, values):
+    before = zero_moments(keys, values) if moments is None else _wide(moments, keys, values)
+    if kernels := _kernels(keys, values, before):
         return kernels.compress_prompt(keys, values, kept, before)
     return compress(keys, values, kept), update(before, keys, values, ~kept)
 

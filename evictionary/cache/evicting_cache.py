@@ -139,7 +139,11 @@ class EvictingCache(Cache):
                 f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them; "
                 "does the model change the keys after they are cached, or was the attention implementation changed in between?"
             )
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._replaces_a_token(layer_idx, key_states):
+            layer.waiting = keys, values = key_states, value_states
+            layer.seen += 1
+        else:
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(layer, EvictingLayer):
             if layer.seen == key_states.shape[-2]:
                 layer.padding = None if self._padding is None else self._padding.to(keys.device)
@@ -161,9 +165,9 @@ class EvictingCache(Cache):
                     f"attention_mask: got a row with only padding in the first {length} tokens, wanted a larger block: the first "
                     "block must hold a token of each row of the batch"
                 )
-            self._padding = padding
+            self._padding = None if padding is None else padding.cpu()
             self._counts_padding = padding is not None and position_ids is None
-        elif padding is not None and (self._padding is None or not torch.equal(padding.cpu(), self._padding.cpu())):
+        elif padding is not None and (self._padding is None or not torch.equal(padding.cpu(), self._padding)):
             raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
 
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
@@ -187,25 +191,44 @@ class EvictingCache(Cache):
         scaled = queries if abs(factor - 1) < 1e-6 else queries * factor
         is_prompt = layer.seen == queries.shape[2]
         try:
-            self._observe(layer_index, scaled, is_prompt)
-            due = layer.evicted_at == 0 or (self.every > 0 and layer.seen - layer.evicted_at >= self.every)
-            evicts_first = self.method is not None and "evicts_first" in self.method.traits
-            if due and evicts_first and not is_prompt and queries.shape[2] == 1:
-                self._compress(layer_index)
-                due = False
-            if is_prompt:
-                output = attention(mask)
-            elif layer.is_plain:
-                output = attention(_mask(layer, queries))
+            if layer.waiting is not None:
+                output = self._replace_a_token(layer_index, scaled[:, :, 0])[:, None], None
             else:
-                output = partial_attention.attend(scaled, layer).transpose(1, 2).contiguous(), None
-            if due:
-                self._compress(layer_index)
-        except Exception:
-            self.close()  # the tokens just read are lost; the model gets its own attention back
+                output = self._attend_and_compress(layer_index, queries, scaled, mask, attention)
+        except Exception as error:
+            if is_prompt and _is_out_of_memory(error):
+                self.reset()  # as it was before this prompt
+            else:
+                self.close()  # the tokens just read are lost; the model gets its own attention back
             raise
         self._captured.pop(layer_index, None)
         self._close_if_settled()
+        return output
+
+    def _attend_and_compress(
+        self,
+        layer_index: int,
+        queries: torch.Tensor,
+        scaled: torch.Tensor,
+        mask: torch.Tensor | None,
+        attention: Attention,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layer = self.layers[layer_index]
+        is_prompt = layer.seen == queries.shape[2]
+        self._observe(layer_index, scaled, is_prompt)
+        due = layer.evicted_at == 0 or self._is_due(layer)
+        evicts_first = self.method is not None and "evicts_first" in self.method.traits
+        if due and evicts_first and not is_prompt and queries.shape[2] == 1:
+            self._compress_if_memory_allows(layer_index)
+            due = False
+        if is_prompt:
+            output = attention(mask)
+        elif layer.is_plain:
+            output = attention(_mask(layer, queries))
+        else:
+            output = partial_attention.attend(scaled, layer).transpose(1, 2).contiguous(), None
+        if due:
+            self._compress_if_memory_allows(layer_index)
         return output
 
     # compression
@@ -223,16 +246,47 @@ class EvictingCache(Cache):
                 stacklevel=2,
             )
 
+    def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
+        return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
+
+    def _amounts(self, layer_index: int, seen: int) -> list[int]:
+        """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
+        assert self.method is not None
+        request = Request(self.compression_ratio, self.budget, layer_index=layer_index, num_layers=len(self.layers))
+        paddings = [0] if self._padding is None else self._padding.tolist()
+        return [self.method._amount(seen - padding, request) for padding in paddings]
+
+    def _replaces_a_token(self, layer_index: int, key_states: torch.Tensor) -> bool:
+        """Whether the one token that comes takes the slot of another, in a layer that MomentKV has filled to its budget."""
+        layer = self.layers[layer_index]
+        is_momentkv = self.method is not None and self.method.function is momentkv.score and self.method.head_budgets is None
+        if not is_momentkv or not isinstance(layer, EvictingLayer) or not self._finalizer.alive:
+            return False
+        is_one_token = key_states.shape[2] == 1 and not key_states.requires_grad
+        if not is_one_token or layer.moments is None or not layer.is_full or not self._is_due(layer, coming=1):
+            return False
+        return set(self._amounts(layer_index, layer.seen + 1)) == {layer.stored}
+
+    def _replace_a_token(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
+        """MK-A1: the attention of the waiting token, [B, H_q, D_v], which takes the slot of the evicted token."""
+        layer = self.layers[layer_index]
+        new_key, new_value = layer.waiting
+        layer.waiting = None
+        if new_key.device.type == "cpu":
+            _require_finite(layer_index, new_key, new_value)
+        slots = layer.slots_to_replace()
+        output = momentkv.step(query, new_key[:, :, 0], new_value[:, :, 0], *slots, layer.moments, layer.seen - 1)
+        layer.evicted_at = layer.seen
+        return output
+
     def _observe(self, layer_index: int, queries: torch.Tensor, is_prompt: bool) -> None:
         """Keep the queries and hidden states that the method reads: those of the prompt, later the recent ones."""
         layer = self.layers[layer_index]
         captured = self._captured.setdefault(layer_index, {})
         if "queries" in self._names:
             captured["queries"] = queries
-        if not self.every:
-            return
         for name, kept_as, axis in (("queries", "recent", 2), ("hidden_states", "recent_hidden", 1)):
-            if name not in self._names:
+            if name not in self._remembered:
                 continue
             before, new = getattr(layer, kept_as), captured[name].detach()
             recent = new if before is None else torch.cat([before, new], dim=axis)
@@ -241,7 +295,20 @@ class EvictingCache(Cache):
             if not is_prompt:
                 captured[name] = recent
 
+    def _compress_if_memory_allows(self, layer_index: int) -> None:
+        """Compress a layer, or leave it whole until it is due again where the memory of a GPU is too small to compress it."""
+        layer = self.layers[layer_index]
+        try:
+            self._compress(layer_index)
+        except Exception as error:
+            if layer.evicted_at == 0 or not _is_out_of_memory(error):
+                raise
+            warnings.warn(
+                f"layer {layer_index}: out of memory, so {layer.longest} tokens stay until the next compression", stacklevel=2
+            )
+
     def _compress(self, layer_index: int) -> None:
+        """Compress a layer, or raise and change nothing."""
         layer = self.layers[layer_index]
         captured = self._captured.get(layer_index, {})
         if self.record and layer.evicted_at == 0:
@@ -250,16 +317,22 @@ class EvictingCache(Cache):
             layer.evicted_at = layer.seen
             return
         keys, values, positions, filled = layer.contents()
-        _require_finite(layer_index, keys, values)
-        is_full = bool(filled.all())
-        if "recursive" in self.method.traits and self.every and layer.static is None:
-            layer.static = [self.options.get("sink_size", self.method.options["sink_size"])] * keys.shape[0]
+        if keys.device.type == "cpu":  # a GPU would have to be waited for; there NaN is found in the scores
+            _require_finite(layer_index, keys, values)
+        moments, static = layer.moments, layer.static
+        if self.method.corrected and moments is None:
+            moments = momentkv.no_moments(keys, values)
+        if "recursive" in self.method.traits and self.every and static is None:
+            static = [self._option("sink_size")] * keys.shape[0]
+        if layer.is_full and self._keeps_all(layer_index, static):
+            layer.moments, layer.static, layer.evicted_at = moments, static, layer.seen
+            return
         states: dict[str, Any] = {"keys": keys, "values": values, **captured}
         padding = torch.zeros(keys.shape[0], dtype=torch.int32) if self._padding is None else self._padding
         if layer.seen > keys.shape[2]:
             states["positions"] = positions - padding.to(positions)[:, None, None]
-        if self.method.corrected:
-            states["moments"] = layer.moments if layer.moments is not None else momentkv.no_moments(keys, values)
+        if moments is not None:
+            states["moments"] = moments
         request = Request(
             compression_ratio=self.compression_ratio,
             budget=self.budget,
@@ -267,25 +340,41 @@ class EvictingCache(Cache):
             layer_index=layer_index,
             num_layers=len(self.layers),
             seed=self.seed,
-            filled=None if is_full else filled,
+            filled=None if layer.is_full else filled,
             seen=[layer.seen - count for count in padding.tolist()],
             is_prompt=layer.evicted_at == 0,
-            static=layer.static,
+            static=static,
             supply=self._supply(layer_index),
         )
         kept = self.method.kept(states, request)
-        if layer.static is not None:
-            lengths = filled[:, 0].sum(dim=-1).tolist()
-            layer.static = [
-                self.method.static_after(length, static, self.compression_ratio, self.options)
-                for length, static in zip(lengths, layer.static, strict=True)
+        if static is not None:
+            lengths = [keys.shape[2]] * keys.shape[0] if layer.is_full else filled[:, 0].sum(dim=-1).tolist()
+            static = [
+                self.method.static_after(length, before, self.compression_ratio, self.options)
+                for length, before in zip(lengths, static, strict=True)
             ]
-        evicted = filled & ~kept
-        if self.method.corrected:
-            layer.moments = momentkv.update(states["moments"], keys, values, evicted)
-        if evicted.any() or not is_full:
-            layer.evict(kept)
-        layer.evicted_at = layer.seen
+        compressed = None
+        if moments is not None and layer.is_full:
+            compressed, moments = momentkv.compress_prompt(keys, values, kept, moments)
+        elif moments is not None:
+            moments = momentkv.update(moments, keys, values, filled & ~kept)
+        if compressed is not None or not layer.is_full or not kept.all():
+            layer.evict(kept, compressed)
+        layer.moments, layer.static, layer.evicted_at = moments, static, layer.seen
+
+    def _option(self, name: str) -> Any:
+        assert self.method is not None
+        return self.options.get(name, self.method.options[name])
+
+    def _keeps_all(self, layer_index: int, static: list[int] | None) -> bool:
+        """Whether the numbers of tokens alone say that nothing of a full layer is evicted."""
+        layer = self.layers[layer_index]
+        assert self.method is not None
+        if static is not None:  # a partition is compressed once the next one is complete
+            return layer.stored < min(static) + 2 * self._option("lag_size")
+        if "keep_ratio" in self.options or self.method.head_budgets is not None:
+            return False
+        return min(self._amounts(layer_index, layer.seen)) >= layer.stored
 
     def _supply(self, layer_index: int) -> Supply:
         """Return the callback that computes the inputs only the model knows, from the captured states."""
@@ -352,6 +441,9 @@ class EvictingCache(Cache):
         self.peak_tokens = 0
         self._is_warned = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
+        # while decoding, `query` is the last one, and no history of it is needed
+        later = set(self.method.inputs) - {"query"} if self.method and self.every else set()
+        self._remembered = frozenset(CAPTURED_FOR[name] for name in later if name in CAPTURED_FOR)
         self._watch()
 
     def _watch(self) -> None:
@@ -553,6 +645,11 @@ def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
     return torch.zeros(visible.shape, dtype=queries.dtype, device=queries.device).masked_fill(
         ~visible, torch.finfo(queries.dtype).min
     )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that a GPU has too little memory, or comes from a method that met such an error."""
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
 def _require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -> None:

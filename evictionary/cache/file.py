@@ -95,7 +95,7 @@ def restore(
         for name, value in numbers.items():
             setattr(layer, name, value)
     if settings["padding"] is not None:
-        cache._padding = torch.tensor(settings["padding"], device=model.device)
+        cache._padding = torch.tensor(settings["padding"])
     cache._counts_padding = settings["counts_padding"]
 
 

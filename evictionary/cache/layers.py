@@ -1,4 +1,8 @@
-"""The storage of one layer: the same number of tokens in every head, or ragged heads, each with its own number."""
+"""The storage of one layer: the same number of tokens in every head, or ragged heads, each with its own number.
+
+While decoding on a GPU nothing here waits for it, and nothing copies the cache: a new token is written behind the stored ones, into
+room that grows by an eighth of the layer at a time, or into the slot of an evicted token (`EvictingLayer.slots`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from transformers.cache_utils import DynamicLayer
 from evictionary.optimized.cache import CompressedCache, compress
 from evictionary.optimized.momentkv import Moments
 
+GROWTH = 8
+"""Storage that is too small grows by this part of its tokens; so each token costs a copy of eight, however long the layer is."""
 RECENT = 128
 """The last queries or hidden states that a layer remembers for a method that compresses while decoding (EA)."""
 
@@ -21,10 +27,17 @@ class EvictingLayer(DynamicLayer):
     differ, `ragged` holds the kept tokens (flat, without a byte of padding), and `keys` and `values` hold the tokens since then.
     `padding` [B] counts the tokens that each row is padded with on the left, or is None; `moments` are those of the evicted tokens,
     `recent` [B, H_q, n, D] the last queries, `recent_hidden` [B, n, hidden] the last hidden states and `static` the number of
-    tokens that LagKV never compresses again; each is set only for a method that needs it.
+    tokens that LagKV never compresses again; each is set only for a method that needs it. `waiting` is the token that has been
+    seen and is not stored yet: it will take the slot of an evicted token.
     """
 
     def __init__(self) -> None:
+        self._keys: torch.Tensor | None = None  # [B, H_kv, room, D], of which the first `stored` places are in use
+        self._values: torch.Tensor | None = None
+        self.stored = 0
+        self._kept_positions: torch.Tensor | None = None  # of the first places; those after them hold the last tokens seen
+        self._in_order = True  # whether the positions ascend
+        self.plan: Any = None  # what the kernel of `attention.attend` knows of `ragged` beforehand
         super().__init__()
         self.seen = 0
         self.evicted_at = 0
@@ -34,28 +47,87 @@ class EvictingLayer(DynamicLayer):
         self.recent: torch.Tensor | None = None
         self.recent_hidden: torch.Tensor | None = None
         self.static: list[int] | None = None
-        self._kept_positions: torch.Tensor | None = None
+        self.waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[B, H_kv, stored, D], in position order, without the ragged part."""
+        self._restore_order()
+        return None if self._keys is None else self._keys[:, :, : self.stored]
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self._keys = keys
+        self.stored = 0 if keys is None else keys.shape[2]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """[B, H_kv, stored, D_v], in position order, without the ragged part."""
+        self._restore_order()
+        return None if self._values is None else self._values[:, :, : self.stored]
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self._values = values
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take the batch, the heads, the channels, the dtype and the device of the states, without their tokens."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (states[:, :, :0].clone() for states in (key_states, value_states))
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, H_kv, M, D] at the positions seen .. seen + M - 1. Returns `keys` and `values`, without the ragged part."""
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        """Append [B, H_kv, M, D] at the positions seen .. seen + M - 1. Returns the keys and values as `slots`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.append(key_states, value_states)
         self.seen += key_states.shape[-2]
-        return keys, values
+        return self.slots()
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Store [B, H_kv, M, D], the last M tokens that are seen."""
+        assert self._keys is not None and self._values is not None
+        end = self.stored + key_states.shape[2]
+        keys, values = (_with_room(states, self.stored, end) for states in (self._keys, self._values))
+        keys[:, :, self.stored : end] = key_states
+        values[:, :, self.stored : end] = value_states
+        self._keys, self._values, self.stored = keys, values, end
+
+    def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys [B, H_kv, stored, D] and values, without the ragged part, where they lie: in any order of positions.
+
+        Only the tokens since the last eviction are sure to be the last ones, in order.
+        """
+        assert self._keys is not None and self._values is not None
+        return self._keys[:, :, : self.stored], self._values[:, :, : self.stored]
+
+    def slots_to_replace(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return `slots` and their positions [B, H_kv, stored], int64, for a caller that writes other tokens into them."""
+        assert self._keys is not None and self._values is not None
+        self._keys, self._values = (_with_room(states, self.stored, self.stored) for states in (self._keys, self._values))
+        if self._kept_positions is None or self._kept_positions.shape[-1] < self.stored:
+            self._kept_positions = self._positions_of_slots().to(torch.int64).contiguous()
+        self._kept_positions = _writable(self._kept_positions.to(torch.int64))
+        if self.moments is not None:
+            self.moments = Moments(*map(_writable, self.moments))
+        self._in_order = False
+        return *self.slots(), self._kept_positions
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys [B, H_kv, N, D], values, positions [B, H_kv, N] and filled [B, H_kv, N], False where there is no token.
 
         Positions ascend along the filled places of each head. Ragged heads are padded to the longest one for this.
         """
-        assert self.keys is not None and self.values is not None
-        batch, heads, length, _ = self.keys.shape
+        self._restore_order()
+        keys, values = self.slots()
+        batch, heads, length, _ = keys.shape
         if self.ragged is None:
-            filled = torch.ones(batch, heads, length, dtype=torch.bool, device=self.keys.device)
+            filled = torch.ones(batch, heads, length, dtype=torch.bool, device=keys.device)
             if self.padding is not None:
                 filled &= self.positions >= self.padding[:, None, None]
-            return self.keys, self.values, self.positions, filled
+            return keys, values, self.positions, filled
         lengths = self.ragged.lengths
         slots = torch.arange(int(lengths.max()), device=lengths.device)
         inside = slots < lengths[..., None]
@@ -63,61 +135,80 @@ class EvictingLayer(DynamicLayer):
         rows = torch.where(inside, starts[..., None] + slots, 0)
         since = self._positions_since(length).expand(batch, heads, -1)
         return (
-            torch.cat([self.ragged.keys[rows], self.keys], dim=2),
-            torch.cat([self.ragged.values[rows], self.values], dim=2),
+            torch.cat([self.ragged.keys[rows], keys], dim=2),
+            torch.cat([self.ragged.values[rows], values], dim=2),
             torch.cat([self.ragged.positions[rows], since], dim=2),
             torch.cat([inside, torch.ones_like(since, dtype=torch.bool)], dim=2),
         )
 
-    def evict(self, kept: torch.Tensor) -> None:
+    @property
+    def is_full(self) -> bool:
+        """Whether every place of `contents()` holds a token, as far as the host knows without asking a GPU."""
+        return self.ragged is None and self.padding is None
+
+    def evict(self, kept: torch.Tensor, compressed: CompressedCache | None = None) -> None:
         """Keep the tokens of `contents()` where kept [B, H_kv, N] is True, in position order and in new storage.
 
-        The old tensors are released, not written to: the attention of the prompt still holds and reads them.
+        compressed: what `compress` returns for them, if a kernel has copied the tokens already. The old tensors are released, not
+        written to: the attention of the prompt still holds and reads them. On a GPU this waits for the number of kept tokens.
+        Nothing is changed before everything is allocated.
         """
         keys, values, positions, _ = self.contents()
-        counts = kept.sum(dim=-1)
-        if bool((counts == counts[0, 0]).all()):
-            # nonzero walks row by row, so each row's indices ascend: position order
-            index = kept.nonzero()[:, 2].view(*counts.shape, -1)
-            self.ragged = None
-            self._kept_positions = positions.gather(-1, index)
-            self.keys, self.values = _take(keys, index), _take(values, index)
-        else:
+        if compressed is None:
             compressed = compress(keys, values, kept)
-            self.ragged = compressed._replace(positions=positions[kept])
-            self._kept_positions = None
-            self.keys, self.values = keys[:, :, :0].clone(), values[:, :, :0].clone()
+        batch, heads = kept.shape[:2]
+        if len(compressed.lengths.unique()) == 1:
+            ragged, kept_positions = None, positions.gather(-1, compressed.positions.view(batch, heads, -1))
+            keys, values = (states.view(batch, heads, -1, states.shape[-1]) for states in (compressed.keys, compressed.values))
+        else:
+            ragged, kept_positions = compressed._replace(positions=positions[kept]), None
+            keys, values = keys[:, :, :0].clone(), values[:, :, :0].clone()
+        self.ragged, self._kept_positions, self.keys, self.values = ragged, kept_positions, keys, values
+        self._in_order = True
         self.padding = None  # padding is never kept
         self.evicted_at = self.seen
 
     def _positions_since(self, count: int) -> torch.Tensor:
-        assert self.keys is not None
-        return torch.arange(self.seen - count, self.seen, device=self.keys.device, dtype=torch.int32)
+        assert self._keys is not None
+        return torch.arange(self.seen - count, self.seen, device=self._keys.device, dtype=torch.int32)
+
+    def _positions_of_slots(self) -> torch.Tensor:
+        assert self._keys is not None
+        kept = 0 if self._kept_positions is None else self._kept_positions.shape[-1]
+        appended = self._positions_since(self.stored - kept).expand(*self._keys.shape[:2], -1)
+        return appended if self._kept_positions is None else torch.cat([self._kept_positions, appended], dim=-1)
+
+    def _restore_order(self) -> None:
+        """Sort the slots by position, if tokens have been written into the slots of others."""
+        if self._in_order:
+            return
+        positions, order = self._positions_of_slots().sort(dim=-1)
+        self.keys, self.values = (
+            states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1])) for states in self.slots()
+        )
+        self._kept_positions = positions
+        self._in_order = True
 
     @property
     def positions(self) -> torch.Tensor:
         """The text positions of the tokens in `keys`, [B, H_kv, stored], ascending in each head; padding counts."""
-        if self.keys is None:
+        if self._keys is None:
             raise ValueError("positions: the cache is empty")
-        batch, heads, stored, _ = self.keys.shape
-        kept = 0 if self._kept_positions is None else self._kept_positions.shape[-1]
-        appended = self._positions_since(stored - kept).expand(batch, heads, -1)
-        return appended if self._kept_positions is None else torch.cat([self._kept_positions, appended], dim=-1)
+        self._restore_order()
+        return self._positions_of_slots()
 
     @property
     def lengths(self) -> torch.Tensor:
         """The tokens stored in each head, [B, H_kv], padding included."""
-        if self.keys is None:
+        if self._keys is None:
             raise ValueError("lengths: the cache is empty")
-        batch, heads, stored, _ = self.keys.shape
-        dense = torch.full((batch, heads), stored, device=self.keys.device)
+        dense = torch.full(self._keys.shape[:2], self.stored, device=self._keys.device)
         return dense if self.ragged is None else dense + self.ragged.lengths
 
     @property
     def longest(self) -> int:
         """The number of tokens in the longest head."""
-        stored = 0 if self.keys is None else self.keys.shape[2]
-        return stored + self._longest_ragged
+        return self.stored + self._longest_ragged
 
     @property
     def ragged(self) -> CompressedCache | None:
@@ -126,8 +217,9 @@ class EvictingLayer(DynamicLayer):
 
     @ragged.setter
     def ragged(self, cache: CompressedCache | None) -> None:
-        self._ragged = cache
         self._longest_ragged = 0 if cache is None else int(cache.lengths.max())
+        self._ragged = cache
+        self.plan = None
 
     @property
     def is_plain(self) -> bool:
@@ -140,8 +232,7 @@ class EvictingLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(stored + new, offset): a column of the mask below the causal diagonal is a stored token, whatever its position."""
-        stored = 0 if self.keys is None else self.keys.shape[-2]
-        return stored + query_length, self.seen - stored
+        return self.stored + query_length, self.seen - self.stored
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Raises ValueError for tokens before the last eviction."""
@@ -153,16 +244,16 @@ class EvictingLayer(DynamicLayer):
             )
         if count and self.keys is not None and self.values is not None:
             # a copy, so that the memory of the removed tokens is freed
-            self.keys = self.keys[..., :-count, :].clone()
-            self.values = self.values[..., :-count, :].clone()
+            self.keys, self.values = (states[..., :-count, :].clone() for states in (self.keys, self.values))
             self.seen -= count
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
         self.seen = self.evicted_at = 0
-        self.ragged = self.padding = self.moments = self.static = self._kept_positions = None
+        self.ragged = self.padding = self.moments = self.static = self._kept_positions = self.waiting = None
         self.recent = self.recent_hidden = None
+        self._in_order = True
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -192,9 +283,25 @@ class EvictingLayer(DynamicLayer):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows `index` [B, H, n] of states [B, H, T, D], as [B, H, n, D] in storage of its own."""
-    return states.gather(2, index[..., None].expand(-1, -1, -1, states.shape[-1]))
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether torch allows to write into a tensor: not into one that was made in inference mode, outside of that mode."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _is_writable(tensor) else tensor.clone()
+
+
+def _with_room(states: torch.Tensor, stored: int, needed: int) -> torch.Tensor:
+    """Return storage for `needed` tokens with the first `stored` ones of states [B, H, room, D]: `states` if it has the room."""
+    if needed <= states.shape[2] and not states.requires_grad and _is_writable(states):
+        return states
+    batch, heads, _, channels = states.shape
+    # the tokens of a first prompt take no room beyond them: they are compressed at once
+    room = needed + (needed // GROWTH if stored else 0)
+    grown = states.new_empty(batch, heads, room, channels)
+    grown[:, :, :stored] = states[:, :, :stored]
+    return grown
 
 
 def _rows_of_batch(cache: CompressedCache, indices: torch.Tensor) -> CompressedCache:

@@ -23,10 +23,10 @@ def attend(queries: torch.Tensor, layer: EvictingLayer) -> torch.Tensor:
     Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended.
     Returns [B, H_q, M, D_v] in the dtype of queries.
     """
-    assert layer.keys is not None and layer.values is not None
+    keys, values = layer.slots()
     parts = []
-    if layer.keys.shape[2]:
-        parts.append(attend_dense(queries, layer.keys, layer.values))
+    if layer.stored:
+        parts.append(attend_dense(queries, keys, values))
     if layer.ragged is not None:
         parts.append(attention.attend(queries, layer.ragged))
     if layer.moments is not None:
