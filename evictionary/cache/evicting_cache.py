@@ -316,7 +316,7 @@ class EvictingCache(Cache):
         if self.method is None:
             layer.evicted_at = layer.seen
             return
-        keys, values, positions, filled = layer.contents()
+        keys, values = layer.slots()
         if keys.device.type == "cpu":  # a GPU would have to be waited for; there NaN is found in the scores
             _require_finite(layer_index, keys, values)
         moments, static = layer.moments, layer.static
@@ -327,6 +327,7 @@ class EvictingCache(Cache):
         if layer.is_full and self._keeps_all(layer_index, static):
             layer.moments, layer.static, layer.evicted_at = moments, static, layer.seen
             return
+        keys, values, positions, filled = layer.contents()
         states: dict[str, Any] = {"keys": keys, "values": values, **captured}
         padding = torch.zeros(keys.shape[0], dtype=torch.int32) if self._padding is None else self._padding
         if layer.seen > keys.shape[2]:

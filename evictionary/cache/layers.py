@@ -37,7 +37,7 @@ class EvictingLayer(DynamicLayer):
         self.stored = 0
         self._kept_positions: torch.Tensor | None = None  # of the first places; those after them hold the last tokens seen
         self._in_order = True  # whether the positions ascend
-        self.plan: Any = None  # what the kernel of `attention.attend` knows of `ragged` beforehand
+        self.plans: dict[int, Any] = {}  # how the kernels of `attention.attend` cut `ragged` into chunks, by the size of a chunk
         super().__init__()
         self.seen = 0
         self.evicted_at = 0
@@ -219,7 +219,7 @@ class EvictingLayer(DynamicLayer):
     def ragged(self, cache: CompressedCache | None) -> None:
         self._longest_ragged = 0 if cache is None else int(cache.lengths.max())
         self._ragged = cache
-        self.plan = None
+        self.plans = {}
 
     @property
     def is_plain(self) -> bool:

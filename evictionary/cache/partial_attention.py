@@ -1,7 +1,7 @@
 """Attention over a cache in parts: ragged heads, later tokens, and the moments of evicted tokens, weighted by their mass.
 
 Each part gives its output and the log-sum-exp of its logits. The attention over all parts is the mean of the outputs, weighted by
-exp(log-sum-exp).
+exp(log-sum-exp). On a GPU, two kernels do this for all parts at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from evictionary.cache.layers import EvictingLayer
 from evictionary.optimized import attention
+from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.optimized.momentkv import Moments, recover
 
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -24,6 +25,10 @@ def attend(queries: torch.Tensor, layer: EvictingLayer) -> torch.Tensor:
     Returns [B, H_q, M, D_v] in the dtype of queries.
     """
     keys, values = layer.slots()
+    is_float32 = layer.moments is None or layer.moments.key_sum.dtype == torch.float32
+    if is_float32 and keys.dtype == queries.dtype and (kernels := kernels_for("attention", queries, keys, values)):
+        recent = (keys, values) if layer.stored else None
+        return kernels.attend(queries, layer.ragged, recent, layer.moments, layer.plans)[0]
     parts = []
     if layer.stored:
         parts.append(attend_dense(queries, keys, values))

@@ -1,133 +1,220 @@
-r"""Flash-decoding over a compressed cache: ragged heads, split along the tokens, with the log-sum-exp (ATT-1 to ATT-3).
+r"""Flash-decoding over a cache in parts: ragged heads, recent tokens, the moments of evicted ones (ATT-1 to ATT-3).
 
-It equals, in torch, for one query head and the n kept tokens of its KV head:
+It equals, in torch, for one query head and its KV head, with the n kept tokens and the recent ones in `keys` and `values`, of which
+the query sees the first `visible`, and float32 moments n_e, s_k, s_v, S:
 
-    logits = keys.float() @ query.float() / math.sqrt(head_dim)
-    output = logits.softmax(dim=0) @ values.float()
-    log_sum_exp = logits.logsumexp(dim=0)
+    logits = keys[:visible].float() @ query.float() / math.sqrt(head_dim)
+    evicted_logit = n_e.log() + query @ s_k / n_e / math.sqrt(head_dim)
+    evicted_value = s_v / n_e + (S - torch.outer(s_v, s_k / n_e)) @ query / (n_e * math.sqrt(head_dim))
+    logits, values = torch.cat([logits, evicted_logit[None]]), torch.cat([values[:visible].float(), evicted_value[None]])
+    output, log_sum_exp = logits.softmax(dim=0) @ values, logits.logsumexp(dim=0)
 
-K and V of every kept token are read once: the G query heads of a group and their M queries are the rows of one tile of queries,
-which share the read. Queries, outputs and the partial results of the splits are small compared with K and V.
+The G query heads of a group and their M queries are the rows of one product with the keys that they share.
 
-First launch, `attend_chunks`: the flat storage is cut into chunks that never cross a head, and one program takes one chunk. The
-lengths of the heads are only on the GPU, and the host does not wait for them: the launch has as many programs as N tokens in
-B * H_kv heads can need; each finds its head and chunk by adding up the lengths, and unused programs stop at once. So the work is
-even for any ragged heads. The chunk follows from N: about a thousand programs, and from 64 to 4,096 tokens. A program has a running
-maximum, sum and output in float32 (the online softmax, in powers of two), and writes its normalised output and the logarithm of
-its sum. Every chunk has a token, so no maximum is -inf and nothing is divided by 0.
-Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks. A head without
-tokens has no chunk, and its merge gives output 0 and log-sum-exp -inf.
+First launch, `attend_chunks`: the flat storage and the recent segment are cut into chunks that never cross a head, and one program
+takes one chunk and one block of rows, with an online softmax in powers of two. The lengths of ragged heads are only on the GPU, and
+the host does not wait for them: the launch has as many programs as N tokens in B * H_kv heads can need, a `Plan` says which head
+each takes, and unused programs stop at once. The chunks are as short as it takes to fill a GPU; with many blocks of rows a head is
+one chunk, and K and V are read once for each block.
+Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks, and the moments
+as one virtual token more. A row without tokens and moments gives output 0 and log-sum-exp -inf.
 
-The tiles. Tensor cores multiply at least 16 rows, so G * M rows are padded to 16 and taken 32 at a time at most. 64 tokens (32
-where a row is 512 bytes or more) keep K and V in flight two to three deep in shared memory and leave room for two programs on a
-multiprocessor. float32 caches are multiplied in full float32, without tensor cores.
+Queries go in waves whose partial results fit `WORKSPACE`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..states import CompressedCache
+from ..states import CompressedCache, Moments, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, outputs, padded
-from .tiles import dot_dtype, load_queries, load_tile
+from .strided import load_row, strided
+from .tiles import at_head, dot_dtype, load_queries, load_tile
 
 PROGRAMS_WANTED = 1024
 CHUNKS = (64, 4096)
+WORKSPACE = 2**28
 
 
-def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""ATT-1..3: attention of every query over the kept tokens of its KV head, as `optimized.attention.attend`."""
+class Plan(NamedTuple):
+    """The chunks of a compressed cache. It stays right as long as the cache is not compressed again."""
+
+    chunk: int  # tokens
+    programs: int  # the most chunks that the heads can have
+    heads: torch.Tensor | None  # [programs] int32: the head of each chunk, B * H_kv where there is no chunk
+    first_chunk: torch.Tensor | None  # [B * H_kv + 2] int64: the chunks of the heads before
+    first_row: torch.Tensor | None  # [B * H_kv + 2] int64: the rows of storage of the heads before, and 0 behind the last
+
+
+def plan(cache: CompressedCache, chunk: int) -> Plan:
+    """Cut a cache into chunks of `chunk` tokens, without waiting for its lengths."""
+    lengths = cache.lengths.flatten()
+    programs = cache.keys.shape[0] // chunk + len(lengths)
+    first_chunk, first_row = (
+        torch.nn.functional.pad(counts.cumsum(0), (1, 1)) for counts in ((lengths + chunk - 1) // chunk, lengths)
+    )
+    heads = torch.searchsorted(first_chunk[1:-1], torch.arange(programs, device=lengths.device), right=True, out_int32=True)
+    return Plan(chunk, programs, heads, first_chunk, first_row)
+
+
+def chunk_size(tokens: int, row_blocks: int) -> int:
+    """Return the tokens of a chunk: with `row_blocks` blocks of query rows, fewer and longer chunks fill a GPU."""
+    wanted = triton.next_power_of_2(triton.cdiv(tokens, max(1, PROGRAMS_WANTED // row_blocks)))
+    return max(CHUNKS[0], min(wanted, CHUNKS[1] * row_blocks))
+
+
+def attend(
+    queries: torch.Tensor,
+    cache: CompressedCache | None,
+    recent: tuple[torch.Tensor, torch.Tensor] | None = None,
+    moments: Moments | None = None,
+    plans: dict[int, Plan] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""ATT-1..3: attention of every query over the parts of a cache, one of which may be None.
+
+    Args: queries [B, H_q, M, D]; cache, ragged; recent, keys [B, H_kv, R, D] and values after those of the cache, causal: the last
+    M are the tokens of the queries; moments of evicted tokens, float32; plans, of this cache, by the size of their chunks: one that
+    is missing is made and added. Returns as `optimized.attention.attend`.
+    """
+    batch, num_query_heads, num_queries, _ = queries.shape
+    value_dim = (cache.values if cache is not None else recent[1]).shape[-1]
+    bytes_each = 4 * batch * num_query_heads * value_dim
+    wave = max(1, WORKSPACE // (4 * bytes_each))  # each row has a result in two or three chunks of its head, at least
+    parts = []
+    for first in range(0, num_queries, wave):
+        end = min(first + wave, num_queries)
+        seen = recent and tuple(states[:, :, : states.shape[2] - num_queries + end] for states in recent)
+        parts.append(_attend(queries[:, :, first:end], cache, seen, moments, {} if plans is None else plans))
+    if len(parts) == 1:
+        return parts[0]
+    output, log_sum_exp = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    return output, log_sum_exp
+
+
+def _attend(
+    queries: torch.Tensor,
+    cache: CompressedCache | None,
+    recent: tuple[torch.Tensor, ...] | None,
+    moments: Moments | None,
+    plans: dict[int, Plan],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One wave of queries."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
-    num_kv_heads, value_dim = cache.lengths.shape[1], cache.values.shape[1]
-    total, heads, rows = cache.keys.shape[0], batch * num_kv_heads, num_query_heads // num_kv_heads * num_queries
-    chunk = min(max(triton.next_power_of_2(triton.cdiv(total, PROGRAMS_WANTED)), CHUNKS[0]), CHUNKS[1])
-    programs = total // chunk + heads
-    lengths = cache.lengths.contiguous()
+    keys, values = cache[:2] if cache is not None else recent
+    num_kv_heads, value_dim = (cache.lengths if cache is not None else keys).shape[1], values.shape[-1]
+    heads, rows = batch * num_kv_heads, num_query_heads // num_kv_heads * num_queries
+    tile = _tile(queries, padded(head_dim), padded(value_dim), rows)
+    row_blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
+    length = 0 if recent is None else recent[0].shape[2]
+    chunk = chunk_size((0 if cache is None else len(keys)) + heads * length, row_blocks)
+    chunks_each = triton.cdiv(length, chunk)
+    # A part that is missing has no chunk, and the tensors of the other part stand in for its pointers.
+    stored = Plan(chunk, 0, None, None, None)
+    if cache is not None:
+        stored = plans[chunk] = plans.get(chunk) or plan(cache, chunk)
+    flat = [strided(states if states.ndim == 2 else states[0, 0]) for states in (keys, values)]
+    dense = [strided(states) for states in (recent or (queries, queries))]
+    programs = stored.programs + heads * chunks_each
     partial, partial_log = floats(queries, programs, rows, value_dim), floats(queries, programs, rows)
     output = outputs(queries, batch, num_query_heads, num_queries, value_dim)
     log_sum_exp = floats(queries, batch, num_query_heads, num_queries)
-    block_heads, block_dv = padded(heads), padded(value_dim)
-    tile = _tile(queries, padded(head_dim), block_dv, rows)
-    attend_chunks[(programs, triton.cdiv(rows, tile["BLOCK_ROWS"]))](
-        queries, cache.keys, cache.values, lengths, partial, partial_log,
-        *queries.stride(), *cache.keys.stride(), *cache.values.stride(),
-        num_kv_heads, heads, num_queries, rows, head_dim, value_dim, chunk, math.log2(math.e) / math.sqrt(head_dim),
-        BLOCK_HEADS=block_heads, BLOCK_DV=block_dv, **tile,
+    scale = math.log2(math.e) / math.sqrt(head_dim)
+    attend_chunks[(programs * row_blocks,)](
+        strided(queries), *flat, *dense, stored, partial, partial_log,
+        num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
+        STORED=cache is not None, BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
-    merge_chunks[(heads, rows)](
-        lengths, partial, partial_log, output, log_sum_exp, heads, rows, value_dim, chunk,
-        BLOCK_HEADS=block_heads, BLOCK_DV=block_dv, num_warps=4,
+    merge_chunks[(heads * rows,)](
+        strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
+        num_kv_heads, num_queries, rows, chunks_each, head_dim, value_dim, scale,
+        STORED=cache is not None, MOMENTS=moments is not None, BLOCK_D=32, BLOCK_DV=padded(value_dim), num_warps=4,
     )  # fmt: skip
     return output.to(queries.dtype), log_sum_exp
 
 
 def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict[str, Any]:
-    """Return the constants of the tiling, by the bytes of the longer row of a tile."""
+    """Return the constants of the tiling, by the bytes of the longer row of a tile and by the query rows."""
     wide = max(block_d, block_dv) > 128
     if queries.dtype == torch.float32:
         tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if wide else 4, "num_stages": 2}
+    elif rows > 32 and not wide:
+        tile = {"BLOCK_ROWS": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": 3}
     else:
         tile = {"BLOCK_ROWS": min(32, padded(rows)), "BLOCK_T": 32 if wide else 64, "num_warps": 4, "num_stages": 2 if wide else 3}
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}
 
 
-@triton.jit
-def find_chunk(lengths_ptr, program, heads, chunk, BLOCK_HEADS: tl.constexpr):
-    """Return head, first row of storage and number of tokens of this program's chunk; head = `heads` if it has no chunk."""
-    index = tl.arange(0, BLOCK_HEADS)
-    lengths = tl.load(lengths_ptr + index, mask=index < heads, other=0).to(tl.int64)
-    chunks = (lengths + chunk - 1) // chunk
-    head = tl.sum(((tl.cumsum(chunks, axis=0) <= program) & (index < heads)).to(tl.int32), axis=0)
-    done = (program - tl.sum(tl.where(index < head, chunks, 0), axis=0)) * chunk
-    first = tl.sum(tl.where(index < head, lengths, 0), axis=0) + done
-    left = tl.sum(tl.where(index == head, lengths, 0), axis=0) - done
-    return head, first, tl.minimum(left, chunk)
-
-
-@triton.jit(do_not_specialize=["chunk", "scale"])
+@triton.jit(do_not_specialize=["plan", "num_queries", "rows", "length", "chunks_each", "scale"])
 def attend_chunks(
-    queries_ptr, keys_ptr, values_ptr, lengths_ptr, partial_ptr, partial_log_ptr,
-    query_stride_b, query_stride_h, query_stride_m, query_stride_d,
-    key_stride_t, key_stride_d, value_stride_t, value_stride_d,
-    num_kv_heads, heads, num_queries, rows, head_dim, value_dim, chunk, scale,
-    BLOCK_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    queries, keys, values, recent_keys, recent_values, plan, partial_ptr, partial_log_ptr,
+    num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
+    STORED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one chunk with BLOCK_ROWS query rows. Grid: largest number of chunks, blocks of rows. Base-2 logarithms."""
-    program = tl.program_id(0).to(tl.int64)
-    head, first, tokens = find_chunk(lengths_ptr, program, heads, chunk, BLOCK_HEADS)
-    if head < heads:
+    """Attend over one chunk with BLOCK_ROWS query rows. Grid: (chunks of the storage, then of the recent tokens) * row blocks."""
+    row_blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+    program = tl.program_id(0).to(tl.int64) // row_blocks
+    row = (tl.program_id(0) % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    # a chunk of the recent tokens
+    head = (program - plan.programs) // tl.maximum(chunks_each, 1)
+    first = (program - plan.programs) % tl.maximum(chunks_each, 1) * plan.chunk
+    tokens = length - first
+    visible = tokens - num_queries + 1 + row % num_queries  # each query sees the tokens up to its own
+    keys_here = at_head(recent_keys.ptr, head, num_kv_heads, recent_keys.stride_b, recent_keys.stride_h)
+    values_here = at_head(recent_values.ptr, head, num_kv_heads, recent_values.stride_b, recent_values.stride_h)
+    key_stride_t, key_stride_d = recent_keys.stride_t, recent_keys.stride_d
+    value_stride_t, value_stride_d = recent_values.stride_t, recent_values.stride_d
+    if STORED:
+        # or a chunk of the storage: the program behind the last chunk finds no tokens
+        is_recent = program >= plan.programs
+        own_head = tl.load(plan.heads + program, mask=program < plan.programs, other=0).to(tl.int64)
+        first_row = tl.load(plan.first_row + own_head)
+        own_first = (program - tl.load(plan.first_chunk + own_head)) * plan.chunk
+        own_tokens = tl.load(plan.first_row + own_head + 1) - first_row - own_first
+        head, first = tl.where(is_recent, head, own_head), tl.where(is_recent, first, first_row + own_first)
+        tokens = tl.where(is_recent, tokens, own_tokens)
+        visible = tl.where(is_recent, visible, own_tokens)
+        keys_here, values_here = tl.where(is_recent, keys_here, keys.ptr), tl.where(is_recent, values_here, values.ptr)
+        key_stride_t, key_stride_d = (
+            tl.where(is_recent, key_stride_t, keys.stride_t),
+            tl.where(is_recent, key_stride_d, keys.stride_d),
+        )
+        value_stride_t = tl.where(is_recent, value_stride_t, values.stride_t)
+        value_stride_d = tl.where(is_recent, value_stride_d, values.stride_d)
+    if tokens > 0:
         channels = tl.arange(0, BLOCK_D)
         value_channels = tl.arange(0, BLOCK_DV)
-        row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        queries = load_queries(
-            queries_ptr, head.to(tl.int64), row, channels, num_kv_heads, rows, num_queries, head_dim,
-            query_stride_b, query_stride_h, query_stride_m, query_stride_d,
+        query = load_queries(
+            queries.ptr, head, row, channels, num_kv_heads, rows, num_queries, head_dim,
+            queries.stride_b, queries.stride_h, queries.stride_t, queries.stride_d,
         ).to(DOT_DTYPE)  # fmt: skip
-        keys_ptr += first * key_stride_t
-        values_ptr += first * value_stride_t
+        keys_here += first * key_stride_t
+        values_here += first * value_stride_t
         highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
         mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         output = tl.zeros([BLOCK_ROWS, BLOCK_DV], dtype=tl.float32)
-        for start in range(0, tokens.to(tl.int32), BLOCK_T):
-            token = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-            inside = token < tokens
-            keys = load_tile(keys_ptr, token, channels, inside, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
-            values = load_tile(values_ptr, token, value_channels, inside, value_stride_t, value_stride_d, value_dim).to(DOT_DTYPE)
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-            logits = tl.where(inside[None, :], logits, float("-inf"))
+        end = tl.minimum(tl.minimum(tokens, plan.chunk), tl.max(visible, axis=0)).to(tl.int32)
+        for start in range(0, end, BLOCK_T):
+            token = start + tl.arange(0, BLOCK_T)
+            inside = token < end
+            key = load_tile(keys_here, token, channels, inside, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
+            value = load_tile(values_here, token, value_channels, inside, value_stride_t, value_stride_d, value_dim).to(DOT_DTYPE)
+            logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
             higher = tl.maximum(highest, tl.max(logits, axis=1))
-            weights = tl.exp2(logits - higher[:, None])
-            shrink = tl.exp2(highest - higher)
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that sees no token of the tile
+            weights = tl.exp2(logits - base[:, None])
+            shrink = tl.exp2(highest - base)
             mass = mass * shrink + tl.sum(weights, axis=1)
-            output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), values, input_precision="ieee")
+            output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value, input_precision="ieee")
             highest = higher
+        mass = tl.where(highest == float("-inf"), 1.0, mass)
         target = program * rows + row
         tl.store(
             partial_ptr + target[:, None] * value_dim + value_channels[None, :], output / mass[:, None],
@@ -136,51 +223,92 @@ def attend_chunks(
         tl.store(partial_log_ptr + target, highest + tl.log2(mass), mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["chunk"])
+@triton.jit(do_not_specialize=["plan", "num_queries", "rows", "chunks_each", "scale"])
 def merge_chunks(
-    lengths_ptr, partial_ptr, partial_log_ptr, output_ptr, log_sum_exp_ptr, heads, rows, value_dim, chunk,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    queries, plan, moments, partial_ptr, partial_log_ptr, output_ptr, log_sum_exp_ptr,
+    num_kv_heads, num_queries, rows, chunks_each, head_dim, value_dim, scale,
+    STORED: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of one head for one query row: `sum_c 2^log_c * output_c / sum_c 2^log_c`. Grid: heads, rows."""
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    index = tl.arange(0, BLOCK_HEADS)
-    lengths = tl.load(lengths_ptr + index, mask=index < heads, other=0).to(tl.int64)
-    chunks = (lengths + chunk - 1) // chunk
-    first = tl.sum(tl.where(index < head, chunks, 0), axis=0)
-    end = first + tl.sum(tl.where(index == head, chunks, 0), axis=0)
+    """Merge the chunks and moments of one query row: `sum_c 2^log_c * output_c / sum_c 2^log_c`. Grid: heads * rows."""
+    head, row = tl.program_id(0).to(tl.int64) // rows, tl.program_id(0) % rows
+    first, stored = head * 0, head * 0
+    if STORED:
+        first = tl.load(plan.first_chunk + head)
+        stored = tl.load(plan.first_row + head + 1) - tl.load(plan.first_row + head)
+        stored = (stored + plan.chunk - 1) // plan.chunk
     channels = tl.arange(0, BLOCK_DV)
     highest = tl.full([], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([], dtype=tl.float32)
     output = tl.zeros([BLOCK_DV], dtype=tl.float32)
-    for start in range(first, end, 16):
+    for start in range(0, (stored + chunks_each).to(tl.int32), 16):
         parts = start + tl.arange(0, 16)
-        target = parts * rows + row
-        logs = tl.load(partial_log_ptr + target, mask=parts < end, other=float("-inf"))
+        inside = parts < stored + chunks_each
+        target = tl.where(parts < stored, first + parts, plan.programs + head * chunks_each + parts - stored) * rows + row
+        logs = tl.load(partial_log_ptr + target, mask=inside, other=float("-inf"))
         partial = tl.load(
             partial_ptr + target[:, None] * value_dim + channels[None, :],
-            mask=(parts < end)[:, None] & (channels < value_dim)[None, :], other=0.0,
+            mask=inside[:, None] & (channels < value_dim)[None, :], other=0.0,
         )  # fmt: skip
         higher = tl.maximum(highest, tl.max(logs, axis=0))
-        weights = tl.exp2(logs - higher)
-        shrink = tl.exp2(highest - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(logs - base)
+        shrink = tl.exp2(highest - base)
         mass = mass * shrink + tl.sum(weights, axis=0)
         output = output * shrink + tl.sum(partial * weights[:, None], axis=0)
         highest = higher
-    # A head without tokens has mass 0: its output is 0 and its log-sum-exp -inf.
+    if MOMENTS:
+        log_evicted, estimate = evicted_token(
+            queries, moments, head, row, channels, num_kv_heads, num_queries, rows, head_dim, value_dim, scale, BLOCK_D
+        )
+        higher = tl.maximum(highest, log_evicted)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, weight = tl.exp2(highest - base), tl.exp2(log_evicted - base)
+        mass = mass * shrink + weight
+        output = output * shrink + estimate * weight
+        highest = higher
+    # A row without tokens has mass 0: its output is 0 and its log-sum-exp -inf.
     empty = mass == 0
     output = tl.where(empty, 0.0, output / tl.where(empty, 1.0, mass))
     log_sum_exp = (highest + tl.log2(tl.where(empty, 1.0, mass))) * 0.6931471805599453
-    target = head.to(tl.int64) * rows + row
+    target = head * rows + row
     tl.store(output_ptr + target * value_dim + channels, output, mask=channels < value_dim)
     tl.store(log_sum_exp_ptr + target, log_sum_exp)
+
+
+@triton.jit
+def evicted_token(
+    queries, moments, head, row, channels, num_kv_heads, num_queries, rows, head_dim, value_dim, scale, BLOCK_D: tl.constexpr
+):
+    """MK-9, MK-11: the evicted tokens of a head as one token for a query row: its logit in base 2, its value [BLOCK_DV]."""
+    count = tl.load(moments.count + head).to(tl.float32)
+    divisor = tl.maximum(count, 1.0)
+    value_sum = tl.load(moments.value_sum + head * value_dim + channels, mask=channels < value_dim, other=0.0)
+    query_head = head % num_kv_heads * (rows // num_queries) + row // num_queries
+    query_ptr = queries.ptr + head // num_kv_heads * queries.stride_b + query_head * queries.stride_h
+    query_ptr += (row % num_queries).to(tl.int64) * queries.stride_t
+    logit = tl.zeros([], dtype=tl.float32)
+    slope = tl.zeros_like(value_sum)
+    for start in range(0, head_dim, BLOCK_D):
+        inner = start + tl.arange(0, BLOCK_D)
+        inside = inner < head_dim
+        query = load_row(query_ptr, inner, head_dim, queries.stride_d)
+        mean_key = tl.div_rn(tl.load(moments.key_sum + head * head_dim + inner, mask=inside, other=0.0), divisor)
+        sums = tl.load(
+            moments.value_key_sum + (head * value_dim + channels[:, None]) * head_dim + inner[None, :],
+            mask=(channels < value_dim)[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        slope += tl.sum((sums - value_sum[:, None] * mean_key[None, :]) * query[None, :], axis=1)
+        logit += tl.sum(query * mean_key, axis=0)
+    log_evicted = tl.where(count > 0, tl.log2(divisor) + logit * scale, float("-inf"))
+    return log_evicted, tl.div_rn(value_sum + slope * (scale * 0.6931471805599453), divisor)
 
 
 def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:
     storage = torch.empty((32 * 8 * 1024, head_dim), dtype=dtype, device="meta")
     lengths = torch.empty((32, 8), dtype=torch.int64, device="meta")
     queries = torch.empty((32, 8 * rows, 1, head_dim), dtype=dtype, device="meta")
-    attend(queries, CompressedCache(storage, storage, lengths, lengths))
+    recent = torch.empty((32, 8, 256, head_dim), dtype=dtype, device="meta")
+    attend(queries, CompressedCache(storage, storage, lengths, lengths), (recent, recent), zero_moments(recent, recent))
 
 
 CONFIGURATIONS = configurations(

@@ -1,0 +1,61 @@
+"""Tensors as arguments of kernels: a pointer and its strides travel as one tuple, whose fields a kernel reads by name."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Vectors(NamedTuple):
+    """A tensor [B, H, D]: its pointer and its strides."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_d: int
+
+
+class Tokens(NamedTuple):
+    """A tensor [B, H, T, D]: its pointer and its strides."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    stride_d: int
+
+
+class Rows(NamedTuple):
+    """A tensor [N, D]: its pointer and its strides."""
+
+    ptr: Any
+    stride_t: int
+    stride_d: int
+
+
+def strided(tensor: torch.Tensor) -> Vectors | Tokens | Rows:
+    """Return a tensor of two, three or four axes with its strides, by name."""
+    kind: Any = {2: Rows, 3: Vectors, 4: Tokens}[tensor.ndim]
+    return kind(tensor, *tensor.stride())
+
+
+@triton.jit
+def load_row(base, channels, head_dim, stride_d):
+    """One vector as float32 [BLOCK], read as one row of a tile of 32: by few threads, several channels each, not by all."""
+    rows = tl.arange(0, 32)[:, None]
+    inside = (rows == 0) & (channels < head_dim)[None, :]
+    states = tl.load(base + rows * 16 + channels.to(tl.int64)[None, :] * stride_d, mask=inside, other=0.0)
+    return tl.sum(states.to(tl.float32), axis=0)
+
+
+@triton.jit
+def copy_row(source, target, channels, head_dim, source_stride_d, target_stride_d, copied):
+    """target = source, bit by bit, if `copied`; by few threads, as in `load_row`."""
+    rows = tl.arange(0, 32)[:, None]
+    inside = (rows == 0) & (channels < tl.where(copied, head_dim, 0))[None, :]
+    channels = rows * 16 + channels.to(tl.int64)[None, :]  # row 0 alone is read and written
+    states = tl.load(source + channels * source_stride_d, mask=inside, other=0.0)
+    tl.store(target + channels * target_stride_d, states, mask=inside)

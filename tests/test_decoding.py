@@ -1,0 +1,153 @@
+"""Decoding on a GPU, watched without one: the host waits for nothing, the kernels are launched, and no cache is copied.
+
+The model and the cache are put on torch's device `meta`, whose tensors have shapes and no numbers, and count as tensors of a GPU.
+So the code takes every branch that it takes on a GPU, and torch shows each of its operations, those of the model too. Two parts of
+the model are left out: the forwards get no attention mask, at which transformers itself looks, and torch's attention, one kernel on
+a GPU, gives zeros here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_llama
+from reading import cached, read
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from evictionary.cache.model_hooks import _batch_hook
+
+pytest.importorskip("triton")
+
+PROMPT, BUDGET, STEPS = 1200, 600, 20
+IDS = torch.randint(3, 259, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(4))
+
+
+class Watch(TorchDispatchMode):
+    """Counts the operations for which the host waits, and those that write `large` bytes or more into one tensor."""
+
+    def __init__(self, large: int) -> None:
+        super().__init__()
+        self.large = large
+        self.waits: list[str] = []
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        waits = any(tag in function.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+        if function is torch.ops.aten.index.Tensor:  # only a mask among the indices makes the result's shape depend on numbers
+            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if waits:
+            self.waits.append(str(function))
+            raise AssertionError(f"{function} waits for the GPU")
+        result = function(*args, **(kwargs or {}))
+        storages = {part.untyped_storage()._cdata for part in given}
+        for part in tree_leaves(result):
+            if isinstance(part, torch.Tensor):
+                if part.device.type == "cpu" and any(each.is_meta for each in given):
+                    self.waits.append(f"{function} to the CPU")
+                is_view = part.untyped_storage()._cdata in storages and not function._schema.is_mutable
+                if not is_view and part.nbytes >= self.large:
+                    self.copies.append(str(function))
+        return result
+
+
+class Launches:
+    """Stands for a kernel: it writes down its name and its grid."""
+
+    def __init__(self, name: str, launched: list[tuple[str, tuple[int, ...]]]) -> None:
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **constants: self.launched.append((self.name, grid))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """Take meta tensors for tensors of a GPU; the launches of kernels, which then happen in name only."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for stem in ("momentkv", "momentkv_prompt", "attention"):
+        module = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
+        for name, value in list(vars(module).items()):
+            if "Grid" in (getattr(getattr(value, "fn", None), "__doc__", None) or ""):
+                monkeypatch.setattr(module, name, Launches(name, found))
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda query, *_, **__: torch.zeros_like(query))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"), raising=False)
+    return found
+
+
+def to_meta(cache: Any) -> None:
+    for layer in cache.layers:
+        vars(layer).update(tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), vars(layer)))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "kernels", "copies"),
+    [
+        ("momentkv", {"budget": BUDGET}, {"walk_cache", "replace_lowest"}, 0),
+        ("momentkv", {"compression_ratio": 0.5}, {"walk_cache", "replace_lowest", "attend_chunks", "merge_chunks"}, 1),
+        ("momentkv+ada_kv", {"budget": BUDGET, "every": 0}, {"attend_chunks", "merge_chunks"}, 0),
+        ("keydiff+moments", {"budget": BUDGET}, {"attend_chunks", "merge_chunks"}, 1),
+        ("knorm+ada_kv", {"budget": BUDGET}, {"attend_chunks", "merge_chunks"}, 0),
+        ("keydiff", {"budget": BUDGET}, set(), 1),
+        ("keydiff", {"budget": BUDGET, "every": STEPS + 1}, set(), 1),
+        ("lagkv", {"compression_ratio": 0.5, "every": 1, "options": {"lag_size": 256}}, set(), 1),
+    ],
+    ids=str,
+)
+def test_a_decoded_token_waits_for_nothing_and_copies_no_cache(
+    launched: list[tuple[str, tuple[int, ...]]], method: str, settings: dict[str, Any], kernels: set[str], copies: int
+) -> None:
+    """`copies`: how often, in all steps, K and V of a layer move to larger storage, which grows by an eighth."""
+    model = tiny_llama(max_position_embeddings=4096)
+    with cached(model, IDS[:, :PROMPT], method, **settings) as cache:
+        model.to("meta")
+        to_meta(cache)
+        large = 2 * BUDGET * 8 * 4 // 2  # half of the keys of a layer
+        with Watch(large) as watch:
+            for place in range(PROMPT, PROMPT + STEPS):
+                read(model, IDS[:, place : place + 1].to("meta"), cache)
+    assert {name for name, _ in launched} == kernels
+    assert not watch.waits
+    assert len(watch.copies) <= copies * 2 * 2 * 2  # K and V of two layers: the storage, and what was in it
+
+
+def test_the_mask_of_a_decoded_token_is_not_looked_at(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+    model = tiny_llama()
+    with cached(model, IDS[:, :40], "momentkv", budget=20) as cache:
+        to_meta(cache)
+        token, mask = torch.ones(1, 1, dtype=torch.long, device="meta"), torch.ones(1, 41, dtype=torch.long, device="meta")
+        with Watch(100):
+            _batch_hook(weakref.ref(cache), model)(model, (token,), {"past_key_values": cache, "attention_mask": mask})
+
+
+def test_the_watch_sees_waits_and_copies() -> None:
+    """The tests above can fail: each of these operations is counted."""
+    tensor = torch.zeros(8, 8, device="meta")
+    operations: list[Callable[[], Any]] = [
+        tensor.max().item,
+        lambda: bool(tensor.any()),
+        tensor.nonzero,
+        lambda: tensor[tensor > 0],
+    ]
+    for operation in operations:
+        with pytest.raises(AssertionError, match="waits for the GPU"), Watch(100):
+            operation()
+    for copy in (
+        tensor.clone,
+        lambda: torch.cat([tensor, tensor]),
+        lambda: tensor.copy_(tensor),
+        lambda: tensor[:, :4].contiguous(),
+    ):
+        with Watch(100) as watch:
+            copy()
+        assert watch.copies, copy
+    with Watch(100) as watch:
+        tensor[:, :4].mT[None].expand(3, -1, -1)
+    assert not watch.copies and not watch.waits
