@@ -13,14 +13,15 @@ from conftest import tiny_llama
 from reading import IDS, after, cached, generate, masked_logits, padded, places, positions_of, read, read_in, small
 from transformers import DynamicCache, LlamaForCausalLM
 
-from evictionary.cache import future_queries, partial_attention
+from evictionary.cache import future_queries, layers, partial_attention
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules
-from evictionary.errors import UsageError
+from evictionary.errors import MethodError, UsageError
 from evictionary.methods.method import OBSERVED, Request
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
+from evictionary.optimized import momentkv
 from evictionary.optimized.momentkv import Moments
 from evictionary.reference import ada_kv as reference_ada_kv
 from evictionary.reference import expected_attention as reference_expected_attention
@@ -188,6 +189,68 @@ def test_momentkv_with_a_budget_of_one_token(model: LlamaForCausalLM, length: in
     assert logits.isfinite().all()
     assert [layer.longest for layer in cache.layers] == [1, 1]
     assert (cache.layers[1].moments.count == length + 2).all()
+
+
+# out of memory
+
+
+def no_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+OUT_OF_MEMORY = "import torch\nFAILS = set()\ndef score(keys, layer_index):\n    if layer_index in FAILS:\n        FAILS.clear()\n"
+OUT_OF_MEMORY += "        raise torch.OutOfMemoryError('CUDA out of memory')\n    return keys.norm(dim=-1)\n"
+
+
+def test_out_of_memory_while_the_prompt_is_compressed_leaves_an_empty_cache(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    (tmp_path / "mine.py").write_text(OUT_OF_MEMORY)
+    cache, other = (EvictingCache(model, str(tmp_path / "mine.py"), 0.5) for _ in range(2))
+    assert cache.method is not None
+    cache.method.module.FAILS.add(1)
+    with pytest.raises(MethodError, match="OutOfMemoryError"):
+        read(model, IDS, cache)
+    assert cache.get_seq_length() == cache.nbytes == 0
+    assert torch.equal(read_in(model, cache, [40, 1, 4]), read_in(model, other, [40, 1, 4]))
+
+
+def test_out_of_memory_while_decoding_leaves_a_layer_whole_until_the_next_time(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    (tmp_path / "mine.py").write_text(OUT_OF_MEMORY)
+    cache = EvictingCache(model, str(tmp_path / "mine.py"), budget=10, every=4)
+    read_in(model, cache, [20, 1, 1, 1])
+    assert cache.method is not None
+    cache.method.module.FAILS.add(1)
+    with pytest.warns(UserWarning, match="layer 1: out of memory, so 14 tokens stay"):
+        logits = read(model, IDS[:, 23:24], cache)
+    assert logits.isfinite().all()
+    assert [layer.longest for layer in cache.layers] == [10, 14]
+    read(model, IDS[:, 24:25], cache)
+    assert [layer.longest for layer in cache.layers] == [11, 10]
+    cache.close()
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "momentkv+ada_kv", "lagkv"])
+def test_out_of_memory_in_the_write_changes_nothing(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    cache, other = (EvictingCache(model, method, 0.5, small(method), every=100) for _ in range(2))
+    for each in (cache, other):
+        read_in(model, each, [40, 8])
+        each._captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
+    layer = cache.layers[0]
+    before = {name: tensor.clone() for name, tensor in layer.tensors().items()}
+    numbers = (layer.seen, layer.evicted_at, layer.static, layer.longest)
+    with monkeypatch.context() as patch:
+        for module in (layers, momentkv):
+            patch.setattr(module, "compress", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache._compress(0)
+    assert (layer.seen, layer.evicted_at, layer.static, layer.longest) == numbers
+    assert before.keys() == layer.tensors().keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors().items())
+    for each in (cache, other):
+        each._compress(0)
+        each._captured.clear()
+    assert torch.equal(read(model, IDS[:, 48:50], cache), read(model, IDS[:, 48:50], other))
+    for each in (cache, other):
+        each.close()
 
 
 # what methods want of the future
