@@ -22,8 +22,9 @@ First launch, `walk_cache`: one program takes one split of one head. A tile of k
 queries for the logits, and with the covariance for the residuals; only the norms of the residuals are stored. The same tile of
 values completes the residual and enters the online softmax. The new token is a tile of its own behind the last tile, so its score
 comes from the same instructions as the other scores, and an equal token does not win or lose by different rounding.
-Second launch, `replace_lowest`: one program for each head merges the splits, looks for the lowest score,
-adds that token to the moments, and mixes the output from the other tokens. Only this launch writes into the cache, after all reads.
+Second launch, `replace_lowest`: one program takes some value channels of one head. Each finds the lowest score itself, adds that
+token to its part of the moments, and mixes its part of the output from the other tokens. All programs of a head read the evicted
+token, the count and the sum of keys; so the program that finishes last, and no other, writes them and the new token.
 
 Removing the evicted token. The first launch attended over L + 1 tokens, the output needs L. Subtracting the evicted token's part
 is accurate as long as its weight is small, as it usually is; but a token with a value that the moments predict scores 0 for any
@@ -32,9 +33,9 @@ the logits and values of the other tokens.
 
 The tiles. A residual needs the whole covariance, [D_v, D], as one factor of a product; it stays on the multiprocessor for the
 whole walk. A covariance that is too large is taken in chunks of value channels; neighbouring programs then read K twice, from the
-L2 cache. A head is split only if the heads do not fill a GPU, since each split reads S. The covariance is rounded
-once, to the dtype of the keys (float16: multiplied first by a power of two that puts its largest entry below 2^15), and the
-residual is computed n times as large, so that one division a token replaces one for each channel.
+L2 cache. A head is split only if the heads do not fill a GPU, since each split reads S; so the last bits of a result follow the
+batch. The covariance is rounded once, to the dtype of the keys (float16: multiplied first by a power of two that puts its largest
+entry below 2^15), and the residual is computed n times as large, so that one division a token replaces one for each channel.
 """
 
 from __future__ import annotations
@@ -50,25 +51,25 @@ from ..states import Moments, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, outputs, padded
 from .momentkv_prompt import compress_prompt, contiguous, update
+from .strided import copy_row, load_row, strided
 from .tiles import at_head, dot_dtype, load_tile
 
 __all__ = ["CONFIGURATIONS", "attend", "compress_prompt", "score", "step", "update"]
 
 PROGRAMS_WANTED = 256
-MOST_SPLITS = 16
+SPLITS_AT_ONCE = tl.constexpr(16)
 
 
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
     r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, as `optimized.momentkv.score`."""
     moments = contiguous(moments)
-    walked = _walk(query, keys, values, moments, scores=True, attends=False)
+    walked, sizes = _walk(query, keys, values, moments, scores=True, attends=False)
     batch, num_kv_heads, length, _ = keys.shape
     scores = floats(keys, batch, num_kv_heads, length)
     block = min(1024, padded(length))
     finish_scores[(batch * num_kv_heads, triton.cdiv(length, block))](
-        moments.count, walked.logits, walked.squares, walked.highest, walked.mass, scores,
-        walked.group, length, walked.splits, walked.chunks,
-        MOST_SPLITS=MOST_SPLITS, GROUP=padded(walked.group, 1), BLOCK_L=block, num_warps=4,
+        moments, walked, scores, sizes.group, length, sizes.splits, sizes.chunks,
+        GROUP=padded(sizes.group, 1), BLOCK_L=block, num_warps=4,
     )  # fmt: skip
     return scores
 
@@ -76,14 +77,14 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
 def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments) -> torch.Tensor:
     r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, as `optimized.momentkv.attend`."""
     moments = contiguous(moments)
-    walked = _walk(query, keys, values, moments, kept=kept, scores=False, attends=True)
+    walked, sizes = _walk(query, keys, values, moments, kept=kept, scores=False, attends=True)
     batch, num_kv_heads, _, head_dim = keys.shape
     output = outputs(query, *query.shape[:2], values.shape[3])
     block_v = _block_v(keys, values)
     mix_outputs[(batch * num_kv_heads, triton.cdiv(values.shape[3], block_v))](
-        query, *moments, walked.highest, walked.mass, walked.partial, output, *query.stride(),
-        num_kv_heads, walked.group, walked.splits, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
-        MOST_SPLITS=MOST_SPLITS, GROUP=padded(walked.group, 1), BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
+        strided(query), moments, walked, output,
+        num_kv_heads, sizes.group, sizes.splits, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
+        GROUP=padded(sizes.group, 1), BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
     return output.to(query.dtype)
 
@@ -103,28 +104,31 @@ def step(
     The moments are float32 and contiguous; position is int64 [B, H_kv].
     """
     batch, num_kv_heads, length, head_dim = keys.shape
-    walked = _walk(query, keys, values, moments, new=(new_key, new_value), scores=True, attends=True)
+    walked, sizes = _walk(query, keys, values, moments, new=(new_key, new_value), scores=True, attends=True)
     output = outputs(query, *query.shape[:2], values.shape[3])
-    replace_lowest[(batch * num_kv_heads,)](
-        query, new_key, new_value, keys, values, positions, position, *moments,
-        walked.logits, walked.squares, walked.highest, walked.mass, walked.partial, output,
-        *query.stride(), *new_key.stride(), *new_value.stride(), *keys.stride(), *values.stride(),
-        *positions.stride(), *position.stride(),
-        num_kv_heads, walked.group, length, walked.splits, walked.chunks, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
-        MOST_SPLITS=MOST_SPLITS, GROUP=padded(walked.group, 1), BLOCK_L=min(512, padded(length + 1)),
-        BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=_block_v(keys, values), num_warps=8,
+    block_v = _block_v(keys, values)
+    replace_lowest[(batch * num_kv_heads * triton.cdiv(values.shape[3], block_v),)](
+        strided(query), strided(new_key), strided(new_value), strided(keys), strided(values),
+        strided(positions), position.contiguous(), moments, walked, output,
+        num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
+        GROUP=padded(sizes.group, 1), BLOCK_L=min(512, padded(length + 1)),
+        BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
     return output.to(query.dtype)
 
 
 class _Walked(NamedTuple):
-    """The results of `walk_cache` for the second launch."""
+    """The results of `walk_cache` for the second launch; None where that needs none."""
 
-    logits: torch.Tensor  # [heads, G, tokens]
-    squares: torch.Tensor  # [heads, chunks, tokens]: |n r_j|^2, summed over the value channels of a chunk
+    logits: torch.Tensor | None  # [heads, G, tokens]
+    squares: torch.Tensor | None  # [heads, chunks, tokens]: |n r_j|^2, summed over the value channels of a chunk
     highest: torch.Tensor  # [heads, splits, G]: the largest logit
     mass: torch.Tensor  # [heads, splits, G]: sum of exp(logit - highest)
-    partial: torch.Tensor  # [heads, splits, G, D_v]: sum of exp(logit - highest) v
+    partial: torch.Tensor | None  # [heads, splits, G, D_v]: sum of exp(logit - highest) v
+    finished: torch.Tensor | None  # [heads] int32: the programs of the second launch that have finished
+
+
+class _Sizes(NamedTuple):
     group: int
     splits: int
     chunks: int
@@ -140,29 +144,31 @@ def _walk(
     kept: torch.Tensor | None = None,
     scores: bool,
     attends: bool,
-) -> _Walked:
+) -> tuple[_Walked, _Sizes]:
     """The first launch: over the cache and, with `new`, one token more; with `kept`, over the kept tokens only."""
     batch, num_kv_heads, length, head_dim = keys.shape
     heads, group, value_dim = batch * num_kv_heads, query.shape[1] // num_kv_heads, values.shape[3]
     tile = _walk_tile(keys, values)
     width = length + (new is not None)
     tiles = triton.cdiv(length, tile["BLOCK_T"]) + (new is not None)
-    tiles_of_split = triton.cdiv(tiles, min(MOST_SPLITS, triton.cdiv(PROGRAMS_WANTED, heads)))
+    tiles_of_split = triton.cdiv(tiles, triton.cdiv(PROGRAMS_WANTED, heads))
     splits, chunks = triton.cdiv(tiles, tiles_of_split), triton.cdiv(value_dim, tile["BLOCK_DV"])
-    # Unneeded outputs get no memory; the pointer of another tensor stands in.
-    marginals = floats(keys, heads, splits, group), floats(keys, heads, splits, group)
-    logits = floats(keys, heads, group, width) if scores else marginals[0]
-    squares = floats(keys, heads, chunks, width) if scores else marginals[0]
-    partial = floats(keys, heads, splits, group, value_dim) if attends else marginals[0]
+    walked = _Walked(
+        floats(keys, heads, group, width) if scores else None,
+        floats(keys, heads, chunks, width) if scores else None,
+        floats(keys, heads, splits, group),
+        floats(keys, heads, splits, group),
+        floats(keys, heads, splits, group, value_dim) if attends else None,
+        torch.empty(heads, dtype=torch.int32, device=keys.device) if new else None,
+    )
     new_key, new_value = new or (keys[:, :, 0], values[:, :, 0])
     walk_cache[(heads * splits * chunks,)](
-        query, new_key, new_value, keys, values, marginals[0] if kept is None else kept.contiguous(), *moments,
-        logits, squares, *marginals, partial,
-        *query.stride(), *new_key.stride(), *new_value.stride(), *keys.stride(), *values.stride(),
-        num_kv_heads, group, length, width, tiles, tiles_of_split, splits, chunks, head_dim, value_dim, 1 / math.sqrt(head_dim),
+        strided(query), strided(new_key), strided(new_value), strided(keys), strided(values),
+        None if kept is None else kept.contiguous(), moments, walked,
+        num_kv_heads, group, length, tiles, tiles_of_split, head_dim, value_dim, 1 / math.sqrt(head_dim),
         NEW=new is not None, KEPT=kept is not None, SCORE=scores, ATTEND=attends, **tile,
     )  # fmt: skip
-    return _Walked(logits, squares, *marginals, partial, group, splits, chunks)
+    return walked, _Sizes(group, splits, chunks)
 
 
 def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
@@ -183,25 +189,6 @@ def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
 
 
 @triton.jit
-def load_row(base, channels, head_dim, stride_d):
-    """One vector as float32 [BLOCK], read as one row of a tile of 32: by few threads, several channels each, not by all."""
-    rows = tl.arange(0, 32)[:, None]
-    inside = (rows == 0) & (channels < head_dim)[None, :]
-    states = tl.load(base + rows * 16 + channels.to(tl.int64)[None, :] * stride_d, mask=inside, other=0.0)
-    return tl.sum(states.to(tl.float32), axis=0)
-
-
-@triton.jit
-def copy_row(source, target, channels, head_dim, source_stride_d, target_stride_d, copied):
-    """target = source, bit by bit, if `copied`; by few threads, as in `load_row`."""
-    rows = tl.arange(0, 32)[:, None]
-    inside = (rows == 0) & (channels < tl.where(copied, head_dim, 0))[None, :]
-    channels = rows * 16 + channels.to(tl.int64)[None, :]  # row 0 alone is read and written
-    states = tl.load(source + channels * source_stride_d, mask=inside, other=0.0)
-    tl.store(target + channels * target_stride_d, states, mask=inside)
-
-
-@triton.jit
 def load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim):
     """MK-24: `Stilde = S - s_v kbar^T` of some value channels: S and Stilde, [BLOCK_V, BLOCK_D] each."""
     inside = (value_channels < value_dim)[:, None] & (channels < head_dim)[None, :]
@@ -209,35 +196,35 @@ def load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels
     return sums, sums - value_sum[:, None] * mean_key[None, :]
 
 
-@triton.jit(do_not_specialize=["length", "width", "tiles", "tiles_of_split", "splits"])
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "tiles", "tiles_of_split"])
 def walk_cache(
-    query_ptr, new_key_ptr, new_value_ptr, keys_ptr, values_ptr, kept_ptr,
-    count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr, logits_ptr, squares_ptr, highest_ptr, mass_ptr, partial_ptr,
-    query_stride_b, query_stride_h, query_stride_d,
-    new_key_stride_b, new_key_stride_h, new_key_stride_d, new_value_stride_b, new_value_stride_h, new_value_stride_d,
-    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
-    num_kv_heads, group, length, width, tiles, tiles_of_split, splits, chunks, head_dim, value_dim, scale,
+    queries, new_keys, new_values, keys, values, kept_ptr, moments, walked,
+    num_kv_heads, group, length, tiles, tiles_of_split, head_dim, value_dim, scale,
     NEW: tl.constexpr, KEPT: tl.constexpr, SCORE: tl.constexpr, ATTEND: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Logits, residuals and partial attention of one split of one head. Grid: heads * splits * chunks, the chunks together."""
+    splits, chunks = (tiles + tiles_of_split - 1) // tiles_of_split, (value_dim + BLOCK_DV - 1) // BLOCK_DV
+    width = length + NEW
     program, chunk = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks
     head, part = program // splits, (program % splits).to(tl.int32)
     rows = tl.arange(0, 16)
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    query_base = at_head(query_ptr, head * group, num_kv_heads * group, query_stride_b, query_stride_h)
-    query = load_tile(query_base, rows, channels, rows < group, query_stride_h, query_stride_d, head_dim).to(DOT_DTYPE)
-    key_base = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
-    value_base = at_head(values_ptr, head, num_kv_heads, value_stride_b, value_stride_h)
-    new_key_base = at_head(new_key_ptr, head, num_kv_heads, new_key_stride_b, new_key_stride_h)
-    new_value_base = at_head(new_value_ptr, head, num_kv_heads, new_value_stride_b, new_value_stride_h)
+    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
+    query = load_tile(query_base, rows, channels, rows < group, queries.stride_h, queries.stride_d, head_dim).to(DOT_DTYPE)
+    key_base = at_head(keys.ptr, head, num_kv_heads, keys.stride_b, keys.stride_h)
+    value_base = at_head(values.ptr, head, num_kv_heads, values.stride_b, values.stride_h)
+    new_key_base = at_head(new_keys.ptr, head, num_kv_heads, new_keys.stride_b, new_keys.stride_h)
+    new_value_base = at_head(new_values.ptr, head, num_kv_heads, new_values.stride_b, new_values.stride_h)
+    if NEW:
+        tl.store(walked.finished + head, 0)
     if SCORE:
-        count = tl.maximum(tl.load(count_ptr + head), 1).to(tl.float32)
-        key_sum = tl.load(key_sum_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
-        value_sum = tl.load(value_sum_ptr + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0)
+        count = tl.maximum(tl.load(moments.count + head), 1).to(tl.float32)
+        key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
+        value_sum = tl.load(moments.value_sum + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0)
         _, covariance = load_covariance(
-            value_key_sum_ptr + head * value_dim * head_dim, value_sum, tl.div_rn(key_sum, count),
+            moments.value_key_sum + head * value_dim * head_dim, value_sum, tl.div_rn(key_sum, count),
             channels, value_channels, head_dim, value_dim,
         )  # fmt: skip
         unscale = scale
@@ -257,29 +244,29 @@ def walk_cache(
         row = tile * BLOCK_T + tl.arange(0, BLOCK_T)
         token = row
         inside = row < length
-        keys_here, key_step, values_here, value_step = key_base, key_stride_d, value_base, value_stride_d
+        keys_here, key_step, values_here, value_step = key_base, keys.stride_d, value_base, values.stride_d
         if NEW:
             # The tile behind the last one holds only the new token: row 0 of its own memory, token `length`.
             is_new = tile * BLOCK_T >= length
             row = tl.where(is_new, tl.arange(0, BLOCK_T), row)
             token = tl.where(is_new, length + row, row)
             inside = row < tl.where(is_new, 1, length)
-            keys_here, key_step = tl.where(is_new, new_key_base, key_base), tl.where(is_new, new_key_stride_d, key_stride_d)
+            keys_here, key_step = tl.where(is_new, new_key_base, key_base), tl.where(is_new, new_keys.stride_d, keys.stride_d)
             values_here = tl.where(is_new, new_value_base, value_base)
-            value_step = tl.where(is_new, new_value_stride_d, value_stride_d)
+            value_step = tl.where(is_new, new_values.stride_d, values.stride_d)
         if KEPT:
             inside = inside & (tl.load(kept_ptr + head * length + row, mask=inside, other=0) != 0)
-        # keys [BLOCK_T, BLOCK_D], values [BLOCK_T, BLOCK_DV]
-        keys = load_tile(keys_here, row, channels, inside, key_stride_t, key_step, head_dim).to(DOT_DTYPE)
-        values = load_tile(values_here, row, value_channels, inside, value_stride_t, value_step, value_dim)
-        logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]
+        key = load_tile(keys_here, row, channels, inside, keys.stride_t, key_step, head_dim).to(DOT_DTYPE)
+        value = load_tile(values_here, row, value_channels, inside, values.stride_t, value_step, value_dim)
+        logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SCORE:
-            target = logits_ptr + (head * group + rows)[:, None] * width + token[None, :]
+            target = walked.logits + (head * group + rows)[:, None] * width + token[None, :]
             tl.store(target, logits, mask=(rows < written)[:, None] & inside[None, :])
-            predicted = tl.dot(keys, factor, input_precision="ieee") * unscale
-            residual = values * count - value_sum[None, :] - predicted  # n times the residual of MK-10
+            predicted = tl.dot(key, factor, input_precision="ieee") * unscale
+            residual = value * count - value_sum[None, :] - predicted  # n times the residual of MK-10
             squares = tl.sum(residual * residual, axis=1)
-            tl.store(squares_ptr + (head * chunks + chunk) * width + token, squares, mask=inside)
+            tl.store(walked.squares + (head * chunks + chunk) * width + token, squares, mask=inside)
         logits = tl.where(inside[None, :], logits, float("-inf"))
         higher = tl.maximum(highest, tl.max(logits, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a tile without kept tokens
@@ -287,76 +274,81 @@ def walk_cache(
         shrink = tl.exp(highest - base)
         mass = mass * shrink + tl.sum(weights, axis=1)
         if ATTEND:
-            output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), values.to(DOT_DTYPE), input_precision="ieee")
+            output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value.to(DOT_DTYPE), input_precision="ieee")
         highest = higher
     target = program * group + rows
-    tl.store(highest_ptr + target, highest, mask=rows < written)
-    tl.store(mass_ptr + target, mass, mask=rows < written)
+    tl.store(walked.highest + target, highest, mask=rows < written)
+    tl.store(walked.mass + target, mass, mask=rows < written)
     if ATTEND:
         tl.store(
-            partial_ptr + target[:, None] * value_dim + value_channels[None, :], output,
+            walked.partial + target[:, None] * value_dim + value_channels[None, :], output,
             mask=(rows < group)[:, None] & (value_channels < value_dim)[None, :],
         )  # fmt: skip
 
 
 @triton.jit
-def merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return, for each query head, the largest logit (0 without tokens) and the mass; and the factor of each split."""
-    parts = tl.arange(0, MOST_SPLITS)[:, None]
+def load_splits(walked, head, parts, splits, group, GROUP: tl.constexpr):
+    """Return the largest logits, [SPLITS_AT_ONCE, GROUP], and the places of `parts` of the splits of a head."""
     rows = tl.arange(0, GROUP)[None, :]
-    inside = (parts < splits) & (rows < group)
-    source = (head * splits + parts) * group + rows
-    highest = tl.load(highest_ptr + source, mask=inside, other=float("-inf"))
-    mass = tl.load(mass_ptr + source, mask=inside, other=0.0)
-    top = tl.max(highest, axis=0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    shares = tl.exp(highest - top[None, :])
-    return top, tl.sum(mass * shares, axis=0), shares
+    inside = (parts < splits)[:, None] & (rows < group)
+    places = (head * splits + parts)[:, None] * group + rows
+    return tl.load(walked.highest + places, mask=inside, other=float("-inf")), places, inside
 
 
 @triton.jit
-def merge_outputs(
-    partial_ptr, head, shares, value_channels, splits, group, value_dim, MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr
-):
+def merge_splits(walked, head, splits, group, GROUP: tl.constexpr):
+    """Return, for each query head, the largest logit (0 without tokens) and the mass, [GROUP]."""
+    top = tl.full([GROUP], float("-inf"), dtype=tl.float32)
+    mass = tl.zeros([GROUP], dtype=tl.float32)
+    for first in range(0, splits, SPLITS_AT_ONCE):
+        highest, places, inside = load_splits(walked, head, first + tl.arange(0, SPLITS_AT_ONCE), splits, group, GROUP)
+        masses = tl.load(walked.mass + places, mask=inside, other=0.0)
+        higher = tl.maximum(top, tl.max(highest, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        mass = mass * tl.exp(top - base) + tl.sum(masses * tl.exp(highest - base[None, :]), axis=0)
+        top = higher
+    return tl.where(top == float("-inf"), 0.0, top), mass
+
+
+@triton.jit
+def merge_outputs(walked, head, top, value_channels, splits, group, value_dim, GROUP: tl.constexpr):
     """Return the sum of weights times values of each query head, [GROUP, BLOCK_V], relative to its largest logit."""
-    parts = tl.arange(0, MOST_SPLITS)[:, None, None]
-    rows = tl.arange(0, GROUP)[None, :, None]
-    channel = value_channels[None, None, :]
-    partial = tl.load(
-        partial_ptr + ((head * splits + parts) * group + rows) * value_dim + channel,
-        mask=(parts < splits) & (rows < group) & (channel < value_dim), other=0.0,
-    )  # fmt: skip
-    return tl.sum(partial * shares[:, :, None], axis=0)
+    output = top[:, None] * tl.zeros_like(value_channels).to(tl.float32)[None, :]
+    for first in range(0, splits, SPLITS_AT_ONCE):
+        highest, places, inside = load_splits(walked, head, first + tl.arange(0, SPLITS_AT_ONCE), splits, group, GROUP)
+        partial = tl.load(
+            walked.partial + places[:, :, None] * value_dim + value_channels[None, None, :],
+            mask=inside[:, :, None] & (value_channels < value_dim)[None, None, :], other=0.0,
+        )  # fmt: skip
+        output += tl.sum(partial * tl.exp(highest - top[None, :])[:, :, None], axis=0)
+    return output
 
 
 @triton.jit
-def score_tokens(logits_ptr, squares_ptr, head, tokens, width, group, chunks, top, mass, count, GROUP: tl.constexpr):
+def score_tokens(walked, head, tokens, width, group, chunks, top, mass, count, GROUP: tl.constexpr):
     """MK-10: `mean_g exp(s_gj - log Z_g) |r_j|` of `tokens`, [BLOCK_L]."""
     rows = tl.arange(0, GROUP)
     inside = tokens < width
     logits = tl.load(
-        logits_ptr + (head * group + rows)[:, None] * width + tokens[None, :],
+        walked.logits + (head * group + rows)[:, None] * width + tokens[None, :],
         mask=(rows < group)[:, None] & inside[None, :], other=float("-inf"),
     )  # fmt: skip
     alpha = tl.div_rn(tl.exp(logits - top[:, None]), tl.where(rows < group, mass, 1.0)[:, None])
     alpha = tl.div_rn(tl.sum(alpha, axis=0), (group + tl.zeros_like(count)).to(tl.float32))
     squares = tl.zeros_like(alpha)
     for chunk in range(chunks):
-        squares += tl.load(squares_ptr + (head * chunks + chunk) * width + tokens, mask=inside, other=0.0)
+        squares += tl.load(walked.squares + (head * chunks + chunk) * width + tokens, mask=inside, other=0.0)
     return alpha * tl.div_rn(tl.sqrt_rn(squares), count)
 
 
-@triton.jit(do_not_specialize=["width", "splits"])
-def finish_scores(
-    count_ptr, logits_ptr, squares_ptr, highest_ptr, mass_ptr, scores_ptr, group, width, splits, chunks,
-    MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_L: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["group", "width", "splits", "chunks"])
+def finish_scores(moments, walked, scores_ptr, group, width, splits, chunks, GROUP: tl.constexpr, BLOCK_L: tl.constexpr):
     """scores[head, tokens] of one block. Grid: heads, blocks."""
     head = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-    top, mass, _ = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
-    count = tl.maximum(tl.load(count_ptr + head), 1).to(tl.float32)
-    scores = score_tokens(logits_ptr, squares_ptr, head, tokens, width, group, chunks, top, mass, count, GROUP)
+    top, mass = merge_splits(walked, head, splits, group, GROUP)
+    count = tl.maximum(tl.load(moments.count + head), 1).to(tl.float32)
+    scores = score_tokens(walked, head, tokens, width, group, chunks, top, mass, count, GROUP)
     tl.store(scores_ptr + head * width + tokens, scores, mask=tokens < width)
 
 
@@ -390,161 +382,183 @@ def mix(
         tl.store(output_base + member * value_dim + value_channels, mixed, mask=value_channels < value_dim)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "splits"])
 def mix_outputs(
-    query_ptr, count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr, highest_ptr, mass_ptr, partial_ptr, output_ptr,
-    query_stride_b, query_stride_h, query_stride_d, num_kv_heads, group, splits, head_dim, value_dim, scale,
-    MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    queries, moments, walked, output_ptr, num_kv_heads, group, splits, head_dim, value_dim, scale,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The output of one group of query heads, some value channels of it. Grid: heads, blocks of value channels."""
     head = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, BLOCK_D)
     value_channels = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    top, mass, shares = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
-    retained = merge_outputs(partial_ptr, head, shares, value_channels, splits, group, value_dim, MOST_SPLITS, GROUP)
-    count = tl.load(count_ptr + head).to(tl.float32)
-    key_sum = tl.load(key_sum_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
-    value_sum = tl.load(value_sum_ptr + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0)
+    top, mass = merge_splits(walked, head, splits, group, GROUP)
+    retained = merge_outputs(walked, head, top, value_channels, splits, group, value_dim, GROUP)
+    count = tl.load(moments.count + head).to(tl.float32)
+    key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
+    value_sum = tl.load(moments.value_sum + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0)
     mean_key = tl.div_rn(key_sum, tl.maximum(count, 1.0))
     _, covariance = load_covariance(
-        value_key_sum_ptr + head * value_dim * head_dim, value_sum, mean_key, channels, value_channels, head_dim, value_dim
+        moments.value_key_sum + head * value_dim * head_dim, value_sum, mean_key, channels, value_channels, head_dim, value_dim
     )
-    query_base = at_head(query_ptr, head * group, num_kv_heads * group, query_stride_b, query_stride_h)
+    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
     mix(
         query_base, output_ptr + head * group * value_dim,
         retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
-        query_stride_h, query_stride_d, group, head_dim, value_dim, scale, GROUP,
+        queries.stride_h, queries.stride_d, group, head_dim, value_dim, scale, GROUP,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["length", "splits"])
+@triton.jit(do_not_specialize=["positions", "num_kv_heads", "group", "length", "splits", "chunks"])
 def replace_lowest(
-    query_ptr, new_key_ptr, new_value_ptr, keys_ptr, values_ptr, positions_ptr, position_ptr,
-    count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr,
-    logits_ptr, squares_ptr, highest_ptr, mass_ptr, partial_ptr, output_ptr,
-    query_stride_b, query_stride_h, query_stride_d,
-    new_key_stride_b, new_key_stride_h, new_key_stride_d, new_value_stride_b, new_value_stride_h, new_value_stride_d,
-    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
-    positions_stride_b, positions_stride_h, positions_stride_t, position_stride_b, position_stride_h,
+    queries, new_keys, new_values, keys, values, positions, position_ptr, moments, walked, output_ptr,
     num_kv_heads, group, length, splits, chunks, head_dim, value_dim, scale,
-    MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Evict the token with the lowest score of a head, put the new token into its slot, and write the output. Grid: heads."""
-    head = tl.program_id(0).to(tl.int64)
-    rows = tl.arange(0, GROUP)
+    """Evict the token with the lowest score, put the new one into its slot, write the output. Grid: heads * value blocks."""
+    blocks = (value_dim + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0).to(tl.int64) // blocks
     channels = tl.arange(0, BLOCK_D)
-    width = length + 1
-    query_base = at_head(query_ptr, head * group, num_kv_heads * group, query_stride_b, query_stride_h)
-    keys = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
-    values = at_head(values_ptr, head, num_kv_heads, value_stride_b, value_stride_h)
-    new_key = at_head(new_key_ptr, head, num_kv_heads, new_key_stride_b, new_key_stride_h)
-    new_value = at_head(new_value_ptr, head, num_kv_heads, new_value_stride_b, new_value_stride_h)
-    positions = at_head(positions_ptr, head, num_kv_heads, positions_stride_b, positions_stride_h)
-    position = tl.load(at_head(position_ptr, head, num_kv_heads, position_stride_b, position_stride_h))
-    top, mass, shares = merge_splits(highest_ptr, mass_ptr, head, splits, group, MOST_SPLITS, GROUP)
-    before = tl.load(count_ptr + head)
+    value_channels = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
+    key_base = at_head(keys.ptr, head, num_kv_heads, keys.stride_b, keys.stride_h)
+    value_base = at_head(values.ptr, head, num_kv_heads, values.stride_b, values.stride_h)
+    new_key = at_head(new_keys.ptr, head, num_kv_heads, new_keys.stride_b, new_keys.stride_h)
+    new_value = at_head(new_values.ptr, head, num_kv_heads, new_values.stride_b, new_values.stride_h)
+    position_base = at_head(positions.ptr, head, num_kv_heads, positions.stride_b, positions.stride_h)
+    position = tl.load(position_ptr + head)
+    before = tl.load(moments.count + head)
 
-    # The lowest score, of equal scores the latest position. Slot `length` is the new token.
+    top, mass = merge_splits(walked, head, splits, group, GROUP)
+    slot = find_lowest(
+        walked, head, position_base, positions.stride_d, position, length, group, chunks, top, mass,
+        tl.maximum(before, 1).to(tl.float32), GROUP, BLOCK_L,
+    )  # fmt: skip
+    is_new = slot == length
+    evicted_key = load_row(
+        tl.where(is_new, new_key, key_base + slot.to(tl.int64) * keys.stride_t), channels, head_dim,
+        tl.where(is_new, new_keys.stride_d, keys.stride_d),
+    )  # fmt: skip
+    evicted_value = load_row(
+        tl.where(is_new, new_value, value_base + slot.to(tl.int64) * values.stride_t), value_channels, value_dim,
+        tl.where(is_new, new_values.stride_d, values.stride_d),
+    )  # fmt: skip
+
+    retained = merge_outputs(walked, head, top, value_channels, splits, group, value_dim, GROUP)
+    retained, top, mass = take_out(
+        walked, head, retained, top, mass, slot, evicted_value, value_base, values.stride_t, values.stride_d,
+        new_value, new_values.stride_d, value_channels, length, group, value_dim, GROUP, BLOCK_L, BLOCK_T,
+    )  # fmt: skip
+    count = (before + 1).to(tl.float32)
+    key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0) + evicted_key
+    mean_key = tl.div_rn(key_sum, count)
+    value_sum, covariance = update_moments(
+        moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim
+    )
+    mix(
+        query_base, output_ptr + head * group * value_dim,
+        retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
+        queries.stride_h, queries.stride_d, group, head_dim, value_dim, scale, GROUP,
+    )  # fmt: skip
+
+    # What all programs of the head have read is written by the last of them, after the reads of all threads.
+    tl.debug_barrier()
+    if tl.atomic_add(walked.finished + head, 1) == blocks - 1:
+        tl.store(moments.count + head, before + 1)
+        tl.store(moments.key_sum + head * head_dim + channels, key_sum, mask=channels < head_dim)
+        if slot < length:
+            tl.store(position_base + slot.to(tl.int64) * positions.stride_d, position)
+            key_slot = key_base + slot.to(tl.int64) * keys.stride_t
+            copy_row(new_key, key_slot, channels, head_dim, new_keys.stride_d, keys.stride_d, True)
+            value_slot = value_base + slot.to(tl.int64) * values.stride_t
+            for start in range(0, value_dim, BLOCK_V):
+                block = start + tl.arange(0, BLOCK_V)
+                copy_row(new_value, value_slot, block, value_dim, new_values.stride_d, values.stride_d, True)
+
+
+@triton.jit
+def find_lowest(
+    walked, head, positions_ptr, stride_t, position, length, group, chunks, top, mass, count,
+    GROUP: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Return the slot of the lowest score, of equal scores the latest position. Slot `length` is the new token."""
     EARLIEST: tl.constexpr = -(2**62)
+    width = length + 1
     lowest = tl.full([BLOCK_L], float("inf"), dtype=tl.float32)
     latest = tl.full([BLOCK_L], EARLIEST, dtype=tl.int64)
     lowest_slot = tl.full([BLOCK_L], 0, dtype=tl.int32) + length
     for first in range(0, width, BLOCK_L):
         slots = first + tl.arange(0, BLOCK_L)
-        scores = score_tokens(
-            logits_ptr, squares_ptr, head, slots, width, group, chunks, top, mass, tl.maximum(before, 1).to(tl.float32), GROUP
-        )
+        scores = score_tokens(walked, head, slots, width, group, chunks, top, mass, count, GROUP)
         scores = tl.where(scores == scores, scores, -1.0)  # NaN goes first, as in `selection.top_k`
-        place = tl.load(positions + slots.to(tl.int64) * positions_stride_t, mask=slots < length, other=0)
+        place = tl.load(positions_ptr + slots.to(tl.int64) * stride_t, mask=slots < length, other=0)
         place = tl.where(slots < length, place, position)
         lower = (slots < width) & ((scores < lowest) | ((scores == lowest) & (place > latest)))
         lowest, latest = tl.where(lower, scores, lowest), tl.where(lower, place, latest)
         lowest_slot = tl.where(lower, slots, lowest_slot)
     tied = lowest == tl.min(lowest, axis=0)
     latest_tied = tl.max(tl.where(tied, latest, EARLIEST), axis=0)
-    slot = tl.min(tl.where(tied & (latest == latest_tied), lowest_slot, length), axis=0)
-    is_new = slot == length
+    return tl.min(tl.where(tied & (latest == latest_tied), lowest_slot, length), axis=0)
 
-    # The evicted key, added to the first three moments.
-    key_step = tl.where(is_new, new_key_stride_d, key_stride_d)
-    evicted_key_base = tl.where(is_new, new_key, keys + slot.to(tl.int64) * key_stride_t)
-    evicted_key = load_row(evicted_key_base, channels, head_dim, key_step)
-    count = (before + 1).to(tl.float32)
-    key_sum = tl.load(key_sum_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0) + evicted_key
-    mean_key = tl.div_rn(key_sum, count)
 
-    # The evicted token's share of the attention. More than an eighth is not subtracted: the sums are computed again without it.
-    logit_rows = logits_ptr + (head * group + rows) * width
-    evicted_logit = tl.load(logit_rows + slot, mask=rows < group, other=float("-inf"))
-    held = tl.exp(evicted_logit - top)
-    anew = tl.max(held - 0.125 * mass, axis=0) > 0
-    left_top, left_mass = top, mass - held
-    if anew:
-        left_top = tl.full([GROUP], float("-inf"), dtype=tl.float32)
-        left_mass = tl.zeros([GROUP], dtype=tl.float32)
+@triton.jit
+def take_out(
+    walked, head, retained, top, mass, slot, evicted_value, values_ptr, stride_t, stride_d, new_value, new_stride_d,
+    value_channels, length, group, value_dim, GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Take the evicted token out of the attention of each query head: retained [GROUP, BLOCK_V], top and mass [GROUP] without it.
+
+    A share of more than an eighth is not subtracted: the sums are computed again from the other tokens.
+    """
+    rows = tl.arange(0, GROUP)
+    width = length + 1
+    logit_rows = walked.logits + (head * group + rows) * width
+    held = tl.exp(tl.load(logit_rows + slot, mask=rows < group, other=float("-inf")) - top)
+    if tl.max(held - 0.125 * mass, axis=0) > 0:
+        top = tl.full([GROUP], float("-inf"), dtype=tl.float32)
+        mass = tl.zeros([GROUP], dtype=tl.float32)
         for first in range(0, width, BLOCK_L):
             slots = first + tl.arange(0, BLOCK_L)
             stays = (rows < group)[:, None] & ((slots < width) & (slots != slot))[None, :]
             logits = tl.load(logit_rows[:, None] + slots[None, :], mask=stays, other=float("-inf"))
-            higher = tl.maximum(left_top, tl.max(logits, axis=1))
+            higher = tl.maximum(top, tl.max(logits, axis=1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            left_mass = left_mass * tl.exp(left_top - base) + tl.sum(tl.exp(logits - base[:, None]), axis=1)
-            left_top = higher
-        left_top = tl.where(left_top == float("-inf"), 0.0, left_top)
-
-    value_step = tl.where(is_new, new_value_stride_d, value_stride_d)
-    evicted_value_base = tl.where(is_new, new_value, values + slot.to(tl.int64) * value_stride_t)
-    for start in range(0, value_dim, BLOCK_V):
-        value_channels = start + tl.arange(0, BLOCK_V)
-        inside = value_channels < value_dim
-        evicted_value = load_row(evicted_value_base, value_channels, value_dim, value_step)
-        value_sum = tl.load(value_sum_ptr + head * value_dim + value_channels, mask=inside, other=0.0) + evicted_value
-        value_key_sum = value_key_sum_ptr + head * value_dim * head_dim
-        sums, _ = load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim)
-        sums += evicted_value[:, None] * evicted_key[None, :]
-        covariance = sums - value_sum[:, None] * mean_key[None, :]
-        retained = merge_outputs(partial_ptr, head, shares, value_channels, splits, group, value_dim, MOST_SPLITS, GROUP)
+            mass = mass * tl.exp(top - base) + tl.sum(tl.exp(logits - base[:, None]), axis=1)
+            top = higher
+        top = tl.where(top == float("-inf"), 0.0, top)
+        retained = tl.zeros_like(retained)
+        coming = load_row(new_value, value_channels, value_dim, new_stride_d)
+        for first in range(0, width, BLOCK_T):
+            slots = first + tl.arange(0, BLOCK_T)
+            stays = (slots < width) & (slots != slot)
+            states = load_tile(values_ptr, slots, value_channels, stays & (slots < length), stride_t, stride_d, value_dim)
+            states = tl.where((slots == length)[:, None], coming[None, :], states)  # [BLOCK_T, BLOCK_V]
+            for member in range(group):
+                own_top = tl.sum(tl.where(rows == member, top, 0.0), axis=0)
+                logits = tl.load(walked.logits + (head * group + member) * width + slots, mask=stays, other=float("-inf"))
+                added = tl.sum(tl.exp(logits - own_top)[:, None] * states, axis=0)
+                retained += tl.where((rows == member)[:, None], added[None, :], 0.0)
+    else:
         retained -= held[:, None] * evicted_value[None, :]
-        if anew:
-            retained = tl.zeros([GROUP, BLOCK_V], dtype=tl.float32)
-            coming = load_row(new_value, value_channels, value_dim, new_value_stride_d)
-            for first in range(0, width, BLOCK_T):
-                slots = first + tl.arange(0, BLOCK_T)
-                stays = (slots < width) & (slots != slot)
-                there = stays & (slots < length)
-                states = load_tile(values, slots, value_channels, there, value_stride_t, value_stride_d, value_dim)
-                states = tl.where((slots == length)[:, None], coming[None, :], states)  # [BLOCK_T, BLOCK_V]
-                for member in range(group):
-                    own_top = tl.sum(tl.where(rows == member, left_top, 0.0), axis=0)
-                    logits = tl.load(logits_ptr + (head * group + member) * width + slots, mask=stays, other=float("-inf"))
-                    added = tl.sum(tl.exp(logits - own_top)[:, None] * states, axis=0)
-                    retained += tl.where((rows == member)[:, None], added[None, :], 0.0)
-        mix(
-            query_base, output_ptr + head * group * value_dim,
-            retained, left_top, left_mass, count, mean_key, value_sum, covariance, channels, value_channels,
-            query_stride_h, query_stride_d, group, head_dim, value_dim, scale, GROUP,
-        )  # fmt: skip
-        # Threads of one program read the same numbers at their own pace: none may write before all have read.
-        tl.debug_barrier()
-        tl.store(value_sum_ptr + head * value_dim + value_channels, value_sum, mask=inside)
-        tl.store(
-            value_key_sum + value_channels[:, None] * head_dim + channels[None, :], sums,
-            mask=inside[:, None] & (channels < head_dim)[None, :],
-        )  # fmt: skip
+        mass -= held
+    return retained, top, mass
 
+
+@triton.jit
+def update_moments(moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim):
+    """Add the evicted token to some value channels of the moments; return their sum of values and their covariance."""
+    inside = value_channels < value_dim
+    value_sum = tl.load(moments.value_sum + head * value_dim + value_channels, mask=inside, other=0.0) + evicted_value
+    value_key_sum = moments.value_key_sum + head * value_dim * head_dim
+    sums, _ = load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim)
+    sums += evicted_value[:, None] * evicted_key[None, :]
+    # Threads of one program read the same numbers at their own pace: none may write before all have read.
     tl.debug_barrier()
-    tl.store(count_ptr + head, before + 1)
-    tl.store(key_sum_ptr + head * head_dim + channels, key_sum, mask=channels < head_dim)
-    replaced = slot < length
-    slot = slot.to(tl.int64)
-    copy_row(new_key, keys + slot * key_stride_t, channels, head_dim, new_key_stride_d, key_stride_d, replaced)
-    value_slot = values + slot * value_stride_t
-    for start in range(0, value_dim, BLOCK_V):
-        value_channels = start + tl.arange(0, BLOCK_V)
-        copy_row(new_value, value_slot, value_channels, value_dim, new_value_stride_d, value_stride_d, replaced)
-    if replaced:
-        tl.store(positions + slot * positions_stride_t, position)
+    tl.store(moments.value_sum + head * value_dim + value_channels, value_sum, mask=inside)
+    tl.store(
+        value_key_sum + value_channels[:, None] * head_dim + channels[None, :], sums,
+        mask=inside[:, None] & (channels < head_dim)[None, :],
+    )  # fmt: skip
+    return value_sum, sums - value_sum[:, None] * mean_key[None, :]
 
 
 def _launch(dtype: torch.dtype, head_dim: int, group: int) -> None:
