@@ -9,6 +9,8 @@ a GPU, gives zeros here.
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from evictionary.cache.model_hooks import _batch_hook
+from evictionary.optimized.states import CompressedCache, zero_moments
 
 pytest.importorskip("triton")
+kernels = importlib.import_module("evictionary.optimized.kernels.attention")
 
 PROMPT, BUDGET, STEPS = 1200, 600, 20
 IDS = torch.randint(3, 259, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(4))
@@ -151,3 +155,46 @@ def test_the_watch_sees_waits_and_copies() -> None:
     with Watch(100) as watch:
         tensor[:, :4].mT[None].expand(3, -1, -1)
     assert not watch.copies and not watch.waits
+
+
+SIZES = {
+    "a block of 2,048 tokens behind 32K kept": (1, 32, 8, 2048, 8 * 32768, 2048),
+    "a prompt of 16,384 tokens": (1, 32, 8, 16384, 8 * 1024, 16384),
+    "a batch of 32 that decodes behind 128K": (32, 32, 8, 1, 32 * 8 * 131072, 512),
+    "one token behind 32K": (1, 32, 8, 1, 8 * 32768, 0),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_attention_of_the_largest_sizes_fits_a_gpu(
+    launched: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    """The limits of CUDA's grids, which Triton's interpreter does not know, and the memory beside the output."""
+    batch, num_query_heads, num_kv_heads, num_queries, stored, length = SIZES[size]
+    allocated: list[int] = []
+
+    def floats(like: torch.Tensor, *shape: int) -> torch.Tensor:
+        allocated.append(4 * math.prod(shape))
+        return torch.empty(shape, device="meta")
+
+    monkeypatch.setattr(kernels, "floats", floats)
+    storage, lengths = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((stored, 128), (batch, num_kv_heads))
+    )
+    recent = torch.empty(batch, num_kv_heads, length, 128, dtype=torch.bfloat16, device="meta")
+    queries = torch.empty(batch, num_query_heads, num_queries, 128, dtype=torch.bfloat16, device="meta")
+    cache = CompressedCache(storage, storage, storage[:, 0], lengths.long())
+    output, _ = kernels.attend(queries, cache, (recent, recent) if length else None, zero_moments(recent, recent))
+    assert output.shape == queries.shape
+    assert max(allocated) <= kernels.WORKSPACE
+    chunks = [grid[0] for name, grid in launched if name == "attend_chunks"]
+    assert all(len(grid) == 1 and grid[0] < 2**31 for _, grid in launched)
+    assert all(264 <= programs <= 2**16 for programs in chunks)  # two for each multiprocessor, and no crowd of tiny ones
+
+
+@pytest.mark.parametrize("stem", ["attention", "momentkv", "momentkv_prompt"])
+def test_no_kernel_takes_more_than_25_arguments(stem: str) -> None:
+    module = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
+    written = {name: value.fn for name, value in vars(module).items() if hasattr(value, "fn") and hasattr(value, "arg_names")}
+    assert written
+    assert {name: count for name, fn in written.items() if (count := len(inspect.signature(fn).parameters)) > 25} == {}

@@ -10,14 +10,18 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_llama
+from reading import positions_of, read_in
 from triton.runtime import interpreter
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.optimized import attention, cache, gvote, keydiff, lagkv, selection
 from evictionary.optimized import expected_attention as ea
 from evictionary.optimized import momentkv as mk
@@ -391,3 +395,35 @@ def test_nan_stays_where_it_is_and_no_address_follows_from_it() -> None:
     output = KERNELS["momentkv"].step(s.query, new, new, s.keys, s.values, positions, s.moments, position)
     assert positions.ge(0).all() and positions.le(41).all()
     assert output[0, 2:4].isnan().any() and output[0, :2].isfinite().all() and output[0, 4:].isfinite().all()
+
+
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "momentkv": ("momentkv", {"budget": 16}, "sum_evicted add_splits walk_cache replace_lowest attend_chunks merge_chunks"),
+    "momentkv, growing": ("momentkv", {"compression_ratio": 0.5}, "walk_cache replace_lowest attend_chunks merge_chunks"),
+    "ragged": ("knorm+ada_kv", {"compression_ratio": 0.5}, "copy_rows attend_chunks merge_chunks"),
+    "ragged, moments": ("knorm+ada_kv+moments", {"compression_ratio": 0.5}, "sum_evicted add_splits attend_chunks merge_chunks"),
+    "keydiff": ("keydiff", {"budget": 12, "every": 4}, "sum_unit_keys update_sums score_keys copy_rows"),
+    "lagkv": ("lagkv", {"compression_ratio": 0.5, "every": 1, "options": {"sink_size": 2, "lag_size": 4}}, "compress_partitions"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_decodes_with_the_kernels_as_with_torch(name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    method, settings, kernels = MODELS[name]
+    model = tiny_llama()
+
+    def decoded() -> tuple[torch.Tensor, list[list[list[int]]]]:
+        with EvictingCache(model, method, **settings) as evicting:
+            logits = read_in(model, evicting, [30, *[1] * 6, 3, 1])
+            return logits, [positions_of(layer) for layer in evicting.layers]
+
+    logits, positions = decoded()
+    assert set(kernels.split()) <= set(launched)
+    launched.clear()
+    for module in list(sys.modules.values()):
+        if (module.__name__ or "").startswith("evictionary.") and hasattr(module, "kernels_for"):
+            monkeypatch.setattr(module, "kernels_for", lambda *_, **__: None)
+    wanted, wanted_positions = decoded()
+    assert not launched
+    assert positions == wanted_positions
+    assert_close(logits, wanted.double(), 1e-4)

@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from evictionary.cache import file, future_queries, partial_attention
+from evictionary.cache import file, future_queries, one_pass, partial_attention
 from evictionary.cache.layers import RECENT, EvictingLayer
 from evictionary.cache.model_hooks import Attention, attention_modules, watch
 from evictionary.errors import MethodError, UsageError
@@ -22,8 +22,10 @@ from evictionary.methods.catalogue import CAPTURED_FOR
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import is_sliding, require_supported
-from evictionary.optimized import momentkv
+from evictionary.optimized import keydiff, momentkv
 from evictionary.optimized.checks import is_finite
+from evictionary.optimized.kernels.launching import kernels_for
+from evictionary.optimized.states import CompressedCache
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that the model does not hand to a cache; the cache captures them if a method names them."""
@@ -325,7 +327,7 @@ class EvictingCache(Cache):
         if "recursive" in self.method.traits and self.every and static is None:
             static = [self._option("sink_size")] * keys.shape[0]
         if layer.is_full and self._keeps_all(layer_index, static):
-            layer.moments, layer.static, layer.evicted_at = moments, static, layer.seen
+            layer.moments, layer.static, layer.anchor, layer.evicted_at = moments, static, None, layer.seen
             return
         keys, values, positions, filled = layer.contents()
         states: dict[str, Any] = {"keys": keys, "values": values, **captured}
@@ -334,6 +336,7 @@ class EvictingCache(Cache):
             states["positions"] = positions - padding.to(positions)[:, None, None]
         if moments is not None:
             states["moments"] = moments
+        seen = [layer.seen - count for count in padding.tolist()]
         request = Request(
             compression_ratio=self.compression_ratio,
             budget=self.budget,
@@ -342,26 +345,37 @@ class EvictingCache(Cache):
             num_layers=len(self.layers),
             seed=self.seed,
             filled=None if layer.is_full else filled,
-            seen=[layer.seen - count for count in padding.tolist()],
+            seen=seen,
             is_prompt=layer.evicted_at == 0,
             static=static,
             supply=self._supply(layer_index),
         )
-        kept = self.method.kept(states, request)
+        method, anchor = self.method, None
+        copies: list[CompressedCache] = []
+        if layer.is_full and len(set(seen)) == 1:  # the method is called once, for all rows and heads
+            if moments is None:
+                method = one_pass.copying(method, copies)
+            is_keydiff = method.function is keydiff.score and method.head_budgets is None
+            if is_keydiff and self.every and kernels_for("keydiff", keys):
+                anchor = one_pass.anchor_of(keys, layer.anchor, layer.seen - layer.evicted_at)
+                method = one_pass.anchored(method, anchor)
+        kept = method.kept(states, request)
+        if anchor is not None:
+            anchor = one_pass.anchor_without(anchor, keys, kept)
         if static is not None:
             lengths = [keys.shape[2]] * keys.shape[0] if layer.is_full else filled[:, 0].sum(dim=-1).tolist()
             static = [
                 self.method.static_after(length, before, self.compression_ratio, self.options)
                 for length, before in zip(lengths, static, strict=True)
             ]
-        compressed = None
+        compressed = copies[0] if copies else None
         if moments is not None and layer.is_full:
             compressed, moments = momentkv.compress_prompt(keys, values, kept, moments)
         elif moments is not None:
             moments = momentkv.update(moments, keys, values, filled & ~kept)
         if compressed is not None or not layer.is_full or not kept.all():
             layer.evict(kept, compressed)
-        layer.moments, layer.static, layer.evicted_at = moments, static, layer.seen
+        layer.moments, layer.static, layer.anchor, layer.evicted_at = moments, static, anchor, layer.seen
 
     def _option(self, name: str) -> Any:
         assert self.method is not None

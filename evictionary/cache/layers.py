@@ -20,14 +20,18 @@ RECENT = 128
 """The last queries or hidden states that a layer remembers for a method that compresses while decoding (EA)."""
 
 
+OWN_TENSORS = ("keys", "values", "padding", "recent", "recent_hidden", "anchor", "_kept_positions")
+
+
 class EvictingLayer(DynamicLayer):
     """The keys and values of one layer, and the positions of the tokens that they belong to.
 
     As long as all heads keep the same number of tokens, `keys` [B, H_kv, stored, D] and `values` hold all tokens. Once heads
     differ, `ragged` holds the kept tokens (flat, without a byte of padding), and `keys` and `values` hold the tokens since then.
     `padding` [B] counts the tokens that each row is padded with on the left, or is None; `moments` are those of the evicted tokens,
-    `recent` [B, H_q, n, D] the last queries, `recent_hidden` [B, n, hidden] the last hidden states and `static` the number of
-    tokens that LagKV never compresses again; each is set only for a method that needs it. `waiting` is the token that has been
+    `recent` [B, H_q, n, D] the last queries, `recent_hidden` [B, n, hidden] the last hidden states, `static` the number of
+    tokens that LagKV never compresses again and `anchor` [B, H_kv, D] the sum of the unit keys after KeyDiff's last compression on
+    a GPU; each is set only for a method that needs it. `waiting` is the token that has been
     seen and is not stored yet: it will take the slot of an evicted token.
     """
 
@@ -47,6 +51,7 @@ class EvictingLayer(DynamicLayer):
         self.recent: torch.Tensor | None = None
         self.recent_hidden: torch.Tensor | None = None
         self.static: list[int] | None = None
+        self.anchor: torch.Tensor | None = None
         self.waiting: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -252,7 +257,7 @@ class EvictingLayer(DynamicLayer):
         super().reset()
         self.seen = self.evicted_at = 0
         self.ragged = self.padding = self.moments = self.static = self._kept_positions = self.waiting = None
-        self.recent = self.recent_hidden = None
+        self.recent = self.recent_hidden = self.anchor = None
         self._in_order = True
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -267,7 +272,7 @@ class EvictingLayer(DynamicLayer):
             self.ragged = _rows_of_batch(self.ragged, indices)
         if self.moments is not None:
             self.moments = Moments(*(field[indices] for field in self.moments))
-        for name in ("_kept_positions", "padding", "recent", "recent_hidden"):
+        for name in ("_kept_positions", "padding", "recent", "recent_hidden", "anchor"):
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[indices])
         if self.static is not None:
@@ -275,7 +280,7 @@ class EvictingLayer(DynamicLayer):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by name: `keys`, `values` and the flat tensors of ragged heads."""
-        named = {name: getattr(self, name) for name in ("keys", "values", "padding", "recent", "recent_hidden", "_kept_positions")}
+        named = {name: getattr(self, name) for name in OWN_TENSORS}
         for part in ("ragged", "moments"):
             value = getattr(self, part)
             if value is not None:

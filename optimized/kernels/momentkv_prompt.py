@@ -14,7 +14,7 @@ the splits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from ..states import CompressedCache, Moments, zero_moments
 from .cache import empty_cache
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, padded
+from .strided import strided
 from .tiles import at_head, copy_tile, dot_dtype, load_tile
 
 PROGRAMS_WANTED = 256
@@ -32,7 +33,7 @@ LEAST_TOKENS_OF_A_SPLIT = 256
 
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
     r"""MK-25: the moments with those of the evicted tokens added, as `optimized.momentkv.update`; the sums are float32."""
-    return _sum_evicted(keys, values, evicted, moments)
+    return _sum_evicted(keys, values, ~evicted, moments)
 
 
 def compress_prompt(
@@ -44,13 +45,22 @@ def compress_prompt(
     """
     rows = kept.reshape(-1).cumsum(0)
     cache = empty_cache(keys, values, int(rows[-1]) if total is None else total, kept.sum(dim=-1))
-    return cache, _sum_evicted(keys, values, kept, moments, (*cache[:3], rows))
+    return cache, _sum_evicted(keys, values, kept, moments, _Copy(*cache[:3], rows))
+
+
+class _Copy(NamedTuple):
+    """The compressed cache to fill, and the row of each kept token in it, counted from 1."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
 
 
 def _sum_evicted(
-    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, before: Moments, copy: tuple[torch.Tensor, ...] | None = None
+    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, before: Moments, copy: _Copy | None = None
 ) -> Moments:
-    """Add the evicted tokens to the moments: the tokens of `mask`, or with `copy` (which to copy, and to which rows) the others."""
+    """Add the tokens that are not kept to the moments, and with `copy` copy the others."""
     lead, (length, head_dim), value_dim = keys.shape[:-2], keys.shape[-2:], values.shape[-1]
     keys, values = (states.reshape(-1, 1, *states.shape[-2:]) if states.ndim != 4 else states for states in (keys, values))
     num_heads = keys.shape[1]
@@ -61,20 +71,22 @@ def _sum_evicted(
     split = triton.cdiv(triton.cdiv(length, splits), block_t) * block_t
     splits = triton.cdiv(length, split)
     chunks = triton.cdiv(value_dim, tile["BLOCK_DV"])
-    counts = torch.empty((heads, splits), dtype=torch.int64, device=keys.device)
-    sums = [floats(keys, heads, splits, *shape) for shape in ((head_dim,), (value_dim,), (value_dim, head_dim))]
-    # Without a copy the mask stands in for the pointers.
+    shapes = ((head_dim,), (value_dim,), (value_dim, head_dim))
+    sums = Moments(
+        torch.empty((heads, splits), dtype=torch.int64, device=keys.device),
+        *(floats(keys, heads, splits, *shape) for shape in shapes),
+    )
     sum_evicted[(heads * splits * chunks,)](
-        keys, values, mask.contiguous(), *(copy or (mask,) * 4), counts, *sums, *keys.stride(), *values.stride(),
-        num_heads, length, split, splits, chunks, head_dim, value_dim, COPY=copy is not None, **tile,
+        strided(keys), strided(values), kept.contiguous(), copy, sums, num_heads, length, split, splits, head_dim, value_dim,
+        COPY=copy is not None, **tile,
     )  # fmt: skip
     after = Moments(
         torch.empty(lead, dtype=torch.int64, device=keys.device),
-        *(floats(keys, *lead, *shape) for shape in ((head_dim,), (value_dim,), (value_dim, head_dim))),
+        *(floats(keys, *lead, *shape) for shape in shapes),
     )
     block = min(2048, padded(head_dim * value_dim))
     add_splits[(heads, triton.cdiv(head_dim * value_dim, block))](
-        *contiguous(before), counts, *sums, *after, splits, head_dim, value_dim,
+        contiguous(before), sums, after, splits, head_dim, value_dim,
         MOST_SPLITS=PROGRAMS_WANTED, BLOCK_D=padded(head_dim), BLOCK_DV=padded(value_dim), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return after
@@ -96,21 +108,19 @@ def _sum_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(keys)}
 
 
-@triton.jit(do_not_specialize=["length", "split", "splits"])
+@triton.jit(do_not_specialize=["num_heads", "length", "split", "splits"])
 def sum_evicted(
-    keys_ptr, values_ptr, mask_ptr, out_keys_ptr, out_values_ptr, positions_ptr, rows_ptr,
-    counts_ptr, key_sums_ptr, value_sums_ptr, value_key_sums_ptr,
-    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
-    num_heads, length, split, splits, chunks, head_dim, value_dim,
+    keys, values, kept_ptr, copy, sums, num_heads, length, split, splits, head_dim, value_dim,
     COPY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The moments of the evicted tokens of one split of one head; with COPY, its kept rows. Grid: heads * splits * chunks."""
+    chunks = (value_dim + BLOCK_DV - 1) // BLOCK_DV
     program, chunk = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks
     head, part = program // splits, (program % splits).to(tl.int32)
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    keys_base = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)
-    values_base = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h)
+    keys_base = at_head(keys.ptr, head, num_heads, keys.stride_b, keys.stride_h)
+    values_base = at_head(values.ptr, head, num_heads, values.stride_b, values.stride_h)
     # A product with a row of ones is the sum over the tokens; tensor cores need 16 rows, so zeros follow.
     ones = tl.where(tl.arange(0, 16)[:, None] == 0, 1.0, tl.zeros([16, BLOCK_T], dtype=tl.float32)).to(DOT_DTYPE)
     products = tl.zeros([BLOCK_DV, BLOCK_D], dtype=tl.float32)
@@ -121,50 +131,47 @@ def sum_evicted(
     for first in range(part * split, end, BLOCK_T):
         tokens = first + tl.arange(0, BLOCK_T)
         inside = tokens < end
-        evicted = inside & (tl.load(mask_ptr + head * length + tokens, mask=inside, other=0) != 0)
+        kept = inside & (tl.load(kept_ptr + head * length + tokens, mask=inside, other=0) != 0)
+        evicted = inside & (kept == 0)
         if COPY:
-            kept = evicted
-            evicted = inside & (kept == 0)
-            rows = tl.load(rows_ptr + head * length + tokens, mask=kept, other=1) - 1
+            rows = tl.load(copy.rows + head * length + tokens, mask=kept, other=1) - 1
             copied = kept & (tokens < tl.where(chunk == 0, end, 0))  # the first chunk of value channels copies the keys
-            tl.store(positions_ptr + rows, tokens, mask=copied)
-            copy_tile(keys_base, out_keys_ptr, tokens, rows, channels, copied, key_stride_t, key_stride_d, head_dim)
-            copy_tile(values_base, out_values_ptr, tokens, rows, value_channels, kept, value_stride_t, value_stride_d, value_dim)
-        # keys [BLOCK_T, BLOCK_D], values [BLOCK_T, BLOCK_DV]: rows that are kept are not read here.
-        keys = load_tile(keys_base, tokens, channels, evicted, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
-        values = load_tile(values_base, tokens, value_channels, evicted, value_stride_t, value_stride_d, value_dim).to(DOT_DTYPE)
-        products += tl.dot(tl.trans(values), keys, input_precision="ieee")
-        key_sums += tl.dot(ones, keys, input_precision="ieee")
-        value_sums += tl.dot(ones, values, input_precision="ieee")
+            tl.store(copy.positions + rows, tokens, mask=copied)
+            copy_tile(keys_base, copy.keys, tokens, rows, channels, copied, keys.stride_t, keys.stride_d, head_dim)
+            copy_tile(values_base, copy.values, tokens, rows, value_channels, kept, values.stride_t, values.stride_d, value_dim)
+        # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]: rows that are kept are not read here.
+        key = load_tile(keys_base, tokens, channels, evicted, keys.stride_t, keys.stride_d, head_dim).to(DOT_DTYPE)
+        value = load_tile(values_base, tokens, value_channels, evicted, values.stride_t, values.stride_d, value_dim).to(DOT_DTYPE)
+        products += tl.dot(tl.trans(value), key, input_precision="ieee")
+        key_sums += tl.dot(ones, key, input_precision="ieee")
+        value_sums += tl.dot(ones, value, input_precision="ieee")
         counts += evicted.to(tl.int32)
     written = channels < tl.where(chunk == 0, head_dim, 0)
-    tl.store(key_sums_ptr + program * head_dim + channels, tl.sum(key_sums, axis=0), mask=written)
-    tl.store(value_sums_ptr + program * value_dim + value_channels, tl.sum(value_sums, axis=0), mask=value_channels < value_dim)
+    tl.store(sums.key_sum + program * head_dim + channels, tl.sum(key_sums, axis=0), mask=written)
+    tl.store(sums.value_sum + program * value_dim + value_channels, tl.sum(value_sums, axis=0), mask=value_channels < value_dim)
     tl.store(
-        value_key_sums_ptr + (program * value_dim + value_channels[:, None]) * head_dim + channels[None, :], products,
+        sums.value_key_sum + (program * value_dim + value_channels[:, None]) * head_dim + channels[None, :], products,
         mask=(value_channels < value_dim)[:, None] & (channels < head_dim)[None, :],
     )  # fmt: skip
     if chunk == 0:
-        tl.store(counts_ptr + program, tl.sum(counts, axis=0))
+        tl.store(sums.count + program, tl.sum(counts, axis=0))
 
 
 @triton.jit(do_not_specialize=["splits"])
 def add_splits(
-    before_count_ptr, before_keys_ptr, before_values_ptr, before_products_ptr,
-    counts_ptr, key_sums_ptr, value_sums_ptr, value_key_sums_ptr,
-    count_ptr, key_sum_ptr, value_sum_ptr, value_key_sum_ptr, splits, head_dim, value_dim,
+    before, sums, after, splits, head_dim, value_dim,
     MOST_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of the splits of a head to its moments, in their order. Grid: heads, blocks of S."""
     head = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    add_rows(before_products_ptr, value_key_sums_ptr, value_key_sum_ptr, head, splits, head_dim * value_dim, index)
+    add_rows(before.value_key_sum, sums.value_key_sum, after.value_key_sum, head, splits, head_dim * value_dim, index)
     if tl.program_id(1) == 0:
-        add_rows(before_keys_ptr, key_sums_ptr, key_sum_ptr, head, splits, head_dim, tl.arange(0, BLOCK_D))
-        add_rows(before_values_ptr, value_sums_ptr, value_sum_ptr, head, splits, value_dim, tl.arange(0, BLOCK_DV))
+        add_rows(before.key_sum, sums.key_sum, after.key_sum, head, splits, head_dim, tl.arange(0, BLOCK_D))
+        add_rows(before.value_sum, sums.value_sum, after.value_sum, head, splits, value_dim, tl.arange(0, BLOCK_DV))
         parts = tl.arange(0, MOST_SPLITS)
-        counts = tl.load(counts_ptr + head * splits + parts, mask=parts < splits, other=0)
-        tl.store(count_ptr + head, tl.load(before_count_ptr + head) + tl.sum(counts, axis=0))
+        counts = tl.load(sums.count + head * splits + parts, mask=parts < splits, other=0)
+        tl.store(after.count + head, tl.load(before.count + head) + tl.sum(counts, axis=0))
 
 
 @triton.jit
