@@ -21,7 +21,7 @@ from evictionary.errors import MethodError, UsageError
 from evictionary.methods.method import OBSERVED, Request
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
-from evictionary.optimized import momentkv
+from evictionary.optimized import lagkv, momentkv
 from evictionary.optimized.momentkv import Moments
 from evictionary.reference import ada_kv as reference_ada_kv
 from evictionary.reference import expected_attention as reference_expected_attention
@@ -230,27 +230,26 @@ def test_out_of_memory_while_decoding_leaves_a_layer_whole_until_the_next_time(t
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "momentkv+ada_kv", "lagkv"])
 def test_out_of_memory_in_the_write_changes_nothing(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    cache, other = (EvictingCache(model, method, 0.5, small(method), every=100) for _ in range(2))
-    for each in (cache, other):
-        read_in(model, each, [40, 8])
-        each._captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
-    layer = cache.layers[0]
-    before = {name: tensor.clone() for name, tensor in layer.tensors().items()}
-    numbers = (layer.seen, layer.evicted_at, layer.static, layer.longest)
-    with monkeypatch.context() as patch:
-        for module in (layers, momentkv):
-            patch.setattr(module, "compress", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            cache._compress(0)
-    assert (layer.seen, layer.evicted_at, layer.static, layer.longest) == numbers
-    assert before.keys() == layer.tensors().keys()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors().items())
-    for each in (cache, other):
-        each._compress(0)
-        each._captured.clear()
-    assert torch.equal(read(model, IDS[:, 48:50], cache), read(model, IDS[:, 48:50], other))
-    for each in (cache, other):
-        each.close()
+    arguments = (model, method, 0.5, small(method))
+    with EvictingCache(*arguments, every=100) as cache, EvictingCache(*arguments, every=100) as other:
+        for each in (cache, other):
+            read_in(model, each, [40, 8])
+            each._captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
+        layer = cache.layers[0]
+        before = {name: tensor.clone() for name, tensor in layer.tensors().items()}
+        numbers = (layer.seen, layer.evicted_at, layer.static, layer.longest)
+        with monkeypatch.context() as patch:
+            for module, name in ((layers, "compress"), (momentkv, "compress"), (lagkv, "gather")):
+                patch.setattr(module, name, no_memory)
+            with pytest.raises((torch.OutOfMemoryError, MethodError), match="out of memory"):
+                cache._compress(0)
+        assert (layer.seen, layer.evicted_at, layer.static, layer.longest) == numbers
+        assert before.keys() == layer.tensors().keys()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors().items())
+        for each in (cache, other):
+            each._compress(0)
+            each._captured.clear()
+        assert torch.equal(read(model, IDS[:, 48:50], cache), read(model, IDS[:, 48:50], other))
 
 
 # what methods want of the future
