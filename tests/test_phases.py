@@ -18,6 +18,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import MethodError, UsageError
+from evictionary.methods import catalogue
 from evictionary.methods.method import OBSERVED, Request
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
@@ -96,7 +97,7 @@ def test_what_was_evicted_while_decoding_is_not_attended_to(attention: str) -> N
     torch.testing.assert_close(got, masked_logits(model, IDS[:, :32], visible), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "knorm", "keydiff", "h2o", "gvote", "momentkv"])
+@pytest.mark.parametrize("method", catalogue.names())
 def test_every_method_runs_after_the_prompt_and_generates(model: LlamaForCausalLM, method: str) -> None:
     cache = EvictingCache(model, method, 0.5, options=small(method))
     generate(model, IDS, cache, count=5)

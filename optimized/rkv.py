@@ -1,0 +1,88 @@
+r"""R-KV (arXiv 2505.24133): keep the last tokens, and those that the last queries attend to and whose keys no other repeats.
+
+The paper is known here from its public code: Zefan-Cai/R-KV, rkv/compression/r1_kv.py and rkv/utils.py at d15c976.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import max_pool1d
+
+from evictionary.reference.checks import as_count, as_fraction
+
+from .attention import grouped_logits, require_queries
+from .checks import require_states, working_dtype
+
+# Cosines at a time: a block of rows of the similarity matrix of one head.
+TILE = 2**21
+
+
+def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
+    r"""RK-1..3: `R_j = softmax_j((1/T) sum_i S_ij)`, the cosines of the keys without the latest similar key of each row.
+
+    The T x T matrix is never stored: blocks of its rows are added up.
+
+    Args: keys [B, H_kv, T, D] (any leading axes), any strides; threshold, the cosine above which two keys are similar. Returns
+    [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2). Raises ValueError for unusable keys.
+    """
+    require_states("keys", keys, "... T D")
+    wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
+    wide = wide / wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)  # the square of 1e30 overflows
+    directions = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
+    length = keys.shape[-2]
+    places = torch.arange(length, device=keys.device)
+    totals = directions.new_zeros(directions.shape[:2])
+    for of_head, total in zip(directions, totals, strict=True):
+        for rows in places.split(max(1, TILE // length)):
+            similarity = of_head[rows] @ of_head.mT
+            similarity[torch.arange(len(rows), device=keys.device), rows] = 0
+            # Decision: a row without a similar key loses nothing. The public code takes token 0 for its latest one.
+            latest = torch.where(similarity > threshold, places, -1).amax(dim=-1, keepdim=True)
+            total += similarity.masked_fill_(places == latest, 0).sum(dim=0)
+    return (totals / length).softmax(dim=-1).view(keys.shape[:-1])
+
+
+def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 8, kernel_size: int = 7) -> torch.Tensor:
+    r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u / sqrt(D))`, before the window.
+
+    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D], T > window_size;
+    kernel_size K, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises ValueError naming the argument.
+    """
+    window_size = as_count("window_size", window_size, low=1)
+    if as_count("kernel_size", kernel_size, low=1) % 2 == 0:
+        raise ValueError(f"kernel_size: got {kernel_size}, wanted an odd number")
+    require_queries(queries, keys)
+    if not window_size <= queries.shape[2] or window_size >= keys.shape[2]:
+        tokens = f"{queries.shape[2]} queries for {keys.shape[2]} tokens"
+        raise ValueError(f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that")
+    logits = grouped_logits(queries[:, :, -window_size:], keys[:, :, :-window_size])
+    received = logits.amax(dim=2).softmax(dim=-1).mean(dim=-2)
+    return max_pool1d(received, kernel_size, stride=1, padding=kernel_size // 2)
+
+
+def score(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    window_size: int = 8,
+    kernel_size: int = 7,
+    importance_share: float = 0.07,
+    threshold: float = 0.5,
+) -> torch.Tensor:
+    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
+
+    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window count for the redundancy of
+    the others. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64); all infinite where T <= window_size.
+    Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: the public code, whose defaults
+    these are.
+    """
+    share = float(as_fraction("importance_share", importance_share))
+    require_queries(queries, keys)
+    scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
+    if keys.shape[2] > as_count("window_size", window_size, low=1):
+        attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
+        repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
+        scores[..., :-window_size] = share * attended - (1 - share) * repeated
+    return scores
