@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from evictionary.cache import future_queries, layers, partial_attention
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
-from evictionary.cache.model_hooks import attention_modules
+from evictionary.cache.model_hooks import attention_modules, output_projection
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods import catalogue
 from evictionary.methods.method import OBSERVED, Request
@@ -39,6 +39,16 @@ def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
     full = DynamicCache()
     read(model, IDS, full)
     return full.layers[0].keys.double().numpy(), full.layers[0].values.double().numpy()
+
+
+def test_the_output_projection_of_each_head_adds_up_to_the_models(model: LlamaForCausalLM) -> None:
+    """What `w_o` is for a method: the states of the heads, each times its own, sum to the model's projection."""
+    module = attention_modules(model)[0]
+    w_o = output_projection(model, module)
+    states = torch.randn(len(w_o), w_o.shape[1], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.einsum("hd,hdc->c", states, w_o), module.o_proj(states.flatten()))
+    with pytest.raises(UsageError, match="Linear has no o_proj"):
+        output_projection(model, module.o_proj)
 
 
 # blocks
@@ -336,7 +346,9 @@ def test_a_ragged_cache_is_compressed_again_head_by_head(model: LlamaForCausalLM
     assert cache.peak_tokens <= 10 * 2 + 5
 
 
-@pytest.mark.parametrize("method", ["knorm+pyramid_kv", "tova+pyramid_kv+ada_kv", "keydiff+moments", "snapkv+ada_kv+moments"])
+@pytest.mark.parametrize(
+    "method", ["knorm+pyramid_kv", "tova+pyramid_kv+ada_kv", "keydiff+moments", "snapkv+ada_kv+moments", "criticalkv+ada_kv"]
+)
 def test_compositions(model: LlamaForCausalLM, method: str) -> None:
     cache = EvictingCache(model, method, budget=20, options=small(method))
     logits = read_in(model, cache, [40, 1, 4])

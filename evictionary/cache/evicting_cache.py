@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from evictionary.cache import file, future_queries, one_pass, partial_attention
 from evictionary.cache.layers import RECENT, EvictingLayer
-from evictionary.cache.model_hooks import Attention, attention_modules, watch
+from evictionary.cache.model_hooks import Attention, attention_modules, output_projection, watch
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods.catalogue import CAPTURED_FOR
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
@@ -396,6 +396,8 @@ class EvictingCache(Cache):
 
         def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
             model, source = self._model(), CAPTURED_FOR.get(name)
+            if model is not None and name == "w_o":
+                return {name: output_projection(model, attention_modules(model)[layer_index]).to(states["values"].dtype)}
             if model is None or source is None or states.get(source) is None:
                 return {}
             if self._counts_padding:

@@ -77,6 +77,14 @@ def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     return found
 
 
+def output_projection(model: PreTrainedModel, module: Any) -> torch.Tensor:
+    """W_o of an attention module by query head, [H_q, D_v, hidden]. Raises UsageError for a module without `o_proj`."""
+    if not hasattr(module, "o_proj"):
+        raise UsageError(f"model: {type(module).__name__} has no o_proj, which this method reads")
+    weight = module.o_proj.weight.detach().T
+    return weight.reshape(model.config.get_text_config().num_attention_heads, -1, weight.shape[-1])
+
+
 def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable[..., None]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 

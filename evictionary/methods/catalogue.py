@@ -31,6 +31,7 @@ INPUTS = {
     "sampled_queries": "[B, H_q, 8, D], samples of future queries (GV-A8)",
     "moments": "momentkv.Moments of the evicted tokens",
     "hidden_states": "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",
+    "w_o": "[H_q, D_v, hidden], the output projection of each query head",
     "positions": "[T], of the tokens in the text",
     "length": "T, the tokens in the cache",
     "layer_index": "0 to num_layers - 1",

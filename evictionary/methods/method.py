@@ -191,6 +191,8 @@ class Method:
                 # hidden states have no heads, so the samples are those of all heads
                 if name == "sampled_queries" and name in available:
                     available[name] = available[name][:, query_heads(piece, available[name], shape)]
+                if name == "w_o" and name in available:
+                    available[name] = available[name][query_heads(piece, available[name][None], shape)]
         if available.get("queries") is not None:  # a longer history serves only query_mean and query_covariance
             available["queries"] = available["queries"][:, :, -length:]
         self._require(inputs, available)
