@@ -73,4 +73,6 @@ def places(kept: Any) -> list[list[int]]:
 
 def small(method: str) -> dict[str, int]:
     """Options of a method that suit prompts of some sixty tokens."""
-    return {"snapkv": {"window_size": 4}, "lagkv": {"sink_size": 2, "lag_size": 4}}.get(method.partition("+")[0], {})
+    return {"snapkv": {"window_size": 4}, "criticalkv": {"window_size": 4}, "lagkv": {"sink_size": 2, "lag_size": 4}}.get(
+        method.partition("+")[0], {}
+    )

@@ -1,0 +1,99 @@
+r"""CriticalKV (arXiv 2502.03805): keep half of the budget by attention, and half by attention times the length of W_o v.
+
+The attention is aggregated as in DefensiveKV (arXiv 2510.13334). Both papers are known here from their public code: NVIDIA/kvpress,
+kvpress/presses/criticalkv_press.py at 0603dec, and FFY0/DefensiveKV, kvpress/presses/efficient_defensivekv_press.py at c278cd0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from evictionary.reference.checks import as_count, as_fraction
+
+from .attention import grouped_attention, require_queries
+from .checks import require_same_kind, require_states, require_tokens, working_dtype
+from .selection import top_k
+from .snapkv import average_pool
+
+
+def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
+    r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual stream, for a weight of 1.
+
+    Args: values [B, H_kv, T, D_v], any strides; w_o [H_q, D_v, hidden], the rows of the output projection that belong to each
+    query head, in the dtype of values. Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError naming the argument
+    that does not fit.
+    """
+    require_states("values", values, "B H_kv T D_v")
+    require_states("w_o", w_o, "H_q D_v hidden")
+    require_same_kind("w_o", w_o, "values", values)
+    heads, width = values.shape[1], values.shape[3]
+    if w_o.shape[0] % heads or w_o.shape[1] != width:
+        raise ValueError(f"w_o: got shape {tuple(w_o.shape)}, wanted [a multiple of {heads}, {width}, hidden]")
+    group, dtype = w_o.shape[0] // heads, working_dtype(values)
+    norms = values.new_zeros(values.shape[:3], dtype=dtype)
+    for query_head, weight in enumerate(w_o.to(dtype)):  # one query head at a time: its product has hidden numbers for each token
+        norms[:, query_head // group] += (values[:, query_head // group].to(dtype) @ weight).abs().sum(dim=-1) / group
+    return norms
+
+
+def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5) -> torch.Tensor:
+    r"""CK-2, CK-3: `a_t = max(b_t, mean_u b_u)`, b the largest attention of a query of the last tokens, pooled at an unchanged sum.
+
+    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D], T > window_size;
+    kernel_size, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises ValueError naming the argument.
+    """
+    window_size = as_count("window_size", window_size, low=1)
+    require_queries(queries, keys)
+    if not window_size <= queries.shape[2] or window_size >= keys.shape[2]:
+        tokens = f"{queries.shape[2]} queries for {keys.shape[2]} tokens"
+        raise ValueError(f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that")
+    group, largest = queries.shape[1] // keys.shape[1], []
+    for head, last in enumerate(queries[:, :, -window_size:].split(group, dim=1)):
+        weights = grouped_attention(last, keys[:, head : head + 1])[..., :-window_size]
+        pooled = average_pool(weights, kernel_size)
+        total = pooled.sum(dim=-1, keepdim=True)
+        # Decision: a query whose attention stays within the window to the last digit says nothing, in place of 0/0.
+        pooled *= weights.sum(dim=-1, keepdim=True) / torch.where(total == 0, 1, total)
+        largest.append(pooled.amax(dim=(2, 3)))
+    found = torch.cat(largest, dim=1)
+    return found.maximum(found.mean(dim=-1, keepdim=True))
+
+
+def score(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    w_o: torch.Tensor,
+    *,
+    budget: int,
+    window_size: int = 32,
+    kernel_size: int = 5,
+    first_share: float = 0.5,
+    epsilon: float = 1e-4,
+) -> torch.Tensor:
+    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget` tokens of the highest a.
+
+    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep, the window among them;
+    first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64); all infinite
+    where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: the public
+    codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
+    """
+    budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
+    require_queries(queries, keys)
+    require_tokens(keys, values, "B H_kv T")
+    norms = projected_norms(values, w_o)
+    if queries.shape[1] != w_o.shape[0]:
+        raise ValueError(f"w_o: got {w_o.shape[0]} query heads, wanted the {queries.shape[1]} of queries")
+    scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
+    before = keys.shape[2] - as_count("window_size", window_size, low=1)
+    if before > 0:
+        scores[..., :before] = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
+        # Decision: the window is the first part of the first stage, as in the public code.
+        first = top_k(scores, math.floor(share * budget))
+        scores[..., :before] = (scores[..., :before] + epsilon) * norms[..., :before]
+        scores.masked_fill_(first, math.inf)
+    return scores
