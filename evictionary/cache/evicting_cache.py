@@ -14,11 +14,11 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from evictionary.cache import file, future_queries, one_pass, partial_attention
+from evictionary.cache import calibration, file, future_queries, one_pass, partial_attention
 from evictionary.cache.layers import RECENT, EvictingLayer
 from evictionary.cache.model_hooks import Attention, attention_modules, output_projection, watch
 from evictionary.errors import MethodError, UsageError
-from evictionary.methods.catalogue import CAPTURED_FOR
+from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import is_sliding, require_supported
@@ -29,7 +29,7 @@ from evictionary.optimized.states import CompressedCache
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that the model does not hand to a cache; the cache captures them if a method names them."""
-READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries"})
+READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries", "query_direction"})
 """Inputs computed from queries before RoPE or from hidden states: future_queries.py must repeat the model's own steps for them."""
 
 
@@ -54,6 +54,7 @@ class EvictingCache(Cache):
     peak_tokens: int  # the largest number of tokens that any head has stored at once
     recorded: dict[int, dict[str, torch.Tensor]]
     _padding: torch.Tensor | None
+    _calibrated: dict[int, calibration.State]
     _finalizer: Any
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
@@ -82,6 +83,8 @@ class EvictingCache(Cache):
         self.every = tokens_between(self.method, every, budget)
         if self.method and self.method.reads & READ_FROM_ROPE:
             require_readable_queries(model, self.method.name)
+        path = self.options.get("calibration")
+        self._calibrated = calibration.read(model, path) if path and self.method and CALIBRATED & self.method.reads else {}
         self.record = frozenset(record)
         if not self.record <= CAPTURED:
             raise UsageError(f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}")
@@ -397,7 +400,13 @@ class EvictingCache(Cache):
         def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
             model, source = self._model(), CAPTURED_FOR.get(name)
             if model is not None and name == "w_o":
-                return {name: output_projection(model, attention_modules(model)[layer_index]).to(states["values"].dtype)}
+                w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"].dtype)
+                return {name: self._of_heads(w_o[None], layer_index, states["kv_heads"])[0]}
+            if model is not None and name in CALIBRATED and self._calibrated:
+                state = self._calibrated[layer_index]
+                own = {entry: self._of_heads(each, layer_index, states["kv_heads"]) for entry, each in state.items()}
+                found = calibration.at_position(model, layer_index, own, position)
+                return {entry: each.expand(len(states["keys"]), *each.shape[1:]) for entry, each in found.items()}
             if model is None or source is None or states.get(source) is None:
                 return {}
             if self._counts_padding:
@@ -410,6 +419,9 @@ class EvictingCache(Cache):
                 return {name: sampled.to(states["keys"].dtype)}
             queries = states["queries"]
             positions = torch.arange(position - queries.shape[2], position, device=queries.device)
+            if name in CALIBRATED:
+                state = calibration.of_queries(model, layer_index, queries, positions, states["keys"].shape[1])
+                return calibration.at_position(model, layer_index, state, position)
             mean, covariance = future_queries.future_statistics(model, layer_index, queries, positions, position)
             return {"query_mean": mean, "query_covariance": covariance}
 
@@ -435,6 +447,10 @@ class EvictingCache(Cache):
         if not self._finalizer.alive:
             self._watch()  # heads or layers may differ now
         self._close_if_settled()
+
+    def _of_heads(self, state: torch.Tensor, layer_index: int, kv_heads: slice) -> torch.Tensor:
+        """The part of a state [B, heads, ..] of a layer, of query heads or KV heads, that belongs to some KV heads."""
+        return state.unflatten(1, (self.layers[layer_index].keys.shape[1], -1))[:, kv_heads].flatten(1, 2)
 
     # opening and closing the cache
 

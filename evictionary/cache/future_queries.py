@@ -41,7 +41,7 @@ def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) 
     return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
 
-def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Apply RoPE, with transformers' pairing, to the first R channels of states; the other channels stay unchanged."""
     rotated, passed = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
@@ -52,7 +52,7 @@ def unrotated(queries: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     """Undo RoPE: queries [..., N, D] with cos and sin [..., N, R] at their positions, in float32."""
     # Some RoPE variants scale cosine and sine; their squares then sum to the square of the scale.
     scale = cos * cos + sin * sin
-    return _turned(queries.float(), cos / scale, -sin / scale)
+    return turned(queries.float(), cos / scale, -sin / scale)
 
 
 def _average_rotation(
@@ -74,8 +74,8 @@ def future_statistics(
     blocks = zip(*(part.split(BLOCK_TOKENS, dim=-2) for part in parts), strict=True)
     mean, covariance = statistics_of_blocks(unrotated(*block) for block in blocks)
     cos, sin = _average_rotation(model, layer_index, position, queries.device)
-    by_rows = _turned(covariance, cos, sin)
-    return _turned(mean, cos, sin), _turned(by_rows.mT, cos, sin).mT.contiguous()
+    by_rows = turned(covariance, cos, sin)
+    return turned(mean, cos, sin), turned(by_rows.mT, cos, sin).mT.contiguous()
 
 
 def sampled_queries(
@@ -102,7 +102,7 @@ def sampled_queries(
     states = mean + variance.sqrt() * noise.to(observed.device)
     queries = project(model, module, states.to(hidden_states.dtype)).float()
     cos, sin = _average_rotation(model, layer_index, position, queries.device)
-    return _turned(queries, cos, sin) * logit_factor(module, queries.shape[-1])
+    return turned(queries, cos, sin) * logit_factor(module, queries.shape[-1])
 
 
 def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,9 @@ INPUTS = {
     "sampled_queries": "[B, H_q, 8, D], samples of future queries (GV-A8)",
     "moments": "momentkv.Moments of the evicted tokens",
     "hidden_states": "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",
+    "query_direction": "[B, H_q, D], mean of calibrated queries, averaged over future positions (TA-2)",
+    "query_slack": "[B, H_q, D/2], what that mean hides of the queries' lengths (TA-1)",
+    "q_filters": "[B, H_kv, D], main directions of calibrated queries (QF-2)",
     "w_o": "[H_q, D_v, hidden], the output projection of each query head",
     "positions": "[T], of the tokens in the text",
     "length": "T, the tokens in the cache",
@@ -49,10 +52,17 @@ CAPTURED_FOR = {
     "query": "queries",
     "query_mean": "queries",
     "query_covariance": "queries",
+    "query_direction": "queries",
+    "query_slack": "queries",
+    "q_filters": "queries",
     "hidden_states": "hidden_states",
     "sampled_queries": "hidden_states",
 }
 """The inputs that only the running model has, and the model state from which each input is computed."""
+
+
+CALIBRATED = frozenset({"query_direction", "query_slack", "q_filters"})
+"""The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt itself."""
 
 
 TRAITS = {
@@ -140,6 +150,7 @@ def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, 
             continue
         if name in INPUTS:
             inputs.append(name)
+            options |= {"calibration": ""} if name in CALIBRATED else {}
         elif parameter.default is not parameter.empty:
             options[name] = parameter.default
         else:

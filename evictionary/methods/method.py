@@ -23,7 +23,7 @@ from evictionary.reference import lagkv
 
 Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
 """A callback that computes an input that only the running model knows. Its arguments: the name of the input, the states of a piece
-and the position of its next token. It returns that input by name, and any other inputs computed with it."""
+and `kv_heads`, its heads, and the position of its next token. It returns that input by name, and others computed with it."""
 
 OBSERVED = 32
 """The number of last queries of the prompt that `select_prompt` receives (MK-P)."""
@@ -162,6 +162,7 @@ class Method:
             "positions": torch.arange(length, device=keys.device),
             **states,
             "length": length,
+            "kv_heads": piece.heads,
             "layer_index": request.layer_index,
             "num_layers": request.num_layers,
             "budget": amount,
@@ -191,8 +192,6 @@ class Method:
                 # hidden states have no heads, so the samples are those of all heads
                 if name == "sampled_queries" and name in available:
                     available[name] = available[name][:, query_heads(piece, available[name], shape)]
-                if name == "w_o" and name in available:
-                    available[name] = available[name][query_heads(piece, available[name][None], shape)]
         if available.get("queries") is not None:  # a longer history serves only query_mean and query_covariance
             available["queries"] = available["queries"][:, :, -length:]
         self._require(inputs, available)

@@ -1,0 +1,85 @@
+"""Calibrated state of methods: computed from the queries of a text, saved, and refused for another model than its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from evictionary.cache.future_queries import rotation, turned, unrotated
+from evictionary.cache.model_hooks import attention_modules
+from evictionary.errors import UsageError
+from evictionary.optimized import q_filters, triattention
+
+SCHEMA = "evictionary/calibration/1"
+OFFSETS = 2 ** torch.arange(17)
+"""The distances to future positions that the mean query is averaged over (TA-2): 1, 2, 4, ..., 65536."""
+
+State = dict[str, torch.Tensor]
+"""The calibrated state of a layer: query_mean [B, H_q, D] before RoPE, query_slack [B, H_q, D/2] and q_filters [B, H_kv, D]."""
+
+
+def of_queries(
+    model: PreTrainedModel, layer_index: int, queries: torch.Tensor, positions: torch.Tensor, num_kv_heads: int
+) -> State:
+    """The state of a layer from queries [B, H_q, N, D], after RoPE, at positions [N]. Raises UsageError for a partial RoPE."""
+    cos, sin = rotation(model, layer_index, positions)
+    if cos.shape[-1] != queries.shape[-1]:
+        raise UsageError(f"model: RoPE turns {cos.shape[-1]} of {queries.shape[-1]} channels, wanted a model where it turns all")
+    mean, slack = triattention.statistics(unrotated(queries, cos, sin))
+    # Some RoPE variants scale cosine and sine, so the cached keys are longer than the slack counts by that scale.
+    scale = (cos * cos + sin * sin).sqrt().mean()
+    return {"query_mean": mean, "query_slack": slack * scale, "q_filters": q_filters.calibrate(queries, num_kv_heads).float()}
+
+
+def at_position(model: PreTrainedModel, layer_index: int, state: Mapping[str, torch.Tensor], position: int) -> State:
+    """The inputs of the methods at the position of the next token: query_direction (TA-2), query_slack and q_filters."""
+    mean = state["query_mean"]
+    cos, sin = rotation(model, layer_index, position + OFFSETS.to(mean.device))
+    direction = turned(mean[..., None, :].expand(*mean.shape[:-1], len(OFFSETS), -1), cos, sin).mean(dim=-2)
+    return {"query_direction": direction, "query_slack": state["query_slack"], "q_filters": state["q_filters"]}
+
+
+def write(model: PreTrainedModel, layers: Mapping[int, Mapping[str, torch.Tensor]], path: str | Path) -> None:
+    """Save the state of each layer. Raises UsageError for a path that cannot be written."""
+    tensors = {f"{layer}.{name}": each.cpu().contiguous() for layer, state in layers.items() for name, each in state.items()}
+    try:
+        save_file(tensors, path, metadata={"evictionary": json.dumps({"schema": SCHEMA, "model": fingerprint(model)})})
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"output: got {path}, wanted a file that can be written: {error}") from error
+
+
+def read(model: PreTrainedModel, path: str | Path) -> dict[int, State]:
+    """The state of each layer from a file that `write` wrote. Raises UsageError for any other, or for another model's."""
+    try:
+        with safe_open(path, framework="pt", device=str(model.device)) as file:
+            settings = json.loads((file.metadata() or {}).get("evictionary", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise UsageError(f"option calibration: got {path}, wanted a file of `evictionary calibrate`: {error}") from error
+    if settings.get("schema") != SCHEMA:
+        raise UsageError(f"option calibration: got {path} of schema {settings.get('schema')}, wanted {SCHEMA}")
+    if settings["model"] != fingerprint(model):
+        raise UsageError(f"option calibration: got {path} of another model, wanted that of {type(model).__name__} at hand")
+    layers: dict[int, State] = {}
+    for name, tensor in tensors.items():
+        layer, _, entry = name.partition(".")
+        layers.setdefault(int(layer), {})[entry] = tensor
+    return layers
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """What identifies a model: its sizes, and a digest of the weights of its first attention layer."""
+    config = model.config.get_text_config()
+    names = ("model_type", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+    digest = hashlib.sha256()
+    for weight in attention_modules(model)[0].parameters():
+        digest.update(weight.detach().float().cpu().numpy().tobytes())
+    return {**{name: getattr(config, name) for name in names}, "weights": digest.hexdigest()[:16]}
