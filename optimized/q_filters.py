@@ -1,0 +1,54 @@
+r"""Q-Filters (arXiv 2503.02812): keep the keys that point along the main direction of calibrated queries.
+
+The paper is known here from its public code: NathanGodey/qfilters, make_filters.py and src/hf_cache.py at cda5c38.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from evictionary.reference.checks import group_size
+
+from .checks import require_shape, require_states, working_dtype
+
+
+def main_direction(queries: torch.Tensor) -> torch.Tensor:
+    r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them have `q . v > 0`.
+
+    It is the last eigenvector of the D x D matrix of the queries' products, in float64: squares lose half of the digits.
+
+    Args: queries [..., N, D], any strides. Returns [..., D], of length 1, float32 (float64 for float64). Raises ValueError for
+    unusable queries.
+    """
+    require_states("queries", queries, "... N D")
+    wide = queries.double()
+    direction = torch.linalg.eigh(wide.mT @ wide).eigenvectors[..., -1]
+    ahead = (wide @ direction[..., None] > 0).double().mean(dim=(-2, -1))
+    # Decision: a majority is more than half, as in the public code.
+    signed = torch.where(ahead > 0.5, 1.0, -1.0)[..., None] * direction
+    return signed.to(working_dtype(queries))
+
+
+def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of its query heads.
+
+    Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length at most 1, float32
+    (float64 for float64). Raises ValueError naming the argument.
+    """
+    require_states("queries", queries, "B H_q N D")
+    group_size(queries.shape[1], num_kv_heads)
+    return main_direction(queries).unflatten(1, (num_kv_heads, -1)).mean(dim=2)
+
+
+def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
+    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are spread around f.
+
+    Args: keys [B, H_kv, T, D], after RoPE, any strides; q_filters [B, H_kv, D], of `calibrate`, in any floating dtype. Returns
+    scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument that does not
+    fit, and on a CPU for NaN or infinite numbers. Source: the public code, where stored filter and score have the other sign.
+    """
+    require_states("keys", keys, "B H_kv T D")
+    require_states("q_filters", q_filters, "B H_kv D")
+    require_shape("q_filters", q_filters, (*keys.shape[:2], keys.shape[3]), "the heads and channels of keys")
+    dtype = working_dtype(keys)
+    return (keys.to(dtype) @ q_filters.to(dtype)[..., None])[..., 0]

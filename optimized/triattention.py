@@ -1,0 +1,57 @@
+r"""TriAttention (arXiv 2604.04921): keep the keys that the mean query will turn to, frequency by frequency of RoPE.
+
+The paper is known here from its public code: WeianMao/triattention, triattention/methods/pruning_utils.py at 092e4dc and
+triattention.py at 1129a5f.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from evictionary.reference.checks import group_size
+
+from .checks import require_shape, require_states, working_dtype
+
+
+def pair_lengths(states: torch.Tensor) -> torch.Tensor:
+    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to [..., D/2]. RoPE keeps it."""
+    return torch.hypot(*states.chunk(2, dim=-1))
+
+
+def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of each pair's length.
+
+    Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the slack [..., D/2], float32
+    (float64 for float64). Raises ValueError for unusable queries or an odd D.
+    """
+    require_states("queries", queries, "... N D")
+    if queries.shape[-1] % 2:
+        raise ValueError(f"queries: got head_dim {queries.shape[-1]}, wanted an even number")
+    wide = queries.to(working_dtype(queries))
+    mean = wide.mean(dim=-2)
+    return mean, pair_lengths(wide).mean(dim=-2) - pair_lengths(mean)
+
+
+def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.Tensor) -> torch.Tensor:
+    r"""TA-3, TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`, `S = qbar . k + sum_f (E|q_f| - |E q_f|) |k_f|`.
+
+    Args: keys [B, H_kv, T, D], after RoPE, any strides; query_direction [B, H_q, D] and query_slack [B, H_q, D/2], calibrated, in
+    any floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming
+    the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: the public code.
+    """
+    require_states("keys", keys, "B H_kv T D")
+    require_states("query_direction", query_direction, "B H_q D")
+    require_states("query_slack", query_slack, "B H_q D/2")
+    batch, heads, _, width = keys.shape
+    shape, dtype = tuple(query_direction.shape), working_dtype(keys)
+    if shape[0] != batch or shape[2] != width or width % 2:
+        raise ValueError(f"query_direction: got shape {shape}, wanted [{batch}, H_q, {width}], even")
+    require_shape("query_slack", query_slack, (*shape[:2], width // 2), "query_direction, a number for each pair")
+    group = group_size(shape[1], heads)
+    wide = keys.to(dtype)
+    direction, slack = (each.to(dtype).view(batch, heads, group, -1) for each in (query_direction, query_slack))
+    rows = direction @ wide.mT + slack @ pair_lengths(wide).mT
+    centred = rows - rows.mean(dim=-1, keepdim=True)
+    deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
+    # Decision: 1e-6 is the least deviation, as in the public code.
+    return (centred / deviation.clamp(min=1e-6)).amax(dim=2)
