@@ -69,7 +69,7 @@ def test_the_filter_is_the_mean_of_the_group(impl):
     require_near(got, np.array([[[0.5, 0.5], [0, 0]]]), error(impl), "the filters")
 
 
-@law("QF-2", of=CALIBRATE, case=seeded_cases(kinds=("drift",), min_length=5), seed=seeds())
+@law("QF-2", of=(CALIBRATE, DIRECTION), case=seeded_cases(kinds=("drift",), min_length=5), seed=seeds())
 def test_each_filter_is_that_of_its_own_heads(impl, case, seed):
     """Head by head: the mean of the main directions of the readers of each KV head; its length is at most 1."""
     draw = np.random.default_rng(seed)
