@@ -18,7 +18,7 @@ from evictionary.cache import calibration, file, future_queries, one_pass, parti
 from evictionary.cache.layers import RECENT, EvictingLayer
 from evictionary.cache.model_hooks import Attention, attention_modules, output_projection, watch
 from evictionary.errors import MethodError, UsageError
-from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR
+from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import is_sliding, require_supported
@@ -93,6 +93,10 @@ class EvictingCache(Cache):
             DynamicSlidingWindowLayer(config.sliding_window) if is_sliding(config, index) else EvictingLayer()
             for index in range(config.num_hidden_layers)
         ]
+        if (self.record | (self.method.captured if self.method else frozenset())) & REPLAYED and not all(
+            isinstance(layer, EvictingLayer) for layer in layers
+        ):
+            raise UsageError("model: got layers with a sliding window, wanted full attention in all to read the prompt twice")
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
         self._wait()
@@ -175,8 +179,40 @@ class EvictingCache(Cache):
         elif padding is not None and (self._padding is None or not torch.equal(padding.cpu(), self._padding)):
             raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
 
+    def see_end(self, tokens: torch.Tensor) -> None:
+        """After the prompt let the model read its tokens again, if a method asks for it; model_hooks.py calls this.
+
+        Each layer compresses while it reads them, and gives them back before. They follow the prompt without an instruction, which
+        no cache could write in the words of a model's tokenizer.
+        """
+        model = self._model()
+        if model is None or self._replaying or not self._names & REPLAYED or any(layer.evicted_at for layer in self.layers):
+            return
+        try:
+            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            if longest is not None and 2 * tokens.shape[1] > longest:
+                raise UsageError(
+                    f"prompt: got {tokens.shape[1]} tokens, wanted at most half of the model's context of {longest}: the prompt is "
+                    "read twice"
+                )
+            if self._padding is not None:
+                raise UsageError("attention_mask: got padding, wanted prompts of one length: the prompt is read twice")
+            self._replaying = True
+            with torch.no_grad():
+                model.base_model(
+                    **{"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens}, past_key_values=self, use_cache=True
+                )
+        except Exception:
+            self.close()
+            raise
+        finally:
+            self._replaying = False
+        self._close_if_settled()
+
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
         """Take the hidden states [B, M, hidden] that a layer reads; model_hooks.py calls this."""
+        if self._replaying:
+            return
         self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
 
     def handed(self, layer_index: int, keys: torch.Tensor) -> bool:
@@ -195,9 +231,18 @@ class EvictingCache(Cache):
         factor = future_queries.logit_factor(module, queries.shape[-1])
         scaled = queries if abs(factor - 1) < 1e-6 else queries * factor
         is_prompt = layer.seen == queries.shape[2]
+        if self._replaying:
+            output = attention(mask)
+            self._captured[layer_index] |= {"replay_queries": scaled, "replay_keys": layer.take_back(queries.shape[2])}
+            self._compress(layer_index)
+            self._captured.pop(layer_index)
+            return output
         try:
             if layer.waiting is not None:
                 output = self._replace_a_token(layer_index, scaled[:, :, 0])[:, None], None
+            elif is_prompt and self._names & REPLAYED:
+                self._observe(layer_index, scaled, is_prompt)
+                return attention(mask)
             else:
                 output = self._attend_and_compress(layer_index, queries, scaled, mask, attention)
         except Exception as error:
@@ -471,6 +516,7 @@ class EvictingCache(Cache):
         self._handed, self._captured, self.recorded = {}, {}, {}
         self._padding = None
         self._counts_padding = False
+        self._replaying = False
         self.peak_tokens = 0
         self._is_warned = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
@@ -642,7 +688,7 @@ def require_readable_queries(model: PreTrainedModel, name: str) -> None:
 def _has_readable_queries(model: PreTrainedModel) -> bool:
     probe = torch.arange(1, 5, device=model.device)[None]
     modules = attention_modules(model)
-    with EvictingCache(model, None, record=CAPTURED) as cache:
+    with EvictingCache(model, None, record=("queries", "hidden_states")) as cache:
         try:
             model.base_model(probe, past_key_values=cache, use_cache=True)
             for index, states in cache.recorded.items():

@@ -120,6 +120,14 @@ class EvictingLayer(DynamicLayer):
         self._in_order = False
         return *self.slots(), self._kept_positions
 
+    def take_back(self, count: int) -> torch.Tensor:
+        """Remove the last `count` tokens from a layer that has evicted none; returns their keys [B, H_kv, count, D]."""
+        assert self.keys is not None and self.values is not None
+        taken = self.keys[:, :, -count:].clone()
+        self.keys, self.values = self.keys[:, :, :-count].clone(), self.values[:, :, :-count].clone()
+        self.seen -= count
+        return taken
+
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys [B, H_kv, N, D], values, positions [B, H_kv, N] and filled [B, H_kv, N], False where there is no token.
 

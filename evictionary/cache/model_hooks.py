@@ -29,6 +29,7 @@ class Watcher(Protocol):
 
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
+    def see_end(self, tokens: torch.Tensor) -> None: ...
     def handed(self, layer_index: int, keys: torch.Tensor) -> bool: ...
     def attend(
         self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
@@ -53,6 +54,7 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
     hook = _hidden_states_hook(reference)
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     handles.append(model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True))
+    handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
 
     def stop() -> None:
         for handle in handles:
@@ -94,9 +96,7 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         if cache is None or cache is not reference():
             return
         watcher: Any = cache
-        tokens = named.get("input_ids")
-        tokens = named.get("inputs_embeds") if tokens is None else tokens
-        tokens = arguments[0] if tokens is None and arguments else tokens
+        tokens = _tokens(arguments, named)
         if tokens is None:
             return
         require_prompt(tokens.shape[1], longest)
@@ -108,6 +108,23 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         watcher.see_batch(padding, named.get("position_ids"), tokens.shape[1])
 
     return check
+
+
+def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor | None:
+    """The ids [B, M] or the embeddings [B, M, hidden] that a forward reads."""
+    tokens = named.get("input_ids")
+    tokens = named.get("inputs_embeds") if tokens is None else tokens
+    return arguments[0] if tokens is None and arguments else tokens
+
+
+def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        cache = reference()
+        tokens = _tokens(arguments, named)
+        if cache is not None and named.get("past_key_values") is cache and tokens is not None:
+            cache.see_end(tokens)
+
+    return hook
 
 
 def left_padding(mask: torch.Tensor) -> torch.Tensor | None:

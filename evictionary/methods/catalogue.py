@@ -34,6 +34,8 @@ INPUTS = {
     "query_direction": "[B, H_q, D], mean of calibrated queries, averaged over future positions (TA-2)",
     "query_slack": "[B, H_q, D/2], what that mean hides of the queries' lengths (TA-1)",
     "q_filters": "[B, H_kv, D], main directions of calibrated queries (QF-2)",
+    "replay_queries": "[B, H_q, T, D], after RoPE, of the same prompt read a second time, after itself",
+    "replay_keys": "[B, H_kv, T, D], after RoPE, of the same tokens",
     "w_o": "[H_q, D_v, hidden], the output projection of each query head",
     "positions": "[T], of the tokens in the text",
     "length": "T, the tokens in the cache",
@@ -55,11 +57,16 @@ CAPTURED_FOR = {
     "query_direction": "queries",
     "query_slack": "queries",
     "q_filters": "queries",
+    "replay_queries": "replay_queries",
+    "replay_keys": "replay_keys",
     "hidden_states": "hidden_states",
     "sampled_queries": "hidden_states",
 }
 """The inputs that only the running model has, and the model state from which each input is computed."""
 
+
+REPLAYED = frozenset({"replay_queries", "replay_keys"})
+"""The inputs for which the cache lets the model read the prompt again."""
 
 CALIBRATED = frozenset({"query_direction", "query_slack", "q_filters"})
 """The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt itself."""

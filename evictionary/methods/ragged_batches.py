@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-OF_QUERIES = ("queries", "query", "query_mean", "query_covariance", "sampled_queries")
+OF_QUERIES = ("queries", "replay_queries", "query", "query_mean", "query_covariance", "sampled_queries")
 OF_TOKENS = ("queries", "hidden_states")
 
 
