@@ -1,0 +1,54 @@
+r"""KVzip (arXiv 2505.23416): keep the tokens that are needed most when the model reads the text a second time.
+
+The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kvzip_press.py at 00dd63a, which names
+snu-mllab/KVzip.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from evictionary.reference.checks import group_size
+
+from .attention import grouped_attention
+from .checks import require_same_kind, require_shape, require_states, working_dtype
+
+# Entries of the attention matrix at a time.
+TILE = 2**22
+
+
+def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
+    r"""KZ-1, KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to a token.
+
+    The m-th of the M tokens of the replay sees the text and the replay up to itself. Blocks of queries are computed at a time.
+
+    Args: keys [B, H_kv, T, D], any strides; replay_queries [B, H_q, M, D] and replay_keys [B, H_kv, M, D], after RoPE, at the
+    positions after the text. Returns scores [B, H_kv, T], from 0 to 1, higher = keep, float32 (float64 for float64); it costs
+    O(M T). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
+    """
+    require_states("keys", keys, "B H_kv T D")
+    require_states("replay_queries", replay_queries, "B H_q M D")
+    require_states("replay_keys", replay_keys, "B H_kv M D")
+    batch, heads, length, width = keys.shape
+    num_queries = replay_queries.shape[2]
+    require_shape("replay_keys", replay_keys, (batch, heads, num_queries, width), "the heads of keys, the tokens of replay_queries")
+    if replay_queries.shape[0] != batch or replay_queries.shape[3] != width:
+        raise ValueError(f"replay_queries: got shape {tuple(replay_queries.shape)}, wanted [{batch}, H_q, M, {width}]")
+    try:
+        group = group_size(replay_queries.shape[1], heads)
+    except ValueError as error:
+        raise ValueError(f"replay_{error}") from None
+    for name, states in (("replay_queries", replay_queries), ("replay_keys", replay_keys)):
+        require_same_kind(name, states, "keys", keys)
+    dtype = working_dtype(keys)
+    scores = keys.new_zeros(keys.shape[:3], dtype=dtype)
+    block = max(1, TILE // (batch * group * (length + num_queries)))
+    for head in range(heads):
+        whole = torch.cat([keys[:, head : head + 1], replay_keys[:, head : head + 1]], dim=2).to(dtype)
+        queries = replay_queries[:, head * group : (head + 1) * group].to(dtype)
+        for start in range(0, num_queries, block):
+            stop = min(start + block, num_queries)
+            weights = grouped_attention(queries[:, :, start:stop], whole[:, :, : length + stop])
+            largest = weights[..., :length].amax(dim=(2, 3))
+            scores[:, head : head + 1] = scores[:, head : head + 1].maximum(largest)
+    return scores
