@@ -1,4 +1,4 @@
-"""Laws of R-KV: RK-1 to RK-5."""
+"""Laws of R-KV: RK-1 to RK-6."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from evictionary.spec_tests.test_h2o import prompt_queries
 SIMILARITIES, LATEST, REDUNDANCY, IMPORTANCE, SCORE = (
     f"rkv.{name}" for name in ("similarities", "without_latest", "redundancy", "importance", "score")
 )
+RELEASED = "rkv_variants.released_score"
 windows = st.sampled_from([1, 2, 3, 8])
 kernels = st.sampled_from([1, 3, 7])
 
@@ -25,11 +26,14 @@ def cosines(keys):
     return np.array([[0.0 if i == j else float(rows[i] @ rows[j]) for j in range(len(rows))] for i in range(len(rows))])
 
 
-def counted(similarity, threshold=0.5):
-    """The redundancy of one head, row by row: what each key says of the others, its latest similar one left out."""
+def counted(similarity, threshold=0.5, otherwise=()):
+    """The redundancy of one head, row by row: what each key says of the others, its latest similar one left out.
+
+    otherwise is what a row without a similar key leaves out: nothing, or token 0.
+    """
     totals = np.zeros(len(similarity))
     for row in similarity:
-        similar = [place for place, cosine in enumerate(row) if cosine > threshold]
+        similar = [place for place, cosine in enumerate(row) if cosine > threshold] or otherwise
         totals += [0.0 if similar and place == similar[-1] else cosine for place, cosine in enumerate(row)]
     powers = np.exp(totals / len(similarity))
     return powers / powers.sum()
@@ -241,3 +245,29 @@ def test_copies_among_a_thousand_keys_are_counted(impl, case):
         expected[place] = counted(similarity)
     error = 64 * EPSILON[impl.dtype]
     Allowance(expected, error * expected.max(), error * expected.mean()).check(impl.rkv.redundancy(case.keys), "the redundancy")
+
+
+@law("RK-6", of=RELEASED, case=cases(min_length=3), seed=seeds(), share=shares())
+def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case, seed, share):
+    """The redundancy counted row by row, token 0 left out of the rows without a similar key; the importance as in RK-4."""
+    queries, keys = prompt_queries(case, seed), impl.round(case.keys)
+    settings = {"window_size": 2, "kernel_size": 3, "importance_share": share}
+    allowed = with_doubt(impl, impl.allowance(RELEASED, queries, case.keys, **settings), keys)
+    allowed.check(impl.rkv_variants.released_score(queries, case.keys, **settings), "the score")
+    if by_hand(keys)[1]:
+        return
+    attended = impl.allowance(IMPORTANCE, queries, case.keys, window_size=2, kernel_size=3).expected
+    for place in np.ndindex(keys.shape[:2]):
+        redundancy = counted(cosines(keys[place]), otherwise=(0,))
+        require_loops(allowed.expected[place][:-2], share * attended[place] - (1 - share) * redundancy[:-2])
+
+
+@law("RK-6", of=RELEASED)
+def test_the_released_code_finds_token_0_the_least_redundant(impl):
+    """(1, 0), (0, 1), (-1, 0): no two are similar, so no row counts token 0, and the means are 0, 0 and -1/3."""
+    keys, queries = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]]), np.zeros((1, 1, 1, 2))
+    settings = {"window_size": 1, "kernel_size": 1, "importance_share": 0.0}
+    powers = np.exp([0, 0, -1 / 3])
+    expected = np.append(-(powers / powers.sum())[:2], np.inf)[None, None]
+    got = impl.rkv_variants.released_score(queries, keys, **settings)
+    impl.allowance(RELEASED, queries, keys, **settings).check(got, "the score", expected)

@@ -103,7 +103,7 @@ def to_meta(cache: Any) -> None:
         ("keydiff", {"budget": BUDGET, "every": STEPS + 1}, set(), 1),
         ("lagkv", {"compression_ratio": 0.5, "every": 1, "options": {"lag_size": 256}}, set(), 1),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_a_decoded_token_waits_for_nothing_and_copies_no_cache(
     launched: list[tuple[str, tuple[int, ...]]], method: str, settings: dict[str, Any], kernels: set[str], copies: int

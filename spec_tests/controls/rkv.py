@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from evictionary.reference import rkv
 from evictionary.spec_tests.controls.attention import ALL, NUMPY, refuse
 from evictionary.spec_tests.controls.snapkv import checked
 from evictionary.spec_tests.harness.planted import control
@@ -95,3 +96,17 @@ def torch_score(queries, keys, *, window_size=8, kernel_size=7, importance_share
         repeated = torch_at_once(keys.to(wide), threshold=threshold)[..., :-window]
         scores[..., :-window] = importance_share * attended - (1 - importance_share) * repeated
     return scores.to(keys.dtype)
+
+
+@control("rkv_variants.released_score", dtypes=NUMPY)
+def released_by_rows(queries, keys, *, window_size=8, kernel_size=7, importance_share=0.07, threshold=0.5):
+    """The score of the reference, and what token 0 gains where no key is similar put right in the column sums."""
+    attended = rkv.importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
+    similarity = rkv.similarities(keys)
+    sums = rkv.without_latest(similarity, threshold).sum(axis=-2)
+    alone = ~(similarity > threshold).any(axis=-1)
+    sums[..., 0] -= np.where(alone, similarity[..., 0], 0).sum(axis=-1)
+    powers = np.exp(sums / keys.shape[-2])
+    repeated = (powers / powers.sum(axis=-1, keepdims=True))[..., :-window_size]
+    beyond = np.full((*repeated.shape[:-1], window_size), np.inf)
+    return np.concatenate([importance_share * attended - (1 - importance_share) * repeated, beyond], axis=-1)
