@@ -308,7 +308,9 @@ def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:
     lengths = torch.empty((32, 8), dtype=torch.int64, device="meta")
     queries = torch.empty((32, 8 * rows, 1, head_dim), dtype=dtype, device="meta")
     recent = torch.empty((32, 8, 256, head_dim), dtype=dtype, device="meta")
-    attend(queries, CompressedCache(storage, storage, lengths, lengths), (recent, recent), zero_moments(recent, recent))
+    moments = zero_moments(recent, recent)
+    attend(queries, CompressedCache(storage, storage, lengths, lengths), (recent, recent), moments)
+    attend(queries, None, (recent, recent), moments)
 
 
 CONFIGURATIONS = configurations(
