@@ -142,7 +142,7 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
     """Return the constants of the tiling, by the bytes of the longer row of a tile and by the query rows."""
     wide = max(block_d, block_dv) > 128
     if queries.dtype == torch.float32:
-        tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if wide else 4, "num_stages": 2}
+        tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8, "num_stages": 2}
     elif rows > 32 and not wide:
         tile = {"BLOCK_ROWS": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": 3}
     else:
