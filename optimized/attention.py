@@ -10,7 +10,7 @@ from evictionary.reference.checks import group_size
 
 from .checks import require_same_device, require_same_kind, require_states, working_dtype
 from .kernels.launching import kernels_for
-from .states import CompressedCache
+from .states import CompressedCache, PagedCache
 
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
 BLOCK = 2**20
@@ -57,6 +57,28 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     for head, span in enumerate(spans):
         torch.mm(weights[head, :, : span.stop - span.start], cache.values[span].to(dtype), out=output[head])
     return output.to(queries.dtype).reshape(*shape, -1), normaliser.reshape(shape)
+
+
+def attend_paged(queries: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""ATT-1..3 over a cache in pages: `attend`, for a cache whose tokens are found by a table of pages for each head.
+
+    Args: queries [B, H_q, M, D], all later than the cache; cache, see PagedCache. Returns and raises as `attend`. On a GPU the
+    pages are read in place; on a CPU the tokens are gathered first.
+    """
+    require_states("queries", queries, "B H_q M D")
+    require_same_kind("queries", queries, "cache.keys", cache.keys)
+    batch, num_kv_heads, pages = cache.table.shape
+    if queries.shape[0] != batch or queries.shape[3] != cache.keys.shape[2]:
+        raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {(batch, 'H_q', 'M', cache.keys.shape[2])}")
+    group_size(queries.shape[1], num_kv_heads)
+    if kernels := kernels_for("attention", queries, cache.values):
+        return kernels.attend(queries, cache)
+    size = cache.keys.shape[1]
+    places = torch.arange(pages * size, device=cache.table.device)
+    rows = cache.table.repeat_interleave(size, dim=2) * size + places % size
+    filled = places < cache.lengths[..., None]
+    keys, values = (pool.flatten(0, 1)[rows[filled].long()] for pool in (cache.keys, cache.values))
+    return attend(queries, CompressedCache(keys, values, places.expand(rows.shape)[filled], cache.lengths))
 
 
 def require_queries(queries: torch.Tensor, keys: torch.Tensor) -> None:

@@ -22,6 +22,19 @@ class CompressedCache(NamedTuple):
     lengths: torch.Tensor
 
 
+class PagedCache(NamedTuple):
+    """The kept tokens of every head in pages, as serving engines store them: each head has pages of its own, anywhere in a pool.
+
+    keys [P, S, D] and values [P, S, D_v]: a pool of P pages of S tokens; table [B, H_kv, n] int32, the pages of each head, in order
+    (behind the last page of a head: any number); lengths [B, H_kv] int64, the tokens of each head, at most n * S.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+
 class Moments(NamedTuple):
     r"""MK-22: `n_e = |E|`, `s_k = sum k_i`, `s_v = sum v_i`, `S = sum v_i k_i^T` over the evicted tokens of each KV head.
 

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from evictionary.cache.model_hooks import _batch_hook
-from evictionary.optimized.states import CompressedCache, zero_moments
+from evictionary.optimized import attention
+from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("evictionary.optimized.kernels.attention")
@@ -198,3 +199,16 @@ def test_no_kernel_takes_more_than_25_arguments(stem: str) -> None:
     written = {name: value.fn for name, value in vars(module).items() if hasattr(value, "fn") and hasattr(value, "arg_names")}
     assert written
     assert {name: count for name, fn in written.items() if (count := len(inspect.signature(fn).parameters)) > 25} == {}
+
+
+def test_pages_are_read_in_the_order_of_each_head() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pools = torch.randn(2, 5, 3, 8, generator=generator)
+    queries = torch.randn(1, 4, 2, 8, generator=generator)
+    cache = PagedCache(*pools, torch.tensor([[[4, 0, 99], [1, 3, 2]]], dtype=torch.int32), torch.tensor([[4, 9]]))
+    rows = torch.tensor([12, 13, 14, 0, 3, 4, 5, 9, 10, 11, 6, 7, 8])
+    flat = CompressedCache(*(pool.flatten(0, 1)[rows] for pool in pools), torch.arange(13), cache.lengths)
+    for got, wanted in zip(attention.attend_paged(queries, cache), attention.attend(queries, flat), strict=True):
+        assert torch.equal(got, wanted)
+    with pytest.raises(ValueError, match=r"queries: got shape \(1, 4, 2, 4\)"):
+        attention.attend_paged(queries[..., :4], cache)

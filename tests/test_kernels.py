@@ -26,7 +26,7 @@ from evictionary.optimized import attention, cache, gvote, keydiff, lagkv, selec
 from evictionary.optimized import expected_attention as ea
 from evictionary.optimized import momentkv as mk
 from evictionary.optimized.kernels import compiling
-from evictionary.optimized.states import CompressedCache, Moments
+from evictionary.optimized.states import CompressedCache, Moments, PagedCache
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"
 
@@ -99,6 +99,20 @@ def ragged(s: States) -> Any:
     return attention.attend(s.queries, cache.compress(s.keys, s.values, s.kept))
 
 
+def paged(s: States) -> Any:
+    """As `ragged`, in pages of four tokens that lie in any order."""
+    flat = cache.compress(s.keys, s.values, s.kept)
+    size, heads = 4, flat.lengths.numel()
+    pages = -(-int(flat.lengths.max()) // size) + 1
+    table = torch.randperm(heads * pages).view(*flat.lengths.shape, pages)
+    places = torch.arange(pages * size)
+    rows = (table.repeat_interleave(size, dim=2) * size + places % size)[places < flat.lengths[..., None]]
+    pools = [states.new_full((heads * pages, size, states.shape[1]), 77) for states in flat[:2]]
+    for pool, states in zip(pools, flat, strict=False):
+        pool.flatten(0, 1)[rows] = states
+    return attention.attend_paged(s.queries, PagedCache(*pools, table.int(), flat.lengths))
+
+
 def unrotated(s: States) -> Any:
     return ea.unrotated_statistics(s.keys[..., : s.keys.shape[-1] // 2 * 2], torch.tensor([1000]))
 
@@ -123,6 +137,7 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "cache.compress": (lambda s: cache.compress(s.keys, s.values, s.kept), "copy_rows"),
     "attention.attend": (lambda s: attention.attend(s.queries[:1, :2], one_head(s)), "attend_chunks merge_chunks"),
     "attention.attend, ragged": (ragged, "copy_rows attend_chunks merge_chunks"),
+    "attention.attend_paged": (paged, "copy_rows attend_chunks merge_chunks"),
     "gvote.select": (lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9), "multiply settle_short_rows rank_short_rows unite"),
     "gvote.nucleus": (lambda s: gvote.nucleus(s.keys[..., 0].relu(), 0.7), "settle_short_rows rank_short_rows unite"),
     "gvote.top_each": (lambda s: gvote.top_each(s.keys[..., 0], s.kept.sum(dim=-1)), "rank_short_rows unite"),

@@ -19,6 +19,8 @@ one chunk, and K and V are read once for each block.
 Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks, and the moments
 as one virtual token more. A row without tokens and moments gives output 0 and log-sum-exp -inf.
 
+A cache in pages (`PagedCache`) differs in one thing: the row of a token is found in the table of its head.
+
 Queries go in waves whose partial results fit `WORKSPACE`.
 """
 
@@ -31,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..states import CompressedCache, Moments, zero_moments
+from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, outputs, padded
 from .strided import load_row, strided
@@ -47,20 +49,32 @@ class Plan(NamedTuple):
 
     chunk: int  # tokens
     programs: int  # the most chunks that the heads can have
-    heads: torch.Tensor | None  # [programs] int32: the head of each chunk, B * H_kv where there is no chunk
-    first_chunk: torch.Tensor | None  # [B * H_kv + 2] int64: the chunks of the heads before
-    first_row: torch.Tensor | None  # [B * H_kv + 2] int64: the rows of storage of the heads before, and 0 behind the last
+    heads: torch.Tensor | None = None  # [programs] int32: the head of each chunk, B * H_kv where there is no chunk
+    first_chunk: torch.Tensor | None = None  # [B * H_kv + 2] int64: the chunks of the heads before
+    first_token: torch.Tensor | None = None  # [B * H_kv + 2] int64: the tokens of the heads before, and 0 behind the last
+    table: torch.Tensor | None = None  # [B * H_kv, pages] int32: the pages of each head; None for flat storage
+    pages: int = 0
 
 
-def plan(cache: CompressedCache, chunk: int) -> Plan:
+def plan(cache: CompressedCache | PagedCache, chunk: int) -> Plan:
     """Cut a cache into chunks of `chunk` tokens, without waiting for its lengths."""
     lengths = cache.lengths.flatten()
-    programs = cache.keys.shape[0] // chunk + len(lengths)
-    first_chunk, first_row = (
+    programs = most_tokens(cache) // chunk + len(lengths)
+    first_chunk, first_token = (
         torch.nn.functional.pad(counts.cumsum(0), (1, 1)) for counts in ((lengths + chunk - 1) // chunk, lengths)
     )
     heads = torch.searchsorted(first_chunk[1:-1], torch.arange(programs, device=lengths.device), right=True, out_int32=True)
-    return Plan(chunk, programs, heads, first_chunk, first_row)
+    found = Plan(chunk, programs, heads, first_chunk, first_token)
+    if isinstance(cache, CompressedCache):
+        return found
+    return found._replace(table=cache.table.to(torch.int32).contiguous(), pages=cache.table.shape[2])
+
+
+def most_tokens(cache: CompressedCache | PagedCache | None) -> int:
+    """Return the number of tokens, or of places for them in the pages of all heads."""
+    if cache is None:
+        return 0
+    return cache.keys.shape[0] if isinstance(cache, CompressedCache) else cache.table.numel() * cache.keys.shape[1]
 
 
 def chunk_size(tokens: int, row_blocks: int) -> int:
@@ -71,7 +85,7 @@ def chunk_size(tokens: int, row_blocks: int) -> int:
 
 def attend(
     queries: torch.Tensor,
-    cache: CompressedCache | None,
+    cache: CompressedCache | PagedCache | None,
     recent: tuple[torch.Tensor, torch.Tensor] | None = None,
     moments: Moments | None = None,
     plans: dict[int, Plan] | None = None,
@@ -99,7 +113,7 @@ def attend(
 
 def _attend(
     queries: torch.Tensor,
-    cache: CompressedCache | None,
+    cache: CompressedCache | PagedCache | None,
     recent: tuple[torch.Tensor, ...] | None,
     moments: Moments | None,
     plans: dict[int, Plan],
@@ -112,13 +126,13 @@ def _attend(
     tile = _tile(queries, padded(head_dim), padded(value_dim), rows)
     row_blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
     length = 0 if recent is None else recent[0].shape[2]
-    chunk = chunk_size((0 if cache is None else len(keys)) + heads * length, row_blocks)
+    chunk = chunk_size(most_tokens(cache) + heads * length, row_blocks)
     chunks_each = triton.cdiv(length, chunk)
     # A part that is missing has no chunk, and the tensors of the other part stand in for its pointers.
-    stored = Plan(chunk, 0, None, None, None)
+    stored = Plan(chunk, 0)
     if cache is not None:
         stored = plans[chunk] = plans.get(chunk) or plan(cache, chunk)
-    flat = [strided(states if states.ndim == 2 else states[0, 0]) for states in (keys, values)]
+    flat = [strided(states[0, 0] if cache is None else states.flatten(0, -2)) for states in (keys, values)]
     dense = [strided(states) for states in (recent or (queries, queries))]
     programs = stored.programs + heads * chunks_each
     partial, partial_log = floats(queries, programs, rows, value_dim), floats(queries, programs, rows)
@@ -128,7 +142,7 @@ def _attend(
     attend_chunks[(programs * row_blocks,)](
         strided(queries), *flat, *dense, stored, partial, partial_log,
         num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, BLOCK_DV=padded(value_dim), **tile,
+        STORED=cache is not None, PAGE=keys.shape[1] if isinstance(cache, PagedCache) else 0, BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
     merge_chunks[(heads * rows,)](
         strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
@@ -154,8 +168,8 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
 def attend_chunks(
     queries, keys, values, recent_keys, recent_values, plan, partial_ptr, partial_log_ptr,
     num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-    STORED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    STORED: tl.constexpr, PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Attend over one chunk with BLOCK_ROWS query rows. Grid: (chunks of the storage, then of the recent tokens) * row blocks."""
     row_blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -174,10 +188,11 @@ def attend_chunks(
         # or a chunk of the storage: the program behind the last chunk finds no tokens
         is_recent = program >= plan.programs
         own_head = tl.load(plan.heads + program, mask=program < plan.programs, other=0).to(tl.int64)
-        first_row = tl.load(plan.first_row + own_head)
+        before = tl.load(plan.first_token + own_head)
         own_first = (program - tl.load(plan.first_chunk + own_head)) * plan.chunk
-        own_tokens = tl.load(plan.first_row + own_head + 1) - first_row - own_first
-        head, first = tl.where(is_recent, head, own_head), tl.where(is_recent, first, first_row + own_first)
+        own_tokens = tl.load(plan.first_token + own_head + 1) - before - own_first
+        head = tl.where(is_recent, head, own_head)
+        first = tl.where(is_recent, first, 0 if PAGE else before + own_first)
         tokens = tl.where(is_recent, tokens, own_tokens)
         visible = tl.where(is_recent, visible, own_tokens)
         keys_here, values_here = tl.where(is_recent, keys_here, keys.ptr), tl.where(is_recent, values_here, values.ptr)
@@ -203,8 +218,16 @@ def attend_chunks(
         for start in range(0, end, BLOCK_T):
             token = start + tl.arange(0, BLOCK_T)
             inside = token < end
-            key = load_tile(keys_here, token, channels, inside, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
-            value = load_tile(values_here, token, value_channels, inside, value_stride_t, value_stride_d, value_dim).to(DOT_DTYPE)
+            row_here = token
+            if PAGE:
+                place = own_first + token
+                in_page = token < tl.where(is_recent, 0, end)
+                page = tl.load(plan.table + own_head * plan.pages + place // PAGE, mask=in_page, other=0)
+                row_here = tl.where(is_recent, token, page.to(tl.int64) * PAGE + place % PAGE)
+            key = load_tile(keys_here, row_here, channels, inside, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
+            value = load_tile(values_here, row_here, value_channels, inside, value_stride_t, value_stride_d, value_dim).to(
+                DOT_DTYPE
+            )
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
             higher = tl.maximum(highest, tl.max(logits, axis=1))
@@ -234,7 +257,7 @@ def merge_chunks(
     first, stored = head * 0, head * 0
     if STORED:
         first = tl.load(plan.first_chunk + head)
-        stored = tl.load(plan.first_row + head + 1) - tl.load(plan.first_row + head)
+        stored = tl.load(plan.first_token + head + 1) - tl.load(plan.first_token + head)
         stored = (stored + plan.chunk - 1) // plan.chunk
     channels = tl.arange(0, BLOCK_DV)
     highest = tl.full([], float("-inf"), dtype=tl.float32)
@@ -311,6 +334,8 @@ def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:
     moments = zero_moments(recent, recent)
     attend(queries, CompressedCache(storage, storage, lengths, lengths), (recent, recent), moments)
     attend(queries, None, (recent, recent), moments)
+    pool, table = storage.view(-1, 64, head_dim), torch.empty((32, 8, 16), dtype=torch.int32, device="meta")
+    attend(queries, PagedCache(pool, pool, table, lengths))
 
 
 CONFIGURATIONS = configurations(

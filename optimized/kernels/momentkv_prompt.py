@@ -138,7 +138,9 @@ def sum_evicted(
             copied = kept & (tokens < tl.where(chunk == 0, end, 0))  # the first chunk of value channels copies the keys
             tl.store(copy.positions + rows, tokens, mask=copied)
             copy_tile(keys_base, copy.kept_keys, tokens, rows, channels, copied, keys.stride_t, keys.stride_d, head_dim)
-            copy_tile(values_base, copy.kept_values, tokens, rows, value_channels, kept, values.stride_t, values.stride_d, value_dim)
+            copy_tile(
+                values_base, copy.kept_values, tokens, rows, value_channels, kept, values.stride_t, values.stride_d, value_dim
+            )
         # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]: rows that are kept are not read here.
         key = load_tile(keys_base, tokens, channels, evicted, keys.stride_t, keys.stride_d, head_dim).to(DOT_DTYPE)
         value = load_tile(values_base, tokens, value_channels, evicted, values.stride_t, values.stride_d, value_dim).to(DOT_DTYPE)
