@@ -135,6 +135,7 @@ def _intercepted(launch: Callable[[], object], target: str) -> list[tuple[str, C
     def intercept(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
         options = {name: compile[name] for name in ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")}
+        options["maxnreg"] = json.loads(compile["specialization_data"])["options"].get("maxnreg")  # NVIDIA's alone
         found[fn.name + key] = (fn.name, lambda: triton.compile(source, target=gpu, options=options))
         return True  # for Triton this means: do not compile and do not launch
 

@@ -86,6 +86,11 @@ def is_amd(states: torch.Tensor) -> bool:
     return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
 
 
+def warps(states: torch.Tensor, threads: int) -> int:
+    """Return the number of warps of a program with `threads` threads."""
+    return threads // (64 if is_amd(states) else 32)
+
+
 def padded(size: int, least: int = 16) -> int:
     """Return the smallest power of two >= `size` and >= `least`: Triton's tiles have no other sizes, the rest is masked."""
     return max(least, 1 << (size - 1).bit_length())

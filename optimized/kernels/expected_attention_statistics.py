@@ -1,0 +1,245 @@
+r"""Expected Attention (arXiv 2510.00636): the statistics of the queries in two launches (EA-5, EA-L1).
+
+They equal, in torch, `queries.mean(dim=-2)` and `torch.cov(queries.mT, correction=0)` of one head.
+
+First launch, `sum_products`: one program adds up q - s and the products (q - s)(q - s)^T of one split of one head. The channels are
+taken as the two halves a and b that RoPE rotates into each other; b a^T is the transpose of a b^T, so three of four products are
+computed. Halves of 128 channels would take too many accumulators, so there each product has a program of its own. The shift s, the
+mean of a few queries spread over the sequence, is close to mu, so a large mu causes no cancellation: Sigma is
+sum / N - (mu - s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries, which adds 2^-9 / sqrt(N) of Sigma,
+far less than the statistical error sqrt(2 / N) of N queries.
+
+Second launch, `finish_statistics`: the splits are added in their order. Their number follows from the number of heads, so the last
+bits may differ between batches, and are the same in every run.
+
+`unrotated_statistics` takes queries after RoPE, as attention uses them, and undoes the rotation in registers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ..rope import frequencies
+from .compiling import HEAD_DIMS, configurations
+from .launching import as_heads, floats, is_amd, padded, warps
+from .tiles import at_head, dot_dtype, load_tile
+
+PROGRAMS_WANTED = 512
+LEAST_TOKENS_OF_A_SPLIT = 512
+
+
+def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""EA-5, EA-L1: mean and covariance of queries before RoPE, as `optimized.expected_attention.query_statistics`."""
+    return _statistics(queries, None, None)
+
+
+def unrotated_statistics(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""EA-5 of queries after RoPE, as `optimized.expected_attention.unrotated_statistics`.
+
+    An angle is the product of a position with a frequency, kept as a 32-bit fraction of a turn: whole turns
+    overflow away, and the error at position 1,000,000 is below 0.001 radians.
+    """
+    turns = frequencies(queries.shape[-1], theta, device=queries.device) / (2 * math.pi)
+    # The low 32 bits, as a signed number: a whole turn is 2^32, and wraps to 0.
+    fractions = (torch.remainder(turns, 1) * 2**32).round().to(torch.int64).to(torch.int32)
+    return _statistics(queries, positions.expand(queries.shape[:-1]), fractions)
+
+
+def _statistics(
+    queries: torch.Tensor, positions: torch.Tensor | None, fractions: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch `sum_products` and `finish_statistics`; with positions and fractions, the rotation of the queries is undone first."""
+    heads = as_heads(queries)
+    batch, num_heads, length, head_dim = heads.shape
+    count, half, odd = batch * num_heads, (head_dim + 1) // 2, head_dim % 2
+    block_h = padded(half)
+    each = block_h > 64
+    # 16 bytes for each thread, from either half of the channels. Without tensor cores a product takes more registers.
+    threads = 512 if queries.dtype == torch.float32 and not each else 256
+    block_t = max(16, threads * 16 // queries.element_size() // block_h)
+    # Two programs on a multiprocessor; left alone, the compiler takes a few registers more. With rotations it would spill some.
+    limited = positions is None and block_h == 64 and queries.dtype != torch.float32 and not is_amd(queries)
+    limit = {"maxnreg": 128} if limited else {}
+    wanted = PROGRAMS_WANTED // (2 if each else 1)
+    split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, wanted // count)))
+    split = triton.cdiv(split, block_t) * block_t
+    splits = triton.cdiv(length, split)
+    shifts, sums = floats(queries, count, 2 * half), floats(queries, count * splits, 2 * half)
+    products = floats(queries, count * splits, 3, half, half)
+    mean, covariance = floats(queries, count, head_dim), floats(queries, count, head_dim, head_dim)
+    places = None if positions is None else as_heads(positions[..., None])[..., 0]
+    sum_products[(count * splits, 3 if each else 1)](
+        heads, places, fractions, shifts, sums, products, *heads.stride(), *((0, 0, 0) if places is None else places.stride()),
+        num_heads, length, head_dim, split, splits,
+        BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries), ROTATED=places is not None, ODD=odd,
+        num_warps=warps(queries, threads), num_stages=2, **limit,
+    )  # fmt: skip
+    finish_statistics[(count, 3, triton.cdiv(half, 16))](
+        shifts, sums, products, mean, covariance, length, head_dim, splits,
+        BLOCK_R=16, BLOCK_H=block_h, ODD=odd, num_warps=warps(queries, 128),
+    )  # fmt: skip
+    return mean.reshape(*queries.shape[:-2], head_dim), covariance.reshape(*queries.shape[:-2], head_dim, head_dim)
+
+
+@triton.jit
+def cos_and_sin(fraction):
+    """Return cos and sin of `fraction` / 2^32 turns, to 1e-7, by the series about the nearest quarter of a turn.
+
+    The library's functions take any angle, and keep a table in memory for the large ones.
+    """
+    quarter = (fraction + (1 << 29)) >> 30
+    angle = (fraction - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32, at most pi / 4 away
+    square = angle * angle
+    cos = 1 + square * (-1 / 2 + square * (1 / 24 + square * (-1 / 720 + square * (1 / 40320))))
+    sin = angle * (1 + square * (-1 / 6 + square * (1 / 120 + square * (-1 / 5040 + square * (1 / 362880)))))
+    # A quarter turn takes (cos, sin) to (-sin, cos), a half turn takes both to their negatives.
+    odd = (quarter & 1) == 1
+    sign = (1 - (quarter & 2)).to(tl.float32)
+    return sign * tl.where(odd, -sin, cos), sign * tl.where(odd, cos, sin)
+
+
+@triton.jit
+def load_pairs(
+    base, positions_ptr, fractions_ptr, position_stride_n, stride_n, stride_d, tokens, end, head_dim,
+    BLOCK_H: tl.constexpr, ROTATED: tl.constexpr, ODD: tl.constexpr,
+):  # fmt: skip
+    """Load queries as their channels 0 .. D/2-1 and D/2 .. D-1, before RoPE, 0 from `end` on: float32 [tokens, BLOCK_H] twice."""
+    half = (head_dim + ODD) // 2
+    pairs = tl.arange(0, BLOCK_H)
+    first = load_tile(base, tokens, pairs, tokens < end, stride_n, stride_d, half)
+    second = load_tile(base, tokens, half + pairs, tokens < end, stride_n, stride_d, head_dim)
+    if ROTATED:
+        # A product of 32-bit integers drops the whole turns; read as signed, it lies within half a turn.
+        position = tl.load(positions_ptr + tokens * position_stride_n, mask=tokens < end, other=0).to(tl.int32)
+        fraction = tl.load(fractions_ptr + pairs, mask=pairs < half, other=0)
+        cos, sin = cos_and_sin(position[:, None] * fraction[None, :])
+        first, second = first * cos + second * sin, second * cos - first * sin
+    return first, second
+
+
+@triton.jit(do_not_specialize=["length", "split", "splits"])
+def sum_products(
+    queries_ptr, positions_ptr, fractions_ptr, shifts_ptr, sums_ptr, products_ptr,
+    stride_b, stride_h, stride_n, stride_d, position_stride_b, position_stride_h, position_stride_n,
+    num_heads, length, head_dim, split, splits,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, EACH: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    ROTATED: tl.constexpr, ODD: tl.constexpr,
+):  # fmt: skip
+    """Sums of q - s and of (q - s)(q - s)^T over one split of one head. Grid: heads * splits, products.
+
+    With the channels in two halves a and b, the products are a a^T, a b^T and b b^T; b a^T is the transpose of the second. EACH: a
+    program takes one of them.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    head, part = program // splits, program % splits
+    base = at_head(queries_ptr, head, num_heads, stride_b, stride_h)
+    if ROTATED:
+        positions_ptr = at_head(positions_ptr, head, num_heads, position_stride_b, position_stride_h)
+    # The shift: the mean of queries at even distances, the same for all programs of a head.
+    sample = tl.arange(0, BLOCK_T).to(tl.int64) * length // BLOCK_T
+    first, second = load_pairs(
+        base, positions_ptr, fractions_ptr, position_stride_n, stride_n, stride_d, sample, length, head_dim, BLOCK_H, ROTATED, ODD
+    )
+    first_shift, second_shift = tl.sum(first, axis=0) / BLOCK_T, tl.sum(second, axis=0) / BLOCK_T
+    end = tl.minimum((part + 1) * split, length)
+    first_sum = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
+    second_sum = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
+    aa = tl.zeros([BLOCK_H, BLOCK_H], dtype=tl.float32)
+    ab = tl.zeros([BLOCK_H, BLOCK_H], dtype=tl.float32)
+    bb = tl.zeros([BLOCK_H, BLOCK_H], dtype=tl.float32)
+    which = tl.program_id(1)
+    for start in range(part * split, end, BLOCK_T):
+        tokens = start + tl.arange(0, BLOCK_T)
+        inside = (tokens < end)[:, None]
+        first, second = load_pairs(
+            base, positions_ptr, fractions_ptr, position_stride_n, stride_n, stride_d, tokens, end, head_dim, BLOCK_H, ROTATED, ODD
+        )
+        first = tl.where(inside, first - first_shift[None, :], 0.0)
+        second = tl.where(inside, second - second_shift[None, :], 0.0)
+        first_sum += first
+        second_sum += second
+        # Halved, since a difference of two float16 numbers may be twice the largest float16.
+        a, b = (first * 0.5).to(DOT_DTYPE), (second * 0.5).to(DOT_DTYPE)
+        if EACH:
+            left, right = tl.where(which == 2, b, a), tl.where(which == 0, a, b)
+            aa = tl.dot(tl.trans(left), right, acc=aa, input_precision="ieee")
+        else:
+            aa = tl.dot(tl.trans(a), a, acc=aa, input_precision="ieee")
+            ab = tl.dot(tl.trans(a), b, acc=ab, input_precision="ieee")
+            bb = tl.dot(tl.trans(b), b, acc=bb, input_precision="ieee")
+    half = (head_dim + ODD) // 2
+    square = half * half
+    rows, columns = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_H)
+    inside = (rows < half)[:, None] & (columns < half)[None, :]
+    target = products_ptr + program * (3 * square) + rows[:, None] * half + columns[None, :]
+    if EACH:
+        tl.store(target + which * square, aa * 4, mask=inside)
+    else:
+        tl.store(target, aa * 4, mask=inside)
+        tl.store(target + square, ab * 4, mask=inside)
+        tl.store(target + 2 * square, bb * 4, mask=inside)
+    if which == 0:
+        sums_ptr += program * 2 * half
+        tl.store(sums_ptr + columns, tl.sum(first_sum, axis=0), mask=columns < half)
+        tl.store(sums_ptr + half + columns, tl.sum(second_sum, axis=0), mask=columns < half)
+        if part == 0:
+            shifts_ptr += head * 2 * half
+            tl.store(shifts_ptr + columns, first_shift, mask=columns < half)
+            tl.store(shifts_ptr + half + columns, second_shift, mask=columns < half)
+
+
+@triton.jit
+def add_sums(sums_ptr, places, inside, splits, stride):
+    """Return the sums of `places` over the splits, in their order."""
+    total = tl.zeros(places.shape, dtype=tl.float32)
+    for _ in range(0, splits):
+        total += tl.load(sums_ptr + places, mask=inside, other=0.0)
+        sums_ptr += stride
+    return total
+
+
+@triton.jit(do_not_specialize=["length", "splits"])
+def finish_statistics(
+    shifts_ptr, sums_ptr, products_ptr, mean_ptr, covariance_ptr, length, head_dim, splits,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, ODD: tl.constexpr,
+):  # fmt: skip
+    """mean = s + sum / N; covariance = products / N - (mean - s)(mean - s)^T. Grid: heads, products, blocks of rows."""
+    head = tl.program_id(0).to(tl.int64)
+    which = tl.program_id(1)
+    half = (head_dim + ODD) // 2
+    square = half * half
+    rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_H)
+    # The channels of the product: a a^T, a b^T, b b^T.
+    first_row, first_column = tl.where(which == 2, half, 0), tl.where(which == 0, 0, half)
+    sums_ptr += head * splits * 2 * half
+    row_away = add_sums(sums_ptr, first_row + rows, rows < half, splits, 2 * half) / length
+    away = add_sums(sums_ptr, first_column + columns, columns < half, splits, 2 * half) / length
+    inside = (rows < half)[:, None] & (columns < half)[None, :]
+    products_ptr += head * splits * (3 * square) + which * square
+    products = add_sums(products_ptr, rows[:, None] * half + columns[None, :], inside, splits, 3 * square)
+    covariance = products / length - row_away[:, None] * away[None, :]
+    rows += first_row
+    columns += first_column
+    inside = inside & (rows < head_dim)[:, None] & (columns < head_dim)[None, :]
+    covariance_ptr += head * head_dim * head_dim
+    tl.store(covariance_ptr + rows[:, None] * head_dim + columns[None, :], covariance, mask=inside)
+    if which == 1:
+        tl.store(covariance_ptr + columns[None, :] * head_dim + rows[:, None], covariance, mask=inside)
+    elif tl.program_id(2) == 0:
+        present = (columns < first_column + half) & (columns < head_dim)
+        shift = tl.load(shifts_ptr + head * 2 * half + columns, mask=present, other=0.0)
+        tl.store(mean_ptr + head * head_dim + columns, shift + away, mask=present)
+
+
+def _launch(dtype: torch.dtype, head_dim: int) -> None:
+    queries = torch.empty((2, 32, 4096, head_dim), dtype=dtype, device="meta")
+    query_statistics(queries)
+    unrotated_statistics(queries, torch.empty(4096, dtype=torch.int64, device="meta"), 10000.0)
+
+
+CONFIGURATIONS = configurations(_launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS), tensor_cores=["sum_products"])
