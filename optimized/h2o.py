@@ -2,24 +2,27 @@ r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so f
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import torch
 
 from evictionary.reference.checks import as_count
 
-from .attention import grouped_attention, require_queries
-from .checks import working_dtype
+from .attention import require_queries
+from .checks import require_tokens, working_dtype
+from .kernels.launching import kernels_for
 from .selection import top_k
 
-# Entries of the attention matrix at a time, over all heads, for any length of the prompt. On a CPU they take 4 MiB in float32 and
-# stay in its cache.
-TILE = 2**20
-TILE_ON_GPU = 2**24
+# Entries of the attention of one KV head at a time, and channels that are converted to float32 at a time: they stay in the
+# processor's cache. However long the rows are, a tile has at least so many, since each tile reads the keys once more.
+TILE, CHANNELS, LEAST_ROWS = 2**19, 2**20, 64
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries, mean over the group.
 
-    The attention matrix is computed for a block of queries at a time, and only for the tokens that the block sees.
+    The attention matrix is computed a tile at a time, and only for the tokens that the queries see.
 
     Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T, D], any strides.
     Returns scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64); it costs O(M T).
@@ -27,18 +30,63 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     Source: section 4.1 of the paper, the accumulated attention score.
     """
     require_queries(queries, keys)
-    batch, num_query_heads, num_queries, _ = queries.shape
-    length = keys.shape[2]
-    keys = keys.to(working_dtype(keys))  # once, not for every tile
-    queries = queries.to(keys.dtype)
-    total = keys.new_zeros(keys.shape[:3])
-    block = max(1, (TILE_ON_GPU if keys.is_cuda else TILE) // (batch * num_query_heads * length))
-    for start in range(0, num_queries, block):
-        stop = min(start + block, num_queries)
-        seen = length - num_queries + stop  # no query of the block sees a later token
-        received = grouped_attention(queries[:, :, start:stop], keys[:, :, :seen])
-        total[..., :seen] += received.mean(dim=2).sum(dim=2)
-    return total
+    return received_attention(queries, keys)
+
+
+def received_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return `score` of queries and keys that are already checked."""
+    if kernels := kernels_for("received_attention", queries, keys):
+        return kernels.score(queries, keys)
+    return _walked(queries, keys)[1]
+
+
+def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""ATT-6 and H2-1 at once: the causal attention of the queries, and `score`, from the same products.
+
+    A model that reads a prompt with it has the score for little more than its own attention.
+
+    Args: as `score`, and values [B, H_kv, T, D_v]. Returns output [B, H_q, M, D_v] in the dtype of the queries, and the scores.
+    Raises ValueError as `score`.
+    """
+    require_queries(queries, keys)
+    require_tokens(keys, values, "B H_kv T")
+    if kernels := kernels_for("received_attention", queries, keys, values):
+        return kernels.attend_and_score(queries, keys, values)
+    return _walked(queries, keys, values)
+
+
+def _walked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, empty without values, and the scores: one KV head after the other, a tile of whole rows at a time."""
+    batch, num_query_heads, num_queries, head_dim = queries.shape
+    num_kv_heads, length = keys.shape[1:3]
+    group, dtype = num_query_heads // num_kv_heads, working_dtype(keys)
+    scores = keys.new_zeros(keys.shape[:3], dtype=dtype)
+    output = queries.new_empty(*queries.shape[:3], 0 if values is None else values.shape[3])
+    block = min(num_queries, max(TILE // length, LEAST_ROWS) // group + 1)
+    tile, ones = (keys.new_ones(size, dtype=dtype) for size in (group * block * length, group * block))
+    later = torch.ones(block, block, dtype=torch.bool, device=keys.device).triu(1)
+    step = max(1, CHANNELS // head_dim)
+    for item, head in itertools.product(range(batch), range(num_kv_heads)):
+        readers = slice(head * group, (head + 1) * group)
+        own = keys[item, head].T
+        if block < num_queries:  # several tiles read these keys: they are converted once, and lie as the product wants them
+            own = own.to(dtype).contiguous()
+        for start in range(0, num_queries, block):
+            rows = queries[item, readers, start : start + block].to(dtype)
+            count = rows.shape[1]
+            seen = length - num_queries + start + count  # no query of the block sees a later token
+            rows = rows.reshape(group * count, head_dim) / math.sqrt(head_dim)
+            weights = tile[: len(rows) * seen].view(len(rows), seen)
+            for part, piece in zip(weights.split(step, dim=1), own[:, :seen].split(step, dim=1), strict=True):
+                torch.mm(rows, piece.to(dtype), out=part)
+            weights.view(group, count, seen)[..., seen - count :].masked_fill_(later[:count, :count], -math.inf)
+            torch.softmax(weights, dim=1, out=weights)
+            scores[item, head, :seen].addmv_(weights.T, ones[: len(rows)], alpha=1 / group)
+            if values is not None:
+                output[item, readers, start : start + count] = (weights @ values[item, head, :seen].to(dtype)).view(
+                    group, count, -1
+                )
+    return output, scores
 
 
 def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch.linalg import vector_norm
 
 from .checks import require_finite, require_states, working_dtype
+from .kernels.launching import kernels_for
 
 # Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
 SAFE_NORMS = (1e-15, 1e18)
@@ -16,16 +17,19 @@ BLOCK = 2**19
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
-    r"""KN-1: `score_i = -|k_i|`. It costs one read of the keys, so torch's own kernel is fast on a GPU too.
+    r"""KN-1: `score_i = -|k_i|`. It costs one read of the keys.
 
     Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T], at most 0, higher = keep, float32
     (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
     infinite numbers. Source: the paper's abstract and section 3.
     """
     require_states("keys", keys, "... T D", finite=False)
+    if kernels := kernels_for("knorm", keys):
+        require_finite("keys", keys)
+        return kernels.score(keys)
     dtype = working_dtype(keys)
     if keys.is_cuda:
-        # The cast is part of the reduction there, and the square of no float32 leaves the range of float64.
+        # For what the kernel does not take. The cast is part of the reduction, and no square of a float32 leaves float64.
         return -vector_norm(keys, dim=-1, dtype=torch.float64).to(dtype)
     if keys.dtype == dtype:
         norms = vector_norm(keys, dim=-1)

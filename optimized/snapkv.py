@@ -9,8 +9,9 @@ from torch.nn.functional import avg_pool1d
 
 from evictionary.reference.checks import as_count
 
-from .attention import grouped_attention, require_queries
+from .attention import require_queries
 from .checks import require_states, working_dtype
+from .h2o import received_attention
 
 
 def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
@@ -43,13 +44,9 @@ def score(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, k
         raise ValueError(f"queries: got those of the last {num_queries} tokens, wanted at least the {window} of the window")
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if window < length:
-        group = queries.shape[1] // keys.shape[1]
-        # One KV head at a time: the attention of all queries of the window is G * window numbers for every token and head.
-        for head, last in enumerate(queries[:, :, -window:].split(group, dim=1)):
-            attention = grouped_attention(last, keys[:, head : head + 1])
-            # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
-            before = attention[..., : length - window].mean(dim=(2, 3))
-            scores[:, head : head + 1, : length - window] = average_pool(before, kernel_size)
+        received = received_attention(queries[:, :, -window:], keys)
+        # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
+        scores[..., : length - window] = average_pool(received[..., : length - window] / window, kernel_size)
     return scores
 
 

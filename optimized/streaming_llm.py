@@ -8,7 +8,9 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from .checks import require_states, working_dtype
+from .checks import require_states, require_tokens, working_dtype
+from .kernels.launching import kernels_for
+from .states import CompressedCache
 
 
 def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
@@ -23,3 +25,25 @@ def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
     positions = torch.arange(keys.shape[-2], dtype=working_dtype(keys), device=keys.device)
     positions[:sink_size] = math.inf
     return positions.expand(keys.shape[:-1]).clone()
+
+
+def compress(keys: torch.Tensor, values: torch.Tensor, *, budget: int, sink_size: int = 4) -> CompressedCache:
+    r"""SL-1 and CACHE-1 at once: `cache.compress` of the `budget` best tokens by `score`; what is evicted is never read on a GPU.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; budget, 0 to any number (more than T keeps all); sink_size >=
+    0, of which a smaller budget keeps the first. Returns the cache in the dtype of its inputs; its tensors share no storage with
+    them. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    require_tokens(keys, values, "B H_kv T")
+    batch, num_heads, length, _ = keys.shape
+    kept = min(as_count("budget", budget, low=0), length)
+    sinks = min(as_count("sink_size", sink_size, low=0), kept)
+    if kept and (kernels := kernels_for("streaming_llm", keys, values)):
+        return kernels.compress(keys, values, sinks, kept - sinks)
+    position = torch.arange(length, device=keys.device)
+    index = position[(position < sinks) | (position >= length - kept + sinks)]
+    return CompressedCache(
+        *(states[:, :, index].flatten(0, 2) for states in (keys, values)),
+        index.repeat(batch * num_heads),
+        torch.full((batch, num_heads), kept, device=keys.device),
+    )

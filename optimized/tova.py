@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .attention import grouped_logits, require_queries
+from .attention import require_queries
+from .h2o import received_attention
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -16,6 +17,5 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """
     require_queries(queries, keys)
     # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the authors' code.
-    received = grouped_logits(queries[:, :, -1:], keys).softmax(dim=-1)
-    scores = received.mean(dim=(1, 2, 3))
-    return scores[:, None].repeat(1, keys.shape[1], 1)
+    received = received_attention(queries[:, :, -1:], keys).mean(dim=1, keepdim=True)
+    return received.repeat(1, keys.shape[1], 1)

@@ -22,7 +22,7 @@ from reading import positions_of, read_in
 from triton.runtime import interpreter
 
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.optimized import attention, cache, gvote, keydiff, lagkv, selection
+from evictionary.optimized import attention, cache, gvote, h2o, keydiff, knorm, lagkv, selection, snapkv, streaming_llm, tova
 from evictionary.optimized import expected_attention as ea
 from evictionary.optimized import momentkv as mk
 from evictionary.optimized.kernels import compiling
@@ -117,6 +117,16 @@ def unrotated(s: States) -> Any:
     return ea.unrotated_statistics(s.keys[..., : s.keys.shape[-1] // 2 * 2], torch.tensor([1000]))
 
 
+def last_queries(s: States) -> torch.Tensor:
+    """The queries of the last tokens, at least of two and no more than there are tokens."""
+    return torch.cat([s.queries, s.queries], dim=2)[:, :, : s.keys.shape[2]]
+
+
+def several_splits(states: torch.Tensor) -> torch.Tensor:
+    """The tokens over again, until they are more than a split."""
+    return states.repeat(1, 1, 2 + 64 // states.shape[2], 1)
+
+
 def step(s: States) -> tuple[torch.Tensor, ...]:
     length = s.keys.shape[2]
     positions = torch.arange(length).flip(0).repeat(*s.keys.shape[:2], 1)
@@ -149,9 +159,15 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "momentkv.score": (lambda s: mk.score(s.query, s.keys, s.values, s.moments), "walk_cache finish_scores"),
     "momentkv.attend": (lambda s: mk.attend(s.query, s.keys, s.values, s.kept, s.moments), "walk_cache mix_outputs"),
     "momentkv.step": (step, "walk_cache replace_lowest"),
+    "h2o.score": (lambda s: h2o.score(last_queries(s), s.keys), "sum_rows sum_columns"),
+    "h2o.attend_and_score": (lambda s: h2o.attend_and_score(last_queries(s), s.keys, s.values), "attend_rows sum_columns"),
+    "snapkv.score": (lambda s: snapkv.score(last_queries(s), s.keys, window_size=2), "sum_rows sum_columns"),
+    "tova.score": (lambda s: tova.score(s.queries, several_splits(s.keys)), "sum_rows merge_splits sum_columns"),
+    "knorm.score": (lambda s: knorm.score(s.keys), "score_norms"),
+    "streaming_llm.compress": (lambda s: streaming_llm.compress(s.keys, s.values, budget=9), "copy_ends"),
 }
 # These products round a factor to float16, or their output to the dtype of the cache.
-ROUNDED = ("attention.attend", "momentkv.score", "momentkv.attend", "momentkv.step", "ea.query", "ea.unrotated")
+ROUNDED = ("attention.attend", "h2o.attend", "momentkv.score", "momentkv.attend", "momentkv.step", "ea.query", "ea.unrotated")
 
 
 def flat(result: Any) -> list[torch.Tensor]:
@@ -266,7 +282,7 @@ def test_a_second_run_gives_the_same_bits_in_any_layout(name: str, layout: str) 
 
 
 # The splits of MomentKV and of the statistics follow the batch; compressed caches have no axis for it.
-ALONE = ("keydiff.score", "lagkv.score", "lagkv.select", "selection.top_k", "gvote.select", "ea.score")
+ALONE = ("keydiff.score", "lagkv.score", "lagkv.select", "selection.top_k", "gvote.select", "ea.score", "h2o.score", "tova.score")
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -1,0 +1,53 @@
+r"""KNorm (arXiv 2406.11430): `score_i = -|k_i|`, the shortest kernel here and a good first one to read (KN-1).
+
+It equals, in torch, `-torch.linalg.vector_norm(keys.float(), dim=-1)`. One program takes a tile of tokens of one head: one load,
+one sum along the channels, one store. A row is divided by its largest component first, so that no square leaves the range of
+float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .compiling import HEAD_DIMS, configurations
+from .launching import as_heads, floats, padded
+from .tiles import at_head, load_tile
+
+ELEMENTS_OF_A_TILE = 8192
+
+
+def score(keys: torch.Tensor) -> torch.Tensor:
+    r"""KN-1: `score_i = -|k_i|`, as `optimized.knorm.score`."""
+    heads = as_heads(keys)
+    batch, num_heads, length, head_dim = heads.shape
+    scores, block_d = floats(keys, *keys.shape[:-1]), padded(head_dim)
+    block_t = min(128, ELEMENTS_OF_A_TILE // block_d)
+    score_norms[(batch * num_heads * triton.cdiv(length, block_t),)](
+        heads, scores, *heads.stride(), num_heads, length, head_dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8
+    )
+    return scores
+
+
+@triton.jit(do_not_specialize=["length"])
+def score_norms(
+    keys_ptr, scores_ptr, stride_b, stride_h, stride_t, stride_d, num_heads, length, head_dim,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """scores[head, token] = -|k|. Grid: heads * tiles of tokens."""
+    program = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(length, BLOCK_T)
+    head, token = program // tiles, program % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+    keys_ptr = at_head(keys_ptr, head, num_heads, stride_b, stride_h)
+    keys = load_tile(keys_ptr, token, tl.arange(0, BLOCK_D), token < length, stride_t, stride_d, head_dim)
+    largest = tl.max(tl.abs(keys), axis=1)
+    keys = tl.div_rn(keys, tl.where(largest == 0, 1.0, largest)[:, None])
+    tl.store(scores_ptr + head * length + token, -largest * tl.sqrt_rn(tl.sum(keys * keys, axis=1)), mask=token < length)
+
+
+def _launch(dtype: torch.dtype, head_dim: int) -> None:
+    score(torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta"))
+
+
+CONFIGURATIONS = configurations(_launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS))

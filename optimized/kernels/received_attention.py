@@ -1,0 +1,282 @@
+r"""The attention that every key receives, in the manner of FlashAttention: no T x T matrix (H2-1, SN-1, TO-1, MK-P).
+
+It equals, in torch, for one query head, whose M queries are those of the last M of T tokens:
+
+    later = torch.arange(T) > torch.arange(T - M, T)[:, None]
+    weights = (queries.float() @ keys.float().T / math.sqrt(head_dim)).masked_fill(later, -math.inf).softmax(dim=-1)
+    received = weights.sum(dim=0)
+    output = weights @ values.float()
+
+A weight needs the normaliser of its row, which needs every key that the row sees; a sum over a column needs every row. So the
+products are computed twice, a tile at a time, and only the logarithms of the normalisers lie in memory between the two passes.
+First launch, `sum_rows`: one program takes a block of rows and walks the keys that they see, with a running maximum and sum (the
+online softmax, in powers of two). Few rows, such as SnapKV's window, would leave a GPU idle: then the keys are cut into splits, one
+program each, and `merge_splits` adds up their sums. Where the output is wanted too, `attend_rows` takes the place of `sum_rows`: it
+is the attention of the prompt itself.
+Second launch, `sum_columns`: one program keeps a block of keys and walks the rows that see one of them. Its tile lies the other way
+round, keys by rows, so that a column of the attention is a row of the tile: tensor cores then have full tiles for a single query
+too, and the sum stays within a few threads.
+
+The rows of a KV head are the queries of its whole group in the order of time: row r is query r // G of query head r % G. The group
+shares every key that is read, and the rows that see a key are the last ones. Sums have a fixed order, without atomics.
+The programs with most work start first. Their number follows from the prompt alone, so a sequence has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .compiling import HEAD_DIMS, configurations
+from .launching import floats, is_amd, outputs, padded
+from .tiles import at_head, dot_dtype, load_tile
+
+MOST_SPLITS = 64
+LEAST_TOKENS_OF_A_SPLIT = 512
+
+
+def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    r"""H2-1: the attention that every token receives from the queries, mean over the group, as `optimized.h2o.score`."""
+    queries, keys = _by_channels(queries), _by_channels(keys)
+    return _sum_columns(queries, keys, _sum_rows(queries, keys))
+
+
+def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""ATT-6 and H2-1: the causal attention's output and the score, as `optimized.h2o.attend_and_score`."""
+    queries, keys, values = (_by_channels(states) for states in (queries, keys, values))
+    shape, heads, num_kv_heads, rows = _sizes(queries, keys)
+    logs, output = floats(queries, heads, rows), outputs(queries, *queries.shape[:3], values.shape[3])
+    tile = _tile(queries, rows, values.shape[3])
+    attend_rows[(heads * triton.cdiv(rows, tile["BLOCK_ROWS"]),)](
+        queries, keys, values, logs, output, *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        num_kv_heads, *shape, values.shape[3], BLOCK_DV=padded(values.shape[3]), **tile,
+    )  # fmt: skip
+    return output.to(queries.dtype), _sum_columns(queries, keys, logs)
+
+
+def _by_channels(states: torch.Tensor) -> torch.Tensor:
+    """Return states whose channels are neighbours in memory: as they are, or else a copy."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _sizes(queries: torch.Tensor, keys: torch.Tensor) -> tuple[tuple[int, int, int, int], int, int, int]:
+    """Return (G, M, T, D), the KV heads of all sequences, those of one, and the rows of each."""
+    batch, num_query_heads, num_queries, head_dim = queries.shape
+    num_kv_heads, length = keys.shape[1], keys.shape[2]
+    group = num_query_heads // num_kv_heads
+    return (group, num_queries, length, head_dim), batch * num_kv_heads, num_kv_heads, group * num_queries
+
+
+def _tile(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
+    """Return the constants of a pass over the keys; `widest` is the number of channels of the values, if they are read."""
+    block_d = padded(queries.shape[3])
+    wide = max(block_d, padded(widest)) > 128
+    if queries.dtype == torch.float32:  # without tensor cores
+        tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if wide else 4, "num_stages": 2}
+    else:
+        # On AMD the addresses of an output of 128 rows would spill.
+        block_rows = min(64 if wide or (widest and is_amd(queries)) else 128, padded(rows))
+        tile = {"BLOCK_ROWS": block_rows, "BLOCK_T": 32 if wide else 64, "num_warps": 8 if block_rows > 32 else 4, "num_stages": 2}
+    return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}
+
+
+def _sum_rows(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the base-2 logarithm of the normaliser of every row, [B * H_kv, G * M] float32."""
+    shape, heads, num_kv_heads, rows = _sizes(queries, keys)
+    tile = _tile(queries, rows)
+    blocks, length = triton.cdiv(rows, tile["BLOCK_ROWS"]), shape[2]
+    split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, MOST_SPLITS // blocks)))
+    split = triton.cdiv(split, tile["BLOCK_T"]) * tile["BLOCK_T"]
+    splits = triton.cdiv(length, split)
+    logs = floats(queries, heads, splits, rows)
+    sum_rows[(heads * blocks * splits,)](
+        queries, keys, logs, *queries.stride()[:3], *keys.stride()[:3], num_kv_heads, *shape, split, **tile
+    )
+    if splits == 1:
+        return logs
+    merged = floats(queries, heads, rows)
+    merge_splits[(heads * triton.cdiv(rows, 32),)](logs, merged, rows, splits, MOST_SPLITS=MOST_SPLITS, BLOCK_ROWS=32, num_warps=4)
+    return merged
+
+
+def _sum_columns(queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
+    """Return the sum of every column of the attention, mean over the group, [B, H_kv, T] float32."""
+    shape, heads, num_kv_heads, rows = _sizes(queries, keys)
+    tile = _tile(queries, rows)
+    if queries.dtype != torch.float32:
+        wide = tile["BLOCK_D"] > 128
+        tile |= {"BLOCK_T": 64 if wide else 128, "BLOCK_ROWS": min(32 if wide else 64, padded(rows)), "num_warps": 4 if wide else 8}
+    scores = floats(queries, *keys.shape[:3])
+    sum_columns[(heads * triton.cdiv(shape[2], tile["BLOCK_T"]),)](
+        queries, keys, logs, scores, *queries.stride()[:3], *keys.stride()[:3], num_kv_heads, *shape, **tile
+    )
+    return scores
+
+
+@triton.jit
+def load_rows(
+    queries_ptr, head, row, num_kv_heads, group, num_queries, head_dim, stride_b, stride_h, stride_m, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Load rows of a KV head as float32 [rows, BLOCK_D]: row r is query r // group of head r % group of the group."""
+    query_head = (head % num_kv_heads) * group + row % group
+    offsets = (head // num_kv_heads) * stride_b + query_head * stride_h + (row // group).to(tl.int64) * stride_m
+    channels = tl.arange(0, BLOCK_D)
+    inside = (row < group * num_queries)[:, None] & (channels < head_dim)[None, :]
+    return tl.load(queries_ptr + offsets[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scale_of(head_dim):
+    """The factor of a product of query and key, whose logit is in powers of two."""
+    return tl.div_rn(1.4426950408889634, tl.sqrt_rn(head_dim.to(tl.float32)))
+
+
+@triton.jit
+def row_logits(queries, keys, token, last, head_dim):
+    """Logits of rows by keys: -inf for the tokens after the last one that a row sees."""
+    logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_of(head_dim)
+    return tl.where(token[None, :] <= last[:, None], logits, float("-inf"))
+
+
+@triton.jit
+def raised(highest, logits):
+    """The highest logit of every row so far, and the number to subtract: it, or 0 where it is -inf, as -inf less -inf is NaN."""
+    higher = tl.maximum(highest, tl.max(logits, axis=1))
+    return higher, tl.where(higher == float("-inf"), 0.0, higher)
+
+
+@triton.jit(do_not_specialize=["num_queries", "length", "split"])
+def sum_rows(
+    queries_ptr, keys_ptr, logs_ptr,
+    query_stride_b, query_stride_h, query_stride_m, key_stride_b, key_stride_h, key_stride_t,
+    num_kv_heads, group, num_queries, length, head_dim, split,
+    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen. Grid: heads * blocks * splits."""
+    program = tl.program_id(0).to(tl.int64)
+    rows, splits = group * num_queries, tl.cdiv(length, split)
+    blocks = tl.cdiv(rows, BLOCK_ROWS)
+    head, part = program // (blocks * splits), (program % splits).to(tl.int32)
+    block = (blocks - 1 - program // splits % blocks).to(tl.int32)  # the last rows see most
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    last = length - num_queries + row // group
+    queries = load_rows(
+        queries_ptr, head, row, num_kv_heads, group, num_queries, head_dim, query_stride_b, query_stride_h, query_stride_m, BLOCK_D
+    ).to(DOT_DTYPE)
+    keys_ptr = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    end = tl.minimum(tl.minimum((part + 1) * split, length), length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1)
+    highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
+    mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+    for start in range(part * split, end, BLOCK_T):
+        token = start + tl.arange(0, BLOCK_T)
+        keys = load_tile(keys_ptr, token, tl.arange(0, BLOCK_D), token < length, key_stride_t, 1, head_dim).to(DOT_DTYPE)
+        logits = row_logits(queries, keys, token, tl.minimum(last, end - 1), head_dim)
+        higher, shift = raised(highest, logits)
+        mass = mass * tl.exp2(highest - shift) + tl.sum(tl.exp2(logits - shift[:, None]), axis=1)
+        highest = higher
+    logs = highest + tl.log2(tl.where(mass == 0, 1.0, mass))
+    tl.store(logs_ptr + (head * splits + part) * rows + row, logs, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def merge_splits(logs_ptr, merged_ptr, rows, splits, MOST_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """merged[head, row] = log2 of the sum over the splits of 2^logs[head, split, row]. Grid: heads * blocks of rows."""
+    program = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(rows, BLOCK_ROWS)
+    head, row = program // blocks, program % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    part = tl.arange(0, MOST_SPLITS)
+    inside = (part < splits)[:, None] & (row < rows)[None, :]
+    logs = tl.load(logs_ptr + (head * splits + part)[:, None] * rows + row[None, :], mask=inside, other=float("-inf"))
+    highest = tl.max(logs, axis=0)
+    shift = tl.where(row < rows, highest, 0.0)
+    mass = tl.sum(tl.exp2(logs - shift[None, :]), axis=0)
+    tl.store(merged_ptr + head * rows + row, shift + tl.log2(tl.where(row < rows, mass, 1.0)), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["num_queries", "length"])
+def attend_rows(
+    queries_ptr, keys_ptr, values_ptr, logs_ptr, output_ptr,
+    query_stride_b, query_stride_h, query_stride_m, key_stride_b, key_stride_h, key_stride_t,
+    value_stride_b, value_stride_h, value_stride_t, num_kv_heads, group, num_queries, length, head_dim, value_dim,
+    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Causal attention of a block of rows: its output, and the normalisers as `sum_rows`. Grid: heads * blocks of rows."""
+    program = tl.program_id(0).to(tl.int64)
+    rows = group * num_queries
+    blocks = tl.cdiv(rows, BLOCK_ROWS)
+    head, block = program // blocks, (blocks - 1 - program % blocks).to(tl.int32)
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    last = length - num_queries + row // group
+    queries = load_rows(
+        queries_ptr, head, row, num_kv_heads, group, num_queries, head_dim, query_stride_b, query_stride_h, query_stride_m, BLOCK_D
+    ).to(DOT_DTYPE)
+    keys_ptr = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    values_ptr = at_head(values_ptr, head, num_kv_heads, value_stride_b, value_stride_h)
+    end = tl.minimum(length, length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1)
+    highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
+    mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+    output = tl.zeros([BLOCK_ROWS, BLOCK_DV], dtype=tl.float32)
+    channels = tl.arange(0, BLOCK_DV)
+    for start in range(0, end, BLOCK_T):
+        token = start + tl.arange(0, BLOCK_T)
+        keys = load_tile(keys_ptr, token, tl.arange(0, BLOCK_D), token < length, key_stride_t, 1, head_dim).to(DOT_DTYPE)
+        values = load_tile(values_ptr, token, channels, token < length, value_stride_t, 1, value_dim).to(DOT_DTYPE)
+        logits = row_logits(queries, keys, token, tl.minimum(last, end - 1), head_dim)
+        higher, shift = raised(highest, logits)
+        weights, shrink = tl.exp2(logits - shift[:, None]), tl.exp2(highest - shift)
+        mass = mass * shrink + tl.sum(weights, axis=1)
+        output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), values, input_precision="ieee")
+        highest = higher
+    tl.store(logs_ptr + head * rows + row, highest + tl.log2(mass), mask=row < rows)
+    target = ((head * group + row % group) * num_queries + row // group) * value_dim  # int64, as `head` is
+    inside = (row < rows)[:, None] & (channels < value_dim)[None, :]
+    tl.store(output_ptr + target[:, None] + channels[None, :], output / mass[:, None], mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_queries", "length"])
+def sum_columns(
+    queries_ptr, keys_ptr, logs_ptr, scores_ptr,
+    query_stride_b, query_stride_h, query_stride_m, key_stride_b, key_stride_h, key_stride_t,
+    num_kv_heads, group, num_queries, length, head_dim,
+    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """scores[head, token] = (1/G) sum over the rows that see the token of 2^(logit - log). Grid: heads * blocks of keys."""
+    program = tl.program_id(0).to(tl.int64)
+    rows, blocks = group * num_queries, tl.cdiv(length, BLOCK_T)
+    head, block = program // blocks, (program % blocks).to(tl.int32)  # the first keys are seen by most
+    token = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    keys_ptr = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    keys = load_tile(keys_ptr, token, tl.arange(0, BLOCK_D), token < length, key_stride_t, 1, head_dim).to(DOT_DTYPE)
+    first = tl.maximum(block * BLOCK_T - (length - num_queries), 0) * group // BLOCK_ROWS * BLOCK_ROWS
+    received = tl.zeros([BLOCK_T], dtype=tl.float32)
+    for start in range(first, rows, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        queries = load_rows(
+            queries_ptr, head, row, num_kv_heads, group, num_queries, head_dim,
+            query_stride_b, query_stride_h, query_stride_m, BLOCK_D,
+        ).to(DOT_DTYPE)  # fmt: skip
+        # A row that is not there has an infinite normaliser, and gives nothing.
+        logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=float("inf"))
+        logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale_of(head_dim)
+        seen = token[:, None] <= (length - num_queries + row // group)[None, :]
+        received += tl.sum(tl.exp2(tl.where(seen, logits, float("-inf")) - logs[None, :]), axis=1)
+    tl.store(scores_ptr + head * length + token, received / group, mask=token < length)
+
+
+def _launch(dtype: torch.dtype, head_dim: int, window: int) -> None:
+    keys = torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta")
+    queries = torch.empty((2, 32, window or 4096, head_dim), dtype=dtype, device="meta")
+    score(queries, keys)
+    if not window:
+        attend_and_score(queries, keys, keys)
+
+
+CONFIGURATIONS = configurations(
+    _launch,
+    *({"head_dim": head_dim, "window": window} for head_dim in HEAD_DIMS for window in (0, 32, 1)),
+    tensor_cores=["sum_rows", "attend_rows", "sum_columns"],
+    scalar=["merge_splits"],
+)
