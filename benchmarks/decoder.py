@@ -115,6 +115,11 @@ def with_moments(place: Place, batch: int, tokens: int, model: Decoder, step: Ca
     return lambda layer, query, key, value: step(query, key, value, *layers[layer], position)
 
 
+def new_tokens(inputs: tuple[Any, ...]) -> None:
+    """Draw other hidden states: MomentKV writes what they give into its cache, and a cache of one token is not one that occurs."""
+    inputs[0].normal_()
+
+
 def overhead_row(batch: int) -> Callable[[Place], Work]:
     """A decoding step of the whole model, MomentKV against the same cache without moments."""
 
@@ -130,6 +135,7 @@ def overhead_row(batch: int) -> Callable[[Place], Work]:
             check=None,
             bytes=model.bytes() + model.layers * sequences * 2 * (place.bytes_of(tokens) + place.heads * state),
             copies=1,
+            renew=new_tokens,
         )
 
     return build
@@ -152,13 +158,18 @@ def decode_model_row(place: Place) -> Work:
         check=None,
         bytes=model.bytes() + model.layers * 2 * place.bytes_of(tokens),
         copies=1,
+        renew=new_tokens,
     )
 
 
 def throughput_row(place: Place) -> Work:
-    """The same bytes of cache as 24 sequences of 32,768 tokens, or as 96 compressed to a fourth; time for one token."""
+    """The same bytes of cache as whole sequences of 32,768 tokens, or as four times as many, compressed; time for one token.
+
+    There are as many sequences as fit into four fifths of the memory that the weights leave, 24 at most.
+    """
     attend, model = place.ours("attention", "attend"), decoder(place)
-    few, tokens = place.batch(24), place.tokens(32_768)
+    tokens = place.tokens(32_768)
+    few = max(1, min(place.batch(24), int(0.8 * place.free_bytes()) // (model.layers * 2 * place.bytes_of(tokens))))
     layers = [place.cache(few, tokens, layer) for layer in range(model.layers)]
     shape = (4 * few, place.heads, tokens // 4, place.head_dim)
     compressed = over([(keys.view(shape), values.view(shape)) for keys, values in layers], attend)

@@ -1,9 +1,10 @@
-"""The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b]`; it limits itself to nine minutes.
+"""The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b] [--minutes 9]`; it limits itself to nine minutes.
 
 First the laws judge `optimized`, which hands its tensors to the kernels, on the GPU in bfloat16, float16 and float32: a method that
 breaks a law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the run measures
 the ceilings of this GPU, then every row of `rows` and `decoder`, side by side with its peers. A row that still runs a minute after
-its time is broken off; if this does not help, the run ends itself and prints where it stopped.
+its time is broken off; if this does not help, the run ends itself and prints where it stopped. A second call at the same commit,
+on the same GPU, goes on where the first one stopped: laws that held and rows that were measured are not run again.
 
 How a row is measured. Inputs are random, in several sets: two sets of large inputs; of small inputs at least twenty sets, which
 together are five times the L2 cache. All calls, one for each set, are captured in one CUDA graph, and a measurement is one replay,
@@ -13,7 +14,8 @@ the float64 mathematics, and its memory is filled with NaN first.
 
 A ratio is claimed only if the intervals from the 20 % to the 80 % quantile do not overlap. `floor` is the larger of two times: the
 least bytes over the best measured bandwidth, and the least multiplications over the measured rate of a matrix product; the reached
-share of the floor is `floor / median`. Results are written after every row, so a run that is killed keeps what it had.
+share of the floor is `floor / median`. The goals in time are for an H200: on another GPU, rows that move much data keep the share
+of the floor that the goal is there. Results are written after every row, so a run that is killed keeps what it had.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import argparse
 import faulthandler
 import gc
 import importlib.util
+import json
 import math
 import os
 import signal
@@ -45,11 +48,13 @@ from benchmarks.timing import ROOT, Spread, after, interleaved, output_of, prove
 
 SCHEMA = "evictionary/benchmark-gpu/1"
 ROWS = [*KERNEL_ROWS, *MODEL_ROWS]
-SECONDS = 510.0  # of the whole run
-SHARE_OF_LAWS = 0.55  # of them, at most
+MINUTES = 9.0  # of the whole run
+RESERVE = 30.0  # seconds of them, in which a row is broken off and the results are written
+SHARE_OF_LAWS = 0.55  # of the rest, at most
 SECONDS_OF_A_ROW = 20.0  # at least, if the machine has that many: torch.compile takes about ten of them
 GRACE = 60.0  # seconds that a row may take longer
-LAST = 535.0  # the run ends itself
+H200 = {"copy_bytes_per_s": 4.3e12, "read_bytes_per_s": 4.3e12, "matmul_flops_per_s": 790e12}  # for which the goals are written
+SLEEP = 20_000_000  # cycles, 10 ms: the GPU is busy for longer than the host takes to launch a graph of thousands of nodes
 DTYPES = ("bfloat16", "float16", "float32")
 ROTATED_BYTES = 300 * 10**6  # five times the L2 cache of an H200
 LEAST_REPLAY = 2e-3  # seconds: shorter replays would measure the launch of the graph
@@ -63,13 +68,21 @@ NOTHING_TO_JUDGE = 5  # what pytest returns for a file none of whose laws is abo
 # Laws ----------------------------------------------------------------------------------------------------------------------------
 
 
-def judge(stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str] = DTYPES) -> dict[str, str]:
-    """Judge the laws of stems on `optimized` in parallel: an empty string for a stem that passes all of them."""
+def judge(
+    stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str] = DTYPES, passed: set[str] | None = None
+) -> dict[str, str]:
+    """Judge the laws of stems on `optimized` in parallel: an empty string for a stem that passes all of them.
+
+    passed: the files of laws, each with its dtype, that have passed already; they are not run again, and those that pass join them.
+    """
     end = time.monotonic() + seconds
+    passed = set() if passed is None else passed
 
     def one(job: tuple[str, str, str]) -> tuple[str, str, bool]:
         """The stem, what is wrong with it, and whether anything was judged."""
         stem, dtype, file = job
+        if f"{file} {dtype}" in passed:
+            return stem, "", True
         left = end - time.monotonic()
         if left <= 0:
             return stem, f"{dtype}: no time was left for its laws", True
@@ -80,6 +93,8 @@ def judge(stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)
         except subprocess.TimeoutExpired:
             return stem, f"{dtype}: its laws did not finish in {seconds:.0f} s", True
+        if done.returncode == 0:
+            passed.add(f"{file} {dtype}")
         if done.returncode in (0, NOTHING_TO_JUDGE):
             return stem, "", done.returncode == 0
         printed = (done.stdout + done.stderr).splitlines()
@@ -189,7 +204,7 @@ class GraphWatch:
 
     def _timed(self, run: Callable[[], None]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(100_000)  # the GPU is still busy when the work arrives, so the time of the launch itself is not measured
+        torch.cuda._sleep(SLEEP)  # the GPU is still busy when the work arrives, so the time of the launch itself is not measured
         start.record()
         run()
         end.record()
@@ -276,7 +291,7 @@ def run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds
 
     After `seconds` no further peer is begun; `grace` seconds later the running peer, or the whole row, is broken off.
     """
-    result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_s": row.goal_s, "goal_ratio": row.goal_ratio, "arms": {}}
+    result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_ratio": row.goal_ratio, "arms": {}}
     try:
         with at_most(seconds + grace):
             _run_row(row, place, watch, found, seconds, result)
@@ -292,7 +307,10 @@ def _run_row(row: Row, place: Place, watch: Any, found: dict[str, float], second
     end = time.monotonic() + seconds
     work = row.build(place)
     floor = floor_of(work, found)
-    result |= {"bytes": work.bytes, "flops": work.flops, "floor_s": floor, "missing": work.missing, "latency": row.latency}
+    # The goal of a small input is a number of launches, which take the same time on any GPU.
+    goal = row.goal_s if row.latency or row.goal_s is None else row.goal_s * floor / floor_of(work, H200)
+    result |= {"bytes": work.bytes, "flops": work.flops, "floor_s": floor, "goal_s": goal, "missing": work.missing}
+    result["latency"] = row.latency
     arms: dict[str, dict[str, Any]] = result["arms"]
     for name, call in work.arms.items():
         if name != "ours" and time.monotonic() > end:
@@ -319,7 +337,13 @@ def _run_row(row: Row, place: Place, watch: Any, found: dict[str, float], second
             arms[name]["status"] = f"failed: {type(error).__name__}: {str(error)[:300]}"  # a peer out of memory, say
             continue
         units = work.units.get(name, 1)
-        measures[name] = lambda measure=measure, units=units: measure() / units
+
+        def measured(measure: Callable[[], float] = measure, units: int = units) -> float:
+            for one in inputs:
+                work.renew(one)
+            return measure() / units
+
+        measures[name] = measured
     timed = interleaved(measures, ROUNDS[1], enough=after(ROUNDS[0], end))
     for name, times in timed.items():
         arms[name] |= {"seconds": times.as_json(), "status": "measured"}
@@ -352,10 +376,11 @@ def check_arm(work: Work, name: str, call: Callable[..., Any], watch: Any) -> di
 # Command -------------------------------------------------------------------------------------------------------------------------
 
 
-def gpu() -> str:
-    """Name, driver, clocks, power and temperature, as nvidia-smi gives them; empty without it."""
-    fields = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    return output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+def gpu() -> tuple[str, str]:
+    """Name and driver, then clocks, power and temperature, as nvidia-smi gives them; empty without it."""
+    fields = ("name,driver_version", "clocks.sm,clocks.mem,power.draw,temperature.gpu")
+    name, state = (output_of("nvidia-smi", f"--query-gpu={some}", "--format=csv,noheader") for some in fields)
+    return name, state
 
 
 def chosen(wanted: str | None) -> list[Row]:
@@ -369,20 +394,51 @@ def chosen(wanted: str | None) -> list[Row]:
     return [known[name] for name in wanted.split(",")]
 
 
+def earlier(target: Path, made: dict[str, Any]) -> dict[str, Any]:
+    """The result of an earlier call with the same code, versions, GPU and dtype; empty if there is none."""
+    if not target.exists() or made["commit"] == "unknown" or made["commit"].endswith("+"):
+        return {}
+    found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+    same = ("schema", "commit", "versions", "dtype", "gpu")
+    return found if all(found.get(name) == made[name] for name in same) else {}
+
+
 def run(
-    rows: list[Row], place: Place, watch: Any, target: Path, *, laws: Callable[..., dict[str, str]], found: Any
+    rows: list[Row],
+    place: Place,
+    watch: Any,
+    target: Path,
+    *,
+    laws: Callable[..., dict[str, str]],
+    found: Any,
+    seconds: float = 60 * MINUTES - RESERVE,
+    again: bool = False,
 ) -> dict[str, Any]:
-    """Laws, ceilings, rows; `target` is written after each. `found` gives the ceilings; `laws` is `judge`."""
+    """Laws, ceilings, rows; `target` is written after each. `found` gives the ceilings; `laws` is `judge`.
+
+    `again` forgets what an earlier call measured.
+    """
     start = time.monotonic()
     console = Console(stderr=True)
-    result: dict[str, Any] = {"schema": SCHEMA, **provenance(*PACKAGES), "gpu": gpu(), "dtype": str(place.dtype), "rows": []}
+    made = {"schema": SCHEMA, **provenance(*PACKAGES), "gpu": gpu()[0], "dtype": str(place.dtype)}
+    before = {} if again else earlier(target, made)
+    kept = {row["id"]: row for row in before.get("rows", []) if row["status"] == "measured"}
+    passed = set(before.get("laws_passed", []))
+    order = [row.id for row in ROWS]
+    result: dict[str, Any] = made | {"gpu_before": gpu()[1], "laws": before.get("laws", {}), "rows": list(kept.values())}
 
     def write() -> None:
+        result["laws_passed"] = sorted(passed)
+        result["rows"].sort(key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
         write_json(target, result)
 
+    if kept:
+        console.print(f"measured by an earlier call, and kept: {', '.join(kept)}")
+    rows = [row for row in rows if row.id not in kept]
     stems = sorted({stem for row in rows for stem in row.stems})
     console.print(f"laws of {', '.join(stems)} on {place.device}, {', '.join(DTYPES)} ...")
-    result["laws"] = verdicts = laws(stems, device=place.device, seconds=SECONDS * SHARE_OF_LAWS)
+    verdicts = laws(stems, device=place.device, seconds=seconds * SHARE_OF_LAWS, passed=passed)
+    result["laws"] = result["laws"] | verdicts
     for stem, why in verdicts.items():
         console.print(f"  {stem}: {why or 'every law holds'}")
     write()
@@ -390,7 +446,7 @@ def run(
     console.print("ceilings: " + ", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
     write()
     for index, row in enumerate(rows):
-        left = SECONDS - (time.monotonic() - start)
+        left = seconds - (time.monotonic() - start)
         broken = [stem for stem in row.stems if verdicts.get(stem)]
         if broken or left < 5:
             status = f"not timed, laws fail: {', '.join(broken)}" if broken else "no time was left"
@@ -401,7 +457,7 @@ def run(
         result["rows"].append(one)
         write()
         console.print(summary(one))
-    result["gpu_after"] = gpu()
+    result["gpu_after"] = gpu()[1]
     result["seconds"] = time.monotonic() - start
     write()
     return result
@@ -469,12 +525,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="the folder for gpu.json (needed, except with --list)")
     parser.add_argument("--rows", metavar="ID,ID", help="only these rows, such as 1,2b")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"the limit of the run, laws included (default {MINUTES:g})")
+    parser.add_argument("--again", action="store_true", help="measure again what an earlier call has measured")
     parser.add_argument("--list", action="store_true", help="print the rows and their goals, and stop")
     options = parser.parse_args(arguments)
     try:
         rows = chosen(options.rows)
     except ValueError as error:
         print(error, file=sys.stderr)
+        return 2
+    if not options.minutes > 1:
+        print(f"--minutes: got {options.minutes:g}, wanted more than 1", file=sys.stderr)
         return 2
     if options.list:
         for row in rows:
@@ -493,9 +554,13 @@ def main(arguments: list[str] | None = None) -> int:
     if absent:
         print(f"benchmarks.gpu: the laws are judged first, and {' and '.join(absent)} is not installed", file=sys.stderr)
         return 2
-    faulthandler.dump_traceback_later(LAST, exit=True)  # a compiler or a driver that hangs reacts to nothing else
+    limit = 60 * options.minutes
+    faulthandler.dump_traceback_later(limit - 5, exit=True)  # a compiler or a driver that hangs reacts to nothing else
     torch.set_grad_enabled(False)
-    result = run(rows, Place(), GraphWatch(), options.out / "gpu.json", laws=judge, found=ceilings)
+    result = run(
+        rows, Place(), GraphWatch(), options.out / "gpu.json",
+        laws=judge, found=ceilings, seconds=limit - RESERVE, again=options.again,
+    )  # fmt: skip
     faulthandler.cancel_dump_traceback_later()
     Console(width=220).print(table(result))
     bad = [row for row in result["rows"] if row["status"] != "measured" and not row["status"].startswith("no kernel yet")]

@@ -51,13 +51,10 @@ def _goals(row: dict[str, Any]) -> str:
 
 
 def _peers(row: dict[str, Any]) -> str:
-    """The other arms of a row: time and ratio of each that ran, and the reason for each that did not."""
+    """The other arms of a row: time and ratio of each that ran, the fastest first, and the reason for each that did not."""
     others = {name: arm for name, arm in row["arms"].items() if name != "ours"}
-    told = [
-        f"{name} {_microseconds(arm['seconds']['p50'])}, {_ratio(row['ratios'][name])}"
-        for name, arm in others.items()
-        if "seconds" in arm
-    ]
+    ran = sorted((arm["seconds"]["p50"], name) for name, arm in others.items() if "seconds" in arm)
+    told = [f"{name} {_microseconds(median)}, {_ratio(row['ratios'][name])}" for median, name in ran]
     told += [f"{name}: {arm['status']}" for name, arm in others.items() if "seconds" not in arm]
     return "; ".join([*told, *(f"{name}: not there" for name in row["missing"])])
 

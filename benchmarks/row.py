@@ -50,12 +50,16 @@ class Place:
         shape = (batch, self.heads, tokens, self.head_dim)
         return self.states(*shape, seed=2 * seed), self.states(*shape, seed=2 * seed + 1)
 
+    def free_bytes(self) -> int:
+        """The free memory of the GPU; elsewhere room for one small sequence."""
+        return torch.cuda.mem_get_info()[0] if self.is_gpu else 2**20
+
     def bytes_of(self, tokens: int) -> int:
         """The bytes of the keys (or of the values) of `tokens` tokens in each KV head."""
         return self.heads * tokens * self.head_dim * self.dtype.itemsize
 
-    def ours(self, stem: str, name: str) -> Callable[..., Any]:
-        """The entry point of `optimized`; on a GPU, raises NoKernel if it has no kernel."""
+    def ours(self, stem: str, name: str, entry: tuple[str, str] | None = None) -> Callable[..., Any]:
+        """The function of `optimized` (`entry`, if its kernel has another name); on a GPU, raises NoKernel without a kernel."""
         if self.is_gpu:
             try:
                 kernels = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
@@ -63,10 +67,11 @@ class Place:
                 raise NoKernel(f"optimized/kernels/{stem}.py: {error}") from error
             if not callable(getattr(kernels, name, None)):
                 raise NoKernel(f"no {name} in optimized/kernels/{stem}.py")
-        entry = getattr(importlib.import_module(f"evictionary.optimized.{stem}"), name, None)
-        if entry is None:
+        stem, name = entry or (stem, name)
+        found = getattr(importlib.import_module(f"evictionary.optimized.{stem}"), name, None)
+        if found is None:
             raise NoKernel(f"no {name} in optimized/{stem}.py")
-        return entry
+        return found
 
 
 @dataclass
@@ -76,7 +81,8 @@ class Work:
     read converts the output of an arm for `check`, if they differ; missing says why a peer is not there; limit is the largest
     error, relative to the largest number, with which our arm is timed; waits names the arms that wait for the GPU and cannot be
     captured; units is the number of pieces (tokens) of a call, if the time of one piece is compared; copies is the number of input
-    sets that are rotated, by default chosen from their size.
+    sets that are rotated, by default chosen from their size; renew draws what must be new in a set of inputs, before every
+    measurement and outside of its time.
     """
 
     make: Callable[[int], tuple[Any, ...]]
@@ -90,11 +96,12 @@ class Work:
     waits: frozenset[str] = frozenset()
     units: dict[str, int] = field(default_factory=dict)
     copies: int | None = None
+    renew: Callable[[tuple[Any, ...]], Any] = lambda inputs: None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: goal_s (seconds) and goal_ratio are goals, not measurements."""
+    """A line of the table: goal_s (seconds, on an H200) and goal_ratio are goals, not measurements."""
 
     id: str
     title: str
@@ -109,6 +116,18 @@ class Row:
 def exact(*tensors: torch.Tensor) -> list[np.ndarray]:
     """Tensors as float64 (or boolean) arrays."""
     return [(x.double() if x.is_floating_point() else x).cpu().numpy() for x in tensors]
+
+
+def once(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes at its first call and remembers: all arms of a row are compared for the same inputs."""
+    found: list[Any] = []
+
+    def remembered(*arguments: Any) -> Any:
+        if not found:
+            found.append(reference(*arguments))
+        return found[0]
+
+    return remembered
 
 
 def first_head(*tensors: torch.Tensor) -> list[np.ndarray]:

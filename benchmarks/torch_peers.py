@@ -54,6 +54,18 @@ def expected_attention_torch(
     return (weights + 0.02) * values.float().norm(dim=-1)
 
 
+def received_torch(stem: str, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """SnapKV's or TOVA's score in torch: the attention of the last queries, softmax in float32, as a matrix."""
+    heads, count, length = keys.shape[1], queries.shape[2], keys.shape[2]
+    logits = (queries.unflatten(1, (heads, -1)) @ keys[:, :, None].mT).float() / math.sqrt(keys.shape[3])
+    later = torch.ones(count, length, dtype=torch.bool, device=keys.device).triu(length - count + 1)
+    received = logits.masked_fill(later, -math.inf).softmax(dim=-1).mean(dim=(2, 3))
+    if stem == "tova":
+        return received.mean(dim=1, keepdim=True).expand(-1, heads, -1)
+    pooled = torch.nn.functional.avg_pool1d(received[..., : length - count], 7, stride=1, padding=3)
+    return torch.nn.functional.pad(pooled, (0, count), value=math.inf)
+
+
 def statistics_torch(queries: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and covariance of queries with their rotation undone, in torch."""
     plain = rotate(queries, -positions).float()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cpu, gpu, report, timing
+from benchmarks import cpu, gpu, report, rows, timing
 from benchmarks.row import NoKernel, Place, Row, Work, error, rows_apart
 
 TINY = Place(device="cpu", dtype=torch.float32, shrink=512, heads=2, group=2, head_dim=16)
@@ -102,20 +102,83 @@ def test_a_peer_that_fails_leaves_the_others() -> None:
 def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(NoKernel):
         TINY.ours("keydiff", "no_such_function")
-    rows = [
-        Row("0", "none", ("keydiff",), lambda place: work(place.ours("keydiff", "no_such_function"))),
-        Row("1", "broken", ("lagkv",), lambda place: work(lambda x: 2 * x)),
-        Row("2", "right", ("keydiff",), lambda place: work(lambda x: x + x)),
+    given = [
+        Row("a", "none", ("keydiff",), lambda place: work(place.ours("keydiff", "no_such_function"))),
+        Row("b", "broken", ("lagkv",), lambda place: work(lambda x: 2 * x)),
+        Row("c", "right", ("keydiff",), lambda place: work(lambda x: x + x)),
     ]
     verdicts = {"keydiff": "", "lagkv": "float16: LK-12 does not hold"}
     target = tmp_path / "folder" / "gpu.json"
-    result = gpu.run(rows, TINY, gpu.ProcessorWatch(), target, laws=lambda stems, **_: verdicts, found=lambda watch: CEILINGS)
+    result = gpu.run(given, TINY, gpu.ProcessorWatch(), target, laws=lambda stems, **_: verdicts, found=lambda watch: CEILINGS)
     assert result == json.loads(target.read_text(encoding="utf-8"))
     assert [row["status"].split(":")[0] for row in result["rows"]] == ["no kernel yet", "not timed, laws fail", "measured"]
     assert result["schema"] == gpu.SCHEMA and result["commit"] and result["versions"]["torch"]
     assert "no GPU" in gpu.table(result).title
     page = report.page(target.parent)
     assert "no kernel yet" in page and "laws fail: lagkv" in page and "twice" not in page
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laws that held and rows that were measured are kept at the same commit, and only there."""
+    commit = ["0123456789ab"]
+    monkeypatch.setattr(gpu, "provenance", lambda *_: {"commit": commit[0], "versions": {}, "date": "2026-01-02"})
+    built: list[str] = []
+    asked: list[list[str]] = []
+
+    def row(name: str) -> Row:
+        return Row(name, "twice", (f"stem {name}",), lambda place: (built.append(name), work(lambda x: x + x))[1])
+
+    def laws(stems: list[str], *, passed: set[str], **_: Any) -> dict[str, str]:
+        asked.append(sorted(passed))
+        passed.update(f"{stem} float32" for stem in stems)
+        return {stem: "no time was left" if stem == "stem 2" and len(asked) == 1 else "" for stem in stems}
+
+    def call(**options: Any) -> dict[str, Any]:
+        target = tmp_path / "gpu.json"
+        given = [row("1"), row("2")]
+        return gpu.run(given, TINY, gpu.ProcessorWatch(), target, laws=laws, found=lambda watch: CEILINGS, **options)
+
+    assert [each["status"] for each in call()["rows"]] == ["measured", "not timed, laws fail: stem 2"]
+    second = call()
+    assert [each["status"] for each in second["rows"]] == ["measured", "measured"]
+    assert built == ["1", "2"] and second["laws"] == {"stem 1": "", "stem 2": ""}
+    assert asked == [[], ["stem 1 float32", "stem 2 float32"]]
+    call(again=True)
+    assert built == ["1", "2"] * 2
+    commit[0] = "fedcba987654"
+    call()
+    commit[0] += "+"
+    call()
+    call()
+    assert built == ["1", "2"] * 5 and asked[2:] == [[]] * 4
+
+
+def test_every_call_and_every_measurement_inserts_other_tokens() -> None:
+    built = next(row for row in gpu.ROWS if row.id == "8").build(TINY)
+    inputs = built.make(0)
+    tokens = inputs[1].clone()
+    assert not torch.equal(tokens[0], tokens[1])
+    built.arms["ours"](*inputs)
+    cache = inputs[3].clone()
+    built.arms["ours"](*inputs)
+    assert not torch.equal(cache, inputs[3])  # the second call has inserted another token
+    built.renew(inputs)
+    assert not torch.equal(tokens, inputs[1])
+
+
+def test_the_mathematics_is_computed_once_for_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    score = rows.reference_keydiff.score
+    monkeypatch.setattr(rows.reference_keydiff, "score", lambda keys: (calls.append(1), score(keys))[1])
+    result = gpu.run_row(next(row for row in gpu.ROWS if row.id == "2"), TINY, gpu.ProcessorWatch(), CEILINGS, 5.0)
+    assert len(result["arms"]) > 1 and len(calls) == 1
+
+
+def test_a_goal_in_time_follows_the_ceilings_of_the_machine() -> None:
+    slow = {name: value / 2 for name, value in gpu.H200.items()}
+    for latency, wanted in ((False, 2e-6), (True, 1e-6)):
+        row = Row("0", "twice", (), lambda place: work(lambda x: x + x), 1e-6, latency=latency)
+        assert gpu.run_row(row, TINY, gpu.ProcessorWatch(), slow, 1.0)["goal_s"] == pytest.approx(wanted)
 
 
 def test_results_are_written_after_every_row(tmp_path: Path) -> None:
@@ -186,6 +249,8 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], m
     assert "no GPU" in capsys.readouterr().err
     assert gpu.main(["--rows", "1,99"]) == 2
     assert "--rows: got 99" in capsys.readouterr().err
+    assert gpu.main(["--list", "--minutes", "0.5"]) == 2
+    assert "--minutes: got 0.5" in capsys.readouterr().err
     assert gpu.main(["--list", "--rows", "1,2b"]) == 0
     assert capsys.readouterr().out.count("\n") == 2
     with pytest.raises(SystemExit):

@@ -75,7 +75,7 @@ def _tile(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
     block_d = padded(queries.shape[3])
     wide = max(block_d, padded(widest)) > 128
     if queries.dtype == torch.float32:  # without tensor cores
-        tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if wide else 4, "num_stages": 2}
+        tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if block_d > 64 or wide else 4, "num_stages": 2}
     else:
         # On AMD the addresses of an output of 128 rows would spill.
         block_rows = min(64 if wide or (widest and is_amd(queries)) else 128, padded(rows))
