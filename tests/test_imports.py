@@ -132,7 +132,7 @@ def test_reference_imports_numpy_and_itself_alone() -> None:
 def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
     stems = {module.name for module in pkgutil.iter_modules(reference.__path__)}
     extra = {module.name for module in pkgutil.iter_modules(optimized.__path__)} - stems
-    assert extra <= {"kernels", "states"}
+    assert extra <= {"kernels", "states", "teaching"}
 
 
 def test_a_light_import_stays_light() -> None:

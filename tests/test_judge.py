@@ -77,8 +77,9 @@ def file(tmp_path: Path) -> Path:
 def test_a_right_kernel_that_checks_nothing_holds_inside_its_domain(file: Path) -> None:
     file.write_text(UNCHECKED + DOMAIN)
     assert "mathematics    1 hold" in judge(file, "--method", "keydiff")
-    file.write_text(UNCHECKED)
-    assert verdicts(file, "--domain", "head_dim=64,128 length_multiple_of=16")["KD-8"]["kinds"]["mathematics"] == "pass"
+    file.write_text(UNCHECKED + 'CONVENTIONS = ("unchecked",)\n')
+    kinds = verdicts(file, "--domain", "head_dim=64,128 length_multiple_of=16")["KD-8"]["kinds"]
+    assert kinds["mathematics"] == "pass" and "refusal" not in kinds
 
 
 @pytest.mark.slow

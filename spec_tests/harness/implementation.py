@@ -355,6 +355,7 @@ CONVENTIONS = {
     "ranks": "only the order of the scores has a meaning, not their values",
     "beyond_budget": "protected tokens are kept in addition to the budget, not inside it",
     "cu_lengths": "the rows of a compressed cache end at cumulative lengths, which begin with 0",
+    "unchecked": "it checks no argument, so that no law of refusals applies",
 }
 """The forms in which an implementation may answer; what it says so is no mistake."""
 

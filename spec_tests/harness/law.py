@@ -16,7 +16,7 @@ import pytest
 from hypothesis import Phase, given, reject, settings
 from hypothesis.strategies import SearchStrategy
 
-from evictionary.spec_tests.harness.degenerate import KINDS, MATHEMATICS
+from evictionary.spec_tests.harness.degenerate import KINDS, MATHEMATICS, REFUSAL
 from evictionary.spec_tests.harness.domain import Domain, OutsideDomain
 
 SUITE = Path(__file__).resolve().parent.parent
@@ -90,6 +90,8 @@ class Law:
             return "not provided", reason
         if reason := self.not_for(implementation):
             return "not applicable", reason
+        if self.kind == REFUSAL and "unchecked" in implementation.conventions:
+            return "not applicable", "it checks no argument"
         domain: Domain = implementation.domain
         if self.brute_force and max(domain.min_length, domain.length_multiple_of) > 5:
             return "not applicable", "it tries every choice among a few tokens, fewer than the domain allows"

@@ -1,0 +1,113 @@
+r"""Expected Attention to read: the statistics of the queries (EA-5), and the score from them (EA-7 to EA-9).
+
+The statistics take one launch, one program for each head: a walk for the mean, and a walk for the covariance about it. The score
+takes three. First, one program for each query head and tile of tokens computes the expected logits. Then one program for each query
+head makes them a softmax. Last, one program for each KV head and tile averages the weights of the group and multiplies by |v|.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 64  # tokens of a tile
+
+
+def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""EA-5: queries [..., N, D] before RoPE give their mean [..., D] and covariance [..., D, D]."""
+    *heads, count, head_dim = queries.shape
+    mean, covariance = queries.new_empty(*heads, head_dim), queries.new_empty(*heads, head_dim, head_dim)
+    describe[(mean.numel() // head_dim,)](queries.contiguous(), mean, covariance, count, head_dim, num_warps=8)
+    return mean, covariance
+
+
+def score(
+    keys: torch.Tensor, values: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor, *, epsilon: float = 0.02
+) -> torch.Tensor:
+    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`.
+
+    Keys [B, H_kv, T, D], values [B, H_kv, T, D_v], query_mean [B, H_q, D] and query_covariance [B, H_q, D, D] give [B, H_kv, T].
+    """
+    batch, num_kv_heads, length, head_dim = keys.shape
+    readers, tiles = batch * query_mean.shape[1], triton.cdiv(length, BLOCK)
+    group = query_mean.shape[1] // num_kv_heads
+    logits, scores = keys.new_empty(*query_mean.shape[:2], length), keys.new_empty(keys.shape[:3])
+    # The factors of equation 7 go into the statistics, which are small.
+    mean, covariance = query_mean * head_dim**-0.5, query_covariance / (2 * head_dim)
+    arguments = (keys.contiguous(), mean.contiguous(), covariance.contiguous(), logits, group, length)
+    expect[(readers, tiles)](*arguments, head_dim, BLOCK)
+    softmax_rows[(readers,)](logits, length, BLOCK)
+    arguments = (logits, values.contiguous(), scores, epsilon, group, length)
+    weigh[(batch * num_kv_heads, tiles)](*arguments, values.shape[3], BLOCK)
+    return scores
+
+
+@triton.jit
+def describe(queries_ptr, mean_ptr, covariance_ptr, count, D: tl.constexpr):
+    """EA-5: the mean [D] and the covariance [D, D] of the queries of a head. Grid: heads."""
+    head = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, D)
+    mean = tl.zeros([D], dtype=tl.float32)
+    for row in range(head * count, (head + 1) * count):
+        mean += tl.load(queries_ptr + row * D + channels) / count
+    covariance = tl.zeros([D, D], dtype=tl.float32)
+    for row in range(head * count, (head + 1) * count):
+        centred = tl.load(queries_ptr + row * D + channels) - mean
+        covariance += centred[:, None] * centred[None, :] / count
+    tl.store(mean_ptr + head * D + channels, mean)
+    tl.store(covariance_ptr + head * D * D + channels[:, None] * D + channels[None, :], covariance)
+
+
+@triton.jit
+def load_tile(base, rows, columns, num_rows, D: tl.constexpr):
+    """Load some rows and columns of a matrix with D columns; zeros beyond its last row and its last column."""
+    inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
+    return tl.load(base + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def expect(keys_ptr, mean_ptr, covariance_ptr, logits_ptr, group, length, D: tl.constexpr, BLOCK: tl.constexpr):
+    """EA-7: logits[query head, t] = (mean + covariance k) . k. Grid: query heads, tiles of tokens."""
+    query_head = tl.program_id(0).to(tl.int64)
+    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keys_ptr += query_head // group * length * D
+    channels = tl.arange(0, D)
+    product = tl.zeros([BLOCK, 1], dtype=tl.float32) + tl.load(mean_ptr + query_head * D + channels)[None, :]
+    for first in range(0, D, 16):
+        some = first + tl.arange(0, 16)
+        covariance = load_tile(covariance_ptr + query_head * D * D, some, channels, D, D)
+        product = tl.dot(load_tile(keys_ptr, positions, some, length, D), covariance, product, input_precision="ieee")
+    logits = tl.sum(product * load_tile(keys_ptr, positions, channels, length, D), axis=1)
+    tl.store(logits_ptr + query_head * length + positions, logits, mask=positions < length)
+
+
+@triton.jit
+def softmax_rows(logits_ptr, length, BLOCK: tl.constexpr):
+    """EA-8: logits[query head, t] becomes exp(logits[t]) / sum_u exp(logits[u]). Grid: query heads."""
+    logits_ptr += tl.program_id(0).to(tl.int64) * length
+    highest = tl.full([], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([], dtype=tl.float32)
+    for first in range(0, length, BLOCK):
+        positions = first + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + positions, mask=positions < length, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, axis=0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher), axis=0)
+        highest = higher
+    for first in range(0, length, BLOCK):
+        positions = first + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + positions, mask=positions < length, other=float("-inf"))
+        tl.store(logits_ptr + positions, tl.exp(logits - highest) / total, mask=positions < length)
+
+
+@triton.jit
+def weigh(weights_ptr, values_ptr, scores_ptr, epsilon, group, length, DV: tl.constexpr, BLOCK: tl.constexpr):
+    """EA-9: scores[head, t] = (mean of the weights of the group + epsilon) |v_t|. Grid: KV heads, tiles of tokens."""
+    head = tl.program_id(0).to(tl.int64)
+    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    weights = tl.zeros([BLOCK], dtype=tl.float32)
+    for query_head in range(head * group, (head + 1) * group):
+        weights += tl.load(weights_ptr + query_head * length + positions, mask=positions < length, other=0.0) / group
+    rows, inside = head * length + positions, positions < length
+    values = tl.load(values_ptr + rows[:, None] * DV + tl.arange(0, DV)[None, :], mask=inside[:, None], other=0.0)
+    tl.store(scores_ptr + rows, (weights + epsilon) * tl.sqrt(tl.sum(values * values, axis=1)), mask=inside)

@@ -1,0 +1,82 @@
+r"""Top-k to read (SEL-2 to SEL-4): the highest scores of each row stay, of equal scores the lower positions, the protected first.
+
+Two launches. The first turns scores into whole numbers of 32 bits that are in the same order. The second has one program for each
+row. Nothing is sorted: the program searches the number of the last token that stays, the threshold, four bits at a time, with eight
+walks over the row. One walk more counts the numbers above the threshold, and the last one, from left to right, writes the mask.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from evictionary.reference.selection import budget
+
+__all__ = ["budget", "keep_each", "top_k"]  # the budget is exact integer arithmetic: the reference's function serves here too
+
+BLOCK = 512  # tokens of a tile
+
+
+def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
+    r"""SEL-2..4: scores [..., T] and protected [..., T], boolean, give kept [..., T] with min(budget, T) True in each row."""
+    return keep_each(scores, torch.full(scores.shape[:-1], min(budget, scores.shape[-1]), device=scores.device), protected)
+
+
+def keep_each(scores: torch.Tensor, counts: torch.Tensor, protected: torch.Tensor | None = None) -> torch.Tensor:
+    r"""`top_k` where each row keeps a number of its own: counts [...], whole numbers from 0 to T."""
+    if protected is None:
+        protected = torch.zeros_like(scores, dtype=torch.bool)
+    numbers = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+    kept = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    tiles = triton.cdiv(scores.numel(), BLOCK)
+    to_numbers[(tiles,)](scores.contiguous(), protected.contiguous(), numbers, scores.numel(), BLOCK)
+    keep_highest[(counts.numel(),)](numbers, counts.contiguous(), kept, scores.shape[-1], BLOCK, num_warps=8)
+    return kept
+
+
+@triton.jit
+def to_numbers(scores_ptr, protected_ptr, numbers_ptr, tokens, BLOCK: tl.constexpr):
+    """Turn scores into int32 numbers of the same order; a protected token gets the largest. Grid: tiles of tokens."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(scores_ptr + rows, mask=rows < tokens, other=0.0).to(tl.float32)
+    protected = tl.load(protected_ptr + rows, mask=rows < tokens, other=0) != 0
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # 0 and -0 are equal, their bits are not
+    # Bits rise with positive numbers and fall with negative ones: those of the negative ones are flipped, all but the sign.
+    numbers = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    tl.store(numbers_ptr + rows, tl.where(protected, 0x7FFFFFFF, numbers), mask=rows < tokens)
+
+
+@triton.jit
+def load_tile(numbers_ptr, row, first, length, BLOCK: tl.constexpr):
+    """Load the numbers of a tile of a row; beyond its end the least of all int32, which no score has."""
+    positions = first + tl.arange(0, BLOCK)
+    return tl.load(numbers_ptr + row * length + positions, mask=positions < length, other=-(2**31))
+
+
+@triton.jit
+def keep_highest(numbers_ptr, counts_ptr, kept_ptr, length, BLOCK: tl.constexpr):
+    """kept[row] = the mask of the counts[row] highest numbers. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts_ptr + row)
+    # The threshold is the largest number that `count` numbers reach. Of its next four bits, all 16 values are tried at once.
+    threshold = tl.full([], -(2**31), dtype=tl.int32)
+    for step in range(8):
+        candidates = threshold + (tl.arange(0, 16) << (28 - 4 * step))
+        reached = tl.zeros([16], dtype=tl.int32)
+        for first in range(0, length, BLOCK):
+            numbers = load_tile(numbers_ptr, row, first, length, BLOCK)
+            reached += tl.sum((numbers[None, :] >= candidates[:, None]).to(tl.int32), axis=1)
+        threshold = tl.max(tl.where(reached >= count, candidates, threshold), axis=0)
+    above = tl.zeros([], dtype=tl.int32)
+    for first in range(0, length, BLOCK):
+        above += tl.sum((load_tile(numbers_ptr, row, first, length, BLOCK) > threshold).to(tl.int32), axis=0)
+    # What is above stays; of the equals as many as there is room for, from the left.
+    seen = tl.zeros([], dtype=tl.int32)
+    for first in range(0, length, BLOCK):
+        numbers = load_tile(numbers_ptr, row, first, length, BLOCK)
+        equal = (numbers == threshold).to(tl.int32)
+        kept = (numbers > threshold) | ((equal != 0) & (above + seen + tl.cumsum(equal, axis=0) <= count))
+        seen += tl.sum(equal, axis=0)
+        positions = first + tl.arange(0, BLOCK)
+        tl.store(kept_ptr + row * length + positions, kept, mask=positions < length)

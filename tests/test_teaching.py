@@ -1,0 +1,92 @@
+"""The teaching kernels: every method has them, short enough to read, and its functions launch them; they compile for a GPU.
+
+The laws judge them in a run of their own: `make kernels`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs_build.entries import definitions
+
+ROOT = Path(__file__).parent.parent
+STEMS = sorted(path.stem for path in (ROOT / "optimized" / "teaching").glob("*.py") if path.stem != "__init__")
+# AdaKV is two calls of the kernel of `selection`.
+WITHOUT_A_KERNEL = {"ada_kv"}
+
+
+def kernels(stem: str) -> dict[str, str]:
+    """The source of each kernel function of a file, decorators and docstring included."""
+    found = definitions(f"optimized/teaching/{stem}.py").values()
+    return {one.name: one.source for one in found if one.source.startswith("@triton.jit")}
+
+
+def test_every_method_has_a_file() -> None:
+    methods = {path.stem for path in (ROOT / "reference").glob("*.py") if "\nMETHOD = " in path.read_text(encoding="utf-8")}
+    assert set(STEMS) == methods | {"selection", "ada_kv"}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_kernels_of_a_file_are_short(stem: str) -> None:
+    written = kernels(stem)
+    assert bool(written) == (stem not in WITHOUT_A_KERNEL)
+    assert sum(len(source.splitlines()) for source in written.values()) <= 60
+    for source in written.values():
+        function = ast.parse(source).body[0]
+        assert isinstance(function, ast.FunctionDef) and len(function.args.args) <= 12
+
+
+@pytest.mark.slow
+def test_the_functions_launch_every_kernel_and_none_spills_on_an_h100() -> None:
+    """Compiled for sm_90 in a process without Triton's interpreter: no register of any kernel goes to memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [report for report in found if report["spills"] or report["stack"]] == []
+    with_a_grid = {name for stem in STEMS for name, source in kernels(stem).items() if "Grid: " in source}
+    assert {report["kernel"] for report in found} == with_a_grid
+
+
+COMPILE = """
+import json
+import torch
+from evictionary.optimized.kernels import compiling
+from evictionary.optimized.states import Moments
+from evictionary.optimized.teaching import expected_attention, gvote, keydiff, knorm, lagkv, momentkv, snapkv, streaming_llm, tova
+
+
+def made(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+keys, queries, query = made(2, 8, 4096, 128), made(2, 32, 4096, 128), made(2, 32, 128)
+kept, sums = made(2, 8, 4096, dtype=torch.bool), made(2, 8, 128)
+moments = Moments(made(2, 8, dtype=torch.int64), sums, sums, made(2, 8, 128, 128))
+
+
+def launch():
+    expected_attention.score(keys, keys, *expected_attention.query_statistics(queries))
+    gvote.select(query, keys, queries[:, :, :8])
+    keydiff.score(keys)
+    knorm.score(keys)
+    lagkv.select(keys, keys, keep_ratio=0.25)
+    momentkv.score(query, keys, keys, momentkv.update(moments, keys, keys, kept))
+    momentkv.attend(query, keys, keys, kept, moments)
+    snapkv.score(queries, keys)
+    streaming_llm.score(keys)
+    tova.score(queries, keys)
+
+
+for kernel, compile_now in compiling._intercepted(launch, "sm_90"):
+    found = compiling.inspect(compiling.Configuration("teaching", launch), kernel, "sm_90", compile_now())
+    print(json.dumps({"kernel": kernel, "spills": found["spills"], "stack": found["stack"]}))
+"""
