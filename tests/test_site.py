@@ -88,7 +88,7 @@ def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
 def test_a_page_of_a_paper_has_every_part(stem: str) -> None:
     text = (DOCS / "methods" / f"{stem}.md").read_text(encoding="utf-8")
     wanted = ("The method in short", "Notation", "Find an equation", "What the laws say", "Where it shines and where it fails")
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [*wanted, "Decisions and errata", "The equations"]
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [*wanted, "Decisions and errata", "A kernel to read", "The equations"]
     for marker in ("overview", "retrieved", "measured", "errata", "equations"):
         assert f"<!-- {marker}: {stem} -->" in text
     for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/", f"../decisions.md#{stem.replace('_', '-')}"):
