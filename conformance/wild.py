@@ -155,7 +155,12 @@ def judge(source: Source, method: str, folder: Path, python: Path, profile: str,
     found = verdict["implementations"][0]["requirements"]
     return {
         "suite": verdict["suite"],
-        "requirements": {name: _shortened(entry) for name, entry in found.items() if entry["verdict"] != "not provided"},
+        "requirements": {
+            name: _shortened(entry)
+            for name, entry in found.items()
+            # A variant among the other methods of the folder is none of this one.
+            if entry["verdict"] != "not provided" and (entry["verdict"] != "variant" or entry["reason"].startswith(f"{method}."))
+        },
     }
 
 

@@ -113,3 +113,15 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
             part.copy_(rows @ block.to(dtype).mT)
     logits.div_(math.sqrt(head_dim))  # in place: the logits are the largest tensor here
     return logits.view(batch, num_kv_heads, group, num_queries, keys.shape[2])
+
+
+def grouped_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
+
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T. Returns [B, H_kv, G, M, T], 0 for tokens that a query cannot see.
+    """
+    logits = grouped_logits(queries, keys)
+    num_queries = queries.shape[2]
+    later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu(1)
+    logits[..., -num_queries:].masked_fill_(later, -math.inf)  # every query sees the tokens before the queries
+    return logits.softmax(dim=-1)
