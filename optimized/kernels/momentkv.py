@@ -184,8 +184,9 @@ def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
 
 
 def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """The value channels that the second launch takes at a time: a program holds this part of S in registers."""
-    return min(padded(values.shape[3]), 16 if keys.dtype == torch.float32 else 32)
+    """The value channels of a program of the second launch, which holds this part of S in registers: fewer for few heads."""
+    few = keys.shape[0] * keys.shape[1] * values.shape[3] <= 32 * PROGRAMS_WANTED
+    return min(padded(values.shape[3]), 16 if keys.dtype == torch.float32 or keys.shape[3] > 128 or few else 32)
 
 
 @triton.jit
