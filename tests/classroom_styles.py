@@ -145,7 +145,7 @@ def side_by_side(
         for each, child in children.items():
             lines = {line.name: line.verdict for line in results[each].lines}
             if all(lines[name] == "passed" for name in step.needs):
-                judged[each] = run.implementation(child, by_paper=step.check != "constants")  # type: ignore[arg-type]
+                judged[each] = run.implementation(child, step)  # type: ignore[arg-type]
         for each in judged:
             results[each].lines[place].verdict = "passed"
         for law in run.laws(step, None):  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def page(lines: list[dict[str, Any]], examples: int) -> str:
         "# No luck",
         "",
         f"{RIGHT_EACH} right submissions to each assignment, in different styles, and mistakes that are not among the planted",
-        f"ones, each graded at many seeds with {examples} inputs a law. `python tests/classroom_styles.py --seeds N` made this",
+        f"ones, each graded at every seed with {examples} inputs a law. `python tests/classroom_styles.py --seeds N` made this",
         "page; the submissions are in `tests/styles/`.",
         "",
         "| assignment | right submissions | seeds | gradings | below 100 points |",
@@ -232,7 +232,8 @@ def page(lines: list[dict[str, Any]], examples: int) -> str:
         own = [line for line in lines if line["assignment"] == name and not line["wrong"]]
         few = sum(line["points"] < 100 for line in own)
         seeds = len({line["seed"] for line in own})
-        out.append(f"| {name} | {len({line['submission'] for line in own})} | {seeds} | {len(own)} | {few} |")
+        if own:
+            out.append(f"| {name} | {len({line['submission'] for line in own})} | {seeds} | {len(own)} | {few} |")
     out += [
         "",
         "Wrong submissions: the points that they had, each with the number of seeds. A step is decided by luck if it fails at some",

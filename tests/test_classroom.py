@@ -1062,3 +1062,14 @@ def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:
     grades = [{"personal_id": each, "student": f"{each}{place}"} for place, each in enumerate(("ada", "ada", "bob"))]
     whole = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0}
     assert classes.summary([whole | grade for grade in grades])["one_id"] == ["ada0", "ada1"]
+
+
+@pytest.mark.parametrize(
+    "secret", [b"1", b"2", pytest.param(b"3", marks=pytest.mark.slow), pytest.param(b"4", marks=pytest.mark.slow)]
+)
+def test_a_softmax_without_its_maximum_loses_the_same_points_at_every_seed(secret: bytes) -> None:
+    (one,) = (each for each in classroom_styles.submissions("lagkv") if each.wrong == "softmax_without_the_maximum")
+    assignment = assignments.load("lagkv")
+    first = replace(assignment, steps=assignment.steps[:4])
+    result = grading.judge(one.source.encode(), first, secret=secret, examples=3, explain=False)
+    assert verdicts(result) == {"score": "failed", "range": "passed", "normalise": "passed", "deviation": "passed"}

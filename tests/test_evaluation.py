@@ -6,6 +6,7 @@ import html.parser
 import json
 import os
 import re
+import runpy
 import select
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import filelock
 import pytest
+import torch
 from killing import goes_on
 from typer.testing import CliRunner, Result
 
@@ -24,6 +26,7 @@ from evictionary.evaluation import pages, tasks
 from evictionary.evaluation import report as eval_report
 from evictionary.evaluation import run as evaluation
 from evictionary.evaluation.run import Line, Plan
+from evictionary.models.load import load
 
 NAMES = ["passkey7", "copy"]
 
@@ -313,3 +316,23 @@ def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Pat
     with pytest.raises(OSError, match=r"page\.html cannot be written: No space left"):
         pages.put(tmp_path / "page.html", "text")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_course_project_measures_perplexity(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The starter of tutorials/project: its decode loop has the perplexity of one forward over the whole text."""
+    script = runpy.run_path(str(Path(__file__).parents[1] / "tutorials" / "project" / "starter" / "measure.py"))
+    text = tmp_path / "text.txt"
+    text.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday.", encoding="utf-8")
+    arguments = ["--model", str(model_folder), "--text", str(text), "--prompt", "40", "--tokens", "20"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["measure.py", *arguments, "--methods", "full", "keydiff"])
+        script["main"]()
+    full, keydiff = ([cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:])
+    model, tokenizer = load(str(model_folder))
+    ids = tokenizer(text.read_text(), return_tensors="pt")["input_ids"][:, :60]
+    with torch.no_grad():
+        logits = model(ids).logits[0, 39:-1]
+    loss = torch.nn.functional.cross_entropy(logits, ids[0, 40:])
+    assert float(full[1]) == pytest.approx(float(loss.exp()), rel=1e-3)
+    assert float(keydiff[4]) < float(full[4])
+    assert float(keydiff[5]) < float(full[5])

@@ -253,6 +253,8 @@ def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_
     first, _, third = (ask(model, _Bytes(), cache, question, 4) for question in (IDS[:, :5], IDS[:, 5:9], IDS[:, :5]))
     assert torch.equal(first.hidden_states, third.hidden_states)
     assert cache.get_seq_length() == 48
+    whole = cached(model, IDS, None)
+    assert whole.nbytes == whole.nbytes_full  # of a window that is a view, the window alone
     assert torch.equal(ask(model, _Bytes(), loaded, IDS[:, :5], 4).hidden_states, first.hidden_states)
     assert torch.equal(read(model, IDS[:, :5], loaded), read(model, IDS[:, :5], cache))
 

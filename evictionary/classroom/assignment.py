@@ -21,8 +21,9 @@ class Step:
     """One line of the grade: a requirement of the paper, or a part of it, the laws that judge it, and its points.
 
     `needs` names the steps that must pass before this step is judged; `read` says where to read about it. `check` names a check
-    of the grader beside the laws: constants (the student's own defaults), votes (GVote's samples, each by itself) or kernel (the
-    scores depend on what a Triton kernel writes).
+    of the grader beside the laws: constants (the student's own defaults), overflow (LagKV's deviations in the thousands), votes
+    (GVote's samples, each by itself) or kernel (the scores depend on what a Triton kernel writes). `calm` leaves out inputs on
+    which a softmax without its maximum overflows, so that one mistake does not cost a step by luck.
     `thoroughness` multiplies the number of inputs that each law draws, for mistakes that show on few inputs.
     """
 
@@ -35,6 +36,7 @@ class Step:
     read: str = ""
     check: str = ""
     thoroughness: int = 1
+    calm: bool = False
 
 
 @dataclass(frozen=True)
