@@ -71,8 +71,12 @@ def places(kept: Any) -> list[list[int]]:
     return [row.nonzero()[0].tolist() for row in kept[0]]
 
 
-def small(method: str) -> dict[str, int]:
+def small(method: str) -> dict[str, Any]:
     """Options of a method that suit prompts of some sixty tokens."""
-    return {"snapkv": {"window_size": 4}, "criticalkv": {"window_size": 4}, "lagkv": {"sink_size": 2, "lag_size": 4}}.get(
-        method.partition("+")[0], {}
-    )
+    options: dict[str, dict[str, Any]] = {
+        "snapkv": {"window_size": 4},
+        "criticalkv": {"window_size": 4},
+        "lagkv": {"sink_size": 2, "lag_size": 4},
+        "duo_attention": {"sink_size": 2, "recent_size": 8, "threshold": 2.0},
+    }
+    return options.get(method.partition("+")[0], {})

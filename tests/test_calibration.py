@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import IDS, cached, positions_of
+from reading import IDS, cached, positions_of, read
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
@@ -18,7 +18,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cli.app import app
 from evictionary.errors import UsageError
 from evictionary.evaluation.calibration import of_text
-from evictionary.reference import q_filters, rope, triattention
+from evictionary.reference import duo_attention, q_filters, rope, triattention
 
 TEXT = torch.randint(3, 259, (1, 300), generator=torch.Generator().manual_seed(8))
 
@@ -40,12 +40,14 @@ def test_a_text_gives_what_the_reference_computes_from_its_queries(model: LlamaF
         model(TEXT, past_key_values=full, use_cache=True)
     queries = full.recorded[1]["queries"].numpy()
     state = calibration.read(model, file)[1]
+    keys = full.layers[1].keys.numpy()
     mean, slack = triattention.statistics(rope.rotate(queries, -np.arange(300.0)))
     inputs = calibration.at_position(model, 1, state, 40)
     wanted = {
         "query_direction": triattention.average_over_offsets(mean, position=40),
         "query_slack": slack,
         "q_filters": q_filters.calibrate(queries, 2),
+        "gates": duo_attention.estimate_gates(mean, rope.rotate(keys, -np.arange(300.0)).mean(axis=2)),
     }
     for name, value in wanted.items():
         np.testing.assert_allclose(inputs[name].numpy(), value, atol=2e-4, err_msg=name)
@@ -69,6 +71,20 @@ def test_the_file_reaches_each_head_and_the_prompt_calibrates_without_one(model:
     full = cached(model, IDS, None)
     scores = score(full.layers[1].keys.numpy(), *arguments)
     assert kept == [sorted(np.argsort(-row, kind="stable")[:20].tolist()) for row in scores[0]]
+
+
+def test_duo_attention_reads_its_gates_from_the_file(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Gates that were trained: of each layer one head streams; later tokens push earlier ones out of its window."""
+    gates = {layer: state | {"gates": torch.tensor([[0.9, 0.1]])} for layer, state in of_text(model, TEXT).items()}
+    calibration.write(model, gates, tmp_path / "trained")
+    options = {"calibration": str(tmp_path / "trained"), "sink_size": 2, "recent_size": 6}
+    cache = cached(model, IDS, "duo_attention", options=options, every=1)
+    assert positions_of(cache.layers[1]) == [list(range(60)), [0, 1, *range(54, 60)]]
+    read(model, IDS[:, :1], cache)
+    assert positions_of(cache.layers[1]) == [list(range(61)), [0, 1, *range(55, 61)]]
+    assert cache.nbytes < cache.nbytes_full
+    with pytest.raises(UsageError, match="every: got 4 without the option calibration, wanted 0"):
+        EvictingCache(model, "duo_attention", every=4)
 
 
 def test_another_model_another_file_and_a_short_text_are_refused(model: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:

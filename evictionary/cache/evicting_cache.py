@@ -29,7 +29,7 @@ from evictionary.optimized.states import CompressedCache
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that the model does not hand to a cache; the cache captures them if a method names them."""
-READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries", "query_direction"})
+READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries", "query_direction", "gates"})
 """Inputs computed from queries before RoPE or from hidden states: future_queries.py must repeat the model's own steps for them."""
 
 
@@ -84,6 +84,11 @@ class EvictingCache(Cache):
         if self.method and self.method.reads & READ_FROM_ROPE:
             require_readable_queries(model, self.method.name)
         path = self.options.get("calibration")
+        if self.every and not path and self.method and "gates" in self.method.reads:
+            raise UsageError(
+                f"every: got {self.every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
+                "prompt, and these are gone when the cache compresses again"
+            )
         self._calibrated = calibration.read(model, path) if path and self.method and CALIBRATED & self.method.reads else {}
         self.record = frozenset(record)
         if not self.record <= CAPTURED:
@@ -465,7 +470,8 @@ class EvictingCache(Cache):
             queries = states["queries"]
             positions = torch.arange(position - queries.shape[2], position, device=queries.device)
             if name in CALIBRATED:
-                state = calibration.of_queries(model, layer_index, queries, positions, states["keys"].shape[1])
+                key_positions = states["positions"] if self.layers[layer_index].evicted_at == 0 else None
+                state = calibration.of_states(model, layer_index, queries, positions, states["keys"], key_positions)
                 return calibration.at_position(model, layer_index, state, position)
             mean, covariance = future_queries.future_statistics(model, layer_index, queries, positions, position)
             return {"query_mean": mean, "query_covariance": covariance}

@@ -22,7 +22,7 @@ def calibrate(
     output: Annotated[Path, typer.Option(help="The file to write.")],
     model: ModelName = "embedded",
 ) -> None:
-    """Calibrate TriAttention and Q-Filters on a text, for any number of later prompts of the same model."""
+    """Calibrate TriAttention, Q-Filters and DuoAttention on a text, for any number of later prompts of the same model."""
     with exit_codes(extra="model"):
         try:
             text = text_file.read_text(encoding="utf-8")

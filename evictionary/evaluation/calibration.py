@@ -30,6 +30,5 @@ def of_text(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, calibration.
     positions = torch.arange(ids.shape[1], device=model.device)
     found: dict[int, Any] = {}
     for layer, recorded in cache.recorded.items():
-        heads = cache.layers[layer].keys.shape[1]
-        found[layer] = calibration.of_queries(model, layer, recorded["queries"], positions, heads)
+        found[layer] = calibration.of_states(model, layer, recorded["queries"], positions, cache.layers[layer].keys, positions)
     return found

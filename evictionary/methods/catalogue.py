@@ -33,6 +33,7 @@ INPUTS = {
     "hidden_states": "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",
     "query_direction": "[B, H_q, D], mean of calibrated queries, averaged over future positions (TA-2)",
     "query_slack": "[B, H_q, D/2], what that mean hides of the queries' lengths (TA-1)",
+    "gates": "[B, H_kv], high for a retrieval head: trained, or estimated from a text (DA-1)",
     "q_filters": "[B, H_kv, D], main directions of calibrated queries (QF-2)",
     "replay_queries": "[B, H_q, T, D], after RoPE, of the same prompt read a second time, after itself",
     "replay_keys": "[B, H_kv, T, D], after RoPE, of the same tokens",
@@ -56,6 +57,7 @@ CAPTURED_FOR = {
     "query_covariance": "queries",
     "query_direction": "queries",
     "query_slack": "queries",
+    "gates": "queries",
     "q_filters": "queries",
     "replay_queries": "replay_queries",
     "replay_keys": "replay_keys",
@@ -68,7 +70,7 @@ CAPTURED_FOR = {
 REPLAYED = frozenset({"replay_queries", "replay_keys"})
 """The inputs for which the cache lets the model read the prompt again."""
 
-CALIBRATED = frozenset({"query_direction", "query_slack", "q_filters"})
+CALIBRATED = frozenset({"query_direction", "query_slack", "q_filters", "gates"})
 """The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt itself."""
 
 
@@ -76,6 +78,7 @@ TRAITS = {
     "every_token": "compresses again with every new token",
     "evicts_first": "evicts before the new token attends, so the new token attends to the kept tokens",
     "own_budget": "decides by itself how many tokens stay: a compression ratio or a budget changes nothing",
+    "moving_window": "evicts what leaves its window, even from a head with fewer tokens than the budget",
     "prompt_only": "needs the queries of all tokens, so it compresses the prompt and nothing after it",
     "recursive": "compresses each token once and leaves it alone afterwards: a select with keep_ratio, sink_size (the tokens left "
     "alone) and lag_size (the tokens of a partition)",

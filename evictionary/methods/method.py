@@ -156,7 +156,7 @@ class Method:
         keys, options, function = states["keys"], dict(request.options), self.function
         own_shape, length = tuple(keys.shape[:3]), keys.shape[2]
         amount = min(self._amount(seen, request), length)
-        if amount == length and "keep_ratio" not in options and not self.head_budgets:
+        if amount == length and "keep_ratio" not in options and not self.head_budgets and "moving_window" not in self.traits:
             return torch.ones(own_shape, dtype=torch.bool, device=keys.device)
         available: dict[str, Any] = {
             "positions": torch.arange(length, device=keys.device),
