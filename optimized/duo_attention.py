@@ -1,0 +1,32 @@
+r"""DuoAttention (arXiv 2410.10819): keep everything in retrieval heads, and the first and the last tokens in the others.
+
+The paper is known here from public code: NVIDIA/kvpress, kvpress/presses/duo_attention_press.py at 00a150c, which names
+mit-han-lab/duo-attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from evictionary.reference.checks import as_count
+
+from .checks import require_shape, require_states
+
+
+def select(
+    keys: torch.Tensor, gates: torch.Tensor, *, threshold: float = 0.5, sink_size: int = 128, recent_size: int = 256
+) -> torch.Tensor:
+    r"""DA-2: a head with `g >= threshold` keeps all tokens, another one the first `sink_size` and the last `recent_size`.
+
+    Args: keys [B, H_kv, T, D], of which only the shape is read; gates [B, H_kv], trained or estimated; sink_size and
+    recent_size, at least 0 and together at least 1. Returns kept [B, H_kv, T], boolean. Raises ValueError naming the argument.
+    """
+    require_states("keys", keys, "B H_kv T D")
+    require_states("gates", gates, "B H_kv")
+    require_shape("gates", gates, tuple(keys.shape[:2]), "the batch and heads of keys")
+    sink_size, length = as_count("sink_size", sink_size, low=0), keys.shape[2]
+    # Decision: a streaming head keeps a token at least.
+    recent_size = as_count("recent_size", recent_size, low=0 if sink_size else 1)
+    places = torch.arange(length, device=keys.device)
+    streaming = (places < sink_size) | (places >= length - recent_size)
+    return (gates >= threshold)[..., None] | streaming

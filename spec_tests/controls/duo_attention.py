@@ -1,0 +1,51 @@
+"""Correct DuoAttentions of other kinds."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from evictionary.reference.rope import rotate
+from evictionary.spec_tests.controls.attention import ALL, NUMPY
+from evictionary.spec_tests.controls.refusal import refuse_unless
+from evictionary.spec_tests.harness.planted import control
+
+ESTIMATE, SELECT = "duo_attention.estimate_gates", "duo_attention.select"
+
+
+def refuse(keys, gates, sink_size, recent_size) -> None:
+    refuse_unless(
+        gates=tuple(gates.shape) == tuple(keys.shape[:2]),
+        sink_size=isinstance(sink_size, int) and sink_size >= 0,
+        recent_size=isinstance(recent_size, int) and recent_size >= 0 and sink_size + recent_size > 0,
+    )
+
+
+@control(ESTIMATE)
+def by_distances(query_mean, key_mean, *, length=500, theta=10000.0):
+    """The query turned back by each distance and the key left where it is; the area as one minus the mean place."""
+    group, back = query_mean.shape[1] // key_mean.shape[1], -np.arange(length)[::-1]
+    turned = rotate(np.repeat(query_mean[:, :, None], length, axis=2), -back, theta)
+    logits = (turned * np.repeat(key_mean, group, axis=1)[:, :, None]).sum(axis=-1) / query_mean.shape[-1] ** 0.5
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    places = (powers * np.arange(length)).sum(axis=-1) / powers.sum(axis=-1)
+    return (1 - places / length).reshape(*key_mean.shape[:2], group).mean(axis=-1)
+
+
+@control(SELECT, dtypes=NUMPY)
+def head_by_head(keys, gates, *, threshold=0.5, sink_size=128, recent_size=256):
+    """The middle of each streaming head taken out."""
+    refuse(keys, gates, sink_size, recent_size)
+    kept = np.ones(keys.shape[:3], dtype=bool)
+    for place in np.argwhere(gates < threshold):
+        kept[tuple(place)][sink_size : max(sink_size, keys.shape[2] - recent_size)] = False
+    return kept
+
+
+@control(SELECT, array_library="torch", dtypes=ALL)
+def torch_by_distance(keys, gates, *, threshold=0.5, sink_size=128, recent_size=256):
+    """torch: the distances from both ends compared."""
+    refuse(keys, gates, sink_size, recent_size)
+    places = torch.arange(keys.shape[2])
+    middle = (places >= sink_size) & (places.flip(0) >= recent_size)
+    return ~(middle & (gates < threshold)[..., None])
