@@ -101,10 +101,10 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
             return
         require_prompt(tokens.shape[1], longest)
         mask = named.get("attention_mask")
-        is_given = isinstance(mask, torch.Tensor) and mask.ndim == 2
+        padding = None
         # on a GPU only the prompt is looked at: to read the mask of each later token would wait for the GPU
-        is_read = is_given and (mask.device.type == "cpu" or watcher.get_seq_length() == 0)
-        padding = left_padding(mask) if is_read else None
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and (mask.device.type == "cpu" or watcher.get_seq_length() == 0):
+            padding = left_padding(mask)
         watcher.see_batch(padding, named.get("position_ids"), tokens.shape[1])
 
     return check

@@ -97,8 +97,8 @@ def attend(
     is missing is made and added. Returns as `optimized.attention.attend`.
     """
     batch, num_query_heads, num_queries, _ = queries.shape
-    value_dim = (cache.values if cache is not None else recent[1]).shape[-1]
-    bytes_each = 4 * batch * num_query_heads * value_dim
+    part: Any = recent if cache is None else cache
+    bytes_each = 4 * batch * num_query_heads * part[1].shape[-1]
     wave = max(1, WORKSPACE // (4 * bytes_each))  # each row has a result in two or three chunks of its head, at least
     parts = []
     for first in range(0, num_queries, wave):
@@ -120,7 +120,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One wave of queries."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
-    keys, values = cache[:2] if cache is not None else recent
+    part: Any = recent if cache is None else cache
+    keys, values = part[:2]
     num_kv_heads, value_dim = (cache.lengths if cache is not None else keys).shape[1], values.shape[-1]
     heads, rows = batch * num_kv_heads, num_query_heads // num_kv_heads * num_queries
     tile = _tile(queries, padded(head_dim), padded(value_dim), rows)

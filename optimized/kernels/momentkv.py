@@ -112,7 +112,8 @@ def step(
         strided(positions), position.contiguous(), moments, walked, output,
         num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
         GROUP=padded(sizes.group, 1), BLOCK_L=min(512, padded(length + 1)),
-        BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
+        BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
+        num_warps=8 if keys.dtype == torch.float32 else 4,
     )  # fmt: skip
     return output.to(query.dtype)
 
