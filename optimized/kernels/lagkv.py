@@ -14,10 +14,10 @@ second time as the reference of the partition before it, and its kept rows a thi
 hit the L2 cache.
 `select_partitions` writes the mask instead of the rows, `score_partitions` the scores.
 
-The tile holds 4,096 elements for 4 warps, 32 to a thread. A program walks first over the next partition, keeping minimum and
-maximum of each element of the tile and folding them over the tokens once; then over its own, a standard deviation for each token,
-collected in a register array of [tiles, tokens of a tile], so that the softmax and the ranks (`selection.keep_highest`) need
-neither shared memory nor barriers; then over its own again, copying the chosen rows.
+A program walks first over the next partition for the range of each channel: minimum and maximum are kept for each row of a tile's
+ROWS, and folded over them once. Then over its own, for the deviation of each token, collected in a register array of [tiles, tokens
+of a tile], so that the softmax and the ranks (`selection.keep_highest`) need neither shared memory nor barriers; then over its own
+again, copying the chosen rows. The walks load the next two tiles while they compute (`STAGES`).
 
 Numbers. The inverse of a channel's range is computed once; a range of 0 has the inverse 0, which is the decision that a constant
 channel normalises to 0. The deviation is computed in two steps, mean and then squares, in registers. A distance of more than 1e18
@@ -38,13 +38,15 @@ from .selection import keep_highest, ordered
 from .tiles import at_head, copy_tile, load_tile
 
 ELEMENTS_OF_A_TILE = 4096
+ROWS = tl.constexpr(8)
+STAGES = tl.constexpr(3)
 
 
 def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor) -> torch.Tensor:
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next, as `optimized.lagkv.score`."""
     lag, following = keys.shape[-2], next_keys.shape[-2]
     parts = [states.reshape(-1, *states.shape[-2:]) for states in (keys, values, next_keys, next_values)]
-    strides = [stride for part in parts for stride in part.stride()]
+    strides = [part.stride() for part in parts]
     scores = floats(keys, *keys.shape[:-1])
     score_partitions[(parts[0].shape[0],)](
         *parts, scores, *strides, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values)
@@ -59,7 +61,7 @@ def select(
     batch, num_heads, length, head_dim = keys.shape
     scored = (length - sink_size) // lag_size - 1
     select_partitions[(batch * num_heads * scored,)](
-        keys, values, kept, *keys.stride(), *values.stride(),
+        keys, values, kept, keys.stride(), values.stride(),
         num_heads, length, scored, sink_size, lag_size, kept_each, head_dim, values.shape[3], **_tile(lag_size, keys, values),
     )  # fmt: skip
     return kept
@@ -77,7 +79,7 @@ def compress(
     copied = length - scored * lag_size  # the sinks and the tail
     programs = scored + triton.cdiv(copied, lag_size)
     compress_partitions[(batch * num_heads * programs,)](
-        keys, values, *cache[:3], *keys.stride(), *values.stride(),
+        keys, values, *cache[:3], keys.stride(), values.stride(),
         num_heads, length, retained, scored, programs, min(sink_size, length), lag_size, kept_each, head_dim, values.shape[3],
         **_tile(lag_size, keys, values),
     )  # fmt: skip
@@ -85,25 +87,28 @@ def compress(
 
 
 def _tile(lag: int, keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
-    """Return the constants of the tiling: BLOCK_L holds a partition, BLOCK_T the tokens of a tile."""
+    """Return the constants of the tiling: BLOCK_L holds a partition, BLOCK_T the tokens of a tile; FULL: no channel is padding."""
     block_d, block_dv, block_l = padded(keys.shape[-1]), padded(values.shape[-1]), padded(lag)
     # float32 tiles of short rows are smaller and have more warps: with other sizes, sm_80 and sm_90 spill registers.
     wide = keys.element_size() == 4
     block_t = min(32 if wide else 64, block_l, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
     num_warps = 8 if wide and max(block_d, block_dv) <= 64 else 4
-    return {"BLOCK_L": block_l, "BLOCK_T": block_t, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "num_warps": num_warps}
+    tile = {"BLOCK_L": block_l, "BLOCK_T": block_t, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "num_warps": num_warps}
+    return tile | {"FULL": keys.shape[-1] == block_d and values.shape[-1] == block_dv}
 
 
 @triton.jit
 def channel_range(base, length, stride_t, stride_d, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """LK-7, LK-8: the minimum of every channel over a partition, and 1 / (maximum - minimum), or 0: [BLOCK_D] each."""
-    low = tl.full([BLOCK_T, BLOCK_D], float("inf"), dtype=tl.float32)
-    high = tl.full([BLOCK_T, BLOCK_D], float("-inf"), dtype=tl.float32)
-    for first in range(0, length, BLOCK_T):
-        tokens = first + tl.arange(0, BLOCK_T)
+    low = tl.full([ROWS, BLOCK_D], float("inf"), dtype=tl.float32)
+    high = tl.full([ROWS, BLOCK_D], float("-inf"), dtype=tl.float32)
+    for first in tl.range(0, length, BLOCK_T, num_stages=STAGES):
+        # Beyond the end the last token is taken again, which changes no range.
+        tokens = tl.minimum(first + tl.arange(0, BLOCK_T), length - 1)
         states = load_tile(base, tokens, tl.arange(0, BLOCK_D), tokens < length, stride_t, stride_d, head_dim)
-        low = tl.minimum(low, tl.where((tokens < length)[:, None], states, float("inf")))
-        high = tl.maximum(high, tl.where((tokens < length)[:, None], states, float("-inf")))
+        states = tl.reshape(states, [BLOCK_T // ROWS, ROWS, BLOCK_D])
+        low = tl.minimum(low, tl.min(states, axis=0))
+        high = tl.maximum(high, tl.max(states, axis=0))
     minimum = tl.min(low, axis=0)
     spread = tl.max(high, axis=0) - minimum
     # The inverse of a number below the smallest normal number overflows float32.
@@ -113,23 +118,26 @@ def channel_range(base, length, stride_t, stride_d, head_dim, BLOCK_T: tl.conste
 @triton.jit
 def deviations(
     base, length, minimum, inverse, stride_t, stride_d, head_dim,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """LK-9, LK-10: the standard deviation over channels of every normalised token of a partition: [BLOCK_L]."""
     rows = tl.arange(0, BLOCK_L // BLOCK_T)[:, None]
     channels = tl.arange(0, BLOCK_D)
     channel = (channels < head_dim)[None, :]
+    each = tl.div_rn(1.0, head_dim.to(tl.float32))
     collected = tl.zeros([BLOCK_L // BLOCK_T, BLOCK_T], dtype=tl.float32)
-    for tile in range(0, BLOCK_L // BLOCK_T):
+    for tile in tl.range(0, BLOCK_L // BLOCK_T, num_stages=STAGES):
         tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
         states = load_tile(base, tokens, channels, tokens < length, stride_t, stride_d, head_dim)
-        steps = (states - minimum[None, :]) * inverse[None, :]
-        steps = tl.where(channel, tl.minimum(tl.maximum(steps, -1e18), 1e18), 0.0)
-        centred = tl.where(channel, steps - tl.sum(steps, axis=1)[:, None] / head_dim, 0.0)
-        # A single channel has no variation; the divisor of the sample deviation is then 1 instead of 0.
-        variance = tl.sum(centred * centred, axis=1) / tl.maximum(head_dim - 1, 1)
-        collected = tl.where(rows == tile, tl.sqrt_rn(variance)[None, :], collected)
-    return tl.reshape(collected, [BLOCK_L])
+        steps = tl.minimum(tl.maximum((states - minimum[None, :]) * inverse[None, :], -1e18), 1e18)
+        if not FULL:
+            steps = tl.where(channel, steps, 0.0)
+        centred = steps - (tl.sum(steps, axis=1) * each)[:, None]
+        if not FULL:
+            centred = tl.where(channel, centred, 0.0)
+        collected = tl.where(rows == tile, tl.sum(centred * centred, axis=1)[None, :], collected)
+    # A single channel has no variation; the divisor of the sample deviation is then 1 instead of 0.
+    return tl.sqrt_rn(tl.div_rn(tl.reshape(collected, [BLOCK_L]), tl.maximum(head_dim - 1, 1).to(tl.float32)))
 
 
 @triton.jit
@@ -142,26 +150,26 @@ def softmax(values, inside):
 @triton.jit
 def variation_score(
     base, length, next_base, next_length, stride_t, stride_d, next_stride_t, next_stride_d, head_dim,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """LK-7..10 of keys or of values: [BLOCK_L], 0 from `length` on."""
     minimum, inverse = channel_range(next_base, next_length, next_stride_t, next_stride_d, head_dim, BLOCK_T, BLOCK_D)
-    spread = deviations(base, length, minimum, inverse, stride_t, stride_d, head_dim, BLOCK_L, BLOCK_T, BLOCK_D)
+    spread = deviations(base, length, minimum, inverse, stride_t, stride_d, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
     return softmax(spread, tl.arange(0, BLOCK_L) < length)
 
 
 @triton.jit
 def choose(
     keys, values, lag, kept_each, key_stride_t, key_stride_d, value_stride_t, value_stride_d, head_dim, value_dim,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """LK-11, LK-12: which tokens are kept of the partition at `keys` and `values`; the next partition follows it: [BLOCK_L]."""
     total = variation_score(
         keys, lag, keys + lag * key_stride_t, lag,
-        key_stride_t, key_stride_d, key_stride_t, key_stride_d, head_dim, BLOCK_L, BLOCK_T, BLOCK_D,
+        key_stride_t, key_stride_d, key_stride_t, key_stride_d, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL,
     ) + variation_score(
         values, lag, values + lag * value_stride_t, lag,
-        value_stride_t, value_stride_d, value_stride_t, value_stride_d, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV,
+        value_stride_t, value_stride_d, value_stride_t, value_stride_d, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL,
     )  # fmt: skip
     ranks = tl.where(tl.arange(0, BLOCK_L) < lag, ordered(total), 0)
     return keep_highest(ranks, kept_each)
@@ -170,19 +178,20 @@ def choose(
 @triton.jit
 def score_partitions(
     keys_ptr, values_ptr, next_keys_ptr, next_values_ptr, scores_ptr,
-    key_stride_p, key_stride_t, key_stride_d, value_stride_p, value_stride_t, value_stride_d,
-    next_key_stride_p, next_key_stride_t, next_key_stride_d, next_value_stride_p, next_value_stride_t, next_value_stride_d,
+    key_strides, value_strides, next_key_strides, next_value_strides,
     lag, following, head_dim, value_dim,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """scores[p] = LK-11 of one partition. Grid: partitions."""
     part = tl.program_id(0).to(tl.int64)
     total = variation_score(
-        keys_ptr + part * key_stride_p, lag, next_keys_ptr + part * next_key_stride_p, following,
-        key_stride_t, key_stride_d, next_key_stride_t, next_key_stride_d, head_dim, BLOCK_L, BLOCK_T, BLOCK_D,
+        keys_ptr + part * key_strides[0], lag, next_keys_ptr + part * next_key_strides[0], following,
+        key_strides[1], key_strides[2], next_key_strides[1], next_key_strides[2], head_dim,
+        BLOCK_L, BLOCK_T, BLOCK_D, FULL,
     ) + variation_score(
-        values_ptr + part * value_stride_p, lag, next_values_ptr + part * next_value_stride_p, following,
-        value_stride_t, value_stride_d, next_value_stride_t, next_value_stride_d, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV,
+        values_ptr + part * value_strides[0], lag, next_values_ptr + part * next_value_strides[0], following,
+        value_strides[1], value_strides[2], next_value_strides[1], next_value_strides[2], value_dim,
+        BLOCK_L, BLOCK_T, BLOCK_DV, FULL,
     )  # fmt: skip
     tokens = tl.arange(0, BLOCK_L)
     tl.store(scores_ptr + part * lag + tokens, total, mask=tokens < lag)
@@ -191,19 +200,19 @@ def score_partitions(
 @triton.jit(do_not_specialize=["length", "scored", "sink_size", "kept_each"])
 def select_partitions(
     keys_ptr, values_ptr, kept_ptr,
-    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
+    key_strides, value_strides,
     num_heads, length, scored, sink_size, lag, kept_each, head_dim, value_dim,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Write the kept mask of one partition of one head. Grid: heads * scored partitions."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // scored, program % scored
     start = sink_size + part * lag
-    keys = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h) + start * key_stride_t
-    values = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h) + start * value_stride_t
+    keys = at_head(keys_ptr, head, num_heads, key_strides[0], key_strides[1]) + start * key_strides[2]
+    values = at_head(values_ptr, head, num_heads, value_strides[0], value_strides[1]) + start * value_strides[2]
     kept = choose(
-        keys, values, lag, kept_each, key_stride_t, key_stride_d, value_stride_t, value_stride_d, head_dim, value_dim,
-        BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV,
+        keys, values, lag, kept_each, key_strides[2], key_strides[3], value_strides[2], value_strides[3], head_dim, value_dim,
+        BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV, FULL,
     )  # fmt: skip
     tokens = tl.arange(0, BLOCK_L)
     tl.store(kept_ptr + head * length + start + tokens, kept, mask=tokens < lag)
@@ -212,24 +221,24 @@ def select_partitions(
 @triton.jit(do_not_specialize=["length", "retained", "scored", "programs", "sink_size", "kept_each"])
 def compress_partitions(
     keys_ptr, values_ptr, out_keys_ptr, out_values_ptr, positions_ptr,
-    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
+    key_strides, value_strides,
     num_heads, length, retained, scored, programs, sink_size, lag, kept_each, head_dim, value_dim,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Copy the kept tokens of one partition of one head, or `lag` tokens of its sinks and tail. Grid: heads * programs."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // programs, program % programs
-    keys = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)
-    values = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h)
+    keys = at_head(keys_ptr, head, num_heads, key_strides[0], key_strides[1])
+    values = at_head(values_ptr, head, num_heads, value_strides[0], value_strides[1])
     first_row = head * retained
     if part < scored:
         start = sink_size + part * lag
         first_row += sink_size + part * kept_each
-        keys += start * key_stride_t
-        values += start * value_stride_t
+        keys += start * key_strides[2]
+        values += start * value_strides[2]
         kept = choose(
-            keys, values, lag, kept_each, key_stride_t, key_stride_d, value_stride_t, value_stride_d, head_dim, value_dim,
-            BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV,
+            keys, values, lag, kept_each, key_strides[2], key_strides[3], value_strides[2], value_strides[3], head_dim, value_dim,
+            BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV, FULL,
         ).to(tl.int32)  # fmt: skip
         # The row of a kept token counts the kept tokens before it; -1 marks the others. One row of the array is a tile.
         rows = tl.reshape(tl.where(kept != 0, tl.cumsum(kept, axis=0) - 1, -1), [BLOCK_L // BLOCK_T, BLOCK_T])
@@ -239,10 +248,11 @@ def compress_partitions(
             tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
             target = first_row + row
             tl.store(positions_ptr + target, start + tokens, mask=row >= 0)
-            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), row >= 0, key_stride_t, key_stride_d, head_dim)
+            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), row >= 0, key_strides[2], key_strides[3], head_dim)
             copy_tile(
-                values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), row >= 0, value_stride_t, value_stride_d, value_dim
-            )
+                values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), row >= 0,
+                value_strides[2], value_strides[3], value_dim,
+            )  # fmt: skip
     else:
         copied = length - scored * lag
         first = (part - scored) * lag
@@ -252,10 +262,11 @@ def compress_partitions(
             tokens = tl.where(index < sink_size, index, index + scored * lag)
             target = first_row + tl.where(index < sink_size, index, index + scored * kept_each)
             tl.store(positions_ptr + target, tokens, mask=inside)
-            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), inside, key_stride_t, key_stride_d, head_dim)
+            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), inside, key_strides[2], key_strides[3], head_dim)
             copy_tile(
-                values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), inside, value_stride_t, value_stride_d, value_dim
-            )
+                values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), inside,
+                value_strides[2], value_strides[3], value_dim,
+            )  # fmt: skip
 
 
 def _launch(dtype: torch.dtype, head_dim: int, lag_size: int) -> None:
@@ -269,5 +280,7 @@ def _launch(dtype: torch.dtype, head_dim: int, lag_size: int) -> None:
 
 
 CONFIGURATIONS = configurations(
-    _launch, *({"head_dim": head_dim, "lag_size": lag_size} for head_dim in HEAD_DIMS for lag_size in (128, 1024))
+    _launch,
+    *({"head_dim": head_dim, "lag_size": lag_size} for head_dim in HEAD_DIMS for lag_size in (128, 1024)),
+    resident={"compress_partitions": 4},
 )
