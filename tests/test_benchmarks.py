@@ -301,8 +301,9 @@ def test_exponent_of_growth() -> None:
 
 
 def test_the_clock_of_the_cpu_benchmark() -> None:
-    pair = cpu.Pair(lambda: torch.ones(8), lambda: torch.ones(2**18), lambda a, b: 0.0)
+    pair = cpu.Pair(lambda: torch.ones(8), lambda: torch.ones(2**18), lambda a, b: 0.0, 2**12, 2.0 * 1024**3)
     found = cpu.measure(pair, rounds=3, budget=0.0)
+    assert found["share_of_floor"] == found["floor_s"] / found["ours_s"]["p50"] > 1  # a product, which it does not compute
     assert found["ours_s"]["count"] == 4 and found["distance"] == 0 and found["kvpress_s"]["p50"] > 0
     assert cpu.rise_of_memory(lambda: torch.ones(2**24))[0] in range(2**25, 2**28) or not Path("/proc/self/clear_refs").exists()
 
