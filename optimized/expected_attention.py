@@ -27,8 +27,8 @@ from .rope import frequencies, rotate, turn
 # Tokens of a block of all heads, for those who undo the rotation of queries as they come.
 BLOCK_TOKENS = 512
 # Tokens of a block of one head: its queries, and the product of keys with the covariances of a group, stay in a processor's nearer
-# cache while they are read several times. Two thirds of the time are then products at the full rate of the processor; a triangle of
-# Sigma in blocks would save a quarter of them, and its smaller products run slower by as much.
+# cache while they are read several times. A triangle of Sigma in blocks would need fewer products, but smaller ones, which run
+# slower by as much.
 BLOCK_QUERIES, BLOCK_KEYS = 1024, 256
 
 
