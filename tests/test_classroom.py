@@ -1008,10 +1008,12 @@ def test_a_script_prints_the_students_answer_where_the_reference_refuses() -> No
 
 
 def test_the_call_that_is_shown_is_the_one_that_failed() -> None:
-    wrong, other = np.ones(2), np.zeros(2)
-    calls = [grading.Call("a.b", {"x": 1}, wrong), grading.Call("a.b", {"x": 2}, other)]
-    grading._last_the_one_that_failed(calls, grading.Violation("wrong", other, wrong))
-    assert [call.arguments["x"] for call in calls] == [2, 1]
+    """The law calls select, which is wrong, and then retained_length, which is right."""
+    body = "    return _select(keys, values, **settings) & (settings['sink_size'] > 3)\n"
+    wrong = f"\n\n_select = select\n\n\ndef select(keys, values, **settings):\n{body}"
+    message = explained("lagkv", "select", bundled("lagkv") + wrong, "retained_length").message
+    assert "impl.lagkv.select(keys=keys" in message
+    assert "impl.lagkv.retained_length" not in message
 
 
 def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

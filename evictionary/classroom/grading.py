@@ -31,7 +31,7 @@ from evictionary.classroom.inputs import decided_by
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
-from evictionary.spec_tests.harness.diagnosis import misconceptions
+from evictionary.spec_tests.harness.diagnosis import differs, misconceptions
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
 from evictionary.spec_tests.harness.matrix import SECONDS, TimedOut, outcome, time_limit
@@ -348,7 +348,7 @@ class _Run:
             line.message = f"{line.message}\n{TWO_ANSWERS}"
             return
         matches = misconceptions(law, implementation)
-        _last_the_one_that_failed(implementation.calls, told)
+        _last_the_one_that_failed(implementation.calls, implementation.dtype)
         lines = report.sentence(law, implementation, told, matches).replace(f"{StudentError.__name__}: ", "").splitlines()
         # A student cannot open or run the grader's own files and laws.
         line.message = "\n".join(each for each in lines if "classroom/" not in each and "grader.py::" not in each)
@@ -374,11 +374,12 @@ def _told(error: BaseException) -> BaseException:
     return _told(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _last_the_one_that_failed(calls: list[Call], told: BaseException) -> None:
-    """Put the call whose result the law found wrong at the end, which is the call that is shown; a law may make others after it."""
-    got = getattr(told, "got", None)
-    for place, call in enumerate(calls):
-        if got is not None and call.result is got:
+def _last_the_one_that_failed(calls: list[Call], dtype: str) -> None:
+    """Put the last call whose result is not the oracle's at the end: that call is shown, and a law may make right ones after it."""
+    if not calls or calls[-1].result is None:  # the last call raised
+        return
+    for place in reversed(range(len(calls))):
+        if calls[place].result is not None and differs(oracle(calls[place].function), calls[place], dtype):
             calls.append(calls.pop(place))
             return
 

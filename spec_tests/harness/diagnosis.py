@@ -36,13 +36,13 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
     A few answers may differ: where a sum cancels, two programs with one mistake disagree in the noise.
     """
     calls = [call for call in implementation.calls if call.result is not None]
-    wrong = [call for call in calls if _differs(oracle(call.function), call, implementation.dtype)]
+    wrong = [call for call in calls if differs(oracle(call.function), call, implementation.dtype)]
     suspects: dict[str, list[Mutant]] = {}
     for mutant in load_mutants().values():
         if law.examples and not mutant.above:
             continue  # on a long input only mistakes of size are tried: the others show on short ones
         own = [call for call in wrong if call.function == mutant.of]
-        if own and not any(_differs(mutant.function, call, implementation.dtype) for call in own):
+        if own and not any(differs(mutant.function, call, implementation.dtype) for call in own):
             suspects.setdefault(mutant.of, []).append(mutant)
     if not suspects:
         return []
@@ -55,7 +55,7 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
         for function, mutants in suspects.items():
             calls = larger.get(function, [])
             suspects[function] = [mutant for mutant in mutants if _agrees(mutant.function, calls, implementation.dtype)]
-            if function not in shown and any(_differs(oracle(function), call, implementation.dtype) for call in calls):
+            if function not in shown and any(differs(oracle(function), call, implementation.dtype) for call in calls):
                 shown.add(function)
         if all(len(mutants) <= 1 for mutants in suspects.values()):
             break
@@ -101,10 +101,11 @@ def numbers_in(value: Any) -> int:
 
 
 def _agrees(function: Callable[..., Any], calls: list[Call], dtype: str) -> bool:
-    return sum(not _differs(function, call, dtype) for call in calls) >= 0.75 * len(calls)
+    return sum(not differs(function, call, dtype) for call in calls) >= 0.75 * len(calls)
 
 
-def _differs(function: Callable[..., Any], call: Call, dtype: str) -> bool:
+def differs(function: Callable[..., Any], call: Call, dtype: str) -> bool:
+    """Whether a function gives another answer than the call got, by more than the dtype explains."""
     numbers = answer(function, call.arguments)
     return isinstance(numbers, Exception) or _unlike(call.result, numbers, dtype)
 
