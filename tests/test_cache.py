@@ -207,7 +207,6 @@ def test_assisted_generation_is_refused_before_the_first_token(
     assert torch.equal(generate(model, prompt, EvictingCache(model, None), count=20, **drafts), wanted)
 
 
-@pytest.mark.filterwarnings("ignore:the cache compressed the first")
 def test_later_turns_are_compressed_when_asked(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = EvictingCache(model, "keydiff", budget=16)
     said = generate(model, prompt, cache, count=8)

@@ -289,11 +289,11 @@ class EvictingCache(Cache):
     # compression
 
     def _warn_of_what_stays(self, layer: EvictingLayer) -> None:
-        """Warn, once, where later tokens outnumber what was asked for: a prompt that is read in blocks without `every`."""
+        """Warn, once, where later tokens outnumber the prompt and what was asked for: a prompt read in blocks without `every`."""
         since = layer.seen - layer.evicted_at
         if self._is_warned or self.every or self.method is None or not layer.evicted_at:
             return
-        if since > tokens_to_keep(layer.seen, self.compression_ratio, self.budget):
+        if since >= layer.evicted_at and since > tokens_to_keep(layer.seen, self.compression_ratio, self.budget):
             self._is_warned = True
             warnings.warn(
                 f"the cache compressed the first {layer.evicted_at} tokens, and {since} later ones stay: to compress a prompt in "
