@@ -43,7 +43,8 @@ def compress(keys: torch.Tensor, values: torch.Tensor, *, budget: int, sink_size
     position = torch.arange(length, device=keys.device)
     index = position[(position < sinks) | (position >= length - kept + sinks)]
     return CompressedCache(
-        *(states[:, :, index].flatten(0, 2) for states in (keys, values)),
+        keys[:, :, index].flatten(0, 2),
+        values[:, :, index].flatten(0, 2),
         index.repeat(batch * num_heads),
         torch.full((batch, num_heads), kept, device=keys.device),
     )

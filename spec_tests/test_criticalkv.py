@@ -213,7 +213,7 @@ def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
     queries = impl.round(case.queries)
     weights = causal_weights(queries, for_each_reader(impl.round(case.keys), queries))[:, :, 0, :-1]
     padded = np.pad(weights, ((0, 0), (0, 0), (2, 2)))
-    pooled = sum(padded[..., shift : shift + weights.shape[-1]] for shift in range(5))
+    pooled = np.sum([padded[..., shift : shift + weights.shape[-1]] for shift in range(5)], axis=0)
     pooled *= weights.sum(axis=-1, keepdims=True) / pooled.sum(axis=-1, keepdims=True)
     largest = pooled.reshape(*case.keys.shape[:2], -1, weights.shape[-1]).max(axis=2)
     expected = np.maximum(largest, largest.mean(axis=-1, keepdims=True))

@@ -109,8 +109,8 @@ def test_all_layers_and_heads_share_one_budget(impl, case, seed, budget):
     scores = np.round(8 * draw.normal(size=(3, case.batch, case.num_kv_heads, case.length))) / 8
     kept = impl.kvzip.top_r(scores, budget)
     require_mask(kept, scores.shape, "the selection")
-    rows = (np.swapaxes(each, 0, 1).reshape(case.batch, -1) for each in (kept, scores))
-    check_selection(*rows, min(budget, case.length) * 3 * case.num_kv_heads)
+    kept, scores = (np.swapaxes(each, 0, 1).reshape(case.batch, -1) for each in (kept, scores))
+    check_selection(kept, scores, min(budget, case.length) * 3 * case.num_kv_heads)
 
 
 @law("KZ-3", of=TOP_R)

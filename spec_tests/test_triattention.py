@@ -58,7 +58,8 @@ def test_the_average_is_over_the_powers_of_two(impl, case, position, max_offset)
     """The mean query turned to the positions p + 1, p + 2, p + 4, ... and averaged, one position after the other."""
     mean = impl.round(case.keys[:, :, 0])
     offsets = [offset for offset in (1, 2, 4, 8, 16, 32, 64) if offset <= max_offset]
-    expected = sum(rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets) / len(offsets)
+    turned = [rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets]
+    expected = np.mean(turned, axis=0)
     got = impl.triattention.average_over_offsets(mean, position=position, max_offset=max_offset)
     error = 1e-12 * (1 + position) * float(np.abs(mean).max())
     Allowance(expected, error, error).check(got, "the average")

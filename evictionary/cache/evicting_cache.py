@@ -56,6 +56,9 @@ class EvictingCache(Cache):
     _padding: torch.Tensor | None
     _calibrated: dict[int, calibration.State]
     _finalizer: Any
+    _replaying: bool
+    _is_warned: bool
+    _names: frozenset[str]
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
 
@@ -329,8 +332,8 @@ class EvictingCache(Cache):
         layer.waiting = None
         if new_key.device.type == "cpu":
             _require_finite(layer_index, new_key, new_value)
-        slots = layer.slots_to_replace()
-        output = momentkv.step(query, new_key[:, :, 0], new_value[:, :, 0], *slots, layer.moments, layer.seen - 1)
+        keys, values, positions = layer.slots_to_replace()
+        output = momentkv.step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, layer.seen - 1)
         layer.evicted_at = layer.seen
         return output
 

@@ -550,7 +550,8 @@ def _votes_law(step: Step) -> Law:
     def check(impl: Implementation, case: Any, seed: int) -> None:
         query, sampled = test_gvote.drawn_queries(case, seed, 1)
         kept = impl.gvote.select(query, case.keys, sampled)
-        test_gvote.check_votes(impl, kept, *test_gvote.oracle_votes(impl, query, case.keys, sampled), case.keys.shape[1], 0.95)
+        weights, logits = test_gvote.oracle_votes(impl, query, case.keys, sampled)
+        test_gvote.check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
 
     sentence = "A single sample keeps its best tokens, as many as the nucleus of the current query holds."
     return _own_law(step, ("gvote.select",), sentence, check, case=seeded_cases(groups=(1,)), seed=seeds())

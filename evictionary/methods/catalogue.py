@@ -154,7 +154,9 @@ def entry(module: ModuleType) -> Callable[..., Any] | None:
 
 def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any], list[str]]:
     """Return (inputs that it reads, options with their defaults, arguments that cannot be supplied)."""
-    inputs, options, missing = [], {}, []
+    inputs: list[str] = []
+    options: dict[str, Any] = {}
+    missing: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue

@@ -259,8 +259,8 @@ def store(path: pathlib.Path, found: list[dict[str, Any]]) -> None:
     for kernel in list(stored):  # a kernel that is gone leaves the file
         stem = kernel.partition(".")[0]
         stored[kernel] = {place: figures for place, figures in stored[kernel].items() if stem not in first or place not in places}
-    for (kernel, place), figures in now.items():
-        stored.setdefault(kernel, {})[place] = figures
+    for (kernel, where), figures in now.items():
+        stored.setdefault(kernel, {})[where] = figures
     stored = {kernel: dict(sorted(figures.items())) for kernel, figures in sorted(stored.items()) if figures}
     path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
 

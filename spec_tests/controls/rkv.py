@@ -54,7 +54,8 @@ def torch_at_once(keys, *, threshold=0.5):
 def query_by_query(queries, keys, *, window_size=8, kernel_size=7):
     """The queries of the window one after the other, from the last; the neighbours compared by shifting."""
     before = keys[:, :, :-window_size] / keys.dtype.type(keys.shape[-1] ** 0.5)
-    group, total = queries.shape[1] // keys.shape[1], 0
+    group = queries.shape[1] // keys.shape[1]
+    total = np.zeros(before.shape[:-1], before.dtype)
     for place in range(-1, -window_size - 1, -1):
         logits = np.stack([np.einsum("bhtd,bhd->bht", before, queries[:, g::group, place]) for g in range(group)])
         powers = np.exp(logits.max(axis=0) - logits.max(axis=(0, -1))[..., None])
