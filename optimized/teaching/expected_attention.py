@@ -35,11 +35,11 @@ def score(
     logits, scores = keys.new_empty(*query_mean.shape[:2], length), keys.new_empty(keys.shape[:3])
     # The factors of equation 7 go into the statistics, which are small.
     mean, covariance = query_mean * head_dim**-0.5, query_covariance / (2 * head_dim)
-    arguments = (keys.contiguous(), mean.contiguous(), covariance.contiguous(), logits, group, length)
-    expect[(readers, tiles)](*arguments, head_dim, BLOCK)
+    statistics = (mean.contiguous(), covariance.contiguous())
+    expect[(readers, tiles)](keys.contiguous(), *statistics, logits, group, length, head_dim, BLOCK)
     softmax_rows[(readers,)](logits, length, BLOCK)
-    arguments = (logits, values.contiguous(), scores, epsilon, group, length)
-    weigh[(batch * num_kv_heads, tiles)](*arguments, values.shape[3], BLOCK)
+    sizes = (group, length, values.shape[3], BLOCK)
+    weigh[(batch * num_kv_heads, tiles)](logits, values.contiguous(), scores, epsilon, *sizes)
     return scores
 
 
