@@ -13,6 +13,7 @@ from reading import cached, generate, places, read, read_in, small
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DbrxConfig,
     DeepseekV3Config,
     DiffLlamaConfig,
     DogeConfig,
@@ -25,6 +26,7 @@ from transformers import (
     MistralConfig,
     NanoChatConfig,
     Olmo2Config,
+    OlmoConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
@@ -59,6 +61,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.4,
 }
 NO_HEAD_DIM = {name: value for name, value in SMALL.items() if name != "head_dim"}
+ONE_KEY_A_QUERY = {name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
 LATENT = {
     "q_lora_rank": 8,
@@ -84,6 +87,8 @@ FAMILIES: dict[str, Any] = {
     "qwen3": Qwen3Config(**SMALL),
     "gemma3": Gemma3TextConfig(**SMALL, **LAYERS, query_pre_attn_scalar=16),
     "phi3": Phi3Config(**NO_HEAD_DIM),
+    "gpt_neox": GPTNeoXConfig(**ONE_KEY_A_QUERY),
+    "olmo": OlmoConfig(**NO_HEAD_DIM, clip_qkv=3.0),
 }
 IDS = torch.randint(3, 299, (1, 48), generator=torch.Generator().manual_seed(0))
 
@@ -183,7 +188,15 @@ def test_what_cannot_be_compressed_is_refused_and_left_as_it_was(config: Any, me
         CohereConfig(**NO_HEAD_DIM),
         SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
         NanoChatConfig(**SMALL),
-        GPTNeoXConfig(**{name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"}),
+        DbrxConfig(
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=256,
+            vocab_size=300,
+            attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 2, "moe_top_k": 1},
+        ),
     ],
     ids=["interleaved pairs", "a layer without RoPE", "a norm after RoPE", "no projection of queries alone"],
 )

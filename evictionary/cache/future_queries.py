@@ -108,17 +108,24 @@ def sampled_queries(
 def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """GV-A6: the model's queries [B, H_q, S, D] before RoPE of hidden states [B, S, C], its QK-norm included."""
     config = model.config.get_text_config()
-    num_heads, head_dim = config.num_attention_heads, module.head_dim
+    num_heads = config.num_attention_heads
+    head_dim = getattr(module, "head_dim", config.hidden_size // num_heads)
     if hasattr(module, "q_proj"):
         queries = module.q_proj(hidden_states)
     elif hasattr(module, "qkv_proj"):  # one matrix for all three; the queries come first
         queries = module.qkv_proj(hidden_states)[..., : num_heads * head_dim]
+    elif getattr(module, "query_key_value", None) is not None and module.query_key_value.out_features == 3 * num_heads * head_dim:
+        # GPT-NeoX: one matrix for all three; the queries come first in each head
+        fused = module.query_key_value(hidden_states).unflatten(-1, (num_heads, 3 * head_dim))
+        queries = fused[..., :head_dim].flatten(-2)
     else:
-        raise UsageError(f"model: {type(module).__name__} has no q_proj, which this method samples queries with")
+        raise UsageError(f"model: {type(module).__name__} has no separate query projection, which this method samples queries with")
     norm = getattr(module, "q_norm", None)
     weight = getattr(norm, "weight", None)
     if norm is not None and weight is not None and weight.shape[-1] != head_dim:  # over all heads at once
         queries, norm = norm(queries), None
+    clip = getattr(config, "clip_qkv", None)
+    queries = queries if clip is None else queries.clamp(-clip, clip)
     queries = queries.view(*hidden_states.shape[:2], num_heads, head_dim).transpose(1, 2)
     return queries if norm is None else norm(queries)
 

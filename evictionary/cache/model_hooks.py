@@ -80,10 +80,11 @@ def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
 
 
 def output_projection(model: PreTrainedModel, module: Any) -> torch.Tensor:
-    """W_o of an attention module by query head, [H_q, D_v, hidden]. Raises UsageError for a module without `o_proj`."""
-    if not hasattr(module, "o_proj"):
-        raise UsageError(f"model: {type(module).__name__} has no o_proj, which this method reads")
-    weight = module.o_proj.weight.detach().T
+    """W_o of an attention module by query head, [H_q, D_v, hidden]. Raises UsageError for a module without `o_proj` or `dense`."""
+    projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
+    if projection is None:
+        raise UsageError(f"model: {type(module).__name__} has no o_proj or dense, which this method reads")
+    weight = projection.weight.detach().T
     return weight.reshape(model.config.get_text_config().num_attention_heads, -1, weight.shape[-1])
 
 
@@ -155,7 +156,7 @@ def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         cache = reference()
-        is_its_own = named.get("past_key_values") is cache
+        is_its_own = named.get("past_key_values", named.get("layer_past")) is cache  # GPT-NeoX calls its cache layer_past
         if cache is not None and is_its_own:
             hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
             cache.see_hidden_states(_layer_index(module), hidden_states)
