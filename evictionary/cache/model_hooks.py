@@ -121,7 +121,8 @@ def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor |
 def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         cache, tokens = reference(), _tokens(arguments, named)
-        if cache is not None and tokens is not None and cache is named.get("past_key_values"):
+        is_given = named.get("past_key_values") is cache
+        if cache is not None and tokens is not None and is_given:
             cache.see_end(tokens)
 
     return hook
