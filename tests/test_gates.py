@@ -266,7 +266,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
         grids.append((kernel.__name__, grid))
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda")))
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda", arch=90)))
     return grids
 
 

@@ -14,8 +14,7 @@ no numbers above 65,504, and fewer bits below 2^-14. float32 keys are multiplied
 Second launch, `expected_logits`: one program takes one tile of tokens of one KV head. It walks the covariances of the group in
 slices of columns: K_tile @ Sigma_slice on tensor cores, plus the mean, times the same columns of the tile, summed along the row.
 The logits of the group are stored together, with the maximum and the sum of exponentials of the tile; the norms of the values go
-to the memory of the scores. 128 tokens and 64 columns leave 32 accumulators to each of 256 threads; Sigma in one slice would need
-the whole tile of K in registers, and leave no room for a second program. Rows of more than 128 channels take half of both.
+to the memory of the scores. A slice and not all of Sigma, because two programs of a multiprocessor have to share its registers.
 Third launch, `weigh_values`: one program takes a run of tokens, adds up the maxima and sums of its KV head in the order of the
 tiles, and turns logits and norms to scores.
 """
@@ -31,7 +30,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
-from .launching import floats, is_amd, padded, warps
+from .launching import floats, padded, register_limit, warps
 from .tiles import at_head, dot_dtype, load_tile
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
@@ -82,8 +81,8 @@ def _tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
         tile = {"BLOCK_T": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
     else:
         tile = {"BLOCK_T": 64 if wide else 128, "BLOCK_N": 32 if wide else 64, "num_warps": 4 if wide else 8, "num_stages": 2}
-        if block_d == 128 and not is_amd(keys):
-            tile["maxnreg"] = 128  # two programs on a multiprocessor; left alone, the compiler takes a few registers more
+        if block_d == 128:  # two programs on a multiprocessor; left alone, the compiler takes a few registers more
+            tile |= register_limit(keys, 128)
     tile["BLOCK_N"] = min(tile["BLOCK_N"], block_d)
     return tile | {"BLOCK_D": block_d, "BLOCK_DV": block_dv, "DOT_DTYPE": dot_dtype(keys)}
 

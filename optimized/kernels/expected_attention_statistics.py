@@ -25,7 +25,7 @@ import triton.language as tl
 
 from ..rope import frequencies
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, is_amd, padded, warps
+from .launching import as_heads, floats, padded, register_limit, warps
 from .tiles import at_head, dot_dtype, load_tile
 
 PROGRAMS_WANTED = 512
@@ -62,8 +62,8 @@ def _statistics(
     threads = 512 if queries.dtype == torch.float32 and not each else 256
     block_t = max(16, threads * 16 // queries.element_size() // block_h)
     # Two programs on a multiprocessor; left alone, the compiler takes a few registers more. With rotations it would spill some.
-    limited = positions is None and block_h == 64 and queries.dtype != torch.float32 and not is_amd(queries)
-    limit = {"maxnreg": 128} if limited else {}
+    limited = positions is None and block_h == 64 and queries.dtype != torch.float32
+    limit = register_limit(queries, 128) if limited else {}
     wanted = PROGRAMS_WANTED // (2 if each else 1)
     split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, wanted // count)))
     split = triton.cdiv(split, block_t) * block_t

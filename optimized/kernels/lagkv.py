@@ -33,7 +33,7 @@ import triton.language as tl
 from ..states import CompressedCache
 from .cache import empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, padded
+from .launching import floats, padded, register_limit
 from .selection import keep_highest, ordered
 from .tiles import at_head, copy_tile, load_tile
 
@@ -60,9 +60,11 @@ def select(
     r"""LK-12: `kept` [B, H_kv, T], all True before, with the `kept_each` best tokens of every partition but the last."""
     batch, num_heads, length, head_dim = keys.shape
     scored = (length - sink_size) // lag_size - 1
+    limit = register_limit(keys, 128, 100) if keys.element_size() == 2 and max(head_dim, values.shape[3]) <= 128 else {}
     select_partitions[(batch * num_heads * scored,)](
         keys, values, kept, keys.stride(), values.stride(),
-        num_heads, length, scored, sink_size, lag_size, kept_each, head_dim, values.shape[3], **_tile(lag_size, keys, values),
+        num_heads, length, scored, sink_size, lag_size, kept_each, head_dim, values.shape[3],
+        **_tile(lag_size, keys, values), **limit,
     )  # fmt: skip
     return kept
 

@@ -86,6 +86,13 @@ def is_amd(states: torch.Tensor) -> bool:
     return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
 
 
+def register_limit(states: torch.Tensor, most: int, architecture: int = 90) -> dict[str, int]:
+    """Return the option that keeps a thread to `most` registers, for one architecture: on another one the same limit may spill."""
+    from triton.runtime.driver import driver
+
+    return {} if is_interpreted(states) or driver.active.get_current_target().arch != architecture else {"maxnreg": most}
+
+
 def warps(states: torch.Tensor, threads: int) -> int:
     """Return the number of warps of a program with `threads` threads."""
     return threads // (64 if is_amd(states) else 32)

@@ -113,7 +113,7 @@ def byte_counts(keys, inside, prefix, byte):
     leading = keys >> (24 - 8 * byte)
     matching = inside & ((leading >> 8) == prefix)
     counts = tl.zeros([256], dtype=tl.int32)
-    # A histogram takes some eighty instructions for each key, and behind the first byte most tiles have nothing to count.
+    # A histogram takes many instructions for each key, and behind the first byte most tiles have nothing to count.
     if tl.max(matching.to(tl.int32), axis=0) > 0:
         counts = tl.histogram((leading & 0xFF).to(tl.int32), 256, mask=matching)
     return counts
