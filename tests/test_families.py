@@ -11,6 +11,8 @@ import pytest
 import torch
 from reading import cached, generate, places, read, read_in, small
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     CohereConfig,
     DbrxConfig,
@@ -36,6 +38,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import flash_attention_mask
 
 from evictionary.cache import future_queries
 from evictionary.cache.evicting_cache import EvictingCache
@@ -232,11 +236,93 @@ def test_a_norm_over_all_heads_at_once_is_the_models() -> None:
     assert read(model, IDS, cache).isfinite().all()
 
 
-def test_other_attention_implementations_are_refused() -> None:
-    model = build("llama", attn_implementation="flex_attention")
-    with pytest.raises(UsageError, match="with the attention flex_attention, wanted attn_implementation='sdpa' or 'eager'"):
+def stand_in(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **named: Any,
+) -> tuple[torch.Tensor, None]:
+    """A flash kind on a CPU: their signature, [B, M, H, D] inside, causal to the bottom right, a mask [B, T] of padding alone."""
+    assert module.config._attn_implementation in FLASH
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    group, new, stored = query.shape[2] // key.shape[2], query.shape[1], key.shape[1]
+    logits = torch.einsum("bmhd,bthd->bhmt", query, key.repeat_interleave(group, 2)) * scaling
+    visible = torch.ones(new, stored, dtype=torch.bool).tril(stored - new)
+    if sliding_window is not None:
+        visible &= ~torch.ones(new, stored, dtype=torch.bool).tril(stored - new - sliding_window)
+    if attention_mask is not None:
+        assert attention_mask.shape == (len(query), stored)
+        visible = visible & attention_mask.bool()[:, None, None]
+    weights = logits.masked_fill(~visible, -1e30).softmax(dim=-1)
+    return torch.einsum("bhmt,bthd->bmhd", weights, value.repeat_interleave(group, 2)), None
+
+
+FLASH = ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"]
+
+
+def with_attention(family: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """A model with flex_attention, or with the stand-in under the name of a flash kind."""
+    if attention in FLASH:
+        monkeypatch.setitem(AttentionInterface._global_mapping, attention, stand_in)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, attention, flash_attention_mask)
+        # transformers then takes the kind's package for loaded, and the device for a GPU
+        monkeypatch.setattr("transformers.modeling_flash_attention_utils._loaded_implementation", attention)
+        monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda: False)
+        monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *arguments, **named: True)
+    return build(family, attn_implementation=attention)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv+moments", "momentkv", "gvote"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("attention", ["flex_attention", *FLASH])
+def test_flex_and_the_flash_kinds_do_what_sdpa_does(
+    attention: str, family: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in blocks, later tokens alone and together, and a padded batch; flex_attention runs without its compiler."""
+    rows = torch.cat([IDS, IDS.flip(1)])
+    mask = torch.ones_like(rows)
+    mask[1, :5] = 0
+    results = []
+    with torch.compiler.set_stance("force_eager"):
+        for model in (build(family), with_attention(family, attention, monkeypatch)):
+            before = model.config._attn_implementation
+            cache = EvictingCache(model, method, 0.5, small(method))
+            logits = read_in(model, cache, [40, 1, 1, 6], IDS)
+            cache.close()
+            whole, padded_cache = EvictingCache(model, None), EvictingCache(model, method, 0.5, small(method))
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+            for each in (whole, padded_cache):  # the first 40 tokens, then 8 at once
+                for part in (slice(0, 40), slice(40, 48)):
+                    given = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}
+                    logits = torch.cat([logits, read(model, rows[:, part], each, **given)[:, -1:].flatten(0, 1)[None]], dim=1)
+                each.close()
+            results.append((logits, cache.tokens_kept))
+            assert model.config._attn_implementation == before
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-3, atol=1e-3)
+    assert results[1][1] == results[0][1]
+
+
+@pytest.mark.parametrize("attention", FLASH)
+def test_a_flash_kind_on_a_cpu_is_refused_in_one_sentence(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention, flash_attention_forward)
+    model.config._attn_implementation_internal = attention
+    with pytest.raises(UsageError, match=f"on a CPU with the attention {attention}, which runs on GPUs alone; wanted"):
         EvictingCache(model, "keydiff")
-    assert model.config._attn_implementation == "flex_attention"
+    assert model.config._attn_implementation == attention
+
+
+def test_other_attention_implementations_are_refused() -> None:
+    model = build("llama")
+    model.config._attn_implementation_internal = "paged|eager"
+    with pytest.raises(UsageError, match=r"with the attention paged\|eager, wanted attn_implementation='sdpa', 'eager', 'flex"):
+        EvictingCache(model, "keydiff")
+    assert model.config._attn_implementation == "paged|eager"
 
 
 def test_models_that_share_a_config_are_both_left_as_they_were() -> None:

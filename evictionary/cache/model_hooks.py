@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -36,6 +37,8 @@ class Watcher(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
+_underlying: dict[str, str] = {}
+"""For each attention that is registered here, the one of transformers that it stands in front of."""
 _watching: weakref.WeakSet[Any] = weakref.WeakSet()
 _replaced: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()
 """For each model with our attention: the implementation to restore, and the number of caches that need ours."""
@@ -167,27 +170,42 @@ def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
 
 def _start(model: PreTrainedModel) -> None:
     # a model that shares its config with a watched model has our attention already
-    underlying, count = _replaced.get(model, (model.config._attn_implementation.removeprefix(PREFIX), 0))
-    if underlying not in ("sdpa", "eager"):
+    now = model.config._attn_implementation
+    underlying, count = _replaced.get(model, (_underlying.get(now, now), 0))
+    ours = _name(underlying)
+    if underlying not in ("sdpa", "eager", "flex_attention") and "flash" not in underlying and "/" not in underlying:
         raise UsageError(
-            f"model: got {type(model).__name__} with the attention {underlying}, wanted attn_implementation='sdpa' or 'eager'"
+            f"model: got {type(model).__name__} with the attention {underlying}, wanted attn_implementation='sdpa', 'eager', "
+            "'flex_attention', a flash kind or a kernel of the hub"
+        )
+    if model.device.type == "cpu" and ALL_ATTENTION_FUNCTIONS.get(underlying) is flash_attention_forward:
+        raise UsageError(
+            f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs alone; "
+            "wanted attn_implementation='sdpa'"
         )
     if count == 0:
-        AttentionInterface.register(PREFIX + underlying, _answering_attention(underlying))
+        AttentionInterface.register(ours, _answering_attention(underlying))
         if underlying in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(PREFIX + underlying, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
-        model.set_attn_implementation(PREFIX + underlying)
-        if model.config._attn_implementation != PREFIX + underlying:
+            AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
+        _underlying[ours] = underlying
+        model.set_attn_implementation(ours)
+        if model.config._attn_implementation != ours:
             raise UsageError(f"model: {type(model).__name__} has a fixed attention, so no method can read its queries")
     _replaced[model] = (underlying, count + 1)
 
 
+def _name(underlying: str) -> str:
+    """The name of our attention. transformers would load a kernel for a name with "flash" or "/" in it."""
+    return PREFIX + underlying.replace("flash", "fused").replace("/", "_")
+
+
 def _stop(model: PreTrainedModel) -> None:
     underlying, count = _replaced.pop(model)
+    is_shared = any(other.config is model.config for other in _replaced)
     if count > 1:
         _replaced[model] = (underlying, count - 1)
-    elif model.config._attn_implementation == PREFIX + underlying and not any(other.config is model.config for other in _replaced):
-        model.set_attn_implementation(underlying)
+    elif model.config._attn_implementation == _name(underlying) and not is_shared:
+        model.set_attn_implementation(underlying, allow_all_kernels=True)  # a kernel that the user allowed before
 
 
 def _answering_attention(underlying: str) -> Callable[..., Any]:
@@ -203,13 +221,19 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
         *rest: Any,
         **named: Any,
     ) -> Any:
-        if underlying == "eager":  # each modeling file has its own eager function
-            function = sys.modules[type(module).__module__].eager_attention_forward
-        else:
-            function = ALL_ATTENTION_FUNCTIONS[underlying]
-
         def model_attention(mask: torch.Tensor | None) -> Any:
-            return function(module, query, key, value, mask, *rest, **named)
+            is_the_caches = mask is not None and mask is not attention_mask
+            if underlying == "eager":  # each modeling file has its own eager function
+                function = sys.modules[type(module).__module__].eager_attention_forward
+            else:  # the flash kinds and flex_attention take other masks than the cache makes
+                function = ALL_ATTENTION_FUNCTIONS["sdpa" if is_the_caches else underlying]
+            config: Any = module.config
+            ours = config._attn_implementation
+            config._attn_implementation_internal = underlying  # the flash kinds look their kernel up by this name
+            try:
+                return function(module, query, key, value, mask, *rest, **named)
+            finally:
+                config._attn_implementation_internal = ours
 
         index = _layer_index(module)
         for cache in list(_watching):
