@@ -67,6 +67,8 @@ def attend_paged(queries: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor
     """
     require_states("queries", queries, "B H_q M D")
     require_same_kind("queries", queries, "cache.keys", cache.keys)
+    for name in ("values", "table", "lengths"):
+        require_same_device(f"cache.{name}", getattr(cache, name), "cache.keys", cache.keys)
     batch, num_kv_heads, pages = cache.table.shape
     if queries.shape[0] != batch or queries.shape[3] != cache.keys.shape[2]:
         raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {(batch, 'H_q', 'M', cache.keys.shape[2])}")

@@ -9,7 +9,6 @@ a GPU, gives zeros here.
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -191,14 +190,6 @@ def test_the_attention_of_the_largest_sizes_fits_a_gpu(
     chunks = [grid[0] for name, grid in launched if name == "attend_chunks"]
     assert all(len(grid) == 1 and grid[0] < 2**31 for _, grid in launched)
     assert all(264 <= programs <= 2**16 for programs in chunks)  # two for each multiprocessor, and no crowd of tiny ones
-
-
-@pytest.mark.parametrize("stem", ["attention", "momentkv", "momentkv_prompt"])
-def test_no_kernel_takes_more_than_25_arguments(stem: str) -> None:
-    module = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
-    written = {name: value.fn for name, value in vars(module).items() if hasattr(value, "fn") and hasattr(value, "arg_names")}
-    assert written
-    assert {name: count for name, fn in written.items() if (count := len(inspect.signature(fn).parameters)) > 25} == {}
 
 
 def test_pages_are_read_in_the_order_of_each_head() -> None:

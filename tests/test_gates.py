@@ -24,7 +24,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from evictionary.optimized.kernels import compiling, launching
-from evictionary.optimized.states import CompressedCache, zero_moments
+from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for stem in compiling.stems()}
@@ -105,6 +105,9 @@ ARGUMENTS: dict[str, Any] = {
     "budgets": torch.ones(HEADS, dtype=torch.int64),
     "moments": zero_moments(STATES, STATES),
     "cache": CompressedCache(STATES[0].flatten(0, 1), STATES[0].flatten(0, 1), torch.arange(16), torch.full(HEADS, LENGTH)),
+    "attention.attend_paged cache": PagedCache(
+        STATES[0], STATES[0], torch.arange(2, dtype=torch.int32).view(*HEADS, 1), torch.full(HEADS, LENGTH)
+    ),
     "positions": torch.arange(LENGTH),
     "momentkv.step positions": torch.arange(LENGTH).repeat(*HEADS, 1),
     "momentkv.step position": torch.full(HEADS, LENGTH),
@@ -211,10 +214,16 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     "gvote.select": (lambda: (query(), states(), states(heads=32, tokens=8), 0.05), 0.6),
     "gvote.nucleus": (lambda: (numbers(256, TOKENS), 0.05), 0.02),
     "gvote.top_each": (lambda: (numbers(256, TOKENS), whole(256)), 0.02),
-    # About a thousand partial outputs for each query row, or none where the rows fill a GPU.
+    # The partial outputs of a wave of queries, and what describes them.
     "attention.attend, decoding": (lambda: attended(BATCH, 1), 0.1),
-    "attention.attend, a block of a prompt": (lambda: attended(1, 512, 32_768), 0.1),
-    "attention.attend, a long block of a prompt": (lambda: attended(1, 32_768), 0.1),
+    "attention.attend, a block of a prompt": (lambda: attended(1, 512, 32_768), 0.3),
+    "attention.attend, a long block of a prompt": (lambda: attended(1, 32_768), 0.3),
+    "knorm.score": (lambda: (states(),), 0),
+    "streaming_llm.compress": (lambda: (states(), states(), 4, 4092), 0),
+    # The logarithm of the normaliser of each query; for a window, in 64 splits.
+    "received_attention.score": (lambda: (states(heads=32), states()), 0.6),
+    "received_attention.score, of a window": (lambda: (states(heads=32, tokens=32), states()), 0.01),
+    "received_attention.attend_and_score": (lambda: (states(heads=32), states(), states()), 0.6),
     # 20 bytes for each token and KV head: the logits of four query heads, and the norm of the residual.
     "momentkv.step": (lambda: stepped(128, 1024), 0.05),
     "momentkv.score": (lambda: (query(), states(), states(), moments()), 0.65),
