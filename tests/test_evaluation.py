@@ -142,6 +142,35 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
     assert scores[0]["source"] != scores[1]["source"]
 
 
+@pytest.mark.parametrize(("traits", "fails"), [("", True), ("TRAITS = {'own_budget'}\n", False)])
+@pytest.mark.parametrize("name", ["mine.py", "mine.py+moments"])
+def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
+    model_folder: Path, tmp_path: Path, name: str, traits: str, fails: bool
+) -> None:
+    """A method that keeps everything, or a token too many, is refused, unless it says that it sets its own budget."""
+    mine = tmp_path / "mine.py"
+    plan = plan_for(model_folder, methods=[(str(tmp_path / name), {})], tasks=["passkey7"], ratios=[], budgets=[40])
+    for kept in ("length", "budget + 1", "budget"):
+        chosen = f"np.broadcast_to(np.arange(length) < {kept}, keys.shape[:3])"
+        text = f"import numpy as np\n{traits}def select(keys, length, budget):\n    return {chosen}\n"
+        mine.write_text(text)
+        (line,) = (line for line in evaluation.run(plan, tmp_path / "out") if line["method"].startswith(str(mine)))
+        if fails and kept != "budget":
+            stored = line["tokens"] if kept == "length" else 41
+            wanted = f"the cache stores {stored} of {line['tokens']} tokens in each head, where 40 were asked for; a method"
+            assert wanted in line["error"]
+            assert "exact" not in line
+        else:
+            assert line["error"] is None
+
+
+@pytest.mark.parametrize("options", [{}, {"lag_size": 32}, {"lag_size": 32, "keep_ratio": 0.9}])
+@pytest.mark.parametrize("name", ["lagkv", "lagkv+pyramid_kv"])
+def test_what_a_partition_keeps_whole_is_no_failure(model_folder: Path, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    plan = plan_for(model_folder, methods=[(name, options)], tasks=["passkey7"], ratios=[0.5, 0.95])
+    assert [line["error"] for line in evaluation.run(plan, tmp_path) if line["method"] == name] == [None] * 3
+
+
 def test_a_worker_leaves_the_standard_output_alone(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("def score(keys):\n    print('scored')\n    return keys.sum(-1)\n")

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +31,13 @@ from transformers import AutoConfig, AutoTokenizer
 
 from evictionary import __version__
 from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import require_prompt
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation import tasks
 from evictionary.evaluation.questions import Answer, ask, prefill
 from evictionary.methods.catalogue import RANDOM
-from evictionary.methods.method import tokens_to_keep
+from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
 from evictionary.models.load import EMBEDDED
@@ -308,11 +309,26 @@ def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence
             cache = full if method is None else EvictingCache.from_prefilled(model, full, *arguments, seed=seed)
             found = {"tokens_kept": cache.tokens_kept, "bytes_before": full.nbytes, "bytes_after": cache.nbytes}
             with cache:
+                if method is not None:
+                    _require_shrunk(cache, method, Request(setting.ratio or 0.0, setting.budget, setting.options))
                 answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
             line |= {**found, **prompt.score(answer.text)._asdict(), "answer": answer.text, "error": None}
         except MethodError as error:
             line["error"] = str(error)
         yield Measurement(line | {"seconds": time.perf_counter() - start, "versions": versions()}, answer, cache)
+
+
+def _require_shrunk(cache: EvictingCache, method: Method, request: Request) -> None:
+    """Raise MethodError for a cache with more tokens than asked for: its score would stand beside those of smaller caches."""
+    length = cache.get_seq_length()
+    layers = [index for index, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)]
+    each = [method.most(length, replace(request, layer_index=index, num_layers=len(cache.layers))) for index in layers]
+    asked = sum(each) / len(each)
+    if cache.tokens_kept > asked + 1e-6:
+        raise MethodError(
+            f"{method.name}: the cache stores {cache.tokens_kept:.5g} of {length} tokens in each head, where {asked:.5g} were "
+            'asked for; a method that decides by itself how many stay says TRAITS = {"own_budget"}'
+        )
 
 
 def versions() -> dict[str, str]:

@@ -229,6 +229,22 @@ class Method:
         keep_ratio = settings.get("keep_ratio", self._keep_ratio(length, length, ratio, options, static))
         return static + partitions * lagkv.tokens_per_partition(keep_ratio, settings["lag_size"])
 
+    def most(self, length: int, request: Request) -> int:
+        """The most tokens of a prompt of `length` tokens that the heads of a layer may keep on average.
+
+        This is what the request asks for, or more where the method says so: one that sets its own budget may keep all, and a
+        recursive one leaves its sinks and its last partition whole (LK-12).
+        """
+        if "own_budget" in self.traits:
+            return length
+        amount = self._amount(length, request)
+        if "recursive" not in self.traits:
+            return amount
+        options = {**self.options, **request.options}
+        if "keep_ratio" not in options:
+            options["keep_ratio"] = self._keep_ratio(length, amount, request.compression_ratio, options, None)
+        return max(amount, lagkv.retained_length(length, **_accepted(lagkv.retained_length, options)))
+
     def why_nothing_removed(self, length: int, options: Mapping[str, Any] | None = None) -> str | None:
         """The method's own reason why a cache of `length` tokens stays whole, or None without a reason."""
         explain = self._helper("why_nothing_removed")
