@@ -166,7 +166,7 @@ def attend_certified(
     is at least `g = sum_c min(u_c low_c, u_c high_c)`, attained at a corner of the box of MB-6. So
     `t = min(1, max(0, 2 g / |u|^2))` never hurts, and a larger t up to 1 would hurt at that corner.
     At last the point moves to the nearest one of the box, which approaches f again. If f_R is in
-    the box and g <= 0, the bounds cannot exclude that f = f_R, and f_R is the only safe answer.
+    the box, f may be f_R for all that the box says: no move is safe, and indeed g <= 0 and t = 0.
     Args, returns and raises as `attend`.
     """
     from_retained, correction, low, high = _parts(query, keys, values, kept, moments, bounds)
