@@ -104,6 +104,17 @@ def names_in(texts: list[str] | None) -> list[str] | None:
     return [name.strip() for name in ",".join(texts or []).split(",") if name.strip()] or None
 
 
+def options_in(pairs: list[str]) -> dict[str, Any]:
+    """The options of a method, from texts name=value. Raises UsageError for another text."""
+    options = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise UsageError(f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
+        options[name.strip()] = value.strip()
+    return options
+
+
 def given_names(argument: str, texts: list[str] | None) -> list[str] | None:
     """The names that an option was given, or None without the option. Raises UsageError for an option without any name."""
     names = names_in(texts)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from evictionary.cli.console import AsJson, ModelName, exit_codes, mebibytes, number, progress, require_seed, whole_number
+from evictionary.cli.console import (
+    AsJson,
+    ModelName,
+    exit_codes,
+    mebibytes,
+    number,
+    options_in,
+    progress,
+    require_seed,
+    whole_number,
+)
 from evictionary.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +62,7 @@ def run(
 ) -> None:
     """Compress the cache of a text once, then answer several questions from it."""
     with exit_codes(extra="model"):
-        options = _options(option or [])
+        options = options_in(option or [])
         text = _read(prompt_file)
         require_seed(seed)
         for each in question:
@@ -132,16 +142,6 @@ def _print_run(cache: EvictingCache, answers: list[dict[str, str]], note: str | 
             console.print(f"{cache.method.name}: {each['answer']}", markup=False)
         else:
             console.print(each["answer"], markup=False)
-
-
-def _options(pairs: list[str]) -> dict[str, Any]:
-    options = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.strip():
-            raise UsageError(f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
-        options[name.strip()] = value.strip()
-    return options
 
 
 def _read(path: Path) -> str:

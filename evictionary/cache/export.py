@@ -1,0 +1,72 @@
+"""Writes a folder that gives `model.generate(custom_generate=FOLDER, trust_remote_code=True)` a cache with eviction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evictionary.cache.evicting_cache import tokens_between
+from evictionary.errors import UsageError
+from evictionary.methods.method import tokens_to_keep
+from evictionary.methods.resolve import resolve
+
+FIRST_LINE = '"""Generation with KV-cache eviction, written by `evictionary export`; it needs the package evictionary.'
+PROGRAM = '''
+
+    model.generate(**inputs, custom_generate="the folder above this one", trust_remote_code=True)
+"""
+
+from evictionary import EvictingCache
+
+SETTINGS = {settings!r}
+
+
+def generate(*inputs, model, **arguments):
+    """What model.generate does with these inputs and arguments, with a cache that compresses the prompt."""
+    if arguments.pop("past_key_values", None) is not None:
+        raise ValueError("past_key_values: got a cache, wanted none: this generation makes its own")
+    with EvictingCache(model, **SETTINGS) as cache:
+        # not model.generate: from_pretrained may have put this function there
+        return type(model).generate(model, *inputs, past_key_values=cache, **arguments)
+'''
+
+
+def export(
+    folder: str | Path,
+    method: str = "keydiff",
+    compression_ratio: float = 0.5,
+    options: Mapping[str, Any] | None = None,
+    budget: int | None = None,
+    *,
+    every: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write `folder / custom_generate / generate.py` for a method of the dictionary, and return its path.
+
+    The other arguments are those of EvictingCache. Raises UsageError for one that cannot be used, for a method in a file, which
+    would not go with the folder, and for a folder that holds another generate.py.
+    """
+    if re.search(r"\.py\b", method):
+        raise UsageError(f"method: got {method!r}, wanted a name of the dictionary: a file would not go with the folder")
+    chosen = resolve(method)
+    tokens_to_keep(1, compression_ratio, budget)
+    tokens_between(chosen, every, budget)
+    settings = {
+        "method": method,
+        "compression_ratio": compression_ratio,
+        "budget": budget,
+        "options": chosen.typed_options(options),
+        "every": every,
+        "seed": seed,
+    }
+    path = Path(folder) / "custom_generate" / "generate.py"
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):
+        raise UsageError(f"folder: got {folder}, which holds another custom_generate/generate.py, wanted a folder without one")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(FIRST_LINE + PROGRAM.replace("{settings!r}", repr(settings)), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"folder: got {folder}, wanted a folder that can be written: {error}") from None
+    return path

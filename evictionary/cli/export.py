@@ -1,0 +1,36 @@
+"""The command `evictionary export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evictionary.cli.console import exit_codes, number, options_in, require_seed, whole_number
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: [bold]evictionary export evicting --method keydiff --budget 512[/], then "
+    '[bold]model.generate(**inputs, custom_generate="evicting", trust_remote_code=True)[/]'
+)
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder to write; the folder of a model will do.")],
+    method: Annotated[str, typer.Option(help="A method's name, or a composition: snapkv+ada_kv, keydiff+moments.")] = "keydiff",
+    compression_ratio: Annotated[
+        float, typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1).")
+    ] = 0.5,
+    budget: Annotated[int | None, whole_number("Tokens to keep in each head, instead of the ratio.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")] = None,
+    every: Annotated[int | None, whole_number("Compress again after this many new tokens; by default only the prompt.")] = None,
+    seed: Annotated[int, whole_number("The seed for methods that draw random numbers.")] = 0,
+) -> None:
+    """Write a folder for model.generate(custom_generate=FOLDER): users of transformers evict without a line of their own."""
+    with exit_codes(extra="model"):
+        require_seed(seed)
+        from evictionary.cache.export import export as write
+
+        path = write(folder, method, compression_ratio, options_in(option or []), budget, every=every, seed=seed)
+    typer.echo(str(path))
