@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from docs_build.entries import (
+    CORRECTIONS,
     PAGES,
     ROOT,
     SHARED,
@@ -160,7 +161,7 @@ def _is_program(definition: Definition) -> bool:
 def method_table(page: str) -> str:
     """A table of every method in reference/: its description, its inputs, its page."""
     lines = ["| method | what it does | reads |", "|---|---|---|"]
-    for stem in sorted(set(PAGES) - set(SHARED), key=lambda stem: (PAGES[stem] == "methods/baselines.md", stem)):
+    for stem in sorted(set(PAGES) - {*SHARED, *CORRECTIONS}, key=lambda stem: (PAGES[stem] == "methods/baselines.md", stem)):
         found = definitions(f"reference/{stem}.py")
         seam = found.get("select") or found.get("score") or next(iter(found.values()))
         line = (ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").partition('"""')[2].partition("\n")[0]
