@@ -164,8 +164,8 @@ def method_table(page: str) -> str:
     for stem in sorted(set(PAGES) - {*SHARED, *CORRECTIONS}, key=lambda stem: (PAGES[stem] == "methods/baselines.md", stem)):
         found = definitions(f"reference/{stem}.py")
         seam = found.get("select") or found.get("score") or next(iter(found.values()))
-        line = (ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").partition('"""')[2].partition("\n")[0]
-        title, _, sentence = line.rstrip('"').partition(": ")
+        module = (ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").split('"""')[1]
+        title, _, sentence = _first_paragraph(module).partition(": ")
         arguments = re.match(r"def \w+\(\s*(.*?)\)", seam.source, re.DOTALL)
         names = re.findall(r"(\w+):", (arguments.group(1) if arguments else "").partition("*")[0])
         shown = f"[{title.partition(' (')[0].partition(',')[0]}]({relative(page, PAGES[stem])})"
@@ -301,12 +301,16 @@ def kills(page: str, identifiers: str) -> str:
     return "\n".join(lines)
 
 
+def _first_paragraph(docstring: str) -> str:
+    return inspect.cleandoc(docstring).partition("\n\n")[0].replace("\n", " ")
+
+
 def signature(page: str, path: str) -> str:
-    """The first lines of a function of reference/, up to its docstring, and the first line of that."""
+    """The first lines of a function of reference/, up to its docstring, and the first paragraph of that."""
     stem, _, name = path.partition(".")
     found = definitions(f"reference/{stem}.py")[name]
     head = re.split(r'\n\s+r?"""', found.source)[0]
-    sentence = inspect.cleandoc(found.docstring).partition("\n")[0].replace("`", "")
+    sentence = _first_paragraph(found.docstring).replace("`", "")
     return f"[`{path}`]({relative(page, api_uri(found))}): {escaped(sentence)}\n\n{_fence(head)}"
 
 

@@ -1,8 +1,10 @@
-"""The mathematics: every method in NumPy float64, one function per numbered equation, in the order of its paper.
+"""The mathematics: every method in NumPy float64, one function per numbered equation, in the order
+of its paper.
 
-A file with the attribute `METHOD` is an eviction method. The others are the derivation and the variants of one method
-(`*_theory`, `*_variants`), the allocators (`ada_kv`, `pyramid_kv`), and what all methods share (`checks`, `attention`, `rope`,
-`selection`, `cache`). Files here import only NumPy and `reference` itself.
+A file with the attribute `METHOD` is an eviction method. The others are the derivation and the
+variants of one method (`*_theory`, `*_variants`), the allocators (`ada_kv`, `pyramid_kv`), and what
+all methods share (`checks`, `attention`, `rope`, `selection`, `cache`). Files here import only
+NumPy and `reference` itself.
 
 `TRAITS = {"recursive"}` beside `METHOD` names the properties that most methods do not have:
 every_token: it compresses again with every new token;
@@ -11,8 +13,9 @@ own_budget: it decides by itself how many tokens stay;
 prompt_only: it needs the queries of all tokens, so it compresses the prompt alone;
 recursive: it compresses each token once and leaves it alone afterwards.
 
-Axes, everywhere: keys and values `[B, H_kv, T, D]`, queries `[B, H_q, M, D]`, scores and kept masks `[B, H_kv, T]`;
-`H_q = G * H_kv`, and query head h reads KV head `h // G`. Keys are cached after RoPE. A higher score means keep. A kept mask is
-boolean, True = keep. `budget` counts the tokens kept per head, `compression_ratio` is the fraction removed, `keep_ratio` the
-fraction kept. Functions of one equation read as one head, `[..., T, D]`, and take any leading axes.
+Axes, everywhere: keys and values `[B, H_kv, T, D]`, queries `[B, H_q, M, D]`, scores and kept masks
+`[B, H_kv, T]`; `H_q = G * H_kv`, and query head h reads KV head `h // G`. Keys are cached after
+RoPE. A higher score means keep. A kept mask is boolean, True = keep. `budget` counts the tokens
+kept per head, `compression_ratio` is the fraction removed, `keep_ratio` the fraction kept.
+Functions of one equation read as one head, `[..., T, D]`, and take any leading axes.
 """

@@ -1,4 +1,6 @@
-r"""AdaKV (arXiv 2407.11550), an allocator: one budget for a layer, divided among its heads by one top-k over all heads."""
+r"""AdaKV (arXiv 2407.11550), an allocator: one budget for a layer, divided among its heads by one
+top-k over all heads.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,24 @@ from .checks import as_count, as_fraction, as_kept
 from .selection import top_k
 
 
-def select(scores: np.ndarray, budget: int, *, floor_ratio: float = 0.2, protected: np.ndarray | None = None) -> np.ndarray:
-    r"""AD-1..3: each head keeps its best floor(alpha * budget) tokens; the rest of `H_kv * budget` goes to the layer's best.
+def select(
+    scores: np.ndarray,
+    budget: int,
+    *,
+    floor_ratio: float = 0.2,
+    protected: np.ndarray | None = None,
+) -> np.ndarray:
+    r"""AD-1..3: each head keeps its best floor(alpha * budget) tokens; the rest of `H_kv * budget`
+    goes to the layer's best.
 
-    Args: scores [B, H_kv, T], comparable between the heads; budget, the mean number of tokens per head; floor_ratio (alpha), the
-    fraction of the budget that each head keeps for itself, in [0, 1]: 1 gives every head the same budget, 0 guarantees none;
-    protected [B, H_kv, T], boolean, or None: tokens that their head keeps whatever they score. They are inside the budget, and
-    alpha is the fraction of the rest of it.
-    Returns kept [B, H_kv, T], boolean, ragged; each batch item keeps exactly `H_kv * min(budget, T)`.
-    Raises ValueError naming the argument out of range, or for a head with more protected tokens than the budget.
-    Source: algorithm 1, the safeguard of section 4 and, for what is protected, algorithm 2.
+    Args: scores [B, H_kv, T], comparable between the heads; budget, the mean number of tokens per
+    head; floor_ratio (alpha), the fraction of the budget that each head keeps for itself, in
+    [0, 1]: 1 gives every head the same budget, 0 guarantees none; protected [B, H_kv, T], boolean,
+    or None: tokens that their head keeps whatever they score. They are inside the budget, and alpha
+    is the fraction of the rest of it. Returns kept [B, H_kv, T], boolean, ragged; each batch item
+    keeps exactly `H_kv * min(budget, T)`. Raises ValueError naming the argument out of range, or
+    for a head with more protected tokens than the budget. Source: algorithm 1, the safeguard of
+    section 4 and, for what is protected, algorithm 2.
     """
     scores = np.asanyarray(scores)
     if scores.ndim != 3:
@@ -32,11 +42,18 @@ def select(scores: np.ndarray, budget: int, *, floor_ratio: float = 0.2, protect
     protected = as_kept("protected", protected, scores.shape, "the shape of scores")
     own = np.zeros(scores.shape, dtype=bool)
     for head in np.ndindex(batch, num_kv_heads):
-        # Decision: as the observation window in the authors' code, what is protected leaves the budget before it is shared out.
+        # Decision: as the observation window in the authors' code, what is protected leaves the
+        # budget before it is shared out.
         taken = int(protected[head].sum())
         if taken > budget:
-            raise ValueError(f"protected: got {taken} protected tokens in a head, wanted at most the budget, {budget}")
-        own[head] = top_k(scores[head], taken + math.floor(alpha * (budget - taken)), protected[head])
-    # One row per batch item. Among equal scores the lower head comes first, then the lower position.
+            raise ValueError(
+                f"protected: got {taken} protected tokens in a head, wanted at most the budget, "
+                f"{budget}"
+            )
+        own[head] = top_k(
+            scores[head], taken + math.floor(alpha * (budget - taken)), protected[head]
+        )
+    # One row per batch item. Among equal scores the lower head comes first, then the lower
+    # position.
     layer = scores.reshape(batch, num_kv_heads * length)
     return top_k(layer, num_kv_heads * budget, own.reshape(layer.shape)).reshape(scores.shape)

@@ -9,7 +9,9 @@ from .checks import as_float64, group_size
 
 
 def softmax(logits: np.ndarray, axis: int = -1) -> np.ndarray:
-    r"""`exp(x_i) / sum_j exp(x_j)` along `axis`; the maximum is subtracted first, so logits of 1e4 do not overflow."""
+    r"""`exp(x_i) / sum_j exp(x_j)` along `axis`; the maximum is subtracted first, so logits of 1e4
+    do not overflow.
+    """
     weights = np.exp(logits - logits.max(axis=axis, keepdims=True))
     return weights / weights.sum(axis=axis, keepdims=True)
 
@@ -26,22 +28,29 @@ def attention_logits(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""ATT-1: `softmax(Q K^T / sqrt(D)) V` for one head: [..., M, D], [..., T, D], [..., T, D_v] give [..., M, D_v]."""
+    r"""ATT-1: `softmax(Q K^T / sqrt(D)) V` for one head: [..., M, D], [..., T, D], [..., T, D_v]
+    give [..., M, D_v].
+    """
     return softmax(attention_logits(queries, keys)) @ values
 
 
 def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.ndarray]:
-    r"""ATT-1..3: attention of every query over the kept tokens of its KV head, with the log-sum-exp of the logits.
+    r"""ATT-1..3: attention of every query over the kept tokens of its KV head, with the log-sum-exp
+    of the logits.
 
-    Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from `cache.compress`.
-    Returns output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M] (natural logarithm, scaled logits). With it the attention over
-    two disjoint sets of tokens can be merged exactly. A head that keeps no token gives output 0 and log-sum-exp -inf.
-    Raises ValueError if the queries do not fit the cache.
+    Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from
+    `cache.compress`. Returns output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M] (natural
+    logarithm, scaled logits). With it the attention over two disjoint sets of tokens can be merged
+    exactly. A head that keeps no token gives output 0 and log-sum-exp -inf. Raises ValueError if
+    the queries do not fit the cache.
     """
     queries = as_float64("queries", queries, "B H_q M D")
     batch, num_query_heads, num_queries, head_dim = queries.shape
     if batch != cache.lengths.shape[0] or head_dim != cache.keys.shape[-1]:
-        raise ValueError(f"queries: got shape {queries.shape}, wanted [{cache.lengths.shape[0]}, H_q, M, {cache.keys.shape[-1]}]")
+        raise ValueError(
+            f"queries: got shape {queries.shape}, wanted [{cache.lengths.shape[0]}, H_q, M, "
+            f"{cache.keys.shape[-1]}]"
+        )
     group = group_size(num_query_heads, cache.lengths.shape[1])
     output = np.zeros((batch, num_query_heads, num_queries, cache.values.shape[-1]))
     normaliser = np.full((batch, num_query_heads, num_queries), -np.inf)
@@ -51,15 +60,20 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
         readers = slice(kv_head * group, (kv_head + 1) * group)
         logits = attention_logits(queries[item, readers], cache.keys[rows])
         normaliser[item, readers] = log_sum_exp(logits)
-        # The softmax reuses the log-sum-exp: an implementation may do so too, and the tolerance comes from this rounding.
-        output[item, readers] = np.exp(logits - normaliser[item, readers, :, None]) @ cache.values[rows]
+        # The softmax reuses the log-sum-exp: an implementation may do so too, and the tolerance
+        # comes from this rounding.
+        output[item, readers] = (
+            np.exp(logits - normaliser[item, readers, :, None]) @ cache.values[rows]
+        )
     return output, normaliser
 
 
 def by_group(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""ATT-5: queries [B, H_kv, G, M, D] beside keys [B, H_kv, 1, T, D]: query head h = kv_head * G + g reads KV head h // G.
+    r"""ATT-5: queries [B, H_kv, G, M, D] beside keys [B, H_kv, 1, T, D]: query head h = kv_head * G
+    + g reads KV head h // G.
 
-    Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D]. Raises ValueError naming what does not fit.
+    Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D]. Raises
+    ValueError naming what does not fit.
     """
     queries = as_float64("queries", queries, "B H_q M D")
     keys = as_float64("keys", keys, "B H_kv T D")
@@ -72,9 +86,11 @@ def by_group(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def causal_attention(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""ATT-6: `softmax(Q K^T / sqrt(D))` under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
+    r"""ATT-6: `softmax(Q K^T / sqrt(D))` under the causal mask: the m-th of the last M queries sees
+    the tokens up to T - M + m.
 
-    Args: queries [..., M, D]; keys [..., T, D], M <= T. Returns [..., M, T], 0 beyond each query's own position.
+    Args: queries [..., M, D]; keys [..., T, D], M <= T. Returns [..., M, T], 0 beyond each query's
+    own position.
     """
     logits = attention_logits(queries, keys)
     num_queries, length = logits.shape[-2:]

@@ -1,4 +1,6 @@
-r"""The compressed cache: flat storage that holds the kept tokens and nothing else (requirements CACHE-1 to CACHE-3)."""
+r"""The compressed cache: flat storage that holds the kept tokens and nothing else (requirements
+CACHE-1 to CACHE-3).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from .checks import as_float64, as_kept, require_shape
 
 
 class CompressedCache(NamedTuple):
-    """The kept tokens of every head, row after row: batch by batch, head by head, in position order.
+    """The kept tokens of every head, row after row: batch by batch, head by head, in position
+    order.
 
-    keys [N, D] and values [N, D_v], N = all kept tokens; positions [N], the place of each row in the original sequence;
-    lengths [B, H_kv], the number of rows of each head. Heads may differ in length (ragged).
+    keys [N, D] and values [N, D_v], N = all kept tokens; positions [N], the place of each row in
+    the original sequence; lengths [B, H_kv], the number of rows of each head. Heads may differ in
+    length (ragged).
     """
 
     keys: np.ndarray
@@ -26,14 +30,18 @@ class CompressedCache(NamedTuple):
 def compress(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T], boolean, any number True in each head.
-    Raises ValueError naming the argument where shapes disagree or `kept` is not boolean.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T], boolean, any number
+    True in each head. Raises ValueError naming the argument where shapes disagree or `kept` is not
+    boolean.
     """
     keys = as_float64("keys", keys, "B H_kv T D")
     values = as_float64("values", values, "B H_kv T D_v")
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    require_shape(
+        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
+    )
     kept = as_kept("kept", kept, keys.shape[:3], "the batch, heads and tokens of keys")
-    # Boolean indexing walks batch, head, position in that order: the order of storage is the order of the loop.
+    # Boolean indexing walks batch, head, position in that order: the order of storage is the order
+    # of the loop.
     positions = np.nonzero(kept)[-1]
     return CompressedCache(keys[kept], values[kept], positions, kept.sum(axis=-1))
 

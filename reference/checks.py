@@ -1,4 +1,6 @@
-"""Shared preconditions: an argument becomes a float64 array of the wanted axes, or a ValueError says what is wrong."""
+"""Shared preconditions: an argument becomes a float64 array of the wanted axes, or a ValueError
+says what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ import numpy as np
 
 
 def as_float64(name: str, value: Any, axes: str) -> np.ndarray:
-    """Return `value` as a finite float64 array with the axes that `axes` spells, such as `"B H_kv T D"` or `"... T D"`.
+    """Return `value` as a finite float64 array with the axes that `axes` spells, such as
+    `"B H_kv T D"` or `"... T D"`.
 
-    Subclasses of `np.ndarray` keep their class, so that an array with its own arithmetic can run through the reference.
-    Raises ValueError naming the argument, the value and the wanted form.
+    Subclasses of `np.ndarray` keep their class, so that an array with its own arithmetic can run
+    through the reference. Raises ValueError naming the argument, the value and the wanted form.
     """
     array = np.asanyarray(value)
     if array.dtype.kind not in "fiu":
@@ -24,26 +27,37 @@ def as_float64(name: str, value: Any, axes: str) -> np.ndarray:
     if array.ndim < count or (array.ndim > count and not open_ended):
         raise ValueError(f"{name}: got shape {array.shape}, wanted [{', '.join(wanted)}]")
     if 0 in array.shape:
-        raise ValueError(f"{name}: got shape {array.shape}, wanted no empty axis in [{', '.join(wanted)}]")
+        raise ValueError(
+            f"{name}: got shape {array.shape}, wanted no empty axis in [{', '.join(wanted)}]"
+        )
     if not np.isfinite(array).all():
         raise ValueError(f"{name}: got NaN or infinite numbers, wanted finite ones")
     return array
 
 
 def require_shape(name: str, array: np.ndarray, wanted: tuple[int, ...], like: str) -> None:
-    """Raise ValueError unless `array` has the shape `wanted`, which `like` explains ("the shape of keys")."""
+    """Raise ValueError unless `array` has the shape `wanted`, which `like` explains ("the shape of
+    keys").
+    """
     if array.shape != wanted:
         raise ValueError(f"{name}: got shape {array.shape}, wanted {wanted} ({like})")
 
 
 def group_size(num_query_heads: int, num_kv_heads: int) -> int:
-    """Return G = H_q / H_kv, the number of query heads that read one KV head. Raises ValueError if H_kv does not divide H_q."""
+    """Return G = H_q / H_kv, the number of query heads that read one KV head. Raises ValueError if
+    H_kv does not divide H_q.
+    """
     if num_query_heads % num_kv_heads:
-        raise ValueError(f"queries: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} KV heads")
+        raise ValueError(
+            f"queries: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} "
+            "KV heads"
+        )
     return num_query_heads // num_kv_heads
 
 
-def as_fraction(name: str, value: Any, *, low: int = 0, high: int = 1, closed_high: bool = True) -> Fraction:
+def as_fraction(
+    name: str, value: Any, *, low: int = 0, high: int = 1, closed_high: bool = True
+) -> Fraction:
     """Return a ratio exactly as it was written: 0.9 is nine tenths, not the nearest binary number.
 
     Raises ValueError outside [low, high], or outside [low, high) when `closed_high` is False.
@@ -52,15 +66,23 @@ def as_fraction(name: str, value: Any, *, low: int = 0, high: int = 1, closed_hi
     try:
         exact = value if isinstance(value, Fraction) else Fraction(repr(float(value)))
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}: got {value!r}, wanted a number in [{low}, {high}{bracket}") from None
+        raise ValueError(
+            f"{name}: got {value!r}, wanted a number in [{low}, {high}{bracket}"
+        ) from None
     if not low <= exact <= high or (exact == high and not closed_high):
         raise ValueError(f"{name}: got {value}, wanted a number in [{low}, {high}{bracket}")
     return exact
 
 
 def as_count(name: str, value: Any, *, low: int, high: int | None = None) -> int:
-    """Return `value` as an int in [low, high]. Raises ValueError outside the range or for a number that is not whole."""
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    """Return `value` as an int in [low, high]. Raises ValueError outside the range or for a number
+    that is not whole.
+    """
+    wanted = (
+        f"a whole number of at least {low}"
+        if high is None
+        else f"a whole number from {low} to {high}"
+    )
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{name}: got {value!r}, wanted {wanted}")
     if value < low or (high is not None and value > high):
@@ -69,7 +91,7 @@ def as_count(name: str, value: Any, *, low: int, high: int | None = None) -> int
 
 
 def as_kept(name: str, value: Any, wanted: tuple[int, ...], like: str) -> np.ndarray:
-    """Return a boolean mask of the shape `wanted`. Raises ValueError for any other dtype or shape."""
+    """Return a boolean mask of shape `wanted`. Raises ValueError for another dtype or shape."""
     mask = np.asarray(value)
     if mask.dtype != np.bool_:
         raise ValueError(f"{name}: got dtype {mask.dtype}, wanted a boolean mask, True = keep")

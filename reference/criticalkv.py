@@ -1,8 +1,9 @@
-r"""CriticalKV (arXiv 2502.03805): keep half of the budget by attention, and half by attention times the length of W_o v.
+r"""CriticalKV (arXiv 2502.03805): keep half of the budget by attention, and half by attention times
+the length of W_o v.
 
-The attention is aggregated as in DefensiveKV (arXiv 2510.13334). Both papers are known here from their public code:
-NVIDIA/kvpress, kvpress/presses/criticalkv_press.py at 0603dec, and FFY0/DefensiveKV,
-kvpress/presses/efficient_defensivekv_press.py at c278cd0.
+The attention is aggregated as in DefensiveKV (arXiv 2510.13334). Both papers are known here from
+their public code: NVIDIA/kvpress, kvpress/presses/criticalkv_press.py at 0603dec, and
+FFY0/DefensiveKV, kvpress/presses/efficient_defensivekv_press.py at c278cd0.
 """
 
 from __future__ import annotations
@@ -16,48 +17,66 @@ from .checks import as_count, as_float64, as_fraction, require_shape
 from .selection import top_k
 from .snapkv import average_pool
 
-METHOD = "keeps half of its budget by the largest attention of the last queries, half by that times the length of W_o v"
+METHOD = (
+    "keeps half of its budget by the largest attention of the last queries, half by that times "
+    "the length of W_o v"
+)
 
 
 def projected_norms(values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual stream, for a weight of 1.
+    r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual
+    stream, for a weight of 1.
 
-    Args: values [B, H_kv, T, D_v]; w_o [H_q, D_v, hidden], the rows of the output projection that belong to each query head.
-    Returns [B, H_kv, T]. Raises ValueError naming the argument that does not fit.
+    Args: values [B, H_kv, T, D_v]; w_o [H_q, D_v, hidden], the rows of the output projection that
+    belong to each query head. Returns [B, H_kv, T]. Raises ValueError naming the argument that does
+    not fit.
     """
-    values, w_o = as_float64("values", values, "B H_kv T D_v"), as_float64("w_o", w_o, "H_q D_v hidden")
+    values, w_o = (
+        as_float64("values", values, "B H_kv T D_v"),
+        as_float64("w_o", w_o, "H_q D_v hidden"),
+    )
     heads, width = values.shape[1], values.shape[3]
     if w_o.shape[0] % heads or w_o.shape[1] != width:
-        raise ValueError(f"w_o: got shape {w_o.shape}, wanted [a multiple of {heads}, {width}, hidden]")
+        raise ValueError(
+            f"w_o: got shape {w_o.shape}, wanted [a multiple of {heads}, {width}, hidden]"
+        )
     projected = values[:, :, None] @ w_o.reshape(heads, -1, *w_o.shape[1:])
     return np.abs(projected).sum(axis=-1).mean(axis=2)
 
 
 def defend(weights: np.ndarray) -> np.ndarray:
-    r"""CK-2: `a_t = max(b_t, mean_u b_u)`, `b_t = max_gm w_gmt`: DefensiveKV's aggregation. [..., G, M, N] to [..., N].
+    r"""CK-2: `a_t = max(b_t, mean_u b_u)`, `b_t = max_gm w_gmt`: DefensiveKV's aggregation.
+    [..., G, M, N] to [..., N].
 
-    The worst case counts in place of the average: a token that any query of any head needs is needed. A token that no query
-    needed yet counts as the mean one.
+    The worst case counts in place of the average: a token that any query of any head needs is
+    needed. A token that no query needed yet counts as the mean one.
     """
     largest = weights.max(axis=(-3, -2))
     return np.maximum(largest, largest.mean(axis=-1, keepdims=True))
 
 
-def importance(queries: np.ndarray, keys: np.ndarray, *, window_size: int = 32, kernel_size: int = 5) -> np.ndarray:
-    r"""CK-3: `a = defend(w)`, w the attention of the last queries on the tokens before them, pooled at an unchanged sum.
+def importance(
+    queries: np.ndarray, keys: np.ndarray, *, window_size: int = 32, kernel_size: int = 5
+) -> np.ndarray:
+    r"""CK-3: `a = defend(w)`, w the attention of the last queries on the tokens before them, pooled
+    at an unchanged sum.
 
-    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D],
-    T > window_size; kernel_size, odd. Returns [B, H_kv, T - window_size]. Raises ValueError naming the argument.
+    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys
+    [B, H_kv, T, D], T > window_size; kernel_size, odd. Returns [B, H_kv, T - window_size]. Raises
+    ValueError naming the argument.
     """
     window_size = as_count("window_size", window_size, low=1)
     queries, keys = by_group(queries, keys)
     if not window_size <= queries.shape[-2] or window_size >= keys.shape[-2]:
         tokens = f"{queries.shape[-2]} queries for {keys.shape[-2]} tokens"
-        raise ValueError(f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that")
+        raise ValueError(
+            f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that"
+        )
     weights = causal_attention(queries[..., -window_size:, :], keys)[..., :-window_size]
     pooled = average_pool(weights, kernel_size)
     total = pooled.sum(axis=-1, keepdims=True)
-    # Decision: a query whose attention stays within the window to the last digit says nothing, in place of 0/0.
+    # Decision: a query whose attention stays within the window to the last digit says nothing, in
+    # place of 0/0.
     return defend(pooled * (weights.sum(axis=-1, keepdims=True) / np.where(total == 0, 1, total)))
 
 
@@ -73,12 +92,13 @@ def score(
     first_share: float = 0.5,
     epsilon: float = 1e-4,
 ) -> np.ndarray:
-    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget` tokens of the highest a.
+    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget`
+    tokens of the highest a.
 
-    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep, the window among them;
-    first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher = keep; all infinite where T <= window_size.
-    Raises ValueError naming the argument. Source: the public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5
-    DefensiveKV's.
+    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep,
+    the window among them; first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher
+    = keep; all infinite where T <= window_size. Raises ValueError naming the argument. Source: the
+    public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
     """
     budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
     if not epsilon >= 0:
@@ -86,7 +106,9 @@ def score(
     norms, keys = projected_norms(values, w_o), as_float64("keys", keys, "B H_kv T D")
     require_shape("values", norms, keys.shape[:3], "the tokens of keys")
     if np.shape(queries)[1] != np.shape(w_o)[0]:
-        raise ValueError(f"w_o: got {np.shape(w_o)[0]} query heads, wanted the {np.shape(queries)[1]} of queries")
+        raise ValueError(
+            f"w_o: got {np.shape(w_o)[0]} query heads, wanted the {np.shape(queries)[1]} of queries"
+        )
     length, window_size = keys.shape[2], as_count("window_size", window_size, low=1)
     if length <= window_size:
         by_group(queries, keys)
@@ -100,13 +122,16 @@ def score(
 
 
 def error_bound(weights: np.ndarray, norms: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    r"""CK-5: `C - (2 - 1/S) sum_kept p_t n_t`, `C = sum p_t n_t`, `S = sum_kept p_t`: it bounds the error of the output.
+    r"""CK-5: `C - (2 - 1/S) sum_kept p_t n_t`, `C = sum p_t n_t`, `S = sum_kept p_t`: it bounds the
+    error of the output.
 
-    Evicted tokens leave `p_t W_o v_t` out, and the kept ones weigh p_t / S instead of p_t: the lengths of these changes add up
-    to it. With S > 1/2, which the first stage is for, more kept `p_t n_t` lowers the bound.
+    Evicted tokens leave `p_t W_o v_t` out, and the kept ones weigh p_t / S instead of p_t: the
+    lengths of these changes add up to it. With S > 1/2, which the first stage is for, more kept
+    `p_t n_t` lowers the bound.
 
-    Args: weights [..., T], summing to 1; norms [..., T], |W_o v_t|_1; kept [..., T], boolean, some in each row.
-    Returns [...], the bound of the L1 distance between W_o o and W_o o of the kept tokens.
+    Args: weights [..., T], summing to 1; norms [..., T], |W_o v_t|_1; kept [..., T], boolean, some
+    in each row. Returns [...], the bound of the L1 distance between W_o o and W_o o of the kept
+    tokens.
     """
     part = (weights * norms * kept).sum(axis=-1)
     return (weights * norms).sum(axis=-1) - (2 - 1 / (weights * kept).sum(axis=-1)) * part

@@ -1,4 +1,5 @@
-r"""DropKV (openreview MqfNzH3TVH): keep the last tokens, and those whose removal alone would change the output most.
+r"""DropKV (openreview MqfNzH3TVH): keep the last tokens, and those whose removal alone would change
+the output most.
 
 The paper is known here from its public code: NVIDIA/kvpress, pull requests 284 and 285,
 kvpress/presses/dropkv_press.py at 7fb8625.
@@ -17,20 +18,23 @@ METHOD = "keeps the last tokens, and those whose removal alone would change the 
 
 
 def perturbation(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""DK-1: `p_j / (1 - p_j) |v_j - o|`, the change of the output `o = sum_j p_j v_j` when only token j is evicted.
+    r"""DK-1: `p_j / (1 - p_j) |v_j - o|`, the change of the output `o = sum_j p_j v_j` when only
+    token j is evicted.
 
-    It is the removal error of EA-4 without W_o. The token of the largest weight is computed as `p_j |v_j - o'|`, o' the
-    output without it: the same number, but where p_j rounds to 1 the other form is infinity times 0.
+    It is the removal error of EA-4 without W_o. The token of the largest weight is computed as
+    `p_j |v_j - o'|`, o' the output without it: the same number, but where p_j rounds to 1 the other
+    form is infinity times 0.
 
-    Args: logits [..., T], finite for two tokens or more, -inf for those that are not seen; values [..., T, D_v].
-    Returns [..., T], 0 for tokens that are not seen.
+    Args: logits [..., T], finite for two tokens or more, -inf for those that are not seen; values
+    [..., T, D_v]. Returns [..., T], 0 for tokens that are not seen.
     """
     weights = softmax(logits)
     first = np.arange(logits.shape[-1]) == logits.argmax(axis=-1)[..., None]
     output = (weights[..., None, :] @ values)[..., 0, :]
     without = (softmax(np.where(first, -np.inf, logits))[..., None, :] @ values)[..., 0, :]
     others = np.where(first, 0.0, weights)
-    # Decision: no epsilon. With the public code's, a token that holds all the attention has the score 0.
+    # Decision: no epsilon. With the public code's, a token that holds all the attention has the
+    # score 0.
     errors = others / (1 - others) * norm(values - output[..., None, :])
     return np.where(first, weights * norm(values - without[..., None, :]), errors)
 
@@ -43,21 +47,27 @@ def score(
     window_size: int = 32,
     kernel_size: int = 7,
 ) -> np.ndarray:
-    r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2` over the last queries.
+    r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2` over the last
+    queries.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B, H_kv, T, D];
-    values [B, H_kv, T, D_v]; window_size >= 1; kernel_size K, odd. Returns scores [B, H_kv, T], higher = keep; infinity
-    for the window, all infinite where T <= window_size. Raises ValueError naming the argument.
-    Source: the public code, whose defaults these are.
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window;
+    keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; window_size >= 1; kernel_size K, odd. Returns
+    scores [B, H_kv, T], higher = keep; infinity for the window, all infinite where T <=
+    window_size. Raises ValueError naming the argument. Source: the public code, whose defaults
+    these are.
     """
     window_size = as_count("window_size", window_size, low=1)
     queries, keys = by_group(queries, keys)
     values = as_float64("values", values, "B H_kv T D_v")
-    require_shape("values", values, (*keys.shape[:2], keys.shape[3], values.shape[-1]), "the tokens of keys")
+    require_shape(
+        "values", values, (*keys.shape[:2], keys.shape[3], values.shape[-1]), "the tokens of keys"
+    )
     num_queries, length = queries.shape[-2], keys.shape[-2]
     window = min(window_size, length)
     if num_queries < window:
-        raise ValueError(f"queries: got those of {num_queries} tokens, wanted the {window} of the window")
+        raise ValueError(
+            f"queries: got those of {num_queries} tokens, wanted the {window} of the window"
+        )
     if window == length:
         return np.full((*keys.shape[:2], length), np.inf)
     total = np.zeros((*queries.shape[:3], length))
@@ -65,6 +75,7 @@ def score(
         logits = attention_logits(queries[..., [place - length], :], keys)[..., 0, :]
         seen = np.where(np.arange(length) <= place, logits, -np.inf)
         total = total + perturbation(seen, values[:, :, None]) ** 2
-    # Decision: the scores of the window are pooled with the others, as the public code does; SnapKV's are not.
+    # Decision: the scores of the window are pooled with the others, as the public code does;
+    # SnapKV's are not.
     pooled = average_pool(total.mean(axis=2), kernel_size)
     return np.where(np.arange(length) >= length - window, np.inf, pooled)

@@ -1,4 +1,6 @@
-r"""Expected Attention (arXiv 2510.00636): keep the tokens that future queries, modelled as Gaussian, are expected to use most."""
+r"""Expected Attention (arXiv 2510.00636): keep the tokens that future queries, modelled as
+Gaussian, are expected to use most.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from .checks import as_count, as_float64, require_shape
 from .rope import frequencies
 from .selection import budget, top_k
 
-METHOD = "keeps the tokens that add most to the output under a Gaussian model of the queries to come"
+METHOD = (
+    "keeps the tokens that add most to the output under a Gaussian model of the queries to come"
+)
 
 
 def norm(vectors: np.ndarray) -> np.ndarray:
@@ -20,32 +24,44 @@ def norm(vectors: np.ndarray) -> np.ndarray:
 
 
 def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
+    r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before
+    RoPE.
 
     Args: queries [..., N, D], all of one head. Returns mean [..., D] and covariance [..., D, D].
-    Raises ValueError for empty or non-finite `queries`. Source: section 2.2; `compute_statistics` in listing 1.
+    Raises ValueError for empty or non-finite `queries`. Source: section 2.2; `compute_statistics`
+    in listing 1.
     """
     queries = as_float64("queries", queries, "... N D")
     mean = queries.mean(axis=-2)
     centred = queries - mean[..., None, :]
-    # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would have no covariance.
+    # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would
+    # have no covariance.
     return mean, np.swapaxes(centred, -1, -2) @ centred / queries.shape[-2]
 
 
-def project_statistics(hidden_mean: np.ndarray, hidden_covariance: np.ndarray, w_q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-5: `mu_q = W_Q mu`, `Sigma_q = W_Q Sigma W_Q^T`: queries before RoPE of Gaussian hidden states.
+def project_statistics(
+    hidden_mean: np.ndarray, hidden_covariance: np.ndarray, w_q: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""EA-5: `mu_q = W_Q mu`, `Sigma_q = W_Q Sigma W_Q^T`: queries before RoPE of Gaussian hidden
+    states.
 
-    Args: hidden_mean [..., h]; hidden_covariance [..., h, h] (the paper prints d); w_q [D, h]. Returns [..., D], [..., D, D].
-    R_t turns both as in EA-6 with horizon 1. QK-norm is not linear: take `query_statistics` there. Source: equation 5.
+    Args: hidden_mean [..., h]; hidden_covariance [..., h, h] (the paper prints d); w_q [D, h].
+    Returns [..., D], [..., D, D]. R_t turns both as in EA-6 with horizon 1. QK-norm is not linear:
+    take `query_statistics` there. Source: equation 5.
     """
-    return (w_q @ hidden_mean[..., None])[..., 0], w_q @ hidden_covariance @ np.swapaxes(w_q, -1, -2)
+    return (w_q @ hidden_mean[..., None])[..., 0], w_q @ hidden_covariance @ np.swapaxes(
+        w_q, -1, -2
+    )
 
 
-def average_rotation(head_dim: int, *, position: int, horizon: int = 512, theta: float = 10000.0) -> np.ndarray:
+def average_rotation(
+    head_dim: int, *, position: int, horizon: int = 512, theta: float = 10000.0
+) -> np.ndarray:
     r"""EA-6: `Rbar = (1/T) sum_{j=1..T} R_{t+j}`, T = horizon, t + 1 = position.
 
-    Returns [D, D]. Each pair (i, i + D/2) is turned by its angle at the middle of the window and shrunk by
-    `sin(T w_i / 2) / (T sin(w_i / 2))`. Arguments and errors of `average_rope`. Source: equation 6.
+    Returns [D, D]. Each pair (i, i + D/2) is turned by its angle at the middle of the window and
+    shrunk by `sin(T w_i / 2) / (T sin(w_i / 2))`. Arguments and errors of `average_rope`. Source:
+    equation 6.
     """
     position = as_count("position", position, low=0)
     horizon = as_count("horizon", horizon, low=1)
@@ -57,29 +73,44 @@ def average_rotation(head_dim: int, *, position: int, horizon: int = 512, theta:
 
 
 def average_rope(
-    query_mean: np.ndarray, query_covariance: np.ndarray, *, position: int, horizon: int = 512, theta: float = 10000.0
+    query_mean: np.ndarray,
+    query_covariance: np.ndarray,
+    *,
+    position: int,
+    horizon: int = 512,
+    theta: float = 10000.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged over the next positions.
+    r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged
+    over the next positions.
 
-    Args: query_mean [B, H_q, D], query_covariance [B, H_q, D, D], before RoPE (any leading axes); position, that of the next token
-    (the tokens seen, evicted ones too); horizon, how many positions from there on; theta, the base of RoPE.
-    Returns both in the same shapes. Raises ValueError naming the argument. Source: section 2.2, equation 6.
+    Args: query_mean [B, H_q, D], query_covariance [B, H_q, D, D], before RoPE (any leading axes);
+    position, that of the next token (the tokens seen, evicted ones too); horizon, how many
+    positions from there on; theta, the base of RoPE. Returns both in the same shapes. Raises
+    ValueError naming the argument. Source: section 2.2, equation 6.
     """
     query_mean = as_float64("query_mean", query_mean, "... D")
     query_covariance = as_float64("query_covariance", query_covariance, "... D D")
     head_dim = query_mean.shape[-1]
-    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
+    require_shape(
+        "query_covariance",
+        query_covariance,
+        (*query_mean.shape, head_dim),
+        "query_mean with D twice",
+    )
     if head_dim % 2:
         raise ValueError(f"query_mean: got head_dim {head_dim}, wanted an even number")
     rotation = average_rotation(head_dim, position=position, horizon=horizon, theta=theta)
     return query_mean @ rotation.T, rotation @ query_covariance @ rotation.T
 
 
-def log_expected_scores(keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray) -> np.ndarray:
-    r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)`, zhat_i = E[exp(q . k_i / sqrt(d))] of a Gaussian q.
+def log_expected_scores(
+    keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray
+) -> np.ndarray:
+    r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)`, zhat_i =
+    E[exp(q . k_i / sqrt(d))] of a Gaussian q.
 
-    Args: keys [..., T, D]; query_mean [..., D]; query_covariance [..., D, D]. Returns [..., T], in the log domain: zhat itself
-    overflows from 710 on. Source: section 2.2, equation 7.
+    Args: keys [..., T, D]; query_mean [..., D]; query_covariance [..., D, D]. Returns [..., T], in
+    the log domain: zhat itself overflows from 710 on. Source: section 2.2, equation 7.
     """
     head_dim = keys.shape[-1]
     linear = (keys @ query_mean[..., None])[..., 0]
@@ -87,16 +118,23 @@ def log_expected_scores(keys: np.ndarray, query_mean: np.ndarray, query_covarian
     return linear / np.sqrt(head_dim) + quadratic / (2 * head_dim)
 
 
-def expected_weights(keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray) -> np.ndarray:
-    r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio of expectations, not the expected attention E[a_i].
+def expected_weights(
+    keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray
+) -> np.ndarray:
+    r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio of expectations, not the expected
+    attention E[a_i].
 
-    Arguments of `log_expected_scores`. Returns [..., T], summing to 1. Source: section 2.2, equation 8.
+    Arguments of `log_expected_scores`. Returns [..., T], summing to 1. Source: section 2.2,
+    equation 8.
     """
     return softmax(log_expected_scores(keys, query_mean, query_covariance))
 
 
-def contribution(weights: np.ndarray, values: np.ndarray, epsilon: float, w_o: np.ndarray | None = None) -> np.ndarray:
-    r"""EA-9, EA-V: `(ahat_i + epsilon) |W_o v_i|` with w_o, equation 9 as printed; `(ahat_i + epsilon) |v_i|` without.
+def contribution(
+    weights: np.ndarray, values: np.ndarray, epsilon: float, w_o: np.ndarray | None = None
+) -> np.ndarray:
+    r"""EA-9, EA-V: `(ahat_i + epsilon) |W_o v_i|` with w_o, equation 9 as printed;
+    `(ahat_i + epsilon) |v_i|` without.
 
     Args: weights [..., T]; values [..., T, D]; epsilon >= 0; w_o [h, D] or None. Returns [..., T].
     Source: equation 9; section 3.1, implementation details, for the form without w_o.
@@ -106,41 +144,69 @@ def contribution(weights: np.ndarray, values: np.ndarray, epsilon: float, w_o: n
 
 
 def score(
-    keys: np.ndarray, values: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray, *, epsilon: float = 0.02
+    keys: np.ndarray,
+    values: np.ndarray,
+    query_mean: np.ndarray,
+    query_covariance: np.ndarray,
+    *,
+    epsilon: float = 0.02,
 ) -> np.ndarray:
-    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are `ada_kv` on these scores.
+    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
+    `ada_kv` on these scores.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and query_covariance [B, H_q, D, D], averaged over
-    RoPE by `average_rope`; epsilon >= 0 (0.02 in the paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep.
-    With W_o v [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the experiments (EA-V).
-    Raises ValueError naming the argument whose shape or numbers do not fit. Source: section 2.2, equations 7 to 9.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and
+    query_covariance [B, H_q, D, D], averaged over RoPE by `average_rope`; epsilon >= 0 (0.02 in the
+    paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep. With W_o v
+    [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the
+    experiments (EA-V). Raises ValueError naming the argument whose shape or numbers do not fit.
+    Source: section 2.2, equations 7 to 9.
     """
     keys = as_float64("keys", keys, "B H_kv T D")
     values = as_float64("values", values, "B H_kv T D_v")
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    require_shape(
+        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
+    )
     query_mean = as_float64("query_mean", query_mean, "B H_q D")
     query_covariance = as_float64("query_covariance", query_covariance, "B H_q D D")
     batch, num_kv_heads, _, head_dim = keys.shape
     num_query_heads = query_mean.shape[1]
     if num_query_heads % num_kv_heads:
-        raise ValueError(f"query_mean: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} KV heads")
-    require_shape("query_mean", query_mean, (batch, num_query_heads, head_dim), "the batch and head_dim of keys")
-    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
+        raise ValueError(
+            f"query_mean: got {num_query_heads} query heads, wanted a multiple of the "
+            f"{num_kv_heads} KV heads"
+        )
+    require_shape(
+        "query_mean",
+        query_mean,
+        (batch, num_query_heads, head_dim),
+        "the batch and head_dim of keys",
+    )
+    require_shape(
+        "query_covariance",
+        query_covariance,
+        (*query_mean.shape, head_dim),
+        "query_mean with D twice",
+    )
     if not 0 <= epsilon < np.inf:
         raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
     group = num_query_heads // num_kv_heads
     grouped_mean = query_mean.reshape(batch, num_kv_heads, group, head_dim)
     grouped_covariance = query_covariance.reshape(batch, num_kv_heads, group, head_dim, head_dim)
-    # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
+    # Decision: softmax for each query head, then the mean over the group; each query head attends
+    # by itself.
     weights = expected_weights(keys[:, :, None], grouped_mean, grouped_covariance).mean(axis=2)
     return contribution(weights, values, epsilon)
 
 
-def listing_1(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, compression_ratio: float) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-L1: listing 1 for one head, corrected so that it runs: einsum over every token, exact budget, tokens in position order.
+def listing_1(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, compression_ratio: float
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""EA-L1: listing 1 for one head, corrected so that it runs: einsum over every token, exact
+    budget, tokens in position order.
 
-    Args: queries [N, D]; keys [T, D]; values [T, D_v]; compression_ratio in [0, 1). Returns the kept keys and values.
-    No RoPE average and epsilon 0, as listed. Raises ValueError for a bad ratio. Source: listing 1.
+    Args: queries [N, D]; keys [T, D]; values [T, D_v]; compression_ratio in [0, 1). Returns the
+    kept keys and values. No RoPE average and epsilon 0, as listed. Raises ValueError for a bad
+    ratio. Source: listing 1.
     """
     mean, covariance = query_statistics(queries)
     head_dim = keys.shape[-1]
@@ -154,8 +220,9 @@ def listing_1(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, compres
 class Decoding(NamedTuple):
     r"""EA-10: the state of decoding between two steps.
 
-    keys [B, H_kv, n, D], values [B, H_kv, n, D_v], the cache; positions [B, H_kv, n], the true position of each row;
-    queries [B, H_q, m, D], the latest queries before RoPE; position, that of the next token; steps since the last compression.
+    keys [B, H_kv, n, D], values [B, H_kv, n, D_v], the cache; positions [B, H_kv, n], the true
+    position of each row; queries [B, H_q, m, D], the latest queries before RoPE; position, that of
+    the next token; steps since the last compression.
     """
 
     keys: np.ndarray
@@ -166,16 +233,22 @@ class Decoding(NamedTuple):
     steps: int
 
 
-def start_decoding(keys: np.ndarray, values: np.ndarray, queries: np.ndarray, *, buffer_size: int = 128) -> Decoding:
-    r"""EA-10: the state after an uncompressed prompt: keys [B, H_kv, T, D], values, and queries [B, H_q, T, D] before RoPE.
+def start_decoding(
+    keys: np.ndarray, values: np.ndarray, queries: np.ndarray, *, buffer_size: int = 128
+) -> Decoding:
+    r"""EA-10: the state after an uncompressed prompt: keys [B, H_kv, T, D], values, and queries
+    [B, H_q, T, D] before RoPE.
 
-    After a compressed prompt, build `Decoding` from the kept tokens, with position = the tokens seen, not the tokens kept.
-    Raises ValueError naming the argument whose shape does not fit. Source: section 3.1, implementation details.
+    After a compressed prompt, build `Decoding` from the kept tokens, with position = the tokens
+    seen, not the tokens kept. Raises ValueError naming the argument whose shape does not fit.
+    Source: section 3.1, implementation details.
     """
     keys = as_float64("keys", keys, "B H_kv T D")
     values = as_float64("values", values, "B H_kv T D_v")
     queries = as_float64("queries", queries, "B H_q T D")
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    require_shape(
+        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
+    )
     buffer_size = as_count("buffer_size", buffer_size, low=1)
     length = keys.shape[2]
     positions = np.broadcast_to(np.arange(length), keys.shape[:3]).copy()
@@ -183,9 +256,13 @@ def start_decoding(keys: np.ndarray, values: np.ndarray, queries: np.ndarray, *,
 
 
 def appended(name: str, rows: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Append one token, [B, H, D], to rows, [B, H, n, D]. Raises ValueError if the shape does not fit."""
+    """Append one token, [B, H, D], to rows, [B, H, n, D]. Raises ValueError if the shape does not
+    fit.
+    """
     row = as_float64(name, row, "B H D")
-    require_shape(name, row, (*rows.shape[:2], rows.shape[3]), "the batch, heads and channels of the state")
+    require_shape(
+        name, row, (*rows.shape[:2], rows.shape[3]), "the batch, heads and channels of the state"
+    )
     return np.concatenate([rows, row[:, :, None]], axis=2)
 
 
@@ -202,11 +279,13 @@ def decode_step(
     theta: float = 10000.0,
     epsilon: float = 0.02,
 ) -> Decoding:
-    r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, or all tokens if there are fewer.
+    r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, or
+    all tokens if there are fewer.
 
-    Args: state; query [B, H_q, D] before RoPE, key [B, H_kv, D] after RoPE, value [B, H_kv, D_v] of the new token; target and
-    interval in tokens; buffer_size, the number of latest queries for the statistics. Returns the next state.
-    Raises ValueError for counts below 1 and shapes that do not fit. Source: section 3.1, implementation details, and section 4.2.
+    Args: state; query [B, H_q, D] before RoPE, key [B, H_kv, D] after RoPE, value [B, H_kv, D_v] of
+    the new token; target and interval in tokens; buffer_size, the number of latest queries for the
+    statistics. Returns the next state. Raises ValueError for counts below 1 and shapes that do not
+    fit. Source: section 3.1, implementation details, and section 4.2.
     """
     target = as_count("target", target, low=1)
     interval = as_count("interval", interval, low=1)
@@ -214,17 +293,26 @@ def decode_step(
     keys = appended("key", state.keys, key)
     values = appended("value", state.values, value)
     queries = appended("query", state.queries, query)[:, :, -buffer_size:]
-    positions = np.concatenate([state.positions, np.full((*keys.shape[:2], 1), state.position)], axis=2)
+    positions = np.concatenate(
+        [state.positions, np.full((*keys.shape[:2], 1), state.position)], axis=2
+    )
     grown = Decoding(keys, values, positions, queries, state.position + 1, state.steps + 1)
     if grown.steps < interval:
         return grown
     if keys.shape[2] <= target:
         return grown._replace(steps=0)
-    # Decision: the average starts at the true next position; the buffer's length, used elsewhere, is a long past position.
-    mean, covariance = average_rope(*query_statistics(queries), position=grown.position, horizon=horizon, theta=theta)
+    # Decision: the average starts at the true next position; the buffer's length, used elsewhere,
+    # is a long past position.
+    mean, covariance = average_rope(
+        *query_statistics(queries), position=grown.position, horizon=horizon, theta=theta
+    )
     kept = top_k(score(keys, values, mean, covariance, epsilon=epsilon), target)
 
-    def gather(rows: np.ndarray) -> np.ndarray:  # every head keeps `target` rows, so the result stays rectangular
+    def gather(
+        rows: np.ndarray,
+    ) -> np.ndarray:  # every head keeps `target` rows, so the result stays rectangular
         return rows[kept].reshape(*rows.shape[:2], target, *rows.shape[3:])
 
-    return grown._replace(keys=gather(keys), values=gather(values), positions=gather(positions), steps=0)
+    return grown._replace(
+        keys=gather(keys), values=gather(values), positions=gather(positions), steps=0
+    )

@@ -1,4 +1,6 @@
-r"""Expected Attention (arXiv 2510.00636), its derivation: the residual stream, the cost of a removal, the measures."""
+r"""Expected Attention (arXiv 2510.00636), its derivation: the residual stream, the cost of a
+removal, the measures.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,33 @@ from .rope import rotate
 
 
 def project(
-    hidden: np.ndarray, w_q: np.ndarray, w_k: np.ndarray, w_v: np.ndarray, positions: np.ndarray, theta: float = 10000.0
+    hidden: np.ndarray,
+    w_q: np.ndarray,
+    w_k: np.ndarray,
+    w_v: np.ndarray,
+    positions: np.ndarray,
+    theta: float = 10000.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     r"""EA-1: `q_i = R_i W_Q h_i`, `k_i = R_i W_K h_i`, `v_i = W_V h_i`.
 
-    Args: hidden [..., T, h]; w_q, w_k, w_v [D, h] (they map h to D; the paper prints the transposed shape); positions [T].
-    Returns queries, keys, values [..., T, D]. Raises ValueError for an odd D. Source: section 2.1, equation 1.
+    Args: hidden [..., T, h]; w_q, w_k, w_v [D, h] (they map h to D; the paper prints the transposed
+    shape); positions [T]. Returns queries, keys, values [..., T, D]. Raises ValueError for an odd
+    D. Source: section 2.1, equation 1.
     """
     queries, keys, values = (hidden @ np.swapaxes(weight, -1, -2) for weight in (w_q, w_k, w_v))
     return rotate(queries, positions, theta), rotate(keys, positions, theta), values
 
 
 def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""EA-2: `a_i = z_i / sum_j z_j`, `z_i = exp(q . k_i / sqrt(d))`. [..., D] and [..., T, D] to [..., T]. Source: equation 2."""
+    r"""EA-2: `a_i = z_i / sum_j z_j`, `z_i = exp(q . k_i / sqrt(d))`. [..., D] and [..., T, D] to
+    [..., T]. Source: equation 2.
+    """
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
 
 
 def residual_updates(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""EA-3: `dh_i = a_i W_o v_i`, what token i adds to the residual stream: `h_out = h + sum_i dh_i`.
+    r"""EA-3: `dh_i = a_i W_o v_i`, what token i adds to the residual stream:
+    `h_out = h + sum_i dh_i`.
 
     Args: weights [..., T]; values [..., T, D]; w_o [h, D]. Returns [..., T, h]. Source: equation 3.
     """
@@ -35,34 +46,42 @@ def residual_updates(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -
 
 
 def update_norms(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""EA-4: `|dh_i| = a_i |W_o v_i|`. Arguments of `residual_updates`; returns [..., T]. Source: equation 4."""
+    r"""EA-4: `|dh_i| = a_i |W_o v_i|`. Arguments of `residual_updates`; returns [..., T]. Source:
+    equation 4.
+    """
     return norm(residual_updates(weights, values, w_o))
 
 
 def removal_error(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""EA-4: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: the change of the output when only token i is evicted.
+    r"""EA-4: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: the change of the output when
+    only token i is evicted.
 
-    Arguments of `residual_updates`, every weight below 1; returns [..., T]. The paper calls `update_norms` optimal; it estimates
-    this change: the remaining weights are normalised again, so evicting a token whose value is the output changes nothing.
+    Arguments of `residual_updates`, every weight below 1; returns [..., T]. The paper calls
+    `update_norms` optimal; it estimates this change: the remaining weights are normalised again, so
+    evicting a token whose value is the output changes nothing.
     """
     output = (weights[..., None] * values).sum(axis=-2, keepdims=True)
     return weights / (1 - weights) * norm((values - output) @ np.swapaxes(w_o, -1, -2))
 
 
 def reconstruction_error(hidden: np.ndarray, compressed: np.ndarray) -> np.ndarray:
-    r"""EA-A: mean over the tokens of `|h - h_compr|`. [..., T, h] twice to [...]. Source: appendix A, figure 6."""
+    r"""EA-A: mean over the tokens of `|h - h_compr|`. [..., T, h] twice to [...]. Source: appendix
+    A, figure 6.
+    """
     return norm(hidden - compressed).mean(axis=-1)
 
 
 def centre(states: np.ndarray) -> np.ndarray:
     r"""`x - mean of x` over the tokens, [..., T, D]; exactly zero for a constant channel."""
-    # The first row is subtracted first: the mean of equal numbers may differ from them in the last bit, which z would enlarge.
+    # The first row is subtracted first: the mean of equal numbers may differ from them in the last
+    # bit, which z would enlarge.
     states = states - states[..., :1, :]
     return states - states.mean(axis=-2, keepdims=True)
 
 
 def correlation(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    r"""EA-A: Pearson correlation of two rows of attention, [..., T] twice to [...]; 0 if one row is constant.
+    r"""EA-A: Pearson correlation of two rows of attention, [..., T] twice to [...]; 0 if one row is
+    constant.
 
     Source: appendix C, figure 10.
     """
@@ -72,10 +91,11 @@ def correlation(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def skewness_and_kurtosis(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-A: skewness `E[z^3]` and excess kurtosis `E[z^4] - 3` of each channel; a Gaussian has 0 and 0.
+    r"""EA-A: skewness `E[z^3]` and excess kurtosis `E[z^4] - 3` of each channel; a Gaussian has 0
+    and 0.
 
-    z is standardised over the tokens. Args: states [..., T, D]. Returns two arrays [..., D]; a constant channel has 0 and -3.
-    Source: figures 7 to 9 of appendix B show these distributions.
+    z is standardised over the tokens. Args: states [..., T, D]. Returns two arrays [..., D]; a
+    constant channel has 0 and -3. Source: figures 7 to 9 of appendix B show these distributions.
     """
     centred = centre(states)
     deviation = np.sqrt((centred * centred).mean(axis=-2, keepdims=True))

@@ -1,4 +1,6 @@
-r"""GVote (arXiv 2509.03136): sampled future queries vote on the tokens to keep, each for as many as the current query needs."""
+r"""GVote (arXiv 2509.03136): sampled future queries vote on the tokens to keep, each for as many as
+the current query needs.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,18 @@ from .cache import CompressedCache, compress
 from .checks import as_count, as_float64, as_fraction, as_kept, group_size, require_shape
 from .rope import frequencies
 
-METHOD = "keeps the union of the tokens that sampled future queries attend to most; it sets its own budget"
+METHOD = (
+    "keeps the union of the tokens that sampled future queries attend to most; it sets its own "
+    "budget"
+)
 TRAITS = {"own_budget"}
 
 
 def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
     r"""GV-1, GV-A1: `A_0 = softmax(q K^T / sqrt(D))`, one query over all the tokens.
 
-    Args: query [..., D]; keys [..., T, D]. Returns [..., T], summing to 1. Raises ValueError for an empty or non-finite argument.
-    Source: equation 1; Algorithm 1, line 1.
+    Args: query [..., D]; keys [..., T, D]. Returns [..., T], summing to 1. Raises ValueError for an
+    empty or non-finite argument. Source: equation 1; Algorithm 1, line 1.
     """
     query, keys = as_float64("query", query, "... D"), as_float64("keys", keys, "... T D")
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
@@ -26,8 +31,9 @@ def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
 def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
     r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
 
-    Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the lower position is kept.
-    Raises ValueError if budgets do not fit the rows. Source: equation 5; Algorithm 1, line 10.
+    Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the
+    lower position is kept. Raises ValueError if budgets do not fit the rows. Source: equation 5;
+    Algorithm 1, line 10.
     """
     scores, budgets = as_float64("scores", scores, "... T"), np.asarray(budgets)
     if budgets.dtype.kind not in "iu" or (budgets < 0).any():
@@ -42,17 +48,21 @@ def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
 def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
 
-    Args: attention [..., T], weights of at least 0; p in [0, 1]. Returns a mask [..., T]. Raises ValueError for a negative weight
-    or a p outside [0, 1]. Source: section 3.2, step 1; Algorithm 1, line 2.
+    Args: attention [..., T], weights of at least 0; p in [0, 1]. Returns a mask [..., T]. Raises
+    ValueError for a negative weight or a p outside [0, 1]. Source: section 3.2, step 1; Algorithm
+    1, line 2.
     """
     attention = as_float64("attention", attention, "... T")
     if (attention < 0).any():
-        raise ValueError(f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0")
+        raise ValueError(
+            f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0"
+        )
     beyond = float(1 - as_fraction("p", p))
     order = np.argsort(-attention, axis=-1, kind="stable")
     falling = np.take_along_axis(attention, order, axis=-1)
-    # A token is needed as long as those before it hold less than p, that is, as it and those after it hold more than 1 - p.
-    # The tail is summed from its small end, so that at p = 1 no weight above 0 is lost to rounding.
+    # A token is needed as long as those before it hold less than p, that is, as it and those after
+    # it hold more than 1 - p. The tail is summed from its small end, so that at p = 1 no weight
+    # above 0 is lost to rounding.
     tail = np.cumsum(falling[..., ::-1], axis=-1)[..., ::-1]
     # Decision: mass is relative to the sum of the row, which is not exactly 1 in low precision.
     needed = np.asarray(tail > beyond * tail[..., :1])
@@ -63,17 +73,23 @@ def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
 
 
 def single_step_budget(candidates: np.ndarray) -> np.ndarray:
-    r"""GV-A3: `B_0 = |K_0|`. Args: candidates [..., T], boolean. Returns [...]. Source: Algorithm 1, line 3."""
+    r"""GV-A3: `B_0 = |K_0|`. Args: candidates [..., T], boolean. Returns [...]. Source: Algorithm
+    1, line 3.
+    """
     candidates = as_kept("candidates", candidates, np.shape(candidates), "any shape")
     return candidates.sum(axis=-1)
 
 
-def hidden_statistics(hidden_states: np.ndarray, *, sink_size: int = 4) -> tuple[np.ndarray, np.ndarray]:
-    r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the normalised hidden states, sinks skipped.
+def hidden_statistics(
+    hidden_states: np.ndarray, *, sink_size: int = 4
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the
+    normalised hidden states, sinks skipped.
 
-    Args: hidden_states [..., T, C], the layer norm's output, which the attention reads; sink_size, first tokens to skip (of a
-    shorter prompt all but the last). Returns mean and variance, [..., C]. Raises ValueError for a negative sink_size.
-    Source: section 3.2, step 2; Algorithm 1, line 4.
+    Args: hidden_states [..., T, C], the layer norm's output, which the attention reads; sink_size,
+    first tokens to skip (of a shorter prompt all but the last). Returns mean and variance,
+    [..., C]. Raises ValueError for a negative sink_size. Source: section 3.2, step 2; Algorithm 1,
+    line 4.
     """
     hidden_states = as_float64("hidden_states", hidden_states, "... T C")
     # Decision: 4 sinks as in StreamingLLM, and the variance divides by the number of tokens.
@@ -85,10 +101,11 @@ def hidden_statistics(hidden_states: np.ndarray, *, sink_size: int = 4) -> tuple
 
 
 def sample_hidden_states(mean: np.ndarray, variance: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    r"""GV-A5: `x_s = mu + sigma * e_s` is a sample of N(mu, diag(sigma^2)) if the noise e_s is a sample of N(0, I).
+    r"""GV-A5: `x_s = mu + sigma * e_s` is a sample of N(mu, diag(sigma^2)) if the noise e_s is a
+    sample of N(0, I).
 
-    Args: mean, variance [..., C]; noise [..., S, C]. Returns [..., S, C]. Raises ValueError for a negative variance.
-    Source: section 3.2, step 3; Algorithm 1, line 5.
+    Args: mean, variance [..., C]; noise [..., S, C]. Returns [..., S, C]. Raises ValueError for a
+    negative variance. Source: section 3.2, step 3; Algorithm 1, line 5.
     """
     mean, variance = as_float64("mean", mean, "... C"), as_float64("variance", variance, "... C")
     noise = as_float64("noise", noise, "... S C")
@@ -97,35 +114,52 @@ def sample_hidden_states(mean: np.ndarray, variance: np.ndarray, noise: np.ndarr
     return mean[..., None, :] + np.sqrt(variance)[..., None, :] * noise
 
 
-def project(hidden_states: np.ndarray, query_weight: np.ndarray, query_bias: np.ndarray | None = None) -> np.ndarray:
+def project(
+    hidden_states: np.ndarray, query_weight: np.ndarray, query_bias: np.ndarray | None = None
+) -> np.ndarray:
     r"""GV-A6: `Q = X W_Q (+ b)`, the linear layer of the model, before RoPE.
 
-    Args: hidden_states [..., S, C]; query_weight [..., C, D], the transpose of torch's; query_bias [..., D] or None.
-    Returns [..., S, D]. Raises ValueError if the channels disagree. Source: section 3.2, step 3; Algorithm 1, line 6.
+    Args: hidden_states [..., S, C]; query_weight [..., C, D], the transpose of torch's; query_bias
+    [..., D] or None. Returns [..., S, D]. Raises ValueError if the channels disagree. Source:
+    section 3.2, step 3; Algorithm 1, line 6.
     """
     hidden_states = as_float64("hidden_states", hidden_states, "... S C")
     query_weight = as_float64("query_weight", query_weight, "... C D")
     if query_weight.shape[-2] != hidden_states.shape[-1]:
-        raise ValueError(f"query_weight: got shape {query_weight.shape}, wanted [..., {hidden_states.shape[-1]}, D]")
+        raise ValueError(
+            f"query_weight: got shape {query_weight.shape}, wanted [..., "
+            f"{hidden_states.shape[-1]}, D]"
+        )
     queries = hidden_states @ query_weight
-    return queries if query_bias is None else queries + as_float64("query_bias", query_bias, "... D")[..., None, :]
+    return (
+        queries
+        if query_bias is None
+        else queries + as_float64("query_bias", query_bias, "... D")[..., None, :]
+    )
 
 
-def average_cos_sin(head_dim: int, *, position: int, horizon: int = 512, theta: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
-    r"""GV-A7: `mean over t of cos(t w_i), and of sin(t w_i)`, for t = position .. position + horizon - 1.
+def average_cos_sin(
+    head_dim: int, *, position: int, horizon: int = 512, theta: float = 10000.0
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""GV-A7: `mean over t of cos(t w_i), and of sin(t w_i)`, for t = position .. position +
+    horizon - 1.
 
-    Args: head_dim D, even; position, that of the next token; horizon >= 1. Returns cos and sin, [D/2]. Raises ValueError naming the
-    argument. Source: section 3.2, step 3; Algorithm 1, line 7.
+    Args: head_dim D, even; position, that of the next token; horizon >= 1. Returns cos and sin,
+    [D/2]. Raises ValueError naming the argument. Source: section 3.2, step 3; Algorithm 1, line 7.
     """
     position, horizon = as_count("position", position, low=0), as_count("horizon", horizon, low=1)
     angles = np.arange(position, position + horizon)[:, None] * frequencies(head_dim, theta)
     return np.cos(angles).mean(axis=0), np.sin(angles).mean(axis=0)
 
 
-def rotate_by_average(queries: np.ndarray, *, position: int, horizon: int = 512, theta: float = 10000.0) -> np.ndarray:
-    r"""GV-A8: `RoPE with the averaged cos and sin`, which is the mean of the query rotated to each of the positions.
+def rotate_by_average(
+    queries: np.ndarray, *, position: int, horizon: int = 512, theta: float = 10000.0
+) -> np.ndarray:
+    r"""GV-A8: `RoPE with the averaged cos and sin`, which is the mean of the query rotated to each
+    of the positions.
 
-    Args: queries [..., S, D], before RoPE; the settings of `average_cos_sin`. Returns [..., S, D]. Source: Algorithm 1, line 8.
+    Args: queries [..., S, D], before RoPE; the settings of `average_cos_sin`. Returns [..., S, D].
+    Source: Algorithm 1, line 8.
     """
     queries = as_float64("queries", queries, "... S D")
     cos, sin = average_cos_sin(queries.shape[-1], position=position, horizon=horizon, theta=theta)
@@ -136,38 +170,56 @@ def rotate_by_average(queries: np.ndarray, *, position: int, horizon: int = 512,
 def sampled_logits(sampled_queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     r"""GV-A9: `q_s . k_t / sqrt(D)` of each sampled query.
 
-    Args: sampled_queries [..., S, D]; keys [..., T, D]. Returns [..., S, T]. Source: section 3.4; Algorithm 1, line 9.
+    Args: sampled_queries [..., S, D]; keys [..., T, D]. Returns [..., S, T]. Source: section 3.4;
+    Algorithm 1, line 9.
     """
-    # Decision: the logits, not their softmax. The ranking is the same, but very low logits have a softmax of 0: ties.
-    return attention_logits(as_float64("sampled_queries", sampled_queries, "... S D"), as_float64("keys", keys, "... T D"))
+    # Decision: the logits, not their softmax. The ranking is the same, but very low logits have a
+    # softmax of 0: ties.
+    return attention_logits(
+        as_float64("sampled_queries", sampled_queries, "... S D"),
+        as_float64("keys", keys, "... T D"),
+    )
 
 
 def union(votes: np.ndarray) -> np.ndarray:
-    r"""GV-A11: `K = union of the K_s`. Args: votes [..., S, T], boolean. Returns kept [..., T]. Source: Algorithm 1, line 11."""
+    r"""GV-A11: `K = union of the K_s`. Args: votes [..., S, T], boolean. Returns kept [..., T].
+    Source: Algorithm 1, line 11.
+    """
     votes = as_kept("votes", votes, np.shape(votes), "any shape")
     return np.logical_or.reduce(votes, axis=-2)
 
 
 def prune(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> CompressedCache:
-    r"""GV-A12: `K, V restricted to the keep set of each head`, ragged; see `cache.compress`. Source: Algorithm 1, line 12."""
+    r"""GV-A12: `K, V restricted to the keep set of each head`, ragged; see `cache.compress`.
+    Source: Algorithm 1, line 12.
+    """
     return compress(keys, values, kept)
 
 
-def select(query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, p: float = 0.95) -> np.ndarray:
-    r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head of the group.
+def select(
+    query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, p: float = 0.95
+) -> np.ndarray:
+    r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
+    of the group.
 
-    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D]; sampled_queries [B, H_q, S, D]; all after RoPE;
-    p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to min(T, S * sum of B_0) tokens, over the query heads of a group.
-    Raises ValueError naming the argument whose shape does not fit. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
+    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D]; sampled_queries
+    [B, H_q, S, D]; all after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to
+    min(T, S * sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the
+    argument whose shape does not fit. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
     query = as_float64("query", query, "B H_q D")
     keys = as_float64("keys", keys, "B H_kv T D")
     sampled_queries = as_float64("sampled_queries", sampled_queries, "B H_q S D")
     batch, num_kv_heads, length, head_dim = keys.shape
     num_query_heads, samples = query.shape[1], sampled_queries.shape[2]
-    require_shape("query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys")
     require_shape(
-        "sampled_queries", sampled_queries, (batch, num_query_heads, samples, head_dim), "the batch, heads and channels of query"
+        "query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys"
+    )
+    require_shape(
+        "sampled_queries",
+        sampled_queries,
+        (batch, num_query_heads, samples, head_dim),
+        "the batch, heads and channels of query",
     )
     group = group_size(num_query_heads, num_kv_heads)
     per_query_head = keys[:, :, None]
@@ -177,8 +229,9 @@ def select(query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, 
     budgets = single_step_budget(nucleus(attention_weights(current, per_query_head), p))
     logits = sampled_logits(sampled, per_query_head)
     votes = top_each(logits, np.repeat(budgets[..., None], samples, axis=-1))
-    # Decision: the query heads of a group share one cache, so it keeps every token that any of them voted for. The tokens of K_0
-    # itself are not added, and no sink is protected: the paper's union has only the sets of the samples.
+    # Decision: the query heads of a group share one cache, so it keeps every token that any of them
+    # voted for. The tokens of K_0 itself are not added, and no sink is protected: the paper's union
+    # has only the sets of the samples.
     return union(votes.reshape(batch, num_kv_heads, group * samples, length))
 
 
@@ -195,11 +248,13 @@ def algorithm_1(
     horizon: int = 512,
     theta: float = 10000.0,
 ) -> CompressedCache:
-    r"""GV-A1..12: the whole of Algorithm 1 on one layer's prompt: `select` with queries sampled from the hidden states.
+    r"""GV-A1..12: the whole of Algorithm 1 on one layer's prompt: `select` with queries sampled
+    from the hidden states.
 
-    Args: query [B, H_q, D], after RoPE, that of the last prompt token; keys [B, H_kv, T, D], after RoPE; values [B, H_kv, T, D_v];
-    hidden_states [B, T, C]; query_weight [H_q, C, D]; noise [B, S, C], standard normal, shared by the heads of the layer.
-    Returns the compressed cache. Raises ValueError as the steps do. Source: Algorithm 1.
+    Args: query [B, H_q, D], after RoPE, that of the last prompt token; keys [B, H_kv, T, D], after
+    RoPE; values [B, H_kv, T, D_v]; hidden_states [B, T, C]; query_weight [H_q, C, D]; noise
+    [B, S, C], standard normal, shared by the heads of the layer. Returns the compressed cache.
+    Raises ValueError as the steps do. Source: Algorithm 1.
     """
     mean, variance = hidden_statistics(hidden_states, sink_size=sink_size)
     sampled = project(sample_hidden_states(mean, variance, noise)[:, None], query_weight)

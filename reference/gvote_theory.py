@@ -1,4 +1,6 @@
-r"""GVote (arXiv 2509.03136), its derivation: the selection with a budget that it replaces, and the smallest set to keep."""
+r"""GVote (arXiv 2509.03136), its derivation: the selection with a budget that it replaces, and the
+smallest set to keep.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,22 @@ from .selection import top_k
 
 
 def output(attention: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""GV-2: `o = A V`. Args: attention [..., T]; values [..., T, D_v]. Returns [..., D_v]. Source: equation 2."""
-    attention, values = as_float64("attention", attention, "... T"), as_float64("values", values, "... T D_v")
+    r"""GV-2: `o = A V`. Args: attention [..., T]; values [..., T, D_v]. Returns [..., D_v]. Source:
+    equation 2.
+    """
+    attention, values = (
+        as_float64("attention", attention, "... T"),
+        as_float64("values", values, "... T D_v"),
+    )
     return (attention[..., None, :] @ values)[..., 0, :]
 
 
 def importance(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""GV-3: `I_i = sum over the queries of the attention on token i`, a usual choice of the score, which the paper leaves open.
+    r"""GV-3: `I_i = sum over the queries of the attention on token i`, a usual choice of the score,
+    which the paper leaves open.
 
-    Args: queries [..., M, D], all later than the keys; keys [..., T, D]. Returns [..., T], summing to M. Source: equation 3.
+    Args: queries [..., M, D], all later than the keys; keys [..., T, D]. Returns [..., T], summing
+    to M. Source: equation 3.
     """
     queries, keys = as_float64("queries", queries, "... M D"), as_float64("keys", keys, "... T D")
     return softmax(attention_logits(queries, keys)).sum(axis=-2)
@@ -28,8 +37,9 @@ def importance(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 def allocate(scores: np.ndarray, budget: int) -> np.ndarray:
     r"""GV-4: `(b_1, .., b_H) = g(B, I)` with sum B, here by one top-B over the tokens of all heads.
 
-    Args: scores [..., T], all leading axes sharing the budget; budget B >= 0. Returns quotas [...], summing to min(B, all tokens).
-    Raises ValueError for NaN scores or a negative budget. Source: equation 4; the global top-k of section 2.2.
+    Args: scores [..., T], all leading axes sharing the budget; budget B >= 0. Returns quotas [...],
+    summing to min(B, all tokens). Raises ValueError for NaN scores or a negative budget. Source:
+    equation 4; the global top-k of section 2.2.
     """
     scores = np.asanyarray(scores)
     return top_k(scores.reshape(-1), budget).reshape(scores.shape).sum(axis=-1)
@@ -38,8 +48,9 @@ def allocate(scores: np.ndarray, budget: int) -> np.ndarray:
 def optimal_keep_set(attention: np.ndarray, p: float) -> np.ndarray:
     r"""GV-O: `K* = union over the future queries of their nucleus`, what GVote estimates.
 
-    Args: attention [..., M, T], of M future queries; p in [0, 1]. Returns [..., T], the smallest set that contains every nucleus (a
-    smaller one may still hold mass p of every query). Source: section 3.1.
+    Args: attention [..., M, T], of M future queries; p in [0, 1]. Returns [..., T], the smallest
+    set that contains every nucleus (a smaller one may still hold mass p of every query). Source:
+    section 3.1.
     """
     return union(nucleus(as_float64("attention", attention, "... M T"), p))
 
@@ -47,8 +58,10 @@ def optimal_keep_set(attention: np.ndarray, p: float) -> np.ndarray:
 def attention_overlap(attention: np.ndarray, candidates: np.ndarray) -> np.ndarray:
     r"""GV-F3: `sum over the candidates of the attention of the real next query`, its recall.
 
-    Args: attention [..., T]; candidates [..., T], boolean, such as the nucleus of a synthetic query. Returns [...], from 0 to 1.
-    Source: section 3.3, figure 3.
+    Args: attention [..., T]; candidates [..., T], boolean, such as the nucleus of a synthetic
+    query. Returns [...], from 0 to 1. Source: section 3.3, figure 3.
     """
     attention = as_float64("attention", attention, "... T")
-    return (attention * as_kept("candidates", candidates, attention.shape, "the shape of attention")).sum(axis=-1)
+    return (
+        attention * as_kept("candidates", candidates, attention.shape, "the shape of attention")
+    ).sum(axis=-1)

@@ -1,4 +1,6 @@
-r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so far (heavy hitters), and as many recent tokens."""
+r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so far (heavy hitters),
+and as many recent tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,24 @@ from .attention import by_group, causal_attention
 from .checks import as_count
 from .selection import top_k
 
-METHOD = "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
+METHOD = (
+    "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
+)
 TRAITS = {"prompt_only"}
 
-# Rows of the attention matrix at a time: all at once, 8 heads of 4096 tokens take 1 GiB, far beyond any cache of the processor.
+# Rows of the attention matrix at a time: all at once, 8 heads of 4096 tokens take 1 GiB, far beyond
+# any cache of the processor.
 BLOCK = 64
 
 
 def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries, mean over the group.
+    r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all
+    queries, mean over the group.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T, D].
-    Returns scores [B, H_kv, T], higher = keep, summing to M; it costs O(M T). Raises ValueError naming what does not fit.
-    Source: section 4.1 of the paper, the accumulated attention score.
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys
+    [B, H_kv, T, D]. Returns scores [B, H_kv, T], higher = keep, summing to M; it costs O(M T).
+    Raises ValueError naming what does not fit. Source: section 4.1 of the paper, the accumulated
+    attention score.
     """
     queries, keys = by_group(queries, keys)
     num_queries, length = queries.shape[-2], keys.shape[-2]
@@ -29,18 +36,23 @@ def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         stop = min(start + BLOCK, num_queries)
         seen = length - num_queries + stop  # no query of the block sees a later token
         received = causal_attention(queries[..., start:stop, :], keys[..., :seen, :]).sum(axis=-2)
-        total = total + np.concatenate([received, np.zeros((*received.shape[:-1], length - seen))], axis=-1)
+        total = total + np.concatenate(
+            [received, np.zeros((*received.shape[:-1], length - seen))], axis=-1
+        )
     return total.mean(axis=2)
 
 
 def select(queries: np.ndarray, keys: np.ndarray, *, budget: int) -> np.ndarray:
-    r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores among the others.
+    r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores
+    among the others.
 
-    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T) True in each row.
-    Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half as in its experiments.
+    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with
+    min(budget, T) True in each row. Raises ValueError naming the argument. Source: section 4.2 of
+    the paper; half and half as in its experiments.
     """
     scores = score(queries, keys)
     budget = as_count("budget", budget, low=1)
-    # Decision: the odd token of a budget goes to the recent half, so that a budget of 1 keeps the last token.
+    # Decision: the odd token of a budget goes to the recent half, so that a budget of 1 keeps the
+    # last token.
     recent = np.arange(scores.shape[-1]) >= scores.shape[-1] - (budget + 1) // 2
     return top_k(scores, budget, protected=np.broadcast_to(recent, scores.shape))

@@ -1,4 +1,6 @@
-r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average direction of the cache."""
+r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average direction of the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ from .selection import top_k
 
 METHOD = "keeps the keys least similar in direction to the mean of all keys"
 
-ArrayMap = Callable[[np.ndarray], np.ndarray]  # as a scorer: keys [..., T, D] to scores [..., T], higher = keep
+# As a scorer: keys [..., T, D] to scores [..., T], higher = keep.
+ArrayMap = Callable[[np.ndarray], np.ndarray]
 
 
 class Cache(NamedTuple):
-    """The cache between two blocks: keys [..., n, D], values [..., n, D_v], positions [..., n], number of tokens seen."""
+    """The cache between two blocks: keys [..., n, D], values [..., n, D_v], positions [..., n],
+    number of tokens seen.
+    """
 
     keys: np.ndarray
     values: np.ndarray
@@ -25,9 +30,11 @@ class Cache(NamedTuple):
 
 
 def append(cache: Cache | None, keys: np.ndarray, values: np.ndarray) -> Cache:
-    r"""KD-3: `[K_c ; K], [V_c ; V]`: new tokens join a cache along the time axis; None is the empty cache.
+    r"""KD-3: `[K_c ; K], [V_c ; V]`: new tokens join a cache along the time axis; None is the empty
+    cache.
 
-    Args: keys [..., M, D], values [..., M, D_v]. Returns the Cache of n + M tokens. Raises ValueError where the shapes disagree.
+    Args: keys [..., M, D], values [..., M, D_v]. Returns the Cache of n + M tokens. Raises
+    ValueError where the shapes disagree.
     """
     keys = as_float64("keys", keys, "... M D")
     values = as_float64("values", values, "... M D_v")
@@ -37,8 +44,18 @@ def append(cache: Cache | None, keys: np.ndarray, values: np.ndarray) -> Cache:
     if cache is None:
         return Cache(keys, values, positions, keys.shape[-2])
     cached_keys, cached_values = np.asanyarray(cache.keys), np.asanyarray(cache.values)
-    require_shape("keys", keys, (*cached_keys.shape[:-2], *keys.shape[-2:-1], cached_keys.shape[-1]), "the heads of cache.keys")
-    require_shape("values", values, (*values.shape[:-1], cached_values.shape[-1]), "the channels of cache.values")
+    require_shape(
+        "keys",
+        keys,
+        (*cached_keys.shape[:-2], *keys.shape[-2:-1], cached_keys.shape[-1]),
+        "the heads of cache.keys",
+    )
+    require_shape(
+        "values",
+        values,
+        (*values.shape[:-1], cached_values.shape[-1]),
+        "the channels of cache.values",
+    )
     return Cache(
         np.concatenate([cached_keys, keys], axis=-2),
         np.concatenate([cached_values, values], axis=-2),
@@ -48,24 +65,33 @@ def append(cache: Cache | None, keys: np.ndarray, values: np.ndarray) -> Cache:
 
 
 def evict(cache: Cache, kept: np.ndarray) -> Cache:
-    r"""KD-4: `(K', V') = pi(K, V)`, a subset of the cache with K and V of a token together, in position order.
+    r"""KD-4: `(K', V') = pi(K, V)`, a subset of the cache with K and V of a token together, in
+    position order.
 
-    Args: cache; kept [..., n], boolean, with equally many True in each row. Returns the smaller Cache.
-    Raises ValueError for a mask of another shape or with rows of different counts. Source: equation 4.
+    Args: cache; kept [..., n], boolean, with equally many True in each row. Returns the smaller
+    Cache. Raises ValueError for a mask of another shape or with rows of different counts. Source:
+    equation 4.
     """
     kept = as_kept("kept", kept, cache.keys.shape[:-1], "the tokens of the cache")
     counts = kept.sum(axis=-1)
     if (counts != counts.flat[0]).any():
-        raise ValueError(f"kept: got rows that keep {counts.min()} to {counts.max()} tokens, wanted equally many in each")
+        raise ValueError(
+            f"kept: got rows that keep {counts.min()} to {counts.max()} tokens, wanted equally "
+            "many in each"
+        )
     rows = (*kept.shape[:-1], int(counts.flat[0]))
     return Cache(
-        cache.keys[kept].reshape(*rows, -1), cache.values[kept].reshape(*rows, -1), cache.positions[kept].reshape(rows), cache.seen
+        cache.keys[kept].reshape(*rows, -1),
+        cache.values[kept].reshape(*rows, -1),
+        cache.positions[kept].reshape(rows),
+        cache.seen,
     )
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
     r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
-    # The vector is divided by its largest component first: the square of 1e200 overflows in float64.
+    # The vector is divided by its largest component first: the square of 1e200 overflows in
+    # float64.
     scale = np.abs(vectors).max(axis=-1, keepdims=True)
     vectors = vectors / np.where(scale == 0, 1, scale)
     length = np.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
@@ -74,7 +100,9 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def cosine(keys: np.ndarray, direction: np.ndarray) -> np.ndarray:
-    r"""`cos(k_i, a)` of every key with one vector: keys [..., T, D], direction [..., D] give [..., T]."""
+    r"""`cos(k_i, a)` of every key with one vector: keys [..., T, D], direction [..., D] give
+    [..., T].
+    """
     return (unit(keys) @ unit(direction)[..., None])[..., 0]
 
 
@@ -90,8 +118,8 @@ def similarity_matrix(keys: np.ndarray) -> np.ndarray:
 def pairwise_score(keys: np.ndarray) -> np.ndarray:
     r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
 
-    Args: keys [..., T, D]. Returns [..., T]. It ranks the tokens as `score` does: row i sums to `T |mu| cos(k_i, mu)`.
-    Source: section 3.2, equation 7.
+    Args: keys [..., T, D]. Returns [..., T]. It ranks the tokens as `score` does: row i sums to
+    `T |mu| cos(k_i, mu)`. Source: section 3.2, equation 7.
     """
     return -similarity_matrix(keys).sum(axis=-1)
 
@@ -107,42 +135,65 @@ def anchor(keys: np.ndarray) -> np.ndarray:
 def score(keys: np.ndarray) -> np.ndarray:
     r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
 
-    Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T] in [-1, 1], higher = keep.
-    Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: section 3.2, equation 8.
+    Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T] in [-1, 1], higher =
+    keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: section 3.2,
+    equation 8.
     """
     keys = as_float64("keys", keys, "... T D")
     return -cosine(keys, anchor(keys))
 
 
-def process_block(cache: Cache | None, keys: np.ndarray, values: np.ndarray, *, budget: int, scorer: ArrayMap = score) -> Cache:
-    r"""KD-6: `C_t = pi([C_(t-1) ; K_t, V_t])`: the block joins the cache and is scored with it; then N tokens are kept.
+def process_block(
+    cache: Cache | None,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    budget: int,
+    scorer: ArrayMap = score,
+) -> Cache:
+    r"""KD-6: `C_t = pi([C_(t-1) ; K_t, V_t])`: the block joins the cache and is scored with it;
+    then N tokens are kept.
 
-    Args: cache, None before the first block; keys [..., B, D], values [..., B, D_v]; budget N >= 1; scorer, any of this file.
-    Returns the Cache of min(N, n + B) tokens. Raises ValueError where shapes disagree or budget < 1. Source: equation 6.
+    Args: cache, None before the first block; keys [..., B, D], values [..., B, D_v]; budget N >= 1;
+    scorer, any of this file. Returns the Cache of min(N, n + B) tokens. Raises ValueError where
+    shapes disagree or budget < 1. Source: equation 6.
     """
     joined = append(cache, keys, values)
-    # Decision: the anchor is the mean over cache and block, as equation 8 reads; evicted keys are forgotten. Nothing is protected.
+    # Decision: the anchor is the mean over cache and block, as equation 8 reads; evicted keys are
+    # forgotten. Nothing is protected.
     return evict(joined, top_k(scorer(joined.keys), as_count("budget", budget, low=1)))
 
 
-def process_prompt(keys: np.ndarray, values: np.ndarray, *, budget: int, block_size: int, scorer: ArrayMap = score) -> Cache:
-    r"""KD-6: block prompt processing of T tokens in blocks of B, the last one shorter: at most N + B tokens are held at a time.
+def process_prompt(
+    keys: np.ndarray, values: np.ndarray, *, budget: int, block_size: int, scorer: ArrayMap = score
+) -> Cache:
+    r"""KD-6: block prompt processing of T tokens in blocks of B, the last one shorter: at most N +
+    B tokens are held at a time.
 
-    Args: as `process_block`, with keys and values of the whole prompt; block_size B >= 1 (B >= T is one shot). Returns the Cache.
-    In a model the keys of later layers depend on the tokens that earlier blocks kept: call `process_block`. Source: section 2.4.
+    Args: as `process_block`, with keys and values of the whole prompt; block_size B >= 1 (B >= T is
+    one shot). Returns the Cache. In a model the keys of later layers depend on the tokens that
+    earlier blocks kept: call `process_block`. Source: section 2.4.
     """
     keys = as_float64("keys", keys, "... T D")
     values = as_float64("values", values, "... T D_v")
     block_size = as_count("block_size", block_size, low=1)
     length = min(block_size, keys.shape[-2])
-    cache = process_block(None, keys[..., :length, :], values[..., :length, :], budget=budget, scorer=scorer)
+    cache = process_block(
+        None, keys[..., :length, :], values[..., :length, :], budget=budget, scorer=scorer
+    )
     for start in range(block_size, keys.shape[-2], block_size):
         block = (..., slice(start, start + block_size), slice(None))
         cache = process_block(cache, keys[block], values[block], budget=budget, scorer=scorer)
     return cache
 
 
-def decode(cache: Cache, key: np.ndarray, value: np.ndarray, *, budget: int, scorer: ArrayMap = score) -> Cache:
-    r"""KD-6: token generation is block processing with B = 1: key [..., D] and value [..., D_v] of one new token."""
+def decode(
+    cache: Cache, key: np.ndarray, value: np.ndarray, *, budget: int, scorer: ArrayMap = score
+) -> Cache:
+    r"""KD-6: token generation is block processing with B = 1: key [..., D] and value [..., D_v] of
+    one new token.
+    """
     key, value = as_float64("key", key, "... D"), as_float64("value", value, "... D_v")
-    return process_block(cache, key[..., None, :], value[..., None, :], budget=budget, scorer=scorer)
+    return process_block(
+        cache, key[..., None, :], value[..., None, :], budget=budget, scorer=scorer
+    )

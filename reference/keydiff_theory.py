@@ -1,4 +1,6 @@
-r"""KeyDiff (arXiv 2504.15364), its derivation: the attention, the objective, the operation counts, the theorems."""
+r"""KeyDiff (arXiv 2504.15364), its derivation: the attention, the objective, the operation counts,
+the theorems.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,23 @@ from .selection import top_k
 
 
 def transformer_block(states: np.ndarray, attend: ArrayMap, feed_forward: ArrayMap) -> np.ndarray:
-    r"""KD-1: `Y = FFN(CSA(X))`, causal self-attention and then the feed-forward network, position by position.
+    r"""KD-1: `Y = FFN(CSA(X))`, causal self-attention and then the feed-forward network, position
+    by position.
 
-    Args: states [..., T, D]; attend and feed_forward, functions of such an array. Returns what feed_forward returns.
-    The equation leaves out residual connections and normalisation; they belong into the two functions. Source: equation 1.
+    Args: states [..., T, D]; attend and feed_forward, functions of such an array. Returns what
+    feed_forward returns. The equation leaves out residual connections and normalisation; they
+    belong into the two functions. Source: equation 1.
     """
     return feed_forward(attend(as_float64("states", states, "... T D")))
 
 
 def causal_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""KD-2: `softmax(Q K^T / sqrt(D) + M) V`, with M = -inf strictly above the diagonal and 0 elsewhere.
+    r"""KD-2: `softmax(Q K^T / sqrt(D) + M) V`, with M = -inf strictly above the diagonal and 0
+    elsewhere.
 
-    Args: queries, keys [..., T, D], values [..., T, D_v], of one head (Q = X W_Q and so on; RoPE applied). Returns [..., T, D_v].
-    Raises ValueError where the shapes disagree. Source: equation 2.
+    Args: queries, keys [..., T, D], values [..., T, D_v], of one head (Q = X W_Q and so on; RoPE
+    applied). Returns [..., T, D_v]. Raises ValueError where the shapes disagree. Source: equation
+    2.
     """
     queries = as_float64("queries", queries, "... T D")
     keys = as_float64("keys", keys, "... T D")
@@ -36,11 +42,14 @@ def causal_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) 
     return _masked_attention(queries, keys, values)
 
 
-def cached_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, cache: Cache) -> np.ndarray:
-    r"""KD-3: `softmax(Q [K_c ; K]^T / sqrt(D) + M) [V_c ; V]`: the new tokens see all of the cache, and one another causally.
+def cached_attention(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, cache: Cache
+) -> np.ndarray:
+    r"""KD-3: `softmax(Q [K_c ; K]^T / sqrt(D) + M) [V_c ; V]`: the new tokens see all of the cache,
+    and one another causally.
 
-    Args: queries, keys [..., M, D], values [..., M, D_v] of the M new tokens; cache. Returns [..., M, D_v].
-    Raises ValueError where the shapes disagree. Source: equation 3.
+    Args: queries, keys [..., M, D], values [..., M, D_v] of the M new tokens; cache. Returns
+    [..., M, D_v]. Raises ValueError where the shapes disagree. Source: equation 3.
     """
     queries = as_float64("queries", queries, "... M D")
     keys = as_float64("keys", keys, "... M D")
@@ -50,33 +59,43 @@ def cached_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, 
 
 
 def _masked_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Attention of the last M tokens over all T: query m, the token at place T - M + m, sees the places up to its own."""
+    """Attention of the last M tokens over all T: query m, the token at place T - M + m, sees the
+    places up to its own.
+    """
     num_queries, length = queries.shape[-2], keys.shape[-2]
     hidden = np.triu(np.ones((num_queries, length), dtype=bool), k=length - num_queries + 1)
     return softmax(np.where(hidden, -np.inf, attention_logits(queries, keys))) @ values
 
 
 def attention_policy(weights: np.ndarray, budget: int, *, aggregate: ArrayMap) -> np.ndarray:
-    r"""KD-5: `top_N of phi(A)`, scores from attention, unlike KeyDiff: phi = the last row of A is TOVA, its column sums H2O.
+    r"""KD-5: `top_N of phi(A)`, scores from attention, unlike KeyDiff: phi = the last row of A is
+    TOVA, its column sums H2O.
 
-    Args: weights [..., M, T], attention of M queries; budget N; aggregate (phi), which maps them to scores [..., T].
-    Returns kept [..., T], boolean. Raises ValueError as `selection.top_k` does. Source: equation 5.
+    Args: weights [..., M, T], attention of M queries; budget N; aggregate (phi), which maps them to
+    scores [..., T]. Returns kept [..., T], boolean. Raises ValueError as `selection.top_k` does.
+    Source: equation 5.
     """
     return top_k(aggregate(as_float64("weights", weights, "... M T")), budget)
 
 
 def pairwise_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    r"""KD-O: `sum_{i in S} sum_{j in S} cos(k_i, k_j) = N sum_{i in S} khat_i . mu(S)`, the objective that section 3.3 minimises.
+    r"""KD-O: `sum_{i in S} sum_{j in S} cos(k_i, k_j) = N sum_{i in S} khat_i . mu(S)`, the
+    objective that section 3.3 minimises.
 
-    Args: keys [..., T, D]; kept [..., T], boolean (S). Returns [...]. Raises ValueError for a mask of another shape.
+    Args: keys [..., T, D]; kept [..., T], boolean (S). Returns [...]. Raises ValueError for a mask
+    of another shape.
     """
-    chosen = unit(as_float64("keys", keys, "... T D")) * as_kept("kept", kept, np.shape(keys)[:-1], "the tokens of keys")[..., None]
+    chosen = (
+        unit(as_float64("keys", keys, "... T D"))
+        * as_kept("kept", kept, np.shape(keys)[:-1], "the tokens of keys")[..., None]
+    )
     total = chosen.sum(axis=-2)
     return (total * total).sum(axis=-1)
 
 
 def relaxed_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    r"""KD-O: `sum_{i in S} khat_i . mu`, with the mean over ALL keys instead of the mean over S; KeyDiff minimises this.
+    r"""KD-O: `sum_{i in S} khat_i . mu`, with the mean over ALL keys instead of the mean over S;
+    KeyDiff minimises this.
 
     Args and Returns as `pairwise_objective`. Source: section 3.3.
     """
@@ -95,16 +114,19 @@ class Operations(NamedTuple):
 
 
 def score_step_by_step(keys: np.ndarray, *, epsilon: float = 1e-8) -> np.ndarray:
-    r"""KD-A1: KD-8 in the operations that appendix A.2.1 counts: norms, unit keys, anchor, dot products, quotients.
+    r"""KD-A1: KD-8 in the operations that appendix A.2.1 counts: norms, unit keys, anchor, dot
+    products, quotients.
 
-    Args: keys [..., T, D] without zero keys, by whose norm it divides; epsilon bounds the denominators from below.
-    Returns scores [..., T]. Raises ValueError for a zero key. Source: appendix A.2.1.
+    Args: keys [..., T, D] without zero keys, by whose norm it divides; epsilon bounds the
+    denominators from below. Returns scores [..., T]. Raises ValueError for a zero key. Source:
+    appendix A.2.1.
     """
     keys = as_float64("keys", keys, "... T D")
     if (np.abs(keys).max(axis=-1) == 0).any():
         raise ValueError("keys: got a zero key, wanted none: each key is divided by its norm")
     norms = np.sqrt((keys * keys).sum(axis=-1, keepdims=True))
-    # An array with one number for each head, so that a count of array operations includes this division.
+    # An array with one number for each head, so that a count of array operations includes this
+    # division.
     count = np.full_like(norms[..., 0, :], keys.shape[-2])
     mu = (keys * (1 / norms)).sum(axis=-2) * (1 / count)
     dots = keys @ mu[..., None]
@@ -115,24 +137,34 @@ def score_step_by_step(keys: np.ndarray, *, epsilon: float = 1e-8) -> np.ndarray
 def operation_count(length: int, head_dim: int) -> Operations:
     r"""KD-A1: the operations of `score_step_by_step` for one head of n keys of d channels.
 
-    `n(3d + 1) + 2d` multiplications, `3nd - n - 1` additions, `2n + 1` divisions, `n + 1` square roots. The paper's list has d
-    multiplications fewer: it counts the reciprocal of n, but not the products of the anchor's channels with it.
+    `n(3d + 1) + 2d` multiplications, `3nd - n - 1` additions, `2n + 1` divisions, `n + 1` square
+    roots. The paper's list has d multiplications fewer: it counts the reciprocal of n, but not the
+    products of the anchor's channels with it.
     """
     n, d = as_count("length", length, low=1), as_count("head_dim", head_dim, low=1)
     return Operations(n * (3 * d + 1) + 2 * d, 3 * n * d - n - 1, 2 * n + 1, n + 1)
 
 
 def flops(count: Operations, *, division: int = 5, square_root: int = 8) -> int:
-    r"""KD-A1: the weighted sum; with division = 5 and square root = 8 the paper's is `6nd + d + 18n + 12` (equation A.1)."""
-    return count.multiplications + count.additions + division * count.divisions + square_root * count.square_roots
+    r"""KD-A1: the weighted sum; with division = 5 and square root = 8 the paper's is
+    `6nd + d + 18n + 12` (equation A.1).
+    """
+    return (
+        count.multiplications
+        + count.additions
+        + division * count.divisions
+        + square_root * count.square_roots
+    )
 
 
 def alignment_bound(count: int, weight: float, largest_norm: float) -> float:
-    r"""KD-C1: `a / M - 1` with `a = log n + log(w / (1 - w))`: the least cosine of q with a key that gets the weight w.
+    r"""KD-C1: `a / M - 1` with `a = log n + log(w / (1 - w))`: the least cosine of q with a key
+    that gets the weight w.
 
-    Args: count n of other keys; weight w in (0, 1); largest_norm M > 0, above the norm of every key, for a unit query and logits
-    k . q. Always `k* . q >= a - M`; the cosine is at least the returned number where that is >= 0 or `k* . q >= 0`, and
-    may be below it otherwise. Raises ValueError naming an argument out of range. Source: theorem C.1.
+    Args: count n of other keys; weight w in (0, 1); largest_norm M > 0, above the norm of every
+    key, for a unit query and logits k . q. Always `k* . q >= a - M`; the cosine is at least the
+    returned number where that is >= 0 or `k* . q >= 0`, and may be below it otherwise. Raises
+    ValueError naming an argument out of range. Source: theorem C.1.
     """
     count = as_count("count", count, low=1)
     if not 0 < weight < 1:
@@ -143,7 +175,8 @@ def alignment_bound(count: int, weight: float, largest_norm: float) -> float:
 
 
 def squared_cosines(vector: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    r"""KD-C2: `cos(x, e_i)^2` for the rows e_i of an orthonormal basis; they sum to 1 (to 0 for the zero vector).
+    r"""KD-C2: `cos(x, e_i)^2` for the rows e_i of an orthonormal basis; they sum to 1 (to 0 for the
+    zero vector).
 
     Args: vector [..., D]; basis [..., D, D]. Returns [..., D]. Source: lemma C.2.
     """
@@ -152,12 +185,16 @@ def squared_cosines(vector: np.ndarray, basis: np.ndarray) -> np.ndarray:
 
 
 def anchor_cosine_bound(key_query: np.ndarray, anchor_query: np.ndarray) -> np.ndarray:
-    r"""KD-C3: `cos(k*, kbar) <= 1 - (bq - bk)^2 / 2` with bq = cos(k*, q) and bk = cos(kbar, q), of any signs.
+    r"""KD-C3: `cos(k*, kbar) <= 1 - (bq - bk)^2 / 2` with bq = cos(k*, q) and bk = cos(kbar, q), of
+    any signs.
 
-    Args: two arrays of cosines that broadcast. Raises ValueError for a number outside [-1, 1]. The least upper bound is the cosine
-    of the difference of the two angles, `bq bk + sqrt((1 - bq^2)(1 - bk^2))`. Source: theorem C.3.
+    Args: two arrays of cosines that broadcast. Raises ValueError for a number outside [-1, 1]. The
+    least upper bound is the cosine of the difference of the two angles,
+    `bq bk + sqrt((1 - bq^2)(1 - bk^2))`. Source: theorem C.3.
     """
-    return 1 - (_as_cosine("key_query", key_query) - _as_cosine("anchor_query", anchor_query)) ** 2 / 2
+    return (
+        1 - (_as_cosine("key_query", key_query) - _as_cosine("anchor_query", anchor_query)) ** 2 / 2
+    )
 
 
 def _as_cosine(name: str, value: np.ndarray) -> np.ndarray:

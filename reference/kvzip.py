@@ -1,7 +1,8 @@
-r"""KVzip (arXiv 2505.23416): keep the tokens that are needed most when the model reads the text a second time.
+r"""KVzip (arXiv 2505.23416): keep the tokens that are needed most when the model reads the text a
+second time.
 
-The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kvzip_press.py at 00dd63a, which names
-snu-mllab/KVzip.
+The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kvzip_press.py at
+00dd63a, which names snu-mllab/KVzip.
 """
 
 from __future__ import annotations
@@ -12,31 +13,44 @@ from .attention import by_group, causal_attention
 from .checks import as_count, as_float64, require_shape
 from .selection import top_k
 
-METHOD = "keeps the tokens with the largest attention of any query when the text is read a second time"
+METHOD = (
+    "keeps the tokens with the largest attention of any query when the text is read a second time"
+)
 TRAITS = {"prompt_only"}
 
 
-def replay_attention(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray) -> np.ndarray:
-    r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the replay up to itself.
+def replay_attention(
+    keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray
+) -> np.ndarray:
+    r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
+    replay up to itself.
 
-    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D], after RoPE, at the positions after the text.
-    Returns [..., M, T], each row summing to less than 1 by what the replay attends to itself.
+    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D], after RoPE, at the positions
+    after the text. Returns [..., M, T], each row summing to less than 1 by what the replay attends
+    to itself.
     """
     whole = np.concatenate([keys, replay_keys], axis=-2)
     return causal_attention(replay_queries, whole)[..., : keys.shape[-2]]
 
 
 def score(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray) -> np.ndarray:
-    r"""KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to a token.
+    r"""KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to
+    a token.
 
     Given the states of the replay the score is pure: to read the text again is the caller's.
 
-    Args: keys [B, H_kv, T, D]; replay_queries [B, H_q, M, D]; replay_keys [B, H_kv, M, D]. Returns scores [B, H_kv, T], from 0
-    to 1, higher = keep; it costs O(M T). Raises ValueError naming the argument that does not fit. Source: the public code.
+    Args: keys [B, H_kv, T, D]; replay_queries [B, H_q, M, D]; replay_keys [B, H_kv, M, D]. Returns
+    scores [B, H_kv, T], from 0 to 1, higher = keep; it costs O(M T). Raises ValueError naming the
+    argument that does not fit. Source: the public code.
     """
-    keys, replay_keys = as_float64("keys", keys, "B H_kv T D"), as_float64("replay_keys", replay_keys, "B H_kv M D")
+    keys, replay_keys = (
+        as_float64("keys", keys, "B H_kv T D"),
+        as_float64("replay_keys", replay_keys, "B H_kv M D"),
+    )
     wanted = (*keys.shape[:2], np.shape(replay_queries)[-2], keys.shape[3])
-    require_shape("replay_keys", replay_keys, wanted, "the heads of keys, the tokens of replay_queries")
+    require_shape(
+        "replay_keys", replay_keys, wanted, "the heads of keys, the tokens of replay_queries"
+    )
     try:
         queries, replay = by_group(replay_queries, replay_keys)
     except ValueError as error:
@@ -45,10 +59,12 @@ def score(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray)
 
 
 def top_r(scores: np.ndarray, budget: int) -> np.ndarray:
-    r"""KZ-3: one selection over all layers and heads: the `budget * L * H` highest scores, no head guaranteed any.
+    r"""KZ-3: one selection over all layers and heads: the `budget * L * H` highest scores, no head
+    guaranteed any.
 
-    Args: scores [L, B, H_kv, T]; budget, the tokens of each head on average. Returns kept [L, B, H_kv, T], boolean, with
-    min(budget, T) * L * H True for each row of the batch. Raises ValueError naming the argument.
+    Args: scores [L, B, H_kv, T]; budget, the tokens of each head on average. Returns kept
+    [L, B, H_kv, T], boolean, with min(budget, T) * L * H True for each row of the batch. Raises
+    ValueError naming the argument.
     """
     scores = as_float64("scores", scores, "L B H_kv T")
     layers, batch, heads, length = scores.shape

@@ -1,4 +1,6 @@
-r"""LagKV (arXiv 2504.04704): score the tokens of each partition by their variation relative to the range of the next partition."""
+r"""LagKV (arXiv 2504.04704): score the tokens of each partition by their variation relative to the
+range of the next partition.
+"""
 
 from __future__ import annotations
 
@@ -18,56 +20,75 @@ TRAITS = {"recursive"}
 
 
 def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:
-    r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to [..., N + n, D].
+    r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to
+    [..., N + n, D].
 
-    `cached` may be empty (N = 0). Raises ValueError if heads or channels differ. Source: section 2.1, equation 5.
+    `cached` may be empty (N = 0). Raises ValueError if heads or channels differ. Source: section
+    2.1, equation 5.
     """
     new = as_float64("new", new, "... n D")
-    require_shape("cached", cached, (*new.shape[:-2], cached.shape[-2], new.shape[-1]), "the heads and channels of new")
+    require_shape(
+        "cached",
+        cached,
+        (*new.shape[:-2], cached.shape[-2], new.shape[-1]),
+        "the heads and channels of new",
+    )
     return np.concatenate([cached, new], axis=-2)
 
 
 def reference_minimum(next_states: np.ndarray) -> np.ndarray:
-    r"""LK-7: `min_c = min over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D]. Source: equation 7."""
+    r"""LK-7: `min_c = min over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D].
+    Source: equation 7.
+    """
     return next_states.min(axis=-2, keepdims=True)
 
 
 def reference_maximum(next_states: np.ndarray) -> np.ndarray:
-    r"""LK-8: `max_c = max over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D]. Source: equation 8."""
+    r"""LK-8: `max_c = max over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D].
+    Source: equation 8.
+    """
     return next_states.max(axis=-2, keepdims=True)
 
 
 def normalise(states: np.ndarray, next_states: np.ndarray) -> np.ndarray:
-    r"""LK-9: `Zbar = (Z - min) / (max - min)`, per channel, with the range of the NEXT partition; it may leave [0, 1].
+    r"""LK-9: `Zbar = (Z - min) / (max - min)`, per channel, with the range of the NEXT partition;
+    it may leave [0, 1].
 
-    Args: states [..., L, D] of partition p, next_states [..., L', D] of partition p + 1. Returns [..., L, D].
-    Source: equation 9.
+    Args: states [..., L, D] of partition p, next_states [..., L', D] of partition p + 1. Returns
+    [..., L, D]. Source: equation 9.
     """
     low, high = reference_minimum(next_states), reference_maximum(next_states)
     spread = high - low
-    # Decision: a channel that is constant in the next partition says nothing about scale: it normalises to 0. That keeps the
-    # invariance to affine maps; dividing by the zero range would give NaN.
+    # Decision: a channel that is constant in the next partition says nothing about scale: it
+    # normalises to 0. That keeps the invariance to affine maps; dividing by the zero range would
+    # give NaN.
     return np.where(spread == 0, 0, (states - low) / np.where(spread == 0, 1, spread))
 
 
 def variation_score(normalised: np.ndarray) -> np.ndarray:
-    r"""LK-10: `softmax over the tokens of std over the channels`: positive, sums to 1 over the partition.
+    r"""LK-10: `softmax over the tokens of std over the channels`: positive, sums to 1 over the
+    partition.
 
     Args: normalised [..., L, D]. Returns [..., L]. Source: equation 10.
     """
     if normalised.shape[-1] == 1:
         deviation = np.zeros_like(normalised[..., 0])  # a single channel has no variation
     else:
-        # Decision: the sample standard deviation (ddof=1), as in the authors' code; the paper does not say.
+        # Decision: the sample standard deviation (ddof=1), as in the authors' code; the paper does
+        # not say.
         deviation = normalised.std(axis=-1, ddof=1)
     return softmax(deviation, axis=-1)
 
 
-def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray) -> np.ndarray:
-    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores of a partition sum to 2.
+def score(
+    keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray
+) -> np.ndarray:
+    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
+    of a partition sum to 2.
 
-    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values [..., L', D_v], the partition after it.
-    Returns [..., L], higher = keep. Raises ValueError where the shapes disagree. Source: section 2.2, equations 7 to 11.
+    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values
+    [..., L', D_v], the partition after it. Returns [..., L], higher = keep. Raises ValueError where
+    the shapes disagree. Source: section 2.2, equations 7 to 11.
     """
     keys = as_float64("keys", keys, "... L D")
     values = as_float64("values", values, "... L D_v")
@@ -75,22 +96,41 @@ def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_valu
     next_values = as_float64("next_values", next_values, "... L D_v")
     require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
     lag = next_keys.shape[-2]
-    require_shape("next_keys", next_keys, (*keys.shape[:-2], lag, keys.shape[-1]), "the heads and channels of keys")
-    require_shape("next_values", next_values, (*values.shape[:-2], lag, values.shape[-1]), "the tokens of next_keys")
-    return variation_score(normalise(keys, next_keys)) + variation_score(normalise(values, next_values))
+    require_shape(
+        "next_keys",
+        next_keys,
+        (*keys.shape[:-2], lag, keys.shape[-1]),
+        "the heads and channels of keys",
+    )
+    require_shape(
+        "next_values",
+        next_values,
+        (*values.shape[:-2], lag, values.shape[-1]),
+        "the tokens of next_keys",
+    )
+    return variation_score(normalise(keys, next_keys)) + variation_score(
+        normalise(values, next_values)
+    )
 
 
 def tokens_per_partition(keep_ratio: float | Fraction, lag_size: int) -> int:
-    r"""LK-12: `floor(r L)`, the tokens kept of each compressed partition; the paper writes rL as if it were whole."""
-    # Decision: floor in exact decimal arithmetic, as the authors' code floors; float gives 28 for floor(0.29 * 100).
+    r"""LK-12: `floor(r L)`, the tokens kept of each compressed partition; the paper writes rL as if
+    it were whole.
+    """
+    # Decision: floor in exact decimal arithmetic, as the authors' code floors; float gives 28 for
+    # floor(0.29 * 100).
     return math.floor(as_fraction("keep_ratio", keep_ratio) * lag_size)
 
 
-def retained_length(length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024) -> int:
-    r"""LK-12: `L_R = S + floor(rL) (floor((L_s - S) / L) - 1) + L + (L_s - S) mod L` for `L_s >= S + 2L`, else `L_s`.
+def retained_length(
+    length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
+) -> int:
+    r"""LK-12: `L_R = S + floor(rL) (floor((L_s - S) / L) - 1) + L + (L_s - S) mod L` for
+    `L_s >= S + 2L`, else `L_s`.
 
-    Args: length, tokens in the cache (L_s); keep_ratio, the fraction of each partition kept (r), in [0, 1]; sink_size (S),
-    lag_size (L). Returns the tokens left. Raises ValueError naming an argument out of range. Source: equation 12.
+    Args: length, tokens in the cache (L_s); keep_ratio, the fraction of each partition kept (r), in
+    [0, 1]; sink_size (S), lag_size (L). Returns the tokens left. Raises ValueError naming an
+    argument out of range. Source: equation 12.
     """
     length = as_count("length", length, low=0)
     sink_size = as_count("sink_size", sink_size, low=0)
@@ -102,20 +142,31 @@ def retained_length(length: int, *, keep_ratio: float | Fraction, sink_size: int
     return sink_size + kept_each * (partitions - 1) + lag_size + remainder
 
 
-def compression_ratio(length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024) -> float:
-    r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed: below `1 - floor(rL) / L`, or 0 as that is at r = 1.
+def compression_ratio(
+    length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
+) -> float:
+    r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed: below `1 - floor(rL) / L`, or 0 as that is
+    at r = 1.
 
     Arguments of `retained_length`.
     """
     length = as_count("length", length, low=1)
-    return 1 - retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size) / length
+    return (
+        1
+        - retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
+        / length
+    )
 
 
-def keep_ratio_for(length: int, budget: int, *, sink_size: int = 16, lag_size: int = 1024) -> Fraction:
-    r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0 if there is none.
+def keep_ratio_for(
+    length: int, budget: int, *, sink_size: int = 16, lag_size: int = 1024
+) -> Fraction:
+    r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0
+    if there is none.
 
-    The paper adapts r this way to compare methods at equal compression (section 3.2). Returns an exact fraction of lag_size;
-    1 where nothing needs to be removed. Raises ValueError naming an argument out of range.
+    The paper adapts r this way to compare methods at equal compression (section 3.2). Returns an
+    exact fraction of lag_size; 1 where nothing needs to be removed. Raises ValueError naming an
+    argument out of range.
     """
     length = as_count("length", length, low=1)
     budget = as_count("budget", budget, low=1)
@@ -131,13 +182,18 @@ def why_nothing_removed(length: int, *, sink_size: int = 16, lag_size: int = 102
     shortest = sink_size + 2 * lag_size
     if length >= shortest:
         return None
-    return f"LagKV keeps every cache below sink_size + 2 * lag_size = {shortest} tokens; this one has {length}"
+    return (
+        f"LagKV keeps every cache below sink_size + 2 * lag_size = {shortest} tokens; this one "
+        f"has {length}"
+    )
 
 
 def _states(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     keys = as_float64("keys", keys, "B H_kv T D")
     values = as_float64("values", values, "B H_kv T D_v")
-    require_shape("values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys")
+    require_shape(
+        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
+    )
     return keys, values
 
 
@@ -149,7 +205,9 @@ def _kept_after(
     keep_ratio: float | Fraction,
     lag_size: int,
 ) -> np.ndarray:
-    """The kept mask: the first `static_length` tokens stay; every later partition but the last is compressed."""
+    """The kept mask: the first `static_length` tokens stay; every later partition but the last is
+    compressed.
+    """
     keys, values = _states(keys, values)
     lag_size = as_count("lag_size", lag_size, low=1)
     kept_each = tokens_per_partition(keep_ratio, lag_size)
@@ -160,32 +218,48 @@ def _kept_after(
         return kept
     window = slice(static_length, static_length + partitions * lag_size)
 
-    def partitioned(states: np.ndarray) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
+    def partitioned(
+        states: np.ndarray,
+    ) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
         return states[:, :, window].reshape(batch, num_kv_heads, partitions, lag_size, -1)
 
     key_parts, value_parts = partitioned(keys), partitioned(values)
-    scores = scorer(key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:])
-    kept[:, :, static_length : window.stop - lag_size] = top_k(scores, kept_each).reshape(batch, num_kv_heads, -1)
+    scores = scorer(
+        key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:]
+    )
+    kept[:, :, static_length : window.stop - lag_size] = top_k(scores, kept_each).reshape(
+        batch, num_kv_heads, -1
+    )
     return kept
 
 
 def select(
-    keys: np.ndarray, values: np.ndarray, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    keep_ratio: float | Fraction,
+    sink_size: int = 16,
+    lag_size: int = 1024,
 ) -> np.ndarray:
-    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the last partition onwards.
+    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
+    last partition onwards.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0; lag_size >= 1.
-    Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming the argument.
-    Source: section 2.2 and figure 1.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0;
+    lag_size >= 1. Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens.
+    Raises ValueError naming the argument. Source: section 2.2 and figure 1.
     """
-    return _kept_after(as_count("sink_size", sink_size, low=0), score, keys, values, keep_ratio, lag_size)
+    return _kept_after(
+        as_count("sink_size", sink_size, low=0), score, keys, values, keep_ratio, lag_size
+    )
 
 
 class Stream(NamedTuple):
-    """LK-R: the cache between two steps: the static part (sinks and kept tokens of partitions), then uncompressed tokens.
+    """LK-R: the cache between two steps: the static part (sinks and kept tokens of partitions),
+    then uncompressed tokens.
 
-    keys [B, H_kv, N, D], values [B, H_kv, N, D_v], positions [B, H_kv, N] in the original sequence, ascending; static_length, how
-    many of the N are static (sink_size at first, though fewer may have come); seen, how many tokens have come.
+    keys [B, H_kv, N, D], values [B, H_kv, N, D_v], positions [B, H_kv, N] in the original sequence,
+    ascending; static_length, how many of the N are static (sink_size at first, though fewer may
+    have come); seen, how many tokens have come.
     """
 
     keys: np.ndarray
@@ -204,14 +278,17 @@ def step(
     sink_size: int = 16,
     lag_size: int = 1024,
 ) -> Stream:
-    r"""LK-R: append new tokens, then compress every partition after the static part that has a whole partition behind it.
+    r"""LK-R: append new tokens, then compress every partition after the static part that has a
+    whole partition behind it.
 
-    The sizes of the chunks do not matter: the kept positions are those of `select` on all tokens; an evicted token never returns.
-    At most `sink_size + floor(rL) n + 2L - 1` tokens stay, n the partitions compressed so far.
+    The sizes of the chunks do not matter: the kept positions are those of `select` on all tokens;
+    an evicted token never returns. At most `sink_size + floor(rL) n + 2L - 1` tokens stay, n the
+    partitions compressed so far.
 
-    Args: stream, None at the start; keys [B, H_kv, n, D] and values [B, H_kv, n, D_v], the n >= 1 new tokens; the settings of
-    `select`. Returns the next Stream; the given stream is unchanged. Raises ValueError naming the argument.
-    Source: the list of section 2.2, figure 1 and (the prefill in chunks) section 4.3.
+    Args: stream, None at the start; keys [B, H_kv, n, D] and values [B, H_kv, n, D_v], the n >= 1
+    new tokens; the settings of `select`. Returns the next Stream; the given stream is unchanged.
+    Raises ValueError naming the argument. Source: the list of section 2.2, figure 1 and (the
+    prefill in chunks) section 4.3.
     """
     keys, values = _states(keys, values)
     batch, num_kv_heads, new, _ = keys.shape
@@ -219,15 +296,24 @@ def step(
     if stream is None:
         nothing = np.zeros((batch, num_kv_heads, 0), dtype=int)
         stream = Stream(keys[:, :, :0], values[:, :, :0], nothing, sink_size, 0)
-    require_shape("keys", keys, (*stream.keys.shape[:2], new, stream.keys.shape[3]), "the heads and channels of stream")
-    require_shape("values", values, (*keys.shape[:3], stream.values.shape[3]), "the channels of stream")
+    require_shape(
+        "keys",
+        keys,
+        (*stream.keys.shape[:2], new, stream.keys.shape[3]),
+        "the heads and channels of stream",
+    )
+    require_shape(
+        "values", values, (*keys.shape[:3], stream.values.shape[3]), "the channels of stream"
+    )
     arrived = np.broadcast_to(np.arange(stream.seen, stream.seen + new), (batch, num_kv_heads, new))
     keys, values = append(stream.keys, keys), append(stream.values, values)
     positions = np.concatenate([stream.positions, arrived], axis=-1)
     kept = _kept_after(stream.static_length, score, keys, values, keep_ratio, lag_size)
     compressed = max(0, (keys.shape[2] - stream.static_length) // lag_size - 1)
 
-    def gather(states: np.ndarray) -> np.ndarray:  # every head keeps the same number, so the rows stay a block
+    def gather(
+        states: np.ndarray,
+    ) -> np.ndarray:  # every head keeps the same number, so the rows stay a block
         return states[kept].reshape(batch, num_kv_heads, -1, *states.shape[3:])
 
     static_length = stream.static_length + compressed * tokens_per_partition(keep_ratio, lag_size)

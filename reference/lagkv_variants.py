@@ -1,4 +1,6 @@
-r"""LagKV (arXiv 2504.04704), the variants of its section 4.4: the range of the partition itself, and norms of keys."""
+r"""LagKV (arXiv 2504.04704), the variants of its section 4.4: the range of the partition itself,
+and norms of keys.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,30 @@ from .lagkv import _kept_after, score
 
 
 def local_score(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""LK-14, LK-15: LocalKV, `score` with `min_c` and `max_c` over the tokens of Z[p] itself instead of Z[p+1]: Zbar is in [0, 1].
+    r"""LK-14, LK-15: LocalKV, `score` with `min_c` and `max_c` over the tokens of Z[p] itself
+    instead of Z[p+1]: Zbar is in [0, 1].
 
-    Args: keys [..., L, D]; values [..., L, D_v]. Returns [..., L], higher = keep. Raises ValueError where the shapes disagree.
-    Source: section 4.4, equations 14 and 15.
+    Args: keys [..., L, D]; values [..., L, D_v]. Returns [..., L], higher = keep. Raises ValueError
+    where the shapes disagree. Source: section 4.4, equations 14 and 15.
     """
     return score(keys, values, keys, values)
 
 
 def local_select(
-    keys: np.ndarray, values: np.ndarray, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    keep_ratio: float | Fraction,
+    sink_size: int = 16,
+    lag_size: int = 1024,
 ) -> np.ndarray:
-    r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were. Source: section 4.4."""
+    r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were.
+    Source: section 4.4.
+    """
     sink_size = as_count("sink_size", sink_size, low=0)
-    return _kept_after(sink_size, lambda k, v, *following: local_score(k, v), keys, values, keep_ratio, lag_size)
+    return _kept_after(
+        sink_size, lambda k, v, *following: local_score(k, v), keys, values, keep_ratio, lag_size
+    )
 
 
 def norm_select(
@@ -38,11 +50,15 @@ def norm_select(
     lag_size: int = 1024,
     skipped_layers: int = 2,
 ) -> np.ndarray:
-    r"""LK-16: `select` with `score_i = -|k_i|`, and no eviction in the first `skipped_layers` layers.
+    r"""LK-16: `select` with `score_i = -|k_i|`, and no eviction in the first `skipped_layers`
+    layers.
 
-    Args: layer, counted from 0; the others as in `select`. Raises ValueError naming the argument. Source: equation 16.
+    Args: layer, counted from 0; the others as in `select`. Raises ValueError naming the argument.
+    Source: equation 16.
     """
     sink_size = as_count("sink_size", sink_size, low=0)
     skipped = as_count("layer", layer, low=0) < as_count("skipped_layers", skipped_layers, low=0)
-    kept = _kept_after(sink_size, lambda k, *others: knorm.score(k), keys, values, keep_ratio, lag_size)
+    kept = _kept_after(
+        sink_size, lambda k, *others: knorm.score(k), keys, values, keep_ratio, lag_size
+    )
     return np.ones_like(kept) if skipped else kept

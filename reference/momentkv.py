@@ -1,7 +1,9 @@
-r"""MomentKV (arXiv 2606.01563): sum the evicted tokens up in four moments, and estimate their share of the attention from them.
+r"""MomentKV (arXiv 2606.01563): sum the evicted tokens up in four moments, and estimate their share
+of the attention from them.
 
-The derivation of the approximation, its error bounds and the analysis of eviction (equations 1 to 8, 13 to 36) are in
-`momentkv_theory.py`. E is the evicted set, R the retained one; logits are `s_i = q . k_i / sqrt(d)`.
+The derivation of the approximation, its error bounds and the analysis of eviction (equations 1 to
+8, 13 to 36) are in `momentkv_theory.py`. E is the evicted set, R the retained one; logits are
+`s_i = q . k_i / sqrt(d)`.
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ from .attention import attention_logits, by_group, causal_attention, softmax
 from .checks import as_count, as_float64, as_kept, group_size, require_shape
 from .selection import top_k
 
-METHOD = "evicts what the moments of the evicted tokens already predict, and adds their estimate to the attention output"
+METHOD = (
+    "evicts what the moments of the evicted tokens already predict, and adds their estimate to "
+    "the attention output"
+)
 TRAITS = {"every_token", "evicts_first"}
 
 
 class Moments(NamedTuple):
-    r"""MK-22: `n_e = |E|`, `s_k = sum k_i`, `s_v = sum v_i`, `S = sum v_i k_i^T` over the evicted tokens of each KV head.
+    r"""MK-22: `n_e = |E|`, `s_k = sum k_i`, `s_v = sum v_i`, `S = sum v_i k_i^T` over the evicted
+    tokens of each KV head.
 
-    count [B, H_kv], whole numbers; key_sum [B, H_kv, D]; value_sum [B, H_kv, D_v]; value_key_sum [B, H_kv, D_v, D].
-    Source: equation 22.
+    count [B, H_kv], whole numbers; key_sum [B, H_kv, D]; value_sum [B, H_kv, D_v]; value_key_sum
+    [B, H_kv, D_v, D]. Source: equation 22.
     """
 
-    # Decision: float32 or wider for any dtype of the cache: a half-precision sum stops growing (MK-C2).
+    # Decision: float32 or wider for any dtype of the cache: a half-precision sum stops growing
+    # (MK-C2).
     count: np.ndarray  # type: ignore[assignment]
     key_sum: np.ndarray
     value_sum: np.ndarray
@@ -34,7 +41,9 @@ class Moments(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """Statistics of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a sum)."""
+    """Statistics of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance
+    [..., D_v, D] (a sum).
+    """
 
     mean_key: np.ndarray
     mean_value: np.ndarray
@@ -42,11 +51,13 @@ class Recovered(NamedTuple):
 
 
 def recover(moments: Moments) -> Recovered:
-    r"""MK-23, MK-24: `kbar = s_k / n_e`, `vbar = s_v / n_e`, `Stilde = S - s_v s_k^T / n_e`; all zero where nothing was evicted.
+    r"""MK-23, MK-24: `kbar = s_k / n_e`, `vbar = s_v / n_e`, `Stilde = S - s_v s_k^T / n_e`; all
+    zero where nothing was evicted.
 
     Args: moments, with any leading axes. Source: equations 23 and 24, Algorithm 1 line 7.
     """
-    # Decision: the clamp of small entries of Stilde to 0 (appendix C.2) is off: a threshold of 1e-6 knows nothing of the scale.
+    # Decision: the clamp of small entries of Stilde to 0 (appendix C.2) is off: a threshold of 1e-6
+    # knows nothing of the scale.
     divisor = np.maximum(moments.count, 1)[..., None]
     mean_key, mean_value = moments.key_sum / divisor, moments.value_sum / divisor
     covariance = moments.value_key_sum - moments.value_sum[..., :, None] * mean_key[..., None, :]
@@ -54,10 +65,12 @@ def recover(moments: Moments) -> Recovered:
 
 
 def update(moments: Moments, keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> Moments:
-    r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any order.
+    r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any
+    order.
 
-    Args: moments, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; evicted [B, H_kv, T], boolean, True = evicted now.
-    Returns the Moments after. Raises ValueError naming the argument whose shape or dtype does not fit. Source: equation 25.
+    Args: moments, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; evicted [B, H_kv, T],
+    boolean, True = evicted now. Returns the Moments after. Raises ValueError naming the argument
+    whose shape or dtype does not fit. Source: equation 25.
     """
     keys, values = _as_tokens(keys, values)
     evicted = as_kept("evicted", evicted, keys.shape[:-1], "the batch, heads and tokens of keys")
@@ -72,7 +85,9 @@ def update(moments: Moments, keys: np.ndarray, values: np.ndarray, evicted: np.n
 
 
 def no_moments(keys: np.ndarray, values: np.ndarray) -> Moments:
-    r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v]."""
+    r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values
+    [..., T, D_v].
+    """
     keys, values = _as_tokens(keys, values)
     lead, head_dim, value_dim = keys.shape[:-2], keys.shape[-1], values.shape[-1]
     return Moments(
@@ -89,10 +104,12 @@ def merge(first: Moments, second: Moments) -> Moments:
 
 
 def approximate_evicted(query: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-9, MK-21: `fhat_E(q) = vbar + Stilde q / (n_e sqrt(d))`, the evicted output to first order; 0 where nothing was evicted.
+    r"""MK-9, MK-21: `fhat_E(q) = vbar + Stilde q / (n_e sqrt(d))`, the evicted output to first
+    order; 0 where nothing was evicted.
 
-    Args: query [..., D]; moments with the same leading axes (or broadcasting to them). Returns [..., D_v].
-    It may leave the convex hull of the evicted values. Source: equations 9 and 21, Algorithm 1 line 23.
+    Args: query [..., D]; moments with the same leading axes (or broadcasting to them). Returns
+    [..., D_v]. It may leave the convex hull of the evicted values. Source: equations 9 and 21,
+    Algorithm 1 line 23.
     """
     recovered = recover(moments)
     scale = np.maximum(moments.count, 1)[..., None] * np.sqrt(query.shape[-1])
@@ -100,14 +117,21 @@ def approximate_evicted(query: np.ndarray, moments: Moments) -> np.ndarray:
 
 
 def residual(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-10: `r_j = v_j - vbar - Stilde k_j / (n_e sqrt(d))`; where nothing was evicted, `r_j = v_j`.
+    r"""MK-10: `r_j = v_j - vbar - Stilde k_j / (n_e sqrt(d))`; where nothing was evicted,
+    `r_j = v_j`.
 
-    Args: keys [..., T, D]; values [..., T, D_v]; moments. Returns [..., T, D_v]. Source: equation 10, Algorithm 1 line 10.
+    Args: keys [..., T, D]; values [..., T, D_v]; moments. Returns [..., T, D_v]. Source: equation
+    10, Algorithm 1 line 10.
     """
-    # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual is v_j.
+    # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual
+    # is v_j.
     recovered = recover(moments)
     scale = np.maximum(moments.count, 1)[..., None, None] * np.sqrt(keys.shape[-1])
-    return values - recovered.mean_value[..., None, :] - keys @ np.swapaxes(recovered.covariance, -1, -2) / scale
+    return (
+        values
+        - recovered.mean_value[..., None, :]
+        - keys @ np.swapaxes(recovered.covariance, -1, -2) / scale
+    )
 
 
 def residual_norm(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
@@ -117,22 +141,28 @@ def residual_norm(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.
 
 
 def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-10: `score_j = alpha_j |r_j|`, with alpha the attention of the query over the retained keys.
+    r"""MK-10: `score_j = alpha_j |r_j|`, with alpha the attention of the query over the retained
+    keys.
 
-    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the retained tokens;
-    moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher = keep; alpha is the mean of the probabilities that the
-    query heads of a group give. Raises ValueError naming the argument that does not fit.
-    Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
+    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of
+    the retained tokens; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
+    keep; alpha is the mean of the probabilities that the query heads of a group give. Raises
+    ValueError naming the argument that does not fit. Source: section 4.2, equation 10, Algorithm 1
+    lines 7 to 12.
     """
     keys, values = _as_tokens(keys, values, "B H_kv T")
     moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    # Decision: a KV head is scored once for its group: the mean over its query heads, after the softmax.
-    alpha = softmax(attention_logits(_grouped("query", as_float64("query", query, "B H_q D"), keys), keys)).mean(axis=-2)
+    # Decision: a KV head is scored once for its group: the mean over its query heads, after the
+    # softmax.
+    alpha = softmax(
+        attention_logits(_grouped("query", as_float64("query", query, "B H_q D"), keys), keys)
+    ).mean(axis=-2)
     return alpha * residual_norm(keys, values, moments)
 
 
 def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-11: `log Zhat_E = log n_e + q . kbar / sqrt(d)`, at most log Z_E (Jensen); -inf where nothing was evicted.
+    r"""MK-11: `log Zhat_E = log n_e + q . kbar / sqrt(d)`, at most log Z_E (Jensen); -inf where
+    nothing was evicted.
 
     Args: query [..., D]; moments. Returns [...]. Source: equation 11, Algorithm 1 line 22.
     """
@@ -140,52 +170,73 @@ def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
     return np.where(moments.count > 0, np.log(np.maximum(moments.count, 1)) + mean_logit, -np.inf)
 
 
-def log_mixing_weights(log_retained: np.ndarray, log_evicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for `log what_E`, in the log domain.
+def log_mixing_weights(
+    log_retained: np.ndarray, log_evicted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for
+    `log what_E`, in the log domain.
 
-    Args: log_retained, log Z_R; log_evicted, log Zhat_E; each may be -inf (an empty set). Source: equation 37.
+    Args: log_retained, log Z_R; log_evicted, log Zhat_E; each may be -inf (an empty set). Source:
+    equation 37.
     """
     total = np.logaddexp(log_retained, log_evicted)
     total = np.where(np.isfinite(total), total, 0)
     return log_retained - total, log_evicted - total
 
 
-def retained_attention(logits: np.ndarray, values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""MK-2: `f_R` and `log Z_R`, attention renormalised over the kept tokens; 0 and -inf where none is kept.
+def retained_attention(
+    logits: np.ndarray, values: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""MK-2: `f_R` and `log Z_R`, attention renormalised over the kept tokens; 0 and -inf where
+    none is kept.
 
-    Args: logits [..., M, T]; values [..., T, D_v]; kept [..., 1, T]. Returns [..., M, D_v] and [..., M]. Algorithm 1 line 20.
+    Args: logits [..., M, T]; values [..., T, D_v]; kept [..., 1, T]. Returns [..., M, D_v] and
+    [..., M]. Algorithm 1 line 20.
     """
     top = np.where(kept, logits, -np.inf).max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0)
     total = np.exp(np.where(kept, logits - top, -np.inf)).sum(axis=-1, keepdims=True)
     log_total = np.where(total > 0, top + np.log(np.where(total > 0, total, 1)), -np.inf)
-    # The weights come from the log-sum-exp, as in a merge of parts: the tolerance comes from this rounding.
+    # The weights come from the log-sum-exp, as in a merge of parts: the tolerance comes from this
+    # rounding.
     weights = np.exp(np.where(kept, logits - np.where(total > 0, log_total, 0), -np.inf))
     return weights @ values, log_total[..., 0]
 
 
-def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log domain.
+def attend(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
+) -> np.ndarray:
+    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log
+    domain.
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T], boolean (other tokens are
-    not read; if they have been evicted, `moments` holds them); moments of the evicted tokens.
-    Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps nothing and has no moments gives 0.
-    Raises ValueError naming the argument that does not fit. Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T],
+    boolean (other tokens are not read; if they have been evicted, `moments` holds them); moments of
+    the evicted tokens. Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps nothing
+    and has no moments gives 0. Raises ValueError naming the argument that does not fit. Source:
+    section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
     keys, values = _as_tokens(keys, values, "B H_kv T")
     kept = as_kept("kept", kept, keys.shape[:-1], "the batch, heads and tokens of keys")
     moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
     queries = _grouped("query", as_float64("query", query, "B H_q D"), keys)
-    from_retained, log_retained = retained_attention(attention_logits(queries, keys), values, kept[..., None, :])
-    of_each_query = Moments(*(field[:, :, None] for field in moments))  # one more axis: the query heads of a group share the keys
+    from_retained, log_retained = retained_attention(
+        attention_logits(queries, keys), values, kept[..., None, :]
+    )
+    of_each_query = Moments(
+        *(field[:, :, None] for field in moments)
+    )  # one more axis: the query heads of a group share the keys
     log_weights = log_mixing_weights(log_retained, log_evicted_partition(queries, of_each_query))
     retained_weight, evicted_weight = (np.exp(log_weight)[..., None] for log_weight in log_weights)
-    output = retained_weight * from_retained + evicted_weight * approximate_evicted(queries, of_each_query)
+    output = retained_weight * from_retained + evicted_weight * approximate_evicted(
+        queries, of_each_query
+    )
     return output.reshape(output.shape[0], -1, output.shape[-1])
 
 
 class Step(NamedTuple):
-    """After a decoding step: output [B, H_q, D_v], the retained keys [B, H_kv, L, D] and values in position order, the Moments."""
+    """After a decoding step: output [B, H_q, D_v], the retained keys [B, H_kv, L, D] and values in
+    position order, the Moments.
+    """
 
     output: np.ndarray
     keys: np.ndarray
@@ -202,16 +253,31 @@ def decode_step(
     moments: Moments,
     budget: int,
 ) -> Step:
-    r"""MK-A1: Algorithm 1, mended: add the new token, evict the lowest scores one by one, then attend with the moments as they are.
+    r"""MK-A1: Algorithm 1, mended: add the new token, evict the lowest scores one by one, then
+    attend with the moments as they are.
 
-    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys [B, H_kv, T, D] and values, and the
-    moments, before; budget (L), at least 1. The new token may be evicted at once. Raises ValueError naming the argument.
+    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys
+    [B, H_kv, T, D] and values, and the moments, before; budget (L), at least 1. The new token may
+    be evicted at once. Raises ValueError naming the argument.
     """
     keys, values = _as_tokens(keys, values, "B H_kv T")
     budget = as_count("budget", budget, low=1)
-    new_key, new_value = as_float64("new_key", new_key, "B H_kv D"), as_float64("new_value", new_value, "B H_kv D_v")
-    require_shape("new_key", new_key, (*keys.shape[:2], keys.shape[-1]), "the batch, heads and channels of keys")
-    require_shape("new_value", new_value, (*values.shape[:2], values.shape[-1]), "the batch, heads and channels of values")
+    new_key, new_value = (
+        as_float64("new_key", new_key, "B H_kv D"),
+        as_float64("new_value", new_value, "B H_kv D_v"),
+    )
+    require_shape(
+        "new_key",
+        new_key,
+        (*keys.shape[:2], keys.shape[-1]),
+        "the batch, heads and channels of keys",
+    )
+    require_shape(
+        "new_value",
+        new_value,
+        (*values.shape[:2], values.shape[-1]),
+        "the batch, heads and channels of values",
+    )
     keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     values = np.concatenate([values, new_value[:, :, None]], axis=2)
     while keys.shape[2] > budget:
@@ -219,17 +285,22 @@ def decode_step(
         moments = update(moments, keys, values, ~kept)
         keys = keys[kept].reshape(*keys.shape[:2], -1, keys.shape[-1])
         values = values[kept].reshape(*values.shape[:2], -1, values.shape[-1])
-    # Decision: the means are recovered after the last eviction; the printed lines 22 and 23 reuse the means from before it.
+    # Decision: the means are recovered after the last eviction; the printed lines 22 and 23 reuse
+    # the means from before it.
     output = attend(query, keys, values, np.ones(keys.shape[:-1], dtype=bool), moments)
     return Step(output, keys, values, moments)
 
 
-def score_prompt(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, chunk_size: int = 4) -> np.ndarray:
-    r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and the group, then over each chunk.
+def score_prompt(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, chunk_size: int = 4
+) -> np.ndarray:
+    r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and
+    the group, then over each chunk.
 
-    Args: queries [B, H_q, W, D], those of the last W tokens (32 in the paper), causal among themselves; keys [B, H_kv, T, D] and
-    values [B, H_kv, T, D_v] of the whole prompt, W <= T; chunk_size, neighbours that share one score. Returns [B, H_kv, T].
-    Raises ValueError naming the argument. Source: section 5.1.
+    Args: queries [B, H_q, W, D], those of the last W tokens (32 in the paper), causal among
+    themselves; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the whole prompt, W <= T;
+    chunk_size, neighbours that share one score. Returns [B, H_kv, T]. Raises ValueError naming the
+    argument. Source: section 5.1.
     """
     keys, values = _as_tokens(keys, values, "B H_kv T")
     chunk_size = as_count("chunk_size", chunk_size, low=1)
@@ -252,12 +323,14 @@ def select_prompt(
     chunk_size: int = 4,
     floor_ratio: float | None = None,
 ) -> np.ndarray:
-    r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot; `update` takes the evicted ones.
+    r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot;
+    `update` takes the evicted ones.
 
-    Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones; floor_ratio: a number, such as 0.2, and
-    the heads of a layer share H_kv * budget by their attention, by `ada_kv.select`, as the paper has it; None, and each head keeps
-    the budget.
-    Returns kept [B, H_kv, T], boolean, ragged where the heads share. Raises ValueError naming the argument. Source: section 5.1.
+    Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones;
+    floor_ratio: a number, such as 0.2, and the heads of a layer share H_kv * budget by their
+    attention, by `ada_kv.select`, as the paper has it; None, and each head keeps the budget.
+    Returns kept [B, H_kv, T], boolean, ragged where the heads share. Raises ValueError naming the
+    argument. Source: section 5.1.
     """
     scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
     length, window = scores.shape[-1], np.shape(queries)[2]
@@ -265,7 +338,8 @@ def select_prompt(
     protected = (position < as_count("sink_size", sink_size, low=0)) | (position >= length - window)
     if floor_ratio is None:
         return top_k(scores, budget, np.broadcast_to(protected, scores.shape))
-    # The attention alone says how much a head may keep, the score which of its tokens: values of length one leave the attention.
+    # The attention alone says how much a head may keep, the score which of its tokens: values of
+    # length one leave the attention.
     mass = score_prompt(queries, keys, np.ones((*scores.shape, 1)), chunk_size=chunk_size)
     shared = np.broadcast_to(protected, scores.shape)
     counts = ada_kv.select(mass, budget, floor_ratio=floor_ratio, protected=shared).sum(axis=-1)
@@ -275,23 +349,40 @@ def select_prompt(
     return kept
 
 
-def _as_tokens(keys: np.ndarray, values: np.ndarray, lead: str = "... T") -> tuple[np.ndarray, np.ndarray]:
-    keys, values = as_float64("keys", keys, f"{lead} D"), as_float64("values", values, f"{lead} D_v")
-    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the batch, heads and tokens of keys")
+def _as_tokens(
+    keys: np.ndarray, values: np.ndarray, lead: str = "... T"
+) -> tuple[np.ndarray, np.ndarray]:
+    keys, values = (
+        as_float64("keys", keys, f"{lead} D"),
+        as_float64("values", values, f"{lead} D_v"),
+    )
+    require_shape(
+        "values",
+        values,
+        (*keys.shape[:-1], values.shape[-1]),
+        "the batch, heads and tokens of keys",
+    )
     return keys, values
 
 
 def _as_moments(moments: Moments, lead: tuple[int, ...], head_dim: int, value_dim: int) -> Moments:
-    wanted = Moments(lead, (*lead, head_dim), (*lead, value_dim), (*lead, value_dim, head_dim))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    wanted = Moments(lead, (*lead, head_dim), (*lead, value_dim), (*lead, value_dim, head_dim))
     if not isinstance(moments, tuple) or len(moments) != len(wanted):
-        raise ValueError(f"moments: got {type(moments).__name__}, wanted Moments({', '.join(Moments._fields)})")
+        raise ValueError(
+            f"moments: got {type(moments).__name__}, wanted Moments({', '.join(Moments._fields)})"
+        )
     fields = []
     for name, value, shape in zip(Moments._fields, moments, wanted, strict=True):
         array = as_float64(f"moments.{name}", value, "...")
-        require_shape(f"moments.{name}", array, shape, "the batch, heads and channels of keys and values")  # type: ignore[arg-type]
+        require_shape(
+            f"moments.{name}", array, shape, "the batch, heads and channels of keys and values"
+        )  # type: ignore[arg-type]
         fields.append(array)
     if (fields[0] < 0).any() or (fields[0] != np.floor(fields[0])).any():
-        raise ValueError("moments.count: got a negative or broken number, wanted whole numbers of at least 0")
+        raise ValueError(
+            "moments.count: got a negative or broken number, wanted whole numbers of at least 0"
+        )
     # The count keeps its dtype, so that whole numbers remain whole numbers.
     return Moments(np.asanyarray(moments[0]), *fields[1:])
 
@@ -299,6 +390,8 @@ def _as_moments(moments: Moments, lead: tuple[int, ...], head_dim: int, value_di
 def _grouped(name: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """[B, H_q, ..., D] to [B, H_kv, G, ..., D]: query head h goes to the KV head h // G."""
     batch, num_kv_heads, head_dim = keys.shape[0], keys.shape[1], keys.shape[-1]
-    require_shape(name, queries, (batch, *queries.shape[1:-1], head_dim), "the batch and channels of keys")
+    require_shape(
+        name, queries, (batch, *queries.shape[1:-1], head_dim), "the batch and channels of keys"
+    )
     group = group_size(queries.shape[1], num_kv_heads)
     return queries.reshape(batch, num_kv_heads, group, *queries.shape[2:])

@@ -1,4 +1,5 @@
-r"""A correction that is never worse: bounds of what the evicted tokens can have given, beside MomentKV.
+r"""A correction that is never worse: bounds of what the evicted tokens can have given, beside
+MomentKV.
 
 Derived here, from no paper. Two more rows of keys and two of values per head, the least and the
 largest number of each channel of the evicted tokens, and the moments of `momentkv.py` enclose the
@@ -45,14 +46,15 @@ class Bounds(NamedTuple):
 
 
 def no_bounds(keys: np.ndarray, values: np.ndarray) -> Bounds:
-    r"""MB-1: the bounds of the empty set, for the heads of keys [..., T, D], values [..., T, D_v]."""
+    r"""MB-1: the bounds of the empty set, for keys [..., T, D], values [..., T, D_v]."""
     keys, values = _as_tokens(keys, values)
     key_high, value_high = (np.full_like(states[..., 0, :], -np.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
 
 
 def update(bounds: Bounds, keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> Bounds:
-    r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)` for every evicted token j; values alike.
+    r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)` for every evicted token j; values
+    alike.
 
     Args: bounds, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; evicted [B, H_kv, T],
     boolean, True = evicted now. Returns the Bounds after. Raises ValueError naming the argument.
@@ -60,8 +62,12 @@ def update(bounds: Bounds, keys: np.ndarray, values: np.ndarray, evicted: np.nda
     keys, values = _as_tokens(keys, values)
     gone = as_kept("evicted", evicted, keys.shape[:-1], "the batch, heads and tokens of keys")
     bounds = _as_bounds(bounds, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    key_low, value_low = (np.where(gone[..., None], states, np.inf).min(axis=-2) for states in (keys, values))
-    key_high, value_high = (np.where(gone[..., None], states, -np.inf).max(axis=-2) for states in (keys, values))
+    key_low, value_low = (
+        np.where(gone[..., None], states, np.inf).min(axis=-2) for states in (keys, values)
+    )
+    key_high, value_high = (
+        np.where(gone[..., None], states, -np.inf).max(axis=-2) for states in (keys, values)
+    )
     return Bounds(
         np.minimum(bounds.key_low, key_low),
         np.maximum(bounds.key_high, key_high),
@@ -71,7 +77,8 @@ def update(bounds: Bounds, keys: np.ndarray, values: np.ndarray, evicted: np.nda
 
 
 def logit_range(query: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray]:
-    r"""MB-2: `m <= s_i <= M` for every evicted i, with `m = sum_c min(q_c low_c, q_c high_c) / sqrt(d)`.
+    r"""MB-2: `m <= s_i <= M` for every evicted i, with
+    `m = sum_c min(q_c low_c, q_c high_c) / sqrt(d)`.
 
     M has max in place of min. Proof: q_c k_ic is linear in k_ic, so it lies between its values at
     the ends of channel c; add the channels.
@@ -82,8 +89,11 @@ def logit_range(query: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarr
     return np.minimum(*ends).sum(axis=-1) / root, np.maximum(*ends).sum(axis=-1) / root
 
 
-def log_partition_bounds(query: np.ndarray, moments: Moments, bounds: Bounds) -> tuple[np.ndarray, np.ndarray]:
-    r"""MB-3: `n e^sbar <= Z_E <= n ((1 - p) e^m + p e^M)`, with `p = (sbar - m) / (M - m)`; as logarithms.
+def log_partition_bounds(
+    query: np.ndarray, moments: Moments, bounds: Bounds
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""MB-3: `n e^sbar <= Z_E <= n ((1 - p) e^m + p e^M)`, with `p = (sbar - m) / (M - m)`; as
+    logarithms.
 
     Proof: below, Jensen (MK-11). Above, exp is convex, so on [m, M] it lies below its chord:
     `e^s <= e^m + (s - m) (e^M - e^m) / (M - m)`. Add up over the evicted tokens: s becomes sbar.
@@ -100,14 +110,18 @@ def log_partition_bounds(query: np.ndarray, moments: Moments, bounds: Bounds) ->
     return lower, np.where(moments.count > 0, np.maximum(chord, lower), -np.inf)
 
 
-def evicted_bounds(query: np.ndarray, moments: Moments, bounds: Bounds) -> tuple[np.ndarray, np.ndarray]:
-    r"""MB-4: a box that holds f_E: in [low, high] and `|f_E - vbar| <= a sinh((M - m) / 2)`, by channel.
+def evicted_bounds(
+    query: np.ndarray, moments: Moments, bounds: Bounds
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""MB-4: a box that holds f_E: in [low, high] and `|f_E - vbar| <= a sinh((M - m) / 2)`, by
+    channel.
 
     `a = sqrt((high - vbar) (vbar - low))`. Proof: f_E is a mean of the v_i with weights p_i, so it
     is in [low, high]. And `f_E - vbar = sum (p_i - 1/n) (v_i - vbar)`, at most
-    `sqrt(n sum (p_i - 1/n)^2) std(v)` by Cauchy-Schwarz. Numbers in [l, h] of mean x have a variance
-    of at most (h - x)(x - l) (Bhatia and Davis), so `std(v) <= a`; and for `n p_i`, of mean 1, with
-    h = e^(M - m) l, this is at most `(h - l)^2 / (4 h l) = sinh^2((M - m) / 2)`, its largest over l.
+    `sqrt(n sum (p_i - 1/n)^2) std(v)` by Cauchy-Schwarz. Numbers in [l, h] of mean x have a
+    variance of at most (h - x)(x - l) (Bhatia and Davis), so `std(v) <= a`; and for `n p_i`, of
+    mean 1, with h = e^(M - m) l, this is at most `(h - l)^2 / (4 h l) = sinh^2((M - m) / 2)`, its
+    largest over l.
     Args: query [..., D]; moments; bounds. Returns low and high [..., D_v], 0 where nothing was
     evicted.
     """
@@ -193,7 +207,9 @@ def _parts(
     bounds = _as_bounds(bounds, *sizes)
     for name, field in bounds._asdict().items():
         if (~np.isfinite(field).all(axis=-1) & (moments.count > 0)).any():
-            raise ValueError(f"bounds.{name}: got infinite bounds of evicted tokens, wanted `update`'s")
+            raise ValueError(
+                f"bounds.{name}: got infinite bounds of evicted tokens, wanted `update`'s"
+            )
     queries = _grouped("query", as_float64("query", query, "B H_q D"), keys)
     logits = attention_logits(queries, keys)
     from_retained, log_retained = retained_attention(logits, values, kept[..., None, :])

@@ -1,9 +1,12 @@
-r"""MomentKV (arXiv 2606.01563), its derivation and limits: the error of eviction, the expansion, its bounds, the mixing weight.
+r"""MomentKV (arXiv 2606.01563), its derivation and limits: the error of eviction, the expansion,
+its bounds, the mixing weight.
 
-Sections 2 and 3 (equations 1 to 8), appendices A and B (13 to 36), Algorithm 1 as printed and the storage of the moments. The
-method itself is in `momentkv.py`; where a printed line does not hold, the function gives the printed and the mended line, and the
-errata explain it. Every function reads as one head: query [..., D], keys [..., T, D], values [..., T, D_v]; from equation 8 on,
-keys and values are those of the evicted set. Centred logits must stay below 700 where their exponential itself is asked for.
+Sections 2 and 3 (equations 1 to 8), appendices A and B (13 to 36), Algorithm 1 as printed and the
+storage of the moments. The method itself is in `momentkv.py`; where a printed line does not hold,
+the function gives the printed and the mended line, and the errata explain it. Every function reads
+as one head: query [..., D], keys [..., T, D], values [..., T, D_v]; from equation 8 on, keys and
+values are those of the evicted set. Centred logits must stay below 700 where their exponential
+itself is asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ def norm(vectors: np.ndarray) -> np.ndarray:
 
 
 def logits_of(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""MK-1: `s_i = q . k_i / sqrt(d)`: query [..., D] and keys [..., T, D] give [..., T]. Source: section 2."""
+    r"""MK-1: `s_i = q . k_i / sqrt(d)`: query [..., D] and keys [..., T, D] give [..., T]. Source:
+    section 2.
+    """
     return attention_logits(query[..., None, :], keys)[..., 0, :]
 
 
@@ -33,53 +38,87 @@ def full_output(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.n
 
 def _masked(query: np.ndarray, keys: np.ndarray, mask: np.ndarray) -> np.ndarray:
     if not mask.any(axis=-1).all():
-        raise ValueError("kept: got a row in which one of the two sets is empty, wanted a retained and an evicted token")
+        raise ValueError(
+            "kept: got a row in which one of the two sets is empty, wanted a retained and an "
+            "evicted token"
+        )
     return np.where(mask, logits_of(query, keys), -np.inf)
 
 
-def sub_outputs(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sub_outputs(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-2: `f_R` and `f_E`, each normalised by its own partition function Z_R, Z_E.
 
-    Args: kept [..., T], boolean. Returns two [..., D_v]. Raises ValueError where a set is empty. Source: equation 2.
+    Args: kept [..., T], boolean. Returns two [..., D_v]. Raises ValueError where a set is empty.
+    Source: equation 2.
     """
-    of_retained, of_evicted = softmax(_masked(query, keys, kept)), softmax(_masked(query, keys, ~kept))
-    return (of_retained[..., None, :] @ values)[..., 0, :], (of_evicted[..., None, :] @ values)[..., 0, :]
+    of_retained, of_evicted = (
+        softmax(_masked(query, keys, kept)),
+        softmax(_masked(query, keys, ~kept)),
+    )
+    return (of_retained[..., None, :] @ values)[..., 0, :], (of_evicted[..., None, :] @ values)[
+        ..., 0, :
+    ]
 
 
 def mass(query: np.ndarray, keys: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""MK-3: `w_R = Z_R / Z` and `w_E = Z_E / Z`, which sum to 1; `f = w_R f_R + w_E f_E`. Returns two [...]. Equation 3."""
+    r"""MK-3: `w_R = Z_R / Z` and `w_E = Z_E / Z`, which sum to 1; `f = w_R f_R + w_E f_E`. Returns
+    two [...]. Equation 3.
+    """
     total = log_sum_exp(logits_of(query, keys))
     retained, evicted = (log_sum_exp(_masked(query, keys, mask)) for mask in (kept, ~kept))
     return np.exp(retained - total), np.exp(evicted - total)
 
 
-def eviction_error(retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray) -> np.ndarray:
-    r"""MK-4: `f - f_R = w_E (f_E - f_R)`. Args: f_R and f_E [..., D_v], w_E [...]. Source: equation 4."""
+def eviction_error(
+    retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray
+) -> np.ndarray:
+    r"""MK-4: `f - f_R = w_E (f_E - f_R)`. Args: f_R and f_E [..., D_v], w_E [...]. Source: equation
+    4.
+    """
     return evicted_mass[..., None] * (evicted_output - retained_output)
 
 
-def split_divergence(retained_output: np.ndarray, evicted_output: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""MK-5: `f_E - f_R = (|f_E| cos(theta) / |f_R| - 1) f_R + |f_E| sin(theta) n`, theta the angle, n orthogonal to f_R.
+def split_divergence(
+    retained_output: np.ndarray, evicted_output: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""MK-5: `f_E - f_R = (|f_E| cos(theta) / |f_R| - 1) f_R + |f_E| sin(theta) n`, theta the
+    angle, n orthogonal to f_R.
 
-    Returns the parallel and the perpendicular part, [..., D_v] each. Raises ValueError for f_R = 0, which has no direction.
-    Source: equation 5.
+    Returns the parallel and the perpendicular part, [..., D_v] each. Raises ValueError for f_R = 0,
+    which has no direction. Source: equation 5.
     """
     squared = (retained_output * retained_output).sum(axis=-1, keepdims=True)
     if (squared == 0).any():
         raise ValueError("retained_output: got a zero vector, wanted one with a direction")
-    along = (evicted_output * retained_output).sum(axis=-1, keepdims=True) / squared  # |f_E| cos(theta) / |f_R|
+    along = (evicted_output * retained_output).sum(
+        axis=-1, keepdims=True
+    ) / squared  # |f_E| cos(theta) / |f_R|
     return (along - 1) * retained_output, evicted_output - along * retained_output
 
 
-def squared_error(retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray) -> np.ndarray:
-    r"""MK-6: `|f - f_R|^2 = w_E^2 [(|f_E| cos(theta) - |f_R|)^2 + |f_E|^2 sin(theta)^2]`, [...]. Source: equation 6."""
+def squared_error(
+    retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray
+) -> np.ndarray:
+    r"""MK-6: `|f - f_R|^2 = w_E^2 [(|f_E| cos(theta) - |f_R|)^2 + |f_E|^2 sin(theta)^2]`, [...].
+    Source: equation 6.
+    """
     parallel, perpendicular = split_divergence(retained_output, evicted_output)
-    return evicted_mass**2 * ((parallel * parallel).sum(axis=-1) + (perpendicular * perpendicular).sum(axis=-1))
+    return evicted_mass**2 * (
+        (parallel * parallel).sum(axis=-1) + (perpendicular * perpendicular).sum(axis=-1)
+    )
 
 
-def amplification(retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray) -> np.ndarray:
-    r"""MK-7: `gamma = |f_E - f_R| / |f|`, so that `|f - f_R| / |f| = w_E gamma`; |f| makes it depend on w_E. Source: equation 7."""
-    full = (1 - evicted_mass)[..., None] * retained_output + evicted_mass[..., None] * evicted_output
+def amplification(
+    retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray
+) -> np.ndarray:
+    r"""MK-7: `gamma = |f_E - f_R| / |f|`, so that `|f - f_R| / |f| = w_E gamma`; |f| makes it
+    depend on w_E. Source: equation 7.
+    """
+    full = (1 - evicted_mass)[..., None] * retained_output + evicted_mass[
+        ..., None
+    ] * evicted_output
     return norm(evicted_output - retained_output) / norm(full)
 
 
@@ -89,20 +128,26 @@ def shifted_softmax(logits: np.ndarray, shift: np.ndarray | float) -> np.ndarray
 
 
 def centred_logits(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""MK-14, MK-15: `delta_i = q . (k_i - kbar) / sqrt(d)`, which sum to 0 for every query. Returns [..., T]. Equations 14, 15."""
+    r"""MK-14, MK-15: `delta_i = q . (k_i - kbar) / sqrt(d)`, which sum to 0 for every query.
+    Returns [..., T]. Equations 14, 15.
+    """
     return logits_of(query, keys - keys.mean(axis=-2, keepdims=True))
 
 
 def centred_output(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""MK-8, MK-16: `f_E = sum exp(delta_i) v_i / sum exp(delta_i)`, in centred logits. Returns [..., D_v]. Equations 8 and 16."""
+    r"""MK-8, MK-16: `f_E = sum exp(delta_i) v_i / sum exp(delta_i)`, in centred logits. Returns
+    [..., D_v]. Equations 8 and 16.
+    """
     return (softmax(centred_logits(query, keys))[..., None, :] @ values)[..., 0, :]
 
 
 class Expansion(NamedTuple):
-    r"""MK-17..20, MK-26: the numerator A and the denominator B of f_E, each a first-order part and a remainder.
+    r"""MK-17..20, MK-26: the numerator A and the denominator B of f_E, each a first-order part and
+    a remainder.
 
-    count n; spread sigma = max |delta_i| [...]; largest_value V_max = max |v_i| [...]; denominator B = n + denominator_remainder
-    [...]; numerator A = mean_part + linear_part + numerator_remainder [..., D_v], with n vbar and sum delta_i v_i for the parts.
+    count n; spread sigma = max |delta_i| [...]; largest_value V_max = max |v_i| [...]; denominator
+    B = n + denominator_remainder [...]; numerator A = mean_part + linear_part + numerator_remainder
+    [..., D_v], with n vbar and sum delta_i v_i for the parts.
     """
 
     count: int  # type: ignore[assignment]
@@ -117,7 +162,9 @@ class Expansion(NamedTuple):
 
 
 def expansion(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> Expansion:
-    r"""MK-17..20, MK-26: expand `exp(delta) = 1 + delta + rest` in numerator and denominator. Equations 17 to 20 and 26."""
+    r"""MK-17..20, MK-26: expand `exp(delta) = 1 + delta + rest` in numerator and denominator.
+    Equations 17 to 20 and 26.
+    """
     delta = centred_logits(query, keys)
     rest = np.expm1(delta) - delta
     mean_part, linear_part, remainder = (
@@ -137,36 +184,50 @@ def expansion(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> Expans
 
 
 def linear_part(query: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    r"""MK-19: `sum_i delta_i v_i = Stilde q / sqrt(d)`. Args: covariance (Stilde) [..., D_v, D]. Equation 19."""
+    r"""MK-19: `sum_i delta_i v_i = Stilde q / sqrt(d)`. Args: covariance (Stilde) [..., D_v, D].
+    Equation 19.
+    """
     return (covariance @ query[..., None])[..., 0] / np.sqrt(query.shape[-1])
 
 
 def remainder_bounds(terms: Expansion) -> tuple[np.ndarray, np.ndarray]:
-    r"""MK-17, MK-18: `|R_den| <= n sigma^2 e^sigma / 2` and `|R_num| <= n sigma^2 V_max e^sigma / 2`. Equations 17 and 18."""
+    r"""MK-17, MK-18: `|R_den| <= n sigma^2 e^sigma / 2` and
+    `|R_num| <= n sigma^2 V_max e^sigma / 2`. Equations 17 and 18.
+    """
     bound = terms.count * terms.spread**2 * np.exp(terms.spread) / 2
     return bound, bound * terms.largest_value
 
 
 def inverse_to_first_order(terms: Expansion) -> np.ndarray:
-    r"""MK-27: `A / B = A / n - A R_den / n^2 + O(sigma^4)`: the right side without the last term. Equation 27."""
+    r"""MK-27: `A / B = A / n - A R_den / n^2 + O(sigma^4)`: the right side without the last term.
+    Equation 27.
+    """
     share = (terms.denominator_remainder / terms.count)[..., None]
     return terms.numerator / terms.count * (1 - share)
 
 
 def approximation_error(terms: Expansion) -> np.ndarray:
-    r"""MK-28: `f_E - fhat_E = R_num / n - A R_den / n^2 + O(sigma^4)`: the right side without the last term. Equation 28."""
+    r"""MK-28: `f_E - fhat_E = R_num / n - A R_den / n^2 + O(sigma^4)`: the right side without the
+    last term. Equation 28.
+    """
     share = (terms.denominator_remainder / terms.count)[..., None]
     return terms.numerator_remainder / terms.count - terms.numerator / terms.count * share
 
 
 def approximation_error_exactly(terms: Expansion) -> np.ndarray:
-    r"""MK-28: `f_E - fhat_E = (R_num - R_den fhat_E) / B`, with no further term; the proof is in the errata."""
+    r"""MK-28: `f_E - fhat_E = (R_num - R_den fhat_E) / B`, with no further term; the proof is in
+    the errata.
+    """
     approximate = (terms.mean_part + terms.linear_part) / terms.count
-    return (terms.numerator_remainder - terms.denominator_remainder[..., None] * approximate) / terms.denominator[..., None]
+    return (
+        terms.numerator_remainder - terms.denominator_remainder[..., None] * approximate
+    ) / terms.denominator[..., None]
 
 
 class ErrorBound(NamedTuple):
-    """MK-29: the three printed lines without their O(sigma^4); the second lacks a factor n, which `middle_mended` has."""
+    """MK-29: the three printed lines without their O(sigma^4); the second lacks a factor n, which
+    `middle_mended` has.
+    """
 
     first: np.ndarray
     middle_as_printed: np.ndarray
@@ -175,18 +236,27 @@ class ErrorBound(NamedTuple):
 
 
 def error_bound(terms: Expansion) -> ErrorBound:
-    r"""MK-29: `|f_E - fhat_E| <= (sigma^2 e^sigma / 2) (V_max + |fhat_E|)`; the last line holds as it is. Equation 29."""
+    r"""MK-29: `|f_E - fhat_E| <= (sigma^2 e^sigma / 2) (V_max + |fhat_E|)`; the last line holds as
+    it is. Equation 29.
+    """
     half = terms.spread**2 * np.exp(terms.spread) / 2
     approximate = norm(terms.mean_part + terms.linear_part) / terms.count
     remainder = norm(terms.numerator_remainder) / terms.count
     first = remainder + norm(terms.numerator) * np.abs(terms.denominator_remainder) / terms.count**2
     second_term = (approximate + remainder) * half
     middle = half * terms.largest_value
-    return ErrorBound(first, middle + second_term / terms.count, middle + second_term, half * (terms.largest_value + approximate))
+    return ErrorBound(
+        first,
+        middle + second_term / terms.count,
+        middle + second_term,
+        half * (terms.largest_value + approximate),
+    )
 
 
 def geometric_bound(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""MK-30: `|q|^2 / (2d) e^(|q| r_max / sqrt(d)) r_max^2 (V_max + |fhat_E|)`, r_max = max |k_i - kbar|. Equation 30."""
+    r"""MK-30: `|q|^2 / (2d) e^(|q| r_max / sqrt(d)) r_max^2 (V_max + |fhat_E|)`, r_max = max |k_i -
+    kbar|. Equation 30.
+    """
     furthest = norm(keys - keys.mean(axis=-2, keepdims=True)).max(axis=-1)
     reach = norm(query) * furthest / np.sqrt(query.shape[-1])  # at least sigma, by Cauchy-Schwarz
     terms = expansion(query, keys, values)
@@ -195,25 +265,33 @@ def geometric_bound(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> 
 
 
 def log_partition(query: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""MK-31: `log Z_E` and its lower bound `log Zhat_E = log n + sbar`, by Jensen. Returns two [...]. Equation 31."""
+    r"""MK-31: `log Z_E` and its lower bound `log Zhat_E = log n + sbar`, by Jensen. Returns two
+    [...]. Equation 31.
+    """
     logits = logits_of(query, keys)
     return log_sum_exp(logits), np.log(keys.shape[-2]) + logits.mean(axis=-1)
 
 
 def partition_ratio(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""MK-32, MK-33: `Z_E / Zhat_E = (1/n) sum exp(delta_i) = 1 + Var(delta) / 2 + O(sigma^3)`, exactly. Equations 32 and 33."""
+    r"""MK-32, MK-33: `Z_E / Zhat_E = (1/n) sum exp(delta_i) = 1 + Var(delta) / 2 + O(sigma^3)`,
+    exactly. Equations 32 and 33.
+    """
     return np.exp(centred_logits(query, keys)).mean(axis=-1)
 
 
 def logit_variance(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""MK-34: `Var(delta) = q^T Sigma_k q / d`, Sigma_k the covariance (over n) of the evicted keys. Returns [...]. Equation 34."""
+    r"""MK-34: `Var(delta) = q^T Sigma_k q / d`, Sigma_k the covariance (over n) of the evicted
+    keys. Returns [...]. Equation 34.
+    """
     centred = keys - keys.mean(axis=-2, keepdims=True)
     covariance = np.swapaxes(centred, -1, -2) @ centred / keys.shape[-2]
     return (query * (covariance @ query[..., None])[..., 0]).sum(axis=-1) / query.shape[-1]
 
 
 class WeightBias(NamedTuple):
-    """MK-35: `what_R - w_R` by its three printed lines; the third is false, `third_mended` is `w_R what_E epsilon`."""
+    """MK-35: `what_R - w_R` by its three printed lines; the third is false, `third_mended` is
+    `w_R what_E epsilon`.
+    """
 
     first: np.ndarray
     second: np.ndarray
@@ -222,48 +300,72 @@ class WeightBias(NamedTuple):
 
 
 def weight_bias(retained: np.ndarray, evicted: np.ndarray, estimate: np.ndarray) -> WeightBias:
-    r"""MK-35: the bias of the mixing weight. Args: Z_R, Z_E and Zhat_E, positive. Source: equation 35.
+    r"""MK-35: the bias of the mixing weight. Args: Z_R, Z_E and Zhat_E, positive. Source: equation
+    35.
 
-    epsilon = (Z_E - Zhat_E) / Zhat_E. The printed third line, `w_R what_E epsilon / (1 + epsilon what_E)`, divides once too often:
-    it is right with what_R instead of w_R, or without its denominator.
+    epsilon = (Z_E - Zhat_E) / Zhat_E. The printed third line,
+    `w_R what_E epsilon / (1 + epsilon what_E)`, divides once too often: it is right with what_R
+    instead of w_R, or without its denominator.
     """
     epsilon = (evicted - estimate) / estimate
-    retained_weight, estimated_weight = retained / (retained + evicted), estimate / (retained + estimate)
+    retained_weight, estimated_weight = (
+        retained / (retained + evicted),
+        estimate / (retained + estimate),
+    )
     return WeightBias(
         first=retained / (retained + estimate) - retained / (retained + (1 + epsilon) * estimate),
         second=retained * epsilon * estimate / ((retained + estimate) * (retained + evicted)),
-        third_as_printed=retained_weight * estimated_weight * epsilon / (1 + epsilon * estimated_weight),
+        third_as_printed=retained_weight
+        * estimated_weight
+        * epsilon
+        / (1 + epsilon * estimated_weight),
         third_mended=retained_weight * estimated_weight * epsilon,
     )
 
 
 def estimated_evicted_weight(evicted_mass: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    r"""MK-36: `what_E = w_E rho / (w_R + w_E rho)` with `rho = Zhat_E / Z_E` in (0, 1]. Equation 36."""
+    r"""MK-36: `what_E = w_E rho / (w_R + w_E rho)` with `rho = Zhat_E / Z_E` in (0, 1]. Equation
+    36.
+    """
     return evicted_mass * ratio / (1 - evicted_mass + evicted_mass * ratio)
 
 
 class Error(NamedTuple):
-    """MK-36: `f - fhat` as the sum of two errors, of the approximation and of the weight, [..., D_v] each."""
+    """MK-36: `f - fhat` as the sum of two errors, of the approximation and of the weight,
+    [..., D_v] each.
+    """
 
     of_approximation: np.ndarray
     of_weight: np.ndarray
 
 
 def output_error(
-    retained_output: np.ndarray, evicted_output: np.ndarray, approximate: np.ndarray, mass: np.ndarray, estimated_mass: np.ndarray
+    retained_output: np.ndarray,
+    evicted_output: np.ndarray,
+    approximate: np.ndarray,
+    mass: np.ndarray,
+    estimated_mass: np.ndarray,
 ) -> Error:
-    r"""MK-36: `f - fhat = w_E (f_E - fhat_E) + (w_E - what_E) (fhat_E - f_R)`, which says when the correction helps.
+    r"""MK-36: `f - fhat = w_E (f_E - fhat_E) + (w_E - what_E) (fhat_E - f_R)`, which says when the
+    correction helps.
 
-    Args: f_R, f_E, fhat_E [..., D_v]; w_E, what_E [...]. Derived here; the paper claims without proof that it always helps.
+    Args: f_R, f_E, fhat_E [..., D_v]; w_E, what_E [...]. Derived here; the paper claims without
+    proof that it always helps.
     """
     of_approximation = mass[..., None] * (evicted_output - approximate)
-    return Error(of_approximation, (mass - estimated_mass)[..., None] * (approximate - retained_output))
+    return Error(
+        of_approximation, (mass - estimated_mass)[..., None] * (approximate - retained_output)
+    )
 
 
-def largest_harmless_error(divergence: np.ndarray, mass: np.ndarray, estimated_mass: np.ndarray) -> np.ndarray:
-    r"""MK-36: fhat is no worse than f_R while `|fhat_E - f_E| <= what_E / (2 w_E - what_E) |f_E - f_R|`.
+def largest_harmless_error(
+    divergence: np.ndarray, mass: np.ndarray, estimated_mass: np.ndarray
+) -> np.ndarray:
+    r"""MK-36: fhat is no worse than f_R while
+    `|fhat_E - f_E| <= what_E / (2 w_E - what_E) |f_E - f_R|`.
 
-    Args: divergence = |f_E - f_R|, w_E and 0 < what_E <= w_E, [...]. Derived here; sufficient, not necessary.
+    Args: divergence = |f_E - f_R|, w_E and 0 < what_E <= w_E, [...]. Derived here; sufficient, not
+    necessary.
     """
     return estimated_mass / (2 * mass - estimated_mass) * divergence
 
@@ -277,23 +379,31 @@ def algorithm_1(
     moments: Moments,
     budget: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Moments]:
-    r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for one head, to be compared with `momentkv.decode_step`.
+    r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for one head, to be compared with
+    `momentkv.decode_step`.
 
-    Args: query, new_key [D]; new_value [D_v], which line 3 projects from the new hidden state; retained keys [T, D] and
-    values [T, D_v]; moments without leading axes; budget (L).
-    Returns output [D_v], keys, values, moments. Raises FloatingPointError if a token is evicted with n_e = 0 (line 10 divides
-    0 by 0), UnboundLocalError if nothing is evicted with n_e > 0 (line 22 reads means that were never set). Otherwise the
-    output mixes with the means from before the last eviction and the count from after it.
+    Args: query, new_key [D]; new_value [D_v], which line 3 projects from the new hidden state;
+    retained keys [T, D] and values [T, D_v]; moments without leading axes; budget (L). Returns
+    output [D_v], keys, values, moments. Raises FloatingPointError if a token is evicted with n_e =
+    0 (line 10 divides 0 by 0), UnboundLocalError if nothing is evicted with n_e > 0 (line 22 reads
+    means that were never set). Otherwise the output mixes with the means from before the last
+    eviction and the count from after it.
     """
     count, key_sum, value_sum, value_key_sum = moments
-    keys, values = np.concatenate([keys, new_key[None]]), np.concatenate([values, new_value[None]])  # line 4
+    keys, values = (
+        np.concatenate([keys, new_key[None]]),
+        np.concatenate([values, new_value[None]]),
+    )  # line 4
     root = np.sqrt(query.shape[-1])
     while len(keys) > budget:
         if count > 0:
             mean_key, mean_value = key_sum / count, value_sum / count
             covariance = value_key_sum - np.outer(value_sum, key_sum) / count
         else:
-            mean_value, covariance = np.zeros_like(value_sum), np.zeros_like(value_key_sum)  # line 7 does not set the mean key
+            mean_value, covariance = (
+                np.zeros_like(value_sum),
+                np.zeros_like(value_key_sum),
+            )  # line 7 does not set the mean key
         alpha = softmax(keys @ query / root)
         with np.errstate(divide="raise", invalid="raise"):
             residuals = values - mean_value - keys @ covariance.T / (count * root)
@@ -304,7 +414,10 @@ def algorithm_1(
         keys, values = np.delete(keys, evicted, axis=0), np.delete(values, evicted, axis=0)
     after = Moments(count, key_sum, value_sum, value_key_sum)
     retained_logits = keys @ query / root
-    retained_output, retained_partition = softmax(retained_logits) @ values, np.exp(retained_logits).sum()
+    retained_output, retained_partition = (
+        softmax(retained_logits) @ values,
+        np.exp(retained_logits).sum(),
+    )
     if count == 0:
         return retained_output, keys, values, after
     evicted_partition = count * np.exp(query @ mean_key / root)
@@ -314,22 +427,31 @@ def algorithm_1(
 
 
 def numbers_stored(head_dim: int, *, order: int = 1) -> int:
-    r"""MK-T5, MK-T4: numbers per KV head: `d^2 + 2d` to first order, `2d` to zeroth (the count left out, as in the paper)."""
+    r"""MK-T5, MK-T4: numbers per KV head: `d^2 + 2d` to first order, `2d` to zeroth (the count left
+    out, as in the paper).
+    """
     return head_dim * head_dim * (order == 1) + 2 * head_dim
 
 
 def share_of_cache(head_dim: int, budget: int) -> float:
-    r"""MK-T5: moments over retained cache, `(d^2 + 2d) / (2 L d) = (d + 2) / (2 L)`: the same for every model of this d."""
+    r"""MK-T5: moments over retained cache, `(d^2 + 2d) / (2 L d) = (d + 2) / (2 L)`: the same for
+    every model of this d.
+    """
     return numbers_stored(head_dim) / (2 * budget * head_dim)
 
 
 def mixing_weight(retained_partition: np.ndarray, evicted_partition: np.ndarray) -> np.ndarray:
-    r"""MK-12: `what_R = Z_R / (Z_R + Zhat_E)`, as printed; it overflows where the logits exceed 709. Source: equation 12."""
+    r"""MK-12: `what_R = Z_R / (Z_R + Zhat_E)`, as printed; it overflows where the logits exceed
+    709. Source: equation 12.
+    """
     return retained_partition / (retained_partition + evicted_partition)
 
 
-def attend_zeroth_order(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-T4: `what_R f_R(q) + (1 - what_R) vbar`, the variant with 2d numbers per head: value_key_sum is not used.
+def attend_zeroth_order(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
+) -> np.ndarray:
+    r"""MK-T4: `what_R f_R(q) + (1 - what_R) vbar`, the variant with 2d numbers per head:
+    value_key_sum is not used.
 
     Args and returns as `attend`. Source: table 4 ("0th").
     """

@@ -1,6 +1,8 @@
-r"""Q-Filters (arXiv 2503.02812): keep the keys that point along the main direction of calibrated queries.
+r"""Q-Filters (arXiv 2503.02812): keep the keys that point along the main direction of calibrated
+queries.
 
-The paper is known here from its public code: NathanGodey/qfilters, make_filters.py and src/hf_cache.py at cda5c38.
+The paper is known here from its public code: NathanGodey/qfilters, make_filters.py and
+src/hf_cache.py at cda5c38.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ METHOD = "keeps the keys with the largest projection on the main direction of ca
 
 
 def main_direction(queries: np.ndarray) -> np.ndarray:
-    r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them have `q . v > 0`.
+    r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them
+    have `q . v > 0`.
 
-    Args: queries [..., N, D]. Returns [..., D], of length 1. Raises ValueError for unusable queries.
+    Args: queries [..., N, D]. Returns [..., D], of length 1. Raises ValueError for unusable
+    queries.
     """
     queries = as_float64("queries", queries, "... N D")
     direction = np.linalg.svd(queries, full_matrices=False)[2][..., 0, :]
@@ -25,10 +29,11 @@ def main_direction(queries: np.ndarray) -> np.ndarray:
 
 
 def calibrate(queries: np.ndarray, num_kv_heads: int) -> np.ndarray:
-    r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of its query heads.
+    r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of
+    its query heads.
 
-    Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length at most 1.
-    Raises ValueError naming the argument.
+    Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D],
+    of length at most 1. Raises ValueError naming the argument.
     """
     directions = main_direction(as_float64("queries", queries, "B H_q N D"))
     group = group_size(directions.shape[1], num_kv_heads)
@@ -36,13 +41,16 @@ def calibrate(queries: np.ndarray, num_kv_heads: int) -> np.ndarray:
 
 
 def score(keys: np.ndarray, q_filters: np.ndarray) -> np.ndarray:
-    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are spread around f.
+    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
+    spread around f.
 
-    Args: keys [B, H_kv, T, D], after RoPE; q_filters [B, H_kv, D], of `calibrate`. Returns scores [B, H_kv, T], higher = keep.
-    Raises ValueError naming the argument that does not fit. Source: the public code, where both the stored filter and
-    the score have the other sign.
+    Args: keys [B, H_kv, T, D], after RoPE; q_filters [B, H_kv, D], of `calibrate`. Returns scores
+    [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does not fit. Source:
+    the public code, where both the stored filter and the score have the other sign.
     """
     keys = as_float64("keys", keys, "B H_kv T D")
     q_filters = as_float64("q_filters", q_filters, "B H_kv D")
-    require_shape("q_filters", q_filters, (*keys.shape[:2], keys.shape[3]), "the heads and channels of keys")
+    require_shape(
+        "q_filters", q_filters, (*keys.shape[:2], keys.shape[3]), "the heads and channels of keys"
+    )
     return (keys @ q_filters[..., None])[..., 0]

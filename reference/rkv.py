@@ -1,4 +1,5 @@
-r"""R-KV (arXiv 2505.24133): keep the last tokens, and those that the last queries attend to and whose keys no other repeats.
+r"""R-KV (arXiv 2505.24133): keep the last tokens, and those that the last queries attend to and
+whose keys no other repeats.
 
 The paper is known here from its public code: Zefan-Cai/R-KV, rkv/compression/r1_kv.py and
 rkv/utils.py at d15c976.
@@ -16,38 +17,50 @@ METHOD = "keeps the last tokens, and those that get attention and whose keys no 
 
 
 def similarities(keys: np.ndarray) -> np.ndarray:
-    r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`. Keys [..., T, D] to [..., T, T]; a zero key resembles none."""
+    r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`. Keys [..., T, D] to [..., T, T]; a zero key
+    resembles none.
+    """
     similarity = similarity_matrix(keys)
     return similarity * (1 - np.eye(similarity.shape[-1]))
 
 
 def without_latest(similarity: np.ndarray, threshold: float = 0.5) -> np.ndarray:
-    r"""RK-2: `S_ij = 0` for the latest j with `S_ij > threshold`, in each row i that has one. [..., T, T] to [..., T, T].
+    r"""RK-2: `S_ij = 0` for the latest j with `S_ij > threshold`, in each row i that has one.
+    [..., T, T] to [..., T, T].
 
-    The latest of the keys that resemble key i is not redundant on its account: it may stay in the place of the others.
+    The latest of the keys that resemble key i is not redundant on its account: it may stay in the
+    place of the others.
     """
     places = np.arange(similarity.shape[-1])
     latest = np.where(similarity > threshold, places, -1).max(axis=-1, keepdims=True)
-    # Decision: a row without a similar key loses nothing. The public code takes token 0 for its latest one.
+    # Decision: a row without a similar key loses nothing. The public code takes token 0 for its
+    # latest one.
     return np.where(places == latest, 0.0, similarity)
 
 
 def redundancy(keys: np.ndarray, *, threshold: float = 0.5) -> np.ndarray:
-    r"""RK-3: `R_j = softmax_j((1/T) sum_i S_ij)`, S without the latest similar key of each row: the means of the columns.
+    r"""RK-3: `R_j = softmax_j((1/T) sum_i S_ij)`, S without the latest similar key of each row: the
+    means of the columns.
 
     Args: keys [B, H_kv, T, D] (any leading axes); threshold, the cosine above which two keys are
-    similar. Returns [B, H_kv, T], summing to 1; it costs O(T^2). Raises ValueError for unusable keys.
+    similar. Returns [B, H_kv, T], summing to 1; it costs O(T^2). Raises ValueError for unusable
+    keys.
     """
     return softmax(without_latest(similarities(keys), threshold).mean(axis=-2))
 
 
-def importance(queries: np.ndarray, keys: np.ndarray, *, window_size: int = 8, kernel_size: int = 7) -> np.ndarray:
-    r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u / sqrt(D))`, before the window.
+def importance(
+    queries: np.ndarray, keys: np.ndarray, *, window_size: int = 8, kernel_size: int = 7
+) -> np.ndarray:
+    r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u /
+    sqrt(D))`, before the window.
 
-    The largest logit of the group goes into the softmax, which is over the tokens before the window.
+    The largest logit of the group goes into the softmax, which is over the tokens before the
+    window.
 
-    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D],
-    T > window_size; kernel_size K, odd. Returns [B, H_kv, T - window_size]. Raises ValueError naming the argument.
+    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys
+    [B, H_kv, T, D], T > window_size; kernel_size K, odd. Returns [B, H_kv, T - window_size]. Raises
+    ValueError naming the argument.
     """
     window_size = as_count("window_size", window_size, low=1)
     if as_count("kernel_size", kernel_size, low=1) % 2 == 0:
@@ -55,12 +68,16 @@ def importance(queries: np.ndarray, keys: np.ndarray, *, window_size: int = 8, k
     queries, keys = by_group(queries, keys)
     if not window_size <= queries.shape[-2] or window_size >= keys.shape[-2]:
         tokens = f"{queries.shape[-2]} queries for {keys.shape[-2]} tokens"
-        raise ValueError(f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that")
+        raise ValueError(
+            f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that"
+        )
     logits = attention_logits(queries[..., -window_size:, :], keys[..., :-window_size, :])
     received = softmax(logits.max(axis=2)).mean(axis=-2)
     beyond = np.zeros((*received.shape[:-1], kernel_size // 2))
     padded = np.concatenate([beyond, received, beyond], axis=-1)
-    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).max(axis=-1)
+    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).max(
+        axis=-1
+    )
 
 
 def score(
@@ -74,9 +91,10 @@ def score(
 ) -> np.ndarray:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
 
-    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window count for the
-    redundancy of the others. Returns scores [B, H_kv, T], higher = keep; all infinite where T <= window_size.
-    Raises ValueError naming the argument. Source: the public code, whose defaults these are.
+    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window
+    count for the redundancy of the others. Returns scores [B, H_kv, T], higher = keep; all infinite
+    where T <= window_size. Raises ValueError naming the argument. Source: the public code, whose
+    defaults these are.
     """
     share = float(as_fraction("importance_share", importance_share))
     keys, length = as_float64("keys", keys, "B H_kv T D"), np.shape(keys)[-2]

@@ -1,4 +1,4 @@
-r"""R-KV (arXiv 2505.24133), the score as the released code computes it, Zefan-Cai/R-KV at d15c976."""
+r"""R-KV (arXiv 2505.24133), the score of the released code, Zefan-Cai/R-KV at d15c976."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ def released_score(
     importance_share: float = 0.07,
     threshold: float = 0.5,
 ) -> np.ndarray:
-    r"""RK-6: `score`, but a row of S without a similar key leaves out token 0: its latest similar key is searched from 0.
+    r"""RK-6: `score`, but a row of S without a similar key leaves out token 0: its latest similar
+    key is searched from 0.
 
-    Args: those of `rkv.score`, T > window_size. Returns scores [B, H_kv, T], higher = keep; infinity for the window.
+    Args: those of `rkv.score`, T > window_size. Returns scores [B, H_kv, T], higher = keep;
+    infinity for the window.
     """
     attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
     similarity = similarities(as_float64("keys", keys, "B H_kv T D"))
     places = np.arange(similarity.shape[-1])
     latest = np.where(similarity > threshold, places, 0).max(axis=-1, keepdims=True)
-    repeated = softmax(np.where(places == latest, 0.0, similarity).mean(axis=-2))[..., :-window_size]
+    repeated = softmax(np.where(places == latest, 0.0, similarity).mean(axis=-2))[
+        ..., :-window_size
+    ]
     scores = importance_share * attended - (1 - importance_share) * repeated
     return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)

@@ -1,4 +1,6 @@
-r"""Rotary position embedding, in the half-split pairing of transformers: channels i and i + D/2 rotate together."""
+r"""Rotary position embedding, in the half-split pairing of transformers: channels i and i + D/2
+rotate together.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,25 @@ from .checks import as_float64
 
 
 def frequencies(head_dim: int, theta: float = 10000.0) -> np.ndarray:
-    r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in radians. Shape [D/2]."""
+    r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in
+    radians. Shape [D/2].
+    """
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim: got {head_dim}, wanted an even number of at least 2")
     return theta ** (-np.arange(0, head_dim, 2) / head_dim)
 
 
 def rotate(states: np.ndarray, positions: np.ndarray, theta: float = 10000.0) -> np.ndarray:
-    r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position * frequency_i.
+    r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position *
+    frequency_i.
 
-    Args: states [..., T, D]; positions [T] or any shape that broadcasts to [..., T]. Negated positions undo the rotation.
-    Returns [..., T, D]. Raises ValueError for an odd D.
+    Args: states [..., T, D]; positions [T] or any shape that broadcasts to [..., T]. Negated
+    positions undo the rotation. Returns [..., T, D]. Raises ValueError for an odd D.
     """
     states = as_float64("states", states, "... T D")
-    angles = np.asarray(positions, dtype=np.float64)[..., None] * frequencies(states.shape[-1], theta)
+    angles = np.asarray(positions, dtype=np.float64)[..., None] * frequencies(
+        states.shape[-1], theta
+    )
     first, second = np.split(states, 2, axis=-1)
     cos, sin = np.cos(angles), np.sin(angles)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

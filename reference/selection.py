@@ -13,25 +13,31 @@ from .checks import as_count, as_fraction, as_kept
 def budget(length: int, compression_ratio: float) -> int:
     r"""SEL-1: the number of tokens to keep, `max(1, floor(length * (1 - compression_ratio)))`.
 
-    Args: length, tokens in the cache, at least 1; compression_ratio, the fraction removed, in [0, 1).
-    Raises ValueError naming the argument outside those ranges.
+    Args: length, tokens in the cache, at least 1; compression_ratio, the fraction removed, in [0,
+    1). Raises ValueError naming the argument outside those ranges.
     """
     length = as_count("length", length, low=1)
     removed = as_fraction("compression_ratio", compression_ratio, closed_high=False)
-    # Decision: exact decimal arithmetic and never fewer than one token; int(10 * (1 - 0.9)) would be 0.
+    # Decision: exact decimal arithmetic and never fewer than one token; int(10 * (1 - 0.9)) would
+    # be 0.
     return max(1, math.floor(length * (1 - removed)))
 
 
 def top_k(scores: np.ndarray, budget: int, protected: np.ndarray | None = None) -> np.ndarray:
-    r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all others.
+    r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all
+    others.
 
-    Args: scores [..., T], infinities allowed; budget, 0 to any number (more than T keeps all); protected [..., T] boolean or None.
-    Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each row.
-    Raises ValueError for NaN scores, a negative budget, or a row with more protected tokens than the budget.
+    Args: scores [..., T], infinities allowed; budget, 0 to any number (more than T keeps all);
+    protected [..., T] boolean or None. Returns kept [..., T], boolean, with exactly
+    `min(budget, T)` True in each row. Raises ValueError for NaN scores, a negative budget, or a row
+    with more protected tokens than the budget.
     """
     scores = np.asanyarray(scores)
     if scores.ndim < 1 or scores.dtype.kind not in "fiu":
-        raise ValueError(f"scores: got shape {scores.shape} and dtype {scores.dtype}, wanted real numbers [..., T]")
+        raise ValueError(
+            f"scores: got shape {scores.shape} and dtype {scores.dtype}, wanted real numbers "
+            "[..., T]"
+        )
     if np.isnan(scores).any():
         raise ValueError("scores: got NaN, wanted numbers that can be ordered")
     length = scores.shape[-1]
@@ -42,9 +48,13 @@ def top_k(scores: np.ndarray, budget: int, protected: np.ndarray | None = None) 
         protected = as_kept("protected", protected, scores.shape, "the shape of scores")
         most = int(protected.sum(axis=-1).max(initial=0))
         if most > budget:
-            raise ValueError(f"protected: got {most} protected tokens in a row, wanted at most the budget, {budget}")
-    # Decision: of equal scores the lower position is kept. lexsort is stable and sorts by its last key first:
-    # unprotected after protected, then the higher score, then (stability) the lower position.
+            raise ValueError(
+                f"protected: got {most} protected tokens in a row, wanted at most the budget, "
+                f"{budget}"
+            )
+    # Decision: of equal scores the lower position is kept. lexsort is stable and sorts by its last
+    # key first: unprotected after protected, then the higher score, then (stability) the lower
+    # position.
     order = np.lexsort((-np.asarray(scores, dtype=np.float64), ~protected), axis=-1)
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order[..., :count], True, axis=-1)
@@ -52,7 +62,8 @@ def top_k(scores: np.ndarray, budget: int, protected: np.ndarray | None = None) 
 
 
 def regret(scores: Any, kept: np.ndarray) -> np.ndarray:
-    r"""SEL-2: the loss of a selection, `sum of the |kept| highest scores - sum of the kept scores`, at least 0.
+    r"""SEL-2: the loss of a selection, `sum of the |kept| highest scores - sum of the kept scores`,
+    at least 0.
 
     Args: scores [..., T], finite; kept [..., T], boolean. Returns the regret of each row, [...].
     A selection made from slightly different numbers is judged by this, not by comparing positions.

@@ -1,4 +1,6 @@
-r"""SnapKV (arXiv 2404.14469), a baseline: keep the tokens that the prompt's last queries attend to, smoothed over neighbours."""
+r"""SnapKV (arXiv 2404.14469), a baseline: keep the tokens that the prompt's last queries attend to,
+smoothed over neighbours.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +9,57 @@ import numpy as np
 from .attention import by_group, causal_attention
 from .checks import as_count
 
-METHOD = "keeps the last tokens, and those before that the last queries attend to, smoothed over neighbouring tokens"
+METHOD = (
+    "keeps the last tokens, and those before that the last queries attend to, smoothed over "
+    "neighbouring tokens"
+)
 
 
 def average_pool(weights: np.ndarray, kernel_size: int) -> np.ndarray:
-    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd. [..., N] to [..., N]."""
+    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
+    [..., N] to [..., N].
+    """
     kernel_size = as_count("kernel_size", kernel_size, low=1)
     if kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size: got {kernel_size}, wanted an odd number, or the pooled tokens would be shifted")
-    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores as if zeros lay beyond it.
+        raise ValueError(
+            f"kernel_size: got {kernel_size}, wanted an odd number, or the pooled tokens would be "
+            "shifted"
+        )
+    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores
+    # as if zeros lay beyond it.
     beyond = np.zeros((*weights.shape[:-1], kernel_size // 2))
     padded = np.concatenate([beyond, weights, beyond], axis=-1)
-    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).mean(axis=-1)
+    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).mean(
+        axis=-1
+    )
 
 
-def score(queries: np.ndarray, keys: np.ndarray, *, window_size: int = 32, kernel_size: int = 7) -> np.ndarray:
-    r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group, pooled; infinity for the window.
+def score(
+    queries: np.ndarray, keys: np.ndarray, *, window_size: int = 32, kernel_size: int = 7
+) -> np.ndarray:
+    r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group,
+    pooled; infinity for the window.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B, H_kv, T, D];
-    window_size >= 1; kernel_size, odd. Returns scores [B, H_kv, T], higher = keep; all infinite where T <= window_size.
-    A budget of at least window_size keeps the whole window under `selection.top_k`. Raises ValueError naming the argument.
-    Source: section 4 of the paper.
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window;
+    keys [B, H_kv, T, D]; window_size >= 1; kernel_size, odd. Returns scores [B, H_kv, T], higher =
+    keep; all infinite where T <= window_size. A budget of at least window_size keeps the whole
+    window under `selection.top_k`. Raises ValueError naming the argument. Source: section 4 of the
+    paper.
     """
     window_size = as_count("window_size", window_size, low=1)
     queries, keys = by_group(queries, keys)
     num_queries, length = queries.shape[-2], keys.shape[-2]
     window = min(window_size, length)
     if num_queries < window:
-        raise ValueError(f"queries: got those of the last {num_queries} tokens, wanted at least the {window} of the window")
+        raise ValueError(
+            f"queries: got those of the last {num_queries} tokens, wanted at least the {window} "
+            "of the window"
+        )
     if window == length:
         return np.full((*keys.shape[:2], length), np.inf)
     attention = causal_attention(queries[..., -window:, :], keys)
-    # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
+    # Decision: only the tokens before the window are pooled; the window's own attention does not
+    # leak into its neighbours.
     before = attention[..., : length - window].mean(axis=(2, 3))
     pooled = average_pool(before, kernel_size)
     return np.concatenate([pooled, np.full((*pooled.shape[:-1], window), np.inf)], axis=-1)

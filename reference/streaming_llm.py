@@ -1,4 +1,6 @@
-r"""StreamingLLM (arXiv 2309.17453), a baseline: keep the first tokens, the attention sinks, and the most recent ones."""
+r"""StreamingLLM (arXiv 2309.17453), a baseline: keep the first tokens, the attention sinks, and the
+most recent ones.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ METHOD = "keeps the first tokens (attention sinks) and the most recent ones"
 
 
 def score(keys: np.ndarray, *, sink_size: int = 4) -> np.ndarray:
-    r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks plus the most recent.
+    r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks
+    plus the most recent.
 
-    Args: keys [B, H_kv, T, D], of which only the shape is read; sink_size >= 0. Returns scores [B, H_kv, T].
-    Raises ValueError for a wrongly shaped `keys` or a negative sink_size. Source: section 3.2 of the paper.
+    Args: keys [B, H_kv, T, D], of which only the shape is read; sink_size >= 0. Returns scores
+    [B, H_kv, T]. Raises ValueError for a wrongly shaped `keys` or a negative sink_size. Source:
+    section 3.2 of the paper.
     """
     keys = as_float64("keys", keys, "... T D")
     positions = np.arange(keys.shape[-2], dtype=np.float64)

@@ -1,4 +1,6 @@
-r"""TOVA (arXiv 2401.06104), a baseline: keep the tokens that the last query attends to, one set for the whole layer."""
+r"""TOVA (arXiv 2401.06104), a baseline: keep the tokens that the last query attends to, one set for
+the whole layer.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,16 @@ METHOD = "keeps the tokens that the last query attends to, averaged over all hea
 
 
 def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same for every KV head.
+    r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same
+    for every KV head.
 
-    Args: queries [B, H_q, M, D], the last M after RoPE, of which the last one is read; keys [B, H_kv, T, D].
-    Returns scores [B, H_kv, T], higher = keep, summing to 1. Raises ValueError naming the argument that does not fit.
-    Source: section 3.2 of the paper.
+    Args: queries [B, H_q, M, D], the last M after RoPE, of which the last one is read; keys
+    [B, H_kv, T, D]. Returns scores [B, H_kv, T], higher = keep, summing to 1. Raises ValueError
+    naming the argument that does not fit. Source: section 3.2 of the paper.
     """
     queries, keys = by_group(queries, keys)
-    # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the authors' code.
+    # Decision: nothing is protected; the last token attends to itself and competes like any other,
+    # as in the authors' code.
     received = softmax(attention_logits(queries[..., -1:, :], keys))[..., 0, :]
     scores = received.mean(axis=(1, 2))
     return np.repeat(scores[:, None], keys.shape[1], axis=1)

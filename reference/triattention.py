@@ -1,7 +1,8 @@
-r"""TriAttention (arXiv 2604.04921): keep the keys that the mean query will turn to, frequency by frequency of RoPE.
+r"""TriAttention (arXiv 2604.04921): keep the keys that the mean query will turn to, frequency by
+frequency of RoPE.
 
-The paper is known here from its public code: WeianMao/triattention, triattention/methods/pruning_utils.py at 092e4dc and
-triattention.py at 1129a5f.
+The paper is known here from its public code: WeianMao/triattention,
+triattention/methods/pruning_utils.py at 092e4dc and triattention.py at 1129a5f.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ import numpy as np
 from .checks import as_count, as_float64, group_size, require_shape
 from .rope import rotate
 
-METHOD = "keeps the keys with the largest logit for the mean of calibrated queries, averaged over future positions"
+METHOD = (
+    "keeps the keys with the largest logit for the mean of calibrated queries, averaged over "
+    "future positions"
+)
 
 
 def pair_lengths(states: np.ndarray) -> np.ndarray:
-    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to [..., D/2]. RoPE keeps it."""
+    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to
+    [..., D/2]. RoPE keeps it.
+    """
     first, second = np.split(states, 2, axis=-1)
     return np.sqrt(first * first + second * second)
 
 
 def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of each pair's length.
+    r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of
+    each pair's length.
 
-    Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the slack [..., D/2].
-    Raises ValueError for unusable queries or an odd D.
+    Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the
+    slack [..., D/2]. Raises ValueError for unusable queries or an odd D.
     """
     queries = as_float64("queries", queries, "... N D")
     if queries.shape[-1] % 2:
@@ -33,45 +40,65 @@ def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, pair_lengths(queries).mean(axis=-2) - pair_lengths(mean)
 
 
-def average_over_offsets(query_mean: np.ndarray, *, position: int, max_offset: int = 65536, theta: float = 10000.0) -> np.ndarray:
+def average_over_offsets(
+    query_mean: np.ndarray, *, position: int, max_offset: int = 65536, theta: float = 10000.0
+) -> np.ndarray:
     r"""TA-2: `(1/n) sum_d R_{p + d} E q` over the offsets d = 1, 2, 4, ..., at most max_offset.
 
-    Args: query_mean [..., D]; position p, that of the next token; theta, the base of RoPE. Returns [..., D].
-    Raises ValueError naming the argument.
+    Args: query_mean [..., D]; position p, that of the next token; theta, the base of RoPE. Returns
+    [..., D]. Raises ValueError naming the argument.
     """
     query_mean = as_float64("query_mean", query_mean, "... D")
     offsets = 2 ** np.arange(as_count("max_offset", max_offset, low=1).bit_length())
-    turned = rotate(query_mean[..., None, :], as_count("position", position, low=0) + offsets, theta)
+    turned = rotate(
+        query_mean[..., None, :], as_count("position", position, low=0) + offsets, theta
+    )
     return turned.mean(axis=-2)
 
 
 def logits(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarray) -> np.ndarray:
-    r"""TA-3: `S = qbar . k + sum_f (E|q_f| - |E q_f|) |k_f|`, the mean logit of the mean query and a bonus for long keys.
+    r"""TA-3: `S = qbar . k + sum_f (E|q_f| - |E q_f|) |k_f|`, the mean logit of the mean query and
+    a bonus for long keys.
 
-    The paper writes the first part as `sum_f |E q_f| |k_f| cos(w_f D + phi_f)`, D the distance and phi_f the angle between mean
-    query and key before RoPE, averaged over the offsets: that is the product with the averaged rotated query, for keys after RoPE.
+    The paper writes the first part as `sum_f |E q_f| |k_f| cos(w_f D + phi_f)`, D the distance and
+    phi_f the angle between mean query and key before RoPE, averaged over the offsets: that is the
+    product with the averaged rotated query, for keys after RoPE.
 
-    Args: keys [..., T, D], after RoPE; query_direction qbar [..., D], of TA-2; query_slack [..., D/2]. Returns [..., T].
+    Args: keys [..., T, D], after RoPE; query_direction qbar [..., D], of TA-2; query_slack
+    [..., D/2]. Returns [..., T].
     """
     bonus = (pair_lengths(keys) @ query_slack[..., None])[..., 0]
     return (keys @ query_direction[..., None])[..., 0] + bonus
 
 
 def score(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarray) -> np.ndarray:
-    r"""TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`: each query head's S is standardised over the tokens, the largest counts.
+    r"""TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`: each query head's S is standardised over the
+    tokens, the largest counts.
 
-    Args: keys [B, H_kv, T, D], after RoPE; query_direction [B, H_q, D] and query_slack [B, H_q, D/2], calibrated. Returns scores
-    [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does not fit. Source: the public code.
+    Args: keys [B, H_kv, T, D], after RoPE; query_direction [B, H_q, D] and query_slack
+    [B, H_q, D/2], calibrated. Returns scores [B, H_kv, T], higher = keep. Raises ValueError naming
+    the argument that does not fit. Source: the public code.
     """
     keys = as_float64("keys", keys, "B H_kv T D")
     direction = as_float64("query_direction", query_direction, "B H_q D")
     slack = as_float64("query_slack", query_slack, "B H_q D/2")
     batch, heads, _, width = keys.shape
     if direction.shape[0] != batch or direction.shape[2] != width or width % 2:
-        raise ValueError(f"query_direction: got shape {direction.shape}, wanted [{batch}, H_q, {width}], even")
-    require_shape("query_slack", slack, (*direction.shape[:2], width // 2), "query_direction, a number for each pair")
+        raise ValueError(
+            f"query_direction: got shape {direction.shape}, wanted [{batch}, H_q, {width}], even"
+        )
+    require_shape(
+        "query_slack",
+        slack,
+        (*direction.shape[:2], width // 2),
+        "query_direction, a number for each pair",
+    )
     group = group_size(direction.shape[1], heads)
-    rows = logits(keys[:, :, None], direction.reshape(batch, heads, group, -1), slack.reshape(batch, heads, group, -1))
+    rows = logits(
+        keys[:, :, None],
+        direction.reshape(batch, heads, group, -1),
+        slack.reshape(batch, heads, group, -1),
+    )
     centred = rows - rows.mean(axis=-1, keepdims=True)
     deviation = np.sqrt((centred * centred).mean(axis=-1, keepdims=True))
     # Decision: 1e-6 is the least deviation, as in the public code.
