@@ -12,8 +12,8 @@ METHOD = "keeps the tokens whose values are longest"
 def score(values: np.ndarray) -> np.ndarray:
     r"""VN-1: `score_i = |v_i|`.
 
-    Args: values [B, H_kv, T, D_v] (any leading axes). Returns scores [B, H_kv, T], at least 0, higher = keep.
-    Raises ValueError for an empty, non-finite or wrongly shaped `values`.
+    Args: values [B, H_kv, T, D_v] (any leading axes). Returns scores [B, H_kv, T], at least 0,
+    higher = keep. Raises ValueError for an empty, non-finite or wrongly shaped `values`.
     """
     values = as_float64("values", values, "... T D_v")
     return np.sqrt((values * values).sum(axis=-1))
