@@ -148,7 +148,7 @@ def _attend(
     merge_chunks[(heads * rows,)](
         strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
         num_kv_heads, num_queries, rows, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, MOMENTS=moments is not None, BLOCK_D=32, BLOCK_DV=padded(value_dim), num_warps=4,
+        STORED=cache is not None, MOMENTS=moments is not None, BLOCK_D=32, BLOCK_DV=padded(value_dim), num_warps=8,
     )  # fmt: skip
     return output.to(queries.dtype), log_sum_exp
 
