@@ -366,18 +366,17 @@ def _as_tokens(
 
 
 def _as_moments(moments: Moments, lead: tuple[int, ...], head_dim: int, value_dim: int) -> Moments:
-    # type: ignore[arg-type]
-    wanted = Moments(lead, (*lead, head_dim), (*lead, value_dim), (*lead, value_dim, head_dim))
-    if not isinstance(moments, tuple) or len(moments) != len(wanted):
+    shapes = lead, (*lead, head_dim), (*lead, value_dim), (*lead, value_dim, head_dim)
+    if not isinstance(moments, tuple) or len(moments) != len(shapes):
         raise ValueError(
             f"moments: got {type(moments).__name__}, wanted Moments({', '.join(Moments._fields)})"
         )
     fields = []
-    for name, value, shape in zip(Moments._fields, moments, wanted, strict=True):
+    for name, value, shape in zip(Moments._fields, moments, shapes, strict=True):
         array = as_float64(f"moments.{name}", value, "...")
         require_shape(
             f"moments.{name}", array, shape, "the batch, heads and channels of keys and values"
-        )  # type: ignore[arg-type]
+        )
         fields.append(array)
     if (fields[0] < 0).any() or (fields[0] != np.floor(fields[0])).any():
         raise ValueError(
