@@ -65,7 +65,7 @@ def plan(cache: CompressedCache | PagedCache, chunk: int) -> Plan:
     )
     heads = torch.searchsorted(first_chunk[1:-1], torch.arange(programs, device=lengths.device), right=True, out_int32=True)
     found = Plan(chunk, programs, heads, first_chunk, first_token)
-    if isinstance(cache, CompressedCache):
+    if not isinstance(cache, PagedCache):
         return found
     return found._replace(table=cache.table.to(torch.int32).contiguous(), pages=cache.table.shape[2])
 
@@ -74,7 +74,7 @@ def most_tokens(cache: CompressedCache | PagedCache | None) -> int:
     """Return the number of tokens, or of places for them in the pages of all heads."""
     if cache is None:
         return 0
-    return cache.keys.shape[0] if isinstance(cache, CompressedCache) else cache.table.numel() * cache.keys.shape[1]
+    return cache.table.numel() * cache.keys.shape[1] if isinstance(cache, PagedCache) else cache.keys.shape[0]
 
 
 def chunk_size(tokens: int, row_blocks: int) -> int:
