@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from evictionary.cache import file
 from evictionary.cache.future_queries import rotation, turned, unrotated
-from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import UsageError
 from evictionary.optimized import q_filters, triattention
 
@@ -74,36 +69,16 @@ def at_position(model: PreTrainedModel, layer_index: int, state: Mapping[str, to
 def write(model: PreTrainedModel, layers: Mapping[int, Mapping[str, torch.Tensor]], path: str | Path) -> None:
     """Save the state of each layer. Raises UsageError for a path that cannot be written."""
     tensors = {f"{layer}.{name}": each.cpu().contiguous() for layer, state in layers.items() for name, each in state.items()}
-    try:
-        save_file(tensors, path, metadata={"evictionary": json.dumps({"schema": SCHEMA, "model": fingerprint(model)})})
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"output: got {path}, wanted a file that can be written: {error}") from error
+    file.write_tensors("output", path, {"schema": SCHEMA, "model": file.fingerprint(model)}, tensors)
 
 
 def read(model: PreTrainedModel, path: str | Path) -> dict[int, State]:
     """The state of each layer from a file that `write` wrote. Raises UsageError for any other, or for another model's."""
-    try:
-        with safe_open(path, framework="pt", device=str(model.device)) as file:
-            settings = json.loads((file.metadata() or {}).get("evictionary", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        raise UsageError(f"option calibration: got {path}, wanted a file of `evictionary calibrate`: {error}") from error
-    if settings.get("schema") != SCHEMA:
-        raise UsageError(f"option calibration: got {path} of schema {settings.get('schema')}, wanted {SCHEMA}")
-    if settings["model"] != fingerprint(model):
+    settings, tensors = file.read_tensors("option calibration", path, str(model.device), SCHEMA, "of `evictionary calibrate`")
+    if settings["model"] != file.fingerprint(model):
         raise UsageError(f"option calibration: got {path} of another model, wanted that of {type(model).__name__} at hand")
     layers: dict[int, State] = {}
     for name, tensor in tensors.items():
         layer, _, entry = name.partition(".")
         layers.setdefault(int(layer), {})[entry] = tensor
     return layers
-
-
-def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """What identifies a model: its sizes, and a digest of the weights of its first attention layer."""
-    config = model.config.get_text_config()
-    names = ("model_type", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-    digest = hashlib.sha256()
-    for weight in attention_modules(model)[0].parameters():
-        digest.update(weight.detach().float().cpu().numpy().tobytes())
-    return {**{name: getattr(config, name) for name in names}, "weights": digest.hexdigest()[:16]}

@@ -1,4 +1,4 @@
-"""Saves a cache as a safetensors file: its tensors, and its arguments in the file's metadata."""
+"""Safetensors files with settings in their metadata, and a cache as such a file: its tensors and its arguments."""
 
 from __future__ import annotations
 
@@ -49,14 +49,34 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         "counts_padding": cache._counts_padding,
         "layers": layers,
     }
+    write_tensors("path", path, settings, tensors)
+
+
+def write_tensors(argument: str, path: str | Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors and their settings. Raises UsageError, naming the argument, for a path that cannot be written."""
     try:
         save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
-    except SafetensorError as error:
-        raise UsageError(f"path: got {path}, wanted a file that can be written: {error}") from error
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{argument}: got {path}, wanted a file that can be written: {error}") from error
+
+
+def read_tensors(
+    argument: str, path: str | Path, device: str, schema: str, written_by: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The settings and the tensors of a file of `write_tensors` with this schema. Raises UsageError for any other."""
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            settings = json.loads((file.metadata() or {}).get("evictionary", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise UsageError(f"{argument}: got {path}, wanted a file {written_by}: {error}") from error
+    if settings.get("schema") != schema:
+        raise UsageError(f"{argument}: got {path} of schema {settings.get('schema')}, wanted {schema}")
+    return settings, tensors
 
 
 def fingerprint(model: PreTrainedModel | None) -> str:
-    """A digest of some numbers of every weight: keys and values mean nothing to another model of the same shape."""
+    """A digest of some numbers of every weight: keys, values and queries mean nothing to another model of the same shape."""
     assert model is not None
     digest = hashlib.sha256()
     for weight in model.parameters():
@@ -66,15 +86,7 @@ def fingerprint(model: PreTrainedModel | None) -> str:
 
 def read(path: str | Path, device: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The settings and the tensors of a file that `write` wrote. Raises UsageError for any other."""
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            settings = json.loads((file.metadata() or {}).get("evictionary", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        raise UsageError(f"path: got {path}, wanted a file that EvictingCache.save wrote: {error}") from error
-    if settings.get("schema") != SCHEMA:
-        raise UsageError(f"path: got {path} of schema {settings.get('schema')}, wanted {SCHEMA}")
-    return settings, tensors
+    return read_tensors("path", path, device, SCHEMA, "that EvictingCache.save wrote")
 
 
 def restore(
