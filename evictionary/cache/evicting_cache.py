@@ -188,13 +188,13 @@ class EvictingCache(Cache):
             raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
 
     def see_end(self, tokens: torch.Tensor) -> None:
-        """After the prompt let the model read its tokens again, if a method asks for it; model_hooks.py calls this.
+        """After the prompt let the model read its tokens again; model_hooks.py calls this for a method that asks for it.
 
         Each layer compresses while it reads them, and gives them back before. They follow the prompt without an instruction, which
         no cache could write in the words of a model's tokenizer.
         """
         model = self._model()
-        if model is None or self._replaying or not self._names & REPLAYED or any(layer.evicted_at for layer in self.layers):
+        if model is None or self._replaying or any(layer.evicted_at for layer in self.layers):
             return
         try:
             longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -538,7 +538,8 @@ class EvictingCache(Cache):
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this cache is gone")
-        self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
+        wanted = {"hidden_states": "hidden_states" in self._names, "ends": bool(self._names & REPLAYED)}
+        self._finalizer = weakref.finalize(self, watch(self, model, **wanted))
 
     def _close_if_settled(self) -> None:
         """Stop watching the model once its own attention can do the rest."""

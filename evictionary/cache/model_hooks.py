@@ -44,9 +44,10 @@ _replaced: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref
 """For each model with our attention: the implementation to restore, and the number of caches that need ours."""
 
 
-def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
+def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False, ends: bool = False) -> Callable[[], None]:
     """Show `cache` the forwards of `model`, and let it compute the attention, until the returned function is called.
 
+    hidden_states and ends say whether the cache wants to see those, and the end of a forward.
     Nothing here keeps the cache alive. Raises UsageError for a model whose attention is fixed.
     """
     reference: weakref.ref[Any] = weakref.ref(cache)
@@ -57,7 +58,8 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
     hook = _hidden_states_hook(reference)
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     handles.append(model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True))
-    handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
+    if ends:
+        handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
 
     def stop() -> None:
         for handle in handles:
@@ -122,6 +124,7 @@ def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor |
 
 
 def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
+    @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         cache, tokens = reference(), _tokens(arguments, named)
         is_given = named.get("past_key_values") is cache
