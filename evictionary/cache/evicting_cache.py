@@ -15,12 +15,12 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from evictionary.cache import calibration, file, future_queries, one_pass, partial_attention
+from evictionary.cache.arguments import checked
 from evictionary.cache.layers import RECENT, EvictingLayer
 from evictionary.cache.model_hooks import Attention, attention_modules, output_projection, watch
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
-from evictionary.methods.resolve import resolve
 from evictionary.models.load import is_sliding, require_supported
 from evictionary.optimized import keydiff, momentkv
 from evictionary.optimized.checks import is_finite
@@ -75,15 +75,10 @@ class EvictingCache(Cache):
         record: Iterable[str] = (),
     ) -> None:
         require_supported(model)
-        self.method = resolve(method) if isinstance(method, str) else method
+        self.method, self.options, self.every = checked(method, compression_ratio, options, budget, every)
         self.compression_ratio = compression_ratio
         self.budget = budget
         self.seed = seed
-        tokens_to_keep(1, compression_ratio, budget)  # refuses values out of range before the prompt is read
-        if options and self.method is None:
-            raise UsageError("options: got options without a method, wanted none")
-        self.options = self.method.typed_options(options) if self.method else {}
-        self.every = tokens_between(self.method, every, budget)
         if self.method and self.method.reads & READ_FROM_ROPE:
             require_readable_queries(model, self.method.name)
         path = self.options.get("calibration")
@@ -655,25 +650,6 @@ class EvictingCache(Cache):
             return 0
         mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in layers]).mean())
         return int(mean) if mean == int(mean) else mean
-
-
-def tokens_between(method: Method | None, every: int | None, budget: int | None) -> int:
-    """The tokens between two compressions, 0 for the prompt alone. Raises UsageError if the method cannot compress like that."""
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
-        raise UsageError(f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone")
-    traits = method.traits if method else frozenset()
-    every = int("every_token" in traits) if every is None else every
-    if every and method and "recursive" in traits and budget is not None:
-        raise UsageError(
-            f"budget: got {budget} with every={every}, wanted a compression_ratio: {method.name} keeps a fraction of "
-            "each new partition, so the number of kept tokens grows with the text"
-        )
-    if every and method and "prompt_only" in traits:
-        raise UsageError(
-            f"every: got {every}, wanted 0: {method.name} reads the queries of all tokens, and these are gone "
-            "when the cache compresses again"
-        )
-    return every
 
 
 _readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evictionary.cache.evicting_cache import tokens_between
+from evictionary.cache.arguments import checked
 from evictionary.errors import UsageError
-from evictionary.methods.method import tokens_to_keep
-from evictionary.methods.resolve import resolve
 
 FIRST_LINE = '"""Generation with KV-cache eviction, written by `evictionary export`; it needs the package evictionary.'
 PROGRAM = '''
@@ -50,14 +48,12 @@ def export(
     """
     if re.search(r"\.py\b", method):
         raise UsageError(f"method: got {method!r}, wanted a name of the dictionary: a file would not go with the folder")
-    chosen = resolve(method)
-    tokens_to_keep(1, compression_ratio, budget)
-    tokens_between(chosen, every, budget)
+    typed = checked(method, compression_ratio, options, budget, every)[1]
     settings = {
         "method": method,
         "compression_ratio": compression_ratio,
         "budget": budget,
-        "options": chosen.typed_options(options),
+        "options": typed,
         "every": every,
         "seed": seed,
     }

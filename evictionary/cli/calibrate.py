@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import ModelName, exit_codes
-from evictionary.errors import UsageError
+from evictionary.cli.console import ModelName, exit_codes, text_of
 
 app = typer.Typer()
 
@@ -24,10 +23,7 @@ def calibrate(
 ) -> None:
     """Calibrate TriAttention, Q-Filters and DuoAttention on a text, for any number of later prompts of the same model."""
     with exit_codes(extra="model"):
-        try:
-            text = text_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--text-file: got {text_file}, wanted a UTF-8 text file: {error}") from error
+        text = text_of("--text-file", text_file)
         from evictionary.cache.calibration import write
         from evictionary.evaluation.calibration import MOST, of_text
         from evictionary.models.load import load

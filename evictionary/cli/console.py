@@ -115,6 +115,14 @@ def options_in(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
+def text_of(argument: str, path: Path) -> str:
+    """The text of a file. Raises UsageError, naming the argument, for one that cannot be read as UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{argument}: got {path}, wanted a readable UTF-8 text file: {error}") from None
+
+
 def given_names(argument: str, texts: list[str] | None) -> list[str] | None:
     """The names that an option was given, or None without the option. Raises UsageError for an option without any name."""
     names = names_in(texts)

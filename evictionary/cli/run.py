@@ -18,6 +18,7 @@ from evictionary.cli.console import (
     options_in,
     progress,
     require_seed,
+    text_of,
     whole_number,
 )
 from evictionary.errors import UsageError
@@ -63,23 +64,20 @@ def run(
     """Compress the cache of a text once, then answer several questions from it."""
     with exit_codes(extra="model"):
         options = options_in(option or [])
-        text = _read(prompt_file)
+        text = text_of("--prompt-file", prompt_file)
         require_seed(seed)
         for each in question:
             if not each.strip():
                 raise UsageError("question: got no text, wanted a text")
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens: got {max_new_tokens}, wanted at least 1")
-        from evictionary.cache.evicting_cache import EvictingCache, tokens_between
+        from evictionary.cache.arguments import checked
+        from evictionary.cache.evicting_cache import EvictingCache
         from evictionary.evaluation.questions import ask, prefill, tokenize
-        from evictionary.methods.method import tokens_to_keep
-        from evictionary.methods.resolve import resolve
         from evictionary.models.load import load as load_model
 
-        chosen = resolve(method)
-        options = chosen.typed_options(options)
-        tokens_to_keep(1, compression_ratio, budget)
-        tokens_between(chosen, every, budget)
+        chosen, options, _ = checked(method, compression_ratio, options, budget, every)
+        assert chosen is not None
         loaded, tokenizer = load_model(model)
         asked = [tokenize(tokenizer, text, each) for each in question]
         context_ids = asked[0][0]
@@ -142,13 +140,6 @@ def _print_run(cache: EvictingCache, answers: list[dict[str, str]], note: str | 
             console.print(f"{cache.method.name}: {each['answer']}", markup=False)
         else:
             console.print(each["answer"], markup=False)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt-file: got {path}, wanted a readable UTF-8 text file: {error}") from None
 
 
 def _note(cache: EvictingCache) -> str | None:
