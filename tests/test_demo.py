@@ -12,9 +12,10 @@ import torch
 from conftest import tiny_llama
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation import demo, passkey
-from evictionary.evaluation.questions import ask, prefill, tokenize
+from evictionary.evaluation.questions import ask, likelihood, prefill, tokenize
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,27 @@ def test_asking_is_greedy_and_leaves_the_cache_as_it_was(tokenizer: PreTrainedTo
     assert tuple(first.hidden_states.shape) == (question.shape[1], 32)
     with pytest.raises(UsageError, match="context of 256"):
         ask(model, tokenizer, cache, question, max_new_tokens=400)
+
+
+def test_the_likelihood_of_an_answer_is_that_of_the_whole_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny_llama()
+    context, question = tokenize(tokenizer, "The gate key is 12.", "What is the gate key?")
+    cache = EvictingCache(model, method=None)
+    prefill(model, context, cache)
+    answer = torch.tensor([ask(model, tokenizer, cache, question, max_new_tokens=6).token_ids])
+    other = (answer + 1) % 200
+    for given in (answer, other):
+        text = torch.cat([context, question, given], dim=1)
+        with torch.no_grad():
+            logits = model(text).logits[0, -given.shape[1] - 1 : -1]
+        wanted = [float(torch.log_softmax(row, dim=-1)[token]) for row, token in zip(logits, given[0], strict=True)]
+        for block_size in (None, 1, 4):
+            found = likelihood(model, cache, question, given, block_size)
+            assert found.log_probabilities == pytest.approx(wanted, abs=1e-4)
+            assert all(found.is_likeliest) == (given is answer)
+            assert cache.get_seq_length() == context.shape[1]
+    with pytest.raises(UsageError, match="context"):
+        likelihood(model, cache, question, answer.repeat(1, 60))
 
 
 def test_every_method_has_a_row_and_a_picture(result: demo.Result) -> None:

@@ -199,6 +199,30 @@ def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Pa
     assert all(0 < line["bytes_after"] < line["bytes_before"] for line in lines if line["method"] != "full")
 
 
+def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path) -> None:
+    names = ["perplexity", "perplexity_decoding"]
+    methods: list[tuple[str, dict[str, Any]]] = [("keydiff", {}), ("gvote", {}), ("lagkv", {"lag_size": 8})]
+    lines = evaluation.run(plan_for(model_folder, methods=methods, tasks=names, lengths=[140], seeds=[0, 1], ratios=[]), tmp_path)
+    assert [line["error"] for line in lines] == [None] * len(lines)
+    full = {(line["task"], line["seed"]): line["perplexity"] for line in lines if line["method"] == "full"}
+    model, tokenizer = load(str(model_folder))
+    for seed in (0, 1):
+        prompt = tasks.get("perplexity").make(tokenizer, 140, seed)
+        text = torch.cat([prompt.context_ids, prompt.question_ids, prompt.continuation], dim=1)
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(model(text).logits[0, -65:-1], text[0, -64:])
+        for name in names:
+            assert full[name, seed] == pytest.approx(float(loss.exp()), rel=1e-3)
+    again = {
+        (line["task"], line["seed"]): line["perplexity"] for line in lines if (line["method"], line["budget"]) == ("keydiff", 40)
+    }
+    assert again["perplexity", 0] != again["perplexity_decoding", 0]  # the second one evicts while it decodes
+    rows = eval_report.summarise(lines)
+    row = next(row for row in rows if row["method"] == "full" and row["task"] == "perplexity")
+    assert row["perplexity"] == pytest.approx((full["perplexity", 0] * full["perplexity", 1]) ** 0.5)
+    assert f"(ppl {row['perplexity']:.3g})" in eval_report.markdown(rows)
+
+
 def test_the_results_file_is_guarded(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
     with filelock.FileLock(tmp_path / ".lock"), pytest.raises(UsageError, match="written by another run"):
         evaluation.run(plan_for(model_folder), tmp_path)

@@ -12,9 +12,11 @@ from evictionary.errors import UsageError
 from evictionary.evaluation import tasks
 
 TOKENS = 1100  # of one byte each
+TEXTS = ("perplexity", "perplexity_decoding")
+ASKED = [name for name in tasks.TASKS if name not in TEXTS]
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_prompt_fits_and_holds_its_answer(tokenizer: PreTrainedTokenizerFast, name: str, seed: int) -> None:
     prompt = tasks.get(name).make(tokenizer, TOKENS, seed)
@@ -29,7 +31,7 @@ def test_a_prompt_fits_and_holds_its_answer(tokenizer: PreTrainedTokenizerFast, 
     assert len(tokenizer(", ".join(prompt.answers))["input_ids"]) <= prompt.max_new_tokens
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", ASKED)
 def test_the_right_answer_scores_one_and_no_answer_nothing(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     prompt = tasks.get(name).make(tokenizer, TOKENS, 1)
     assert prompt.score(", ".join(prompt.answers)) == (1.0, 1.0)
@@ -56,6 +58,21 @@ def test_answers_are_the_same_in_every_process_and_at_every_length(tokenizer: Pr
     for name, answers in wanted.items():
         for tokens in (TOKENS, 1300):
             assert tasks.get(name).make(tokenizer, tokens, 0).answers == answers, name
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_goes_on_with_its_continuation_and_the_next_window_goes_on_there(
+    tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    first, second = (tasks.get(name).make(tokenizer, TOKENS, seed) for seed in (4, 5))
+    read = [torch.cat([one.context_ids, one.question_ids], dim=1)[0].tolist() for one in (first, second)]
+    assert first.continuation is not None and len(read[0]) + first.continuation.shape[1] == TOKENS
+    start = int(tokenizer.bos_token_id is not None)
+    number = first.continuation.shape[1]
+    assert read[1][start:] == read[0][start + number :] + first.continuation[0].tolist()
+    assert tokenizer.decode(first.continuation[0]) == first.answers[0]
+    with pytest.raises(UsageError, match="the text of this task ends"):
+        tasks.get(name).make(tokenizer, TOKENS, 100_000)
 
 
 def test_five_seeds_try_five_depths(tokenizer: PreTrainedTokenizerFast) -> None:

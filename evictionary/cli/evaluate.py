@@ -31,7 +31,10 @@ from evictionary.errors import UsageError
 app = typer.Typer()
 
 # The names stand here because the tasks import torch, and the help must not wait for torch; a test compares the names.
-TASKS = "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,variables,common_words,frequent_words,copy"
+TASKS = (
+    "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,variables,common_words,frequent_words,copy,"
+    "perplexity,perplexity_decoding"
+)
 
 
 class Format(StrEnum):
@@ -170,7 +173,7 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
         names, table = eval_report.pivot([row for row in rows if row["length"] == length])
         room = console.width - 25 - max(len(row["label"]) for row in table)
         columns = max(2, room // 13)
-        console.print(f"{length} tokens: partial score (share of exact answers)", style="italic")
+        console.print(f"{length} tokens: partial score (share of exact answers, or perplexity)", style="italic")
         for start in range(0, len(names), columns):
             here = slice(start, start + columns)
             is_last = here.stop >= len(names)

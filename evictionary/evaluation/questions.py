@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,14 @@ class Answer:
     text: str
     token_ids: list[int]
     hidden_states: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """How likely the model holds given tokens: for each, the logarithm of its probability, and whether it is the likeliest one."""
+
+    log_probabilities: list[float]
+    is_likeliest: list[bool]
 
 
 def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = "") -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,17 +77,11 @@ def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torc
 
     Raises UsageError if context, question and answer together exceed the model's context length.
     """
-    # A cache that evicts while it decodes, by a method or by a sliding window, cannot restore the evicted tokens.
-    is_copied = bool(getattr(cache, "every", 0)) or any(getattr(layer, "is_sliding", False) for layer in cache.layers)
-    if is_copied:
-        cache = copy.deepcopy(cache)
-    before = cache.get_seq_length()
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    require_prompt(before + question_ids.shape[1] + max_new_tokens, longest)
+    _require_room(model, cache, question_ids.shape[1] + max_new_tokens)
     stops = _stop_ids(model, tokenizer)
     token_ids: list[int] = []
-    try:
-        output = model(question_ids.to(model.device), past_key_values=cache, use_cache=True, output_hidden_states=True)
+    with _left_alone(cache) as borrowed:
+        output = model(question_ids.to(model.device), past_key_values=borrowed, use_cache=True, output_hidden_states=True)
         hidden_states = output.hidden_states[-1][0]
         while True:
             following = int(output.logits[0, -1].argmax())
@@ -86,11 +90,50 @@ def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torc
             token_ids.append(following)
             if len(token_ids) == max_new_tokens:
                 break
-            output = model(torch.tensor([[following]], device=model.device), past_key_values=cache, use_cache=True)
-    finally:
-        if not is_copied:
-            cache.crop(before - cache.get_seq_length())
+            output = model(torch.tensor([[following]], device=model.device), past_key_values=borrowed, use_cache=True)
     return Answer(tokenizer.decode(token_ids, skip_special_tokens=True).strip(), token_ids, hidden_states)
+
+
+@torch.no_grad()
+def likelihood(
+    model: PreTrainedModel, cache: Cache, question_ids: torch.Tensor, answer_ids: torch.Tensor, block_size: int | None = None
+) -> Likelihood:
+    """How likely the answer [1, N] is after the question [1, M], with every token of it read as it is; the cache stays as it was.
+
+    All tokens are read in one forward, or in blocks: with block_size 1 as they are while decoding. The likeliest tokens are all of
+    the answer exactly where greedy decoding gives that answer. Raises UsageError as `ask` does.
+    """
+    number = answer_ids.shape[1]
+    tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(model.device)
+    _require_room(model, cache, tokens.shape[1])
+    logits = []
+    with _left_alone(cache) as borrowed:
+        for block in tokens.split(block_size or tokens.shape[1], dim=1):
+            read = model(block, past_key_values=borrowed, use_cache=True, logits_to_keep=min(number, block.shape[1]))
+            logits.append(read.logits[0].float())
+    last = torch.cat(logits)[-number:]
+    right = answer_ids[0].to(last.device)
+    found = last.log_softmax(dim=-1).gather(-1, right[:, None])[:, 0]
+    return Likelihood(found.tolist(), (last.argmax(dim=-1) == right).tolist())
+
+
+@contextmanager
+def _left_alone(cache: Cache) -> Iterator[Cache]:
+    """The cache, for tokens that are taken out of it again; a copy of one that cannot give them back."""
+    # A cache that evicts while it decodes, by a method or by a sliding window, cannot restore the evicted tokens.
+    if getattr(cache, "every", 0) or any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        yield copy.deepcopy(cache)
+        return
+    before = cache.get_seq_length()
+    try:
+        yield cache
+    finally:
+        cache.crop(before - cache.get_seq_length())
+
+
+def _require_room(model: PreTrainedModel, cache: Cache, tokens: int) -> None:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    require_prompt(cache.get_seq_length() + tokens, longest)
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -42,6 +42,7 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
                 "label": label(first),
                 "exact": _mean(line["exact"] for line in good),
                 "partial": _mean(line["partial"] for line in good),
+                "perplexity": _geometric_mean([line["perplexity"] for line in good if "perplexity" in line]),
                 "removed": _mean(1 - line["bytes_after"] / line["bytes_before"] for line in good),
                 "tokens_kept": _mean(line["tokens_kept"] for line in good),
                 "seconds": _mean(line["seconds"] for line in good),
@@ -85,6 +86,7 @@ def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
         "evaluation.html",
         found=found,
         model=short_name(found["model"]),
+        detail=detail,
         tables=[(length, *pivot(group)) for length, group in _by_length(rows)],
         descriptions={row["task"]: tasks.TASKS[row["task"]].description for row in rows},
         prompts=sorted({row["prompts"] + row["failed"] for row in rows}),
@@ -128,12 +130,17 @@ def asked(row: Mapping[str, Any]) -> str:
 
 
 def cell_text(row: Row | None) -> str:
-    """'0.75 (50%)': the partial score and the share of exact answers; 'failed' or a dash if there is no score."""
+    """'0.75 (50%)': the partial score and the share of exact answers, or the perplexity; 'failed' or a dash without a score."""
     if row is None:
         return "-"
     if row["partial"] is None:
         return "failed"
-    return f"{row['partial']:.2f} ({row['exact']:.0%})" + (f", {row['failed']} failed" if row["failed"] else "")
+    return f"{row['partial']:.2f} ({detail(row)})" + (f", {row['failed']} failed" if row["failed"] else "")
+
+
+def detail(row: Row) -> str:
+    """'50%', the share of exact answers, or 'ppl 12.3', the perplexity of a text that goes on."""
+    return f"{row['exact']:.0%}" if row["perplexity"] is None else f"ppl {row['perplexity']:.3g}"
 
 
 def percent(value: float | None) -> str:
@@ -146,7 +153,7 @@ def markdown(rows: Sequence[Row]) -> str:
     parts = []
     for length, group in _by_length(rows):
         names, table = pivot(group)
-        parts.append(f"## {length} tokens\n\nPartial score, and in brackets the share of exact answers.\n")
+        parts.append(f"## {length} tokens\n\nPartial score, and in brackets the share of exact answers or the perplexity.\n")
         head = ["method", "asked", "cache removed", *names, "mean"]
         body = [
             [row["label"], row["asked"], percent(row["removed"]), *map(cell_text, row["cells"]), number(row["mean"])]
@@ -260,6 +267,11 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """The sorting key: the full cache first, then the methods by name, random eviction last; weak compression before strong."""
     amount = (row["budget"] is not None, row["ratio"] if row["budget"] is None else -row["budget"])
     return row["method"] == RANDOM, row["method"] != FULL, row["method"], json.dumps(row["options"], sort_keys=True), *amount
+
+
+def _geometric_mean(values: Sequence[float]) -> float | None:
+    """The perplexity of texts of one length together; None without a text."""
+    return float(np.exp(np.mean(np.log(values)))) if values else None
 
 
 def _mean(values: Any) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -35,7 +36,7 @@ from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import require_prompt
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation import tasks
-from evictionary.evaluation.questions import Answer, ask, prefill
+from evictionary.evaluation.questions import Answer, ask, likelihood, prefill
 from evictionary.methods.catalogue import RANDOM
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
@@ -54,8 +55,9 @@ SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "sec
 
 Line = dict[str, Any]
 """One measurement. Its identity: model, task, length, seed, method, options, ratio, budget. Its results: exact, partial,
-answer, expected, tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and answer), error
-(None, or why the method failed; then there are no scores). Also source, a digest of a user's own file, and the versions."""
+answer, expected, perplexity (of a text that goes on; then answer is None), tokens (of the context), tokens_kept, bytes_before,
+bytes_after, seconds (to compress, ask and answer), error (None, or why the method failed; then there are no scores). Also source, a
+digest of a user's own file, and the versions."""
 
 LinesOf = Callable[[str, Any, Sequence[Any]], Iterator[Line]]
 """Measures, with the model of a name, what is wanted on one unit of work."""
@@ -138,7 +140,7 @@ class Plan:
 class Measurement(NamedTuple):
     """The result of one setting on one prompt: its line without the model and the unit, the answer, and the cache.
 
-    The answer is None if the method failed.
+    The answer is None if the method failed, or if the text goes on without a question.
     """
 
     line: Line
@@ -306,16 +308,40 @@ def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence
         try:
             method = chosen.get(setting.method)
             arguments = (method, setting.ratio or 0.0, setting.options, setting.budget)
-            cache = full if method is None else EvictingCache.from_prefilled(model, full, *arguments, seed=seed)
+            cache = full if method is None else _compressed(model, full, arguments, prompt.every, seed)
             found = {"tokens_kept": cache.tokens_kept, "bytes_before": full.nbytes, "bytes_after": cache.nbytes}
             with cache:
                 if method is not None:
                     _require_shrunk(cache, method, Request(setting.ratio or 0.0, setting.budget, setting.options))
-                answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
-            line |= {**found, **prompt.score(answer.text)._asdict(), "answer": answer.text, "error": None}
+                if prompt.continuation is None:
+                    answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
+                    scores = {**prompt.score(answer.text)._asdict(), "answer": answer.text}
+                else:
+                    scores = _foretold(model, cache, prompt, prompt.continuation)
+            line |= {**found, **scores, "error": None}
         except MethodError as error:
             line["error"] = str(error)
         yield Measurement(line | {"seconds": time.perf_counter() - start, "versions": versions()}, answer, cache)
+
+
+def _compressed(model: Any, full: EvictingCache, arguments: Any, every: int, seed: int) -> EvictingCache:
+    """A compressed copy that compresses again while decoding, if its method can; one that cannot compresses the prompt alone.
+
+    So does a recursive method: again and again it keeps what each partition says, and not the amount that was asked for.
+    """
+    again = 0 if "recursive" in arguments[0].traits else every
+    try:
+        return EvictingCache.from_prefilled(model, full, *arguments, every=again, seed=seed)
+    except UsageError:
+        return EvictingCache.from_prefilled(model, full, *arguments, every=0, seed=seed)
+
+
+def _foretold(model: Any, cache: EvictingCache, prompt: tasks.Prompt, continuation: torch.Tensor) -> dict[str, Any]:
+    """exact: whether each token of the continuation is the likeliest one; partial: the share of those that are; the perplexity."""
+    found = likelihood(model, cache, prompt.question_ids, continuation, block_size=1 if prompt.every else None)
+    mean = sum(found.log_probabilities) / len(found.log_probabilities)
+    right = sum(found.is_likeliest) / len(found.is_likeliest)
+    return {"exact": float(right == 1), "partial": right, "perplexity": math.exp(-mean), "answer": None}
 
 
 def _require_shrunk(cache: EvictingCache, method: Method, request: Request) -> None:

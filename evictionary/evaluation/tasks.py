@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -38,6 +38,9 @@ wagon walnut water whale wheat window winter wolf wood yard
 WORDS = _NOUNS.split()
 """Everyday nouns: the keys of needles, the words to count and the words to copy."""
 
+CONTINUED, AGAIN = 64, 16
+"""The tokens of a text that the model is to foretell, and those after which a cache that decodes them compresses again."""
+
 
 class Score(NamedTuple):
     """exact is 1 for an answer without a mistake, else 0; partial, in [0, 1], is the right share of the answer."""
@@ -52,6 +55,8 @@ class Prompt:
 
     context_ids [1, T] and question_ids [1, M] together have at most the requested number of tokens. `needles` are the ranges of
     context positions [first, one past last) that hold the answer; the tuple is empty if the whole text holds the answer.
+    A text that goes on has its next tokens [1, N] as `continuation`: they are given to the model, not asked for. `every` is the
+    number of tokens after which the cache compresses again while the model reads them.
     """
 
     context_ids: torch.Tensor
@@ -60,6 +65,8 @@ class Prompt:
     needles: tuple[tuple[int, int], ...]
     max_new_tokens: int
     score: Callable[[str], Score]
+    continuation: torch.Tensor | None = None
+    every: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,33 @@ def _frequent_words(tokenizer: Any, tokens: int, seed: int) -> Prompt:
     return _in_list(tokenizer, tokens, draw, "Code words", words[:3], counts, range(32, max(33, tokens)))
 
 
+def _prose(tokenizer: Any, tokens: int, seed: int, *, every: int) -> Prompt:
+    """A window of a long text, whose last tokens are the continuation; the window of the next seed is that many tokens later."""
+    least = CONTINUED + 1 + 8
+    if tokens < least:
+        raise UsageError(f"tokens: got {tokens}, wanted at least {least} for this task")
+    first = seed * CONTINUED
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    last = first + tokens - len(start)
+    # no tokenizer makes tokens of more than 16 characters on average, so this much of the text holds the window
+    ids = tokenizer(_documentation()[: 16 * last], add_special_tokens=False)["input_ids"][first:last]
+    if len(start) + len(ids) < tokens:
+        raise UsageError(f"seed: got {seed}, wanted a smaller one: the text of this task ends before its window")
+    window = torch.tensor([start + ids])
+    context_ids, question_ids, continuation = window.split([tokens - CONTINUED - 1, 1, CONTINUED], dim=1)
+    text = tokenizer.decode(continuation[0])
+    return Prompt(context_ids, question_ids, (text,), (), CONTINUED, partial(score_copy, text), continuation, every)
+
+
+@cache
+def _documentation() -> str:
+    """The language's reference, as every Python carries it for help(): half a million characters of English, another one in each
+    version."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
 TASKS = {
     task.name: task
     for task in (
@@ -205,6 +239,12 @@ TASKS = {
         Task("common_words", "a list of words: five occur five times as often as the others", _common_words),
         Task("frequent_words", "a list of made-up words; the question asks for the three most frequent", _frequent_words),
         Task("copy", "sixteen words in a long text, to be repeated", _copy),
+        Task("perplexity", f"the next {CONTINUED} tokens of a technical text, through a sliding window", partial(_prose, every=0)),
+        Task(
+            "perplexity_decoding",
+            f"the same, read token by token, with a compression after each {AGAIN} tokens by a method that can compress again",
+            partial(_prose, every=AGAIN),
+        ),
     )
 }
 """Every task by its name, in the order of the tables."""
