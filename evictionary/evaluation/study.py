@@ -1,0 +1,370 @@
+"""Which selection, which allocator, which correction: every composition of the dictionary on the same prompts.
+
+The model reads a prompt once with the full cache. Each composition compresses a copy of that cache to each size, and the model then
+reads the question and the right answer. The loss is the mean of -log p over the tokens of the answer; a composition's *cost* is its
+loss minus that of the full cache, in nats for each token. An answer is exact where each of its tokens is the likeliest one, which
+is where greedy decoding gives it. A run that was stopped goes on, as in run.py; one line is one selector on one prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.errors import MethodError, UsageError
+from evictionary.evaluation import tasks
+from evictionary.evaluation.pages import drawn, put
+from evictionary.evaluation.questions import likelihood, prefill
+from evictionary.evaluation.run import Line, Progress, Unit, loaded, share, versions
+from evictionary.methods import catalogue
+from evictionary.methods.method import Method, tokens_to_keep
+from evictionary.methods.resolve import MOMENTS, resolve
+
+TASKS = ("passkey7", "needle_multikey", "variables", "copy", "perplexity")
+RATIOS = (0.5, 0.75, 0.9)
+OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 32}}
+"""The options of a method that its defaults would not let evict from prompts of some hundred tokens."""
+
+STORED = Path(__file__).with_name("study.json")
+"""The summary of the study of the embedded model, on which `evictionary run --method auto` relies."""
+
+DRAWS = 2000
+"""Bootstrap draws."""
+
+Summary = dict[str, Any]
+"""model, length, prompts (of each task), rows (one for each composition and ratio), effects and recommended. A row's `own` says
+that the composition keeps more than was asked for, because it decides by itself: it is in no comparison at that ratio."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every composition of each selector at each ratio, on each prompt: a task and a seed, of `length` tokens.
+
+    Raises UsageError for an unknown name, a value out of range or an empty list.
+    """
+
+    model: str
+    selectors: Sequence[str]
+    tasks: Sequence[str] = TASKS
+    seeds: Sequence[int] = range(40)
+    ratios: Sequence[float] = RATIOS
+    length: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("selectors", "tasks", "seeds", "ratios"):
+            if not getattr(self, name):
+                raise UsageError(f"{name}: got none, wanted at least one")
+        for name in self.tasks:
+            tasks.get(name)
+        for name in self.selectors:
+            compositions(name)
+        for ratio in self.ratios:
+            tokens_to_keep(1, ratio)
+
+    def units(self) -> list[Unit]:
+        """Every prompt once, the tasks in turn: a run that is stopped has prompts of all of them."""
+        return [Unit(task, self.length, seed) for seed in self.seeds for task in self.tasks]
+
+
+def selectors() -> list[str]:
+    """Every method of the dictionary and random eviction."""
+    return [*catalogue.names(), catalogue.RANDOM]
+
+
+def compositions(selector: str) -> dict[str, Method]:
+    """The selector alone, with each allocator, and each of these with MomentKV's correction, as far as they can be composed."""
+    found: dict[str, Method] = {}
+    for allocator, correction in itertools.product(("", *catalogue.allocators()), ("", MOMENTS)):
+        name = "+".join(part for part in (selector, allocator, correction) if part)
+        alone = resolve(selector)
+        if (correction and alone.corrected) or (allocator and "own_budget" in alone.traits):
+            continue
+        try:
+            found[name] = resolve(name)
+        except UsageError:
+            if name == selector:
+                raise
+    return found
+
+
+def run(
+    plan: Plan, folder: Path, *, jobs: int = 1, dask: str | None = None, advance: Callable[[Progress], None] = lambda progress: None
+) -> list[Line]:
+    """Measure what `folder / results.jsonl` lacks, and return every line of it, as run.run does, with the same errors."""
+
+    def missing(found: Mapping[str, Line]) -> list[tuple[Unit, list[tuple[str, Sequence[float]]]]]:
+        work = []
+        for unit in plan.units():
+            lines = {name: found.get(_identity(plan.model, unit, name)) for name in plan.selectors}
+            lacking = [(name, plan.ratios) for name, line in lines.items() if line is None or not _is_whole(line, plan.ratios)]
+            if lacking:
+                work.append((unit, lacking))
+        return work
+
+    return share(
+        folder,
+        plan.model,
+        missing,
+        _lines,
+        identify=lambda line: _identity(line["model"], Unit(line["task"], line["length"], line["seed"]), line["selector"]),
+        text=lambda line: f"{line['task']}, seed {line['seed']}: {line['selector']}",
+        order=lambda line: (line["seed"], line["task"], line["selector"]),
+        jobs=jobs,
+        dask=dask,
+        advance=advance,
+    )
+
+
+def _identity(model: str, unit: Unit, selector: str) -> str:
+    return json.dumps([model, *unit, selector])
+
+
+def _is_whole(line: Line, ratios: Sequence[float]) -> bool:
+    return line["error"] is None and {f"{ratio:g}" for ratio in ratios} <= set(line["ratios"])
+
+
+def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, Sequence[float]]]) -> Iterator[Line]:
+    """The line of each selector on the prompt of a unit: its cells are [loss, whether exact, tokens kept]."""
+    model, tokenizer = loaded(model_name)
+    prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+    answer = prompt.continuation
+    if answer is None:
+        text = " " + ", ".join(prompt.answers)
+        answer = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    composed = {selector: compositions(selector) for selector, _ in wanted}
+    record = frozenset().union(*(method.captured for methods in composed.values() for method in methods.values()))
+    full = EvictingCache(model, method=None, record=record)
+    prefill(model, prompt.context_ids, full)
+
+    def cell(cache: EvictingCache) -> list[float]:
+        found = likelihood(model, cache, prompt.question_ids, answer)
+        loss = -sum(found.log_probabilities) / len(found.log_probabilities)
+        return [round(loss, 5), int(all(found.is_likeliest)), round(cache.tokens_kept, 2)]
+
+    whole = cell(full)
+    for selector, ratios in wanted:
+        line: Line = {"model": model_name, **unit._asdict(), "selector": selector, "full": whole, "error": None}
+        cells: dict[str, dict[str, list[float]]] = {}
+        scores: dict[int, Any] = {}
+        try:
+            for name, method in composed[selector].items():
+                # a method that decides by itself how many tokens stay does the same at each ratio
+                for ratio in ratios[:1] if "own_budget" in method.traits else ratios:
+                    arguments = _remembering(method, scores, len(full.layers)), ratio, OPTIONS.get(selector)
+                    with EvictingCache.from_prefilled(model, full, *arguments, seed=unit.seed) as cache:
+                        cells.setdefault(name, {})[f"{ratio:g}"] = cell(cache)
+        except MethodError as error:
+            line["error"] = f"{name}: {error}"
+        yield line | {"ratios": [f"{ratio:g}" for ratio in ratios], "cells": cells, "versions": versions()}
+
+
+def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
+    """The method with the scores of each layer computed only once, where they do not depend on the size asked for."""
+    if method.is_select or method.prompt_function or {"budget", "compression_ratio", "keep_ratio"} & set(method.inputs):
+        return method
+    if len(scores) == layers:
+        return replace(method, function=lambda layer_index: scores[layer_index], inputs=("layer_index",))
+
+    @functools.wraps(method.function)
+    def score(layer_index: int, **arguments: Any) -> Any:
+        if "layer_index" in method.inputs:
+            arguments["layer_index"] = layer_index
+        scores[layer_index] = method.function(**arguments)
+        return scores[layer_index]
+
+    return replace(method, function=score, inputs=(*(name for name in method.inputs if name != "layer_index"), "layer_index"))
+
+
+def summarise(lines: Sequence[Line]) -> Summary:
+    """What the lines say of prompts on which each selector was measured: costs, with intervals over the prompts.
+
+    A cost is the mean over the tasks of the means over their prompts. The intervals hold 95 % of the bootstrap draws of prompts
+    within each task; all compositions share the draws, so differences are of the same prompts. Raises UsageError without a prompt
+    that has every selector.
+    """
+    names = sorted({line["selector"] for line in lines})
+    by_prompt: dict[tuple[str, int], dict[str, Line]] = {}
+    for line in lines:
+        if line["error"] is None:
+            by_prompt.setdefault((line["task"], line["seed"]), {})[line["selector"]] = line
+    whole = {prompt: found for prompt, found in by_prompt.items() if len(found) == len(names)}
+    if not whole:
+        raise UsageError("study: got no prompt on which every method was measured, wanted at least one: the same command goes on")
+    known = [task for task in tasks.TASKS if any(prompt[0] == task for prompt in whole)]
+    prompts = {task: [prompt for prompt in sorted(whole) if prompt[0] == task] for task in known}
+    first = next(iter(whole.values()))
+    keys = [(name, ratio, line["selector"]) for line in first.values() for name, at in line["cells"].items() for ratio in at]
+    generator = np.random.default_rng(0)
+    costs, draws, exact, kept = {}, np.zeros((len(keys), DRAWS)), np.zeros(len(keys)), np.zeros(len(keys))
+    for task in known:
+        found = [whole[prompt] for prompt in prompts[task]]
+        cells = np.array([[each[of]["cells"][name][ratio] for each in found] for name, ratio, of in keys])  # [keys, prompts, 3]
+        cost = cells[:, :, 0] - np.array([_full(each)[0] for each in found])
+        counts = generator.multinomial(len(found), [1 / len(found)] * len(found), size=DRAWS)
+        costs[task] = cost.mean(axis=1)
+        draws += cost @ counts.T / len(found) / len(known)
+        exact += cells[:, :, 1].mean(axis=1) / len(known)
+        kept += cells[:, :, 2].mean(axis=1) / len(known)
+    mean = np.mean(list(costs.values()), axis=0)
+    low, high = np.percentile(draws, [2.5, 97.5], axis=1)
+    length = np.mean([np.mean([_full(whole[prompt])[2] for prompt in prompts[task]]) for task in known])
+    rows = [
+        {
+            "method": name,
+            "ratio": float(ratio),
+            "own": bool(kept[index] > 1.1 * (1 - float(ratio)) * length),
+            "cost": float(mean[index]),
+            "interval": [float(low[index]), float(high[index])],
+            "exact": float(exact[index]),
+            "tokens_kept": float(kept[index]),
+            "tasks": {task: float(costs[task][index]) for task in known},
+        }
+        for index, (name, ratio, _) in enumerate(keys)
+    ]
+    full = {task: float(np.mean([_full(whole[prompt])[0] for prompt in prompts[task]])) for task in known}
+    return {
+        "model": lines[0]["model"],
+        "length": lines[0]["length"],
+        "prompts": {task: len(found) for task, found in prompts.items()},
+        "loss_of_full_cache": full,
+        "versions": lines[0]["versions"],
+        "rows": rows,
+        "effects": _effects(rows, draws),
+        "recommended": _recommended(rows, draws),
+    }
+
+
+def _full(found: Mapping[str, Line]) -> list[float]:
+    """The loss of the full cache on a prompt, whether its answer is exact, and the tokens of the prompt."""
+    return next(iter(found.values()))["full"]
+
+
+def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[str, Any]]:
+    """What each addition changes in the cost, on average over the compositions that lack it and can have it."""
+    place = {(row["method"], row["ratio"]): index for index, row in enumerate(rows)}
+    found = []
+    for addition in (*catalogue.allocators(), MOMENTS):
+        for ratio in sorted({row["ratio"] for row in rows}):
+            pairs = [
+                (place[name, ratio], place[without, ratio])
+                for name, without in ((row["method"], _without(row["method"], addition)) for row in rows if row["ratio"] == ratio)
+                if without != name and (without, ratio) in place and not rows[place[name, ratio]]["own"]
+            ]
+            if not pairs:
+                continue
+            change = np.mean([draws[one] - draws[other] for one, other in pairs], axis=0)
+            means = [rows[one]["cost"] - rows[other]["cost"] for one, other in pairs]
+            low, high = np.percentile(change, [2.5, 97.5])
+            found.append(
+                {
+                    "addition": addition,
+                    "ratio": ratio,
+                    "change": float(np.mean(means)),
+                    "interval": [float(low), float(high)],
+                    "better": sum(mean < 0 for mean in means),
+                    "of": len(means),
+                }
+            )
+    return found
+
+
+def _without(name: str, addition: str) -> str:
+    return "+".join(part for part in name.split("+") if part != addition)
+
+
+def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[str, Any]]:
+    """For each ratio the composition of the least cost, and those whose difference to it has an interval that holds 0."""
+    found = []
+    for ratio in sorted({row["ratio"] for row in rows}):
+        indices = [index for index, row in enumerate(rows) if row["ratio"] == ratio and not row["own"]]
+        best = min(indices, key=lambda index: rows[index]["cost"])
+        lows = np.percentile(draws[indices] - draws[best], 2.5, axis=1)
+        equals = [rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best]
+        found.append(
+            {"ratio": ratio, **{name: rows[best][name] for name in ("method", "cost", "interval", "exact")}, "as_good": equals}
+        )
+    return found
+
+
+def recommended(ratio: float) -> tuple[str, str]:
+    """The composition that the stored study recommends for removing a fraction, and a sentence that says how far to trust it."""
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
+    prompts = sum(stored["prompts"].values())
+    others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
+    return entry["method"], (
+        f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} prompts of "
+        f"{stored['length']} tokens with one small model, {stored['model']}{others}: your model and text may want another one"
+    )
+
+
+def write(lines: Sequence[Line], folder: Path) -> Summary:
+    """Write summary.json, table.md and study.svg into the folder; return the summary."""
+    found = summarise(lines)
+    put(folder / "summary.json", json.dumps(found, indent=1) + "\n")
+    put(folder / "table.md", markdown(found))
+    put(folder / "study.svg", drawn(picture(found), "svg"))
+    return found
+
+
+def markdown(found: Summary) -> str:
+    """The table of the compositions: the cost, its interval and the share of exact answers, at each ratio."""
+    ratios = sorted({row["ratio"] for row in found["rows"]})
+    at = {(row["method"], row["ratio"]): row for row in found["rows"]}
+    own = {row["method"] for row in found["rows"] if row["own"]}
+    cost = {name: sum(at[name, ratio]["cost"] for ratio in ratios if (name, ratio) in at) for name, _ in at}
+    names = sorted(cost, key=lambda name: (name in own, cost[name]))
+    head = ["composition", *(f"{100 * ratio:g} % removed" for ratio in ratios)]
+    body = [[f"`{name}`", *(_cell(at[name, ratio]) if (name, ratio) in at else "" for ratio in ratios)] for name in names]
+    lines = [head, ["---", *["--:"] * len(ratios)], *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    low, high = row["interval"]
+    kept = f", keeps {row['tokens_kept']:.0f}" if row["own"] else ""
+    return f"{row['cost']:.3f} ({low:.3f} to {high:.3f}), {row['exact']:.0%}{kept}"
+
+
+COLOURS = {"": "#2f7fc1", "ada_kv": "#e0662b", "pyramid_kv": "#4f9d4f"}
+
+
+def picture(found: Summary) -> Figure:
+    """The cost of each composition: selectors down, a panel for each ratio, a colour for each allocator; hollow without moments."""
+    rows = [row for row in found["rows"] if not row["own"]]
+    ratios = sorted({row["ratio"] for row in rows})
+    best: dict[str, float] = {}
+    for row in rows:
+        selector = row["method"].partition("+")[0]
+        best[selector] = min(best.get(selector, np.inf), row["cost"])
+    order = sorted(best, key=lambda name: best[name], reverse=True)
+    figure = Figure(figsize=(3.6 * len(ratios) + 1.4, 1.4 + 0.36 * len(order)), dpi=110, layout="constrained")
+    for axes, ratio in zip(figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True):
+        for row in (row for row in rows if row["ratio"] == ratio):
+            selector, *additions = row["method"].split("+")
+            allocator = next((name for name in additions if name != MOMENTS), "")
+            height = order.index(selector) + 0.2 * list(COLOURS).index(allocator) - 0.2 + 0.07 * (MOMENTS in additions)
+            axes.plot(row["interval"], [height] * 2, color=COLOURS[allocator], linewidth=1)
+            face = COLOURS[allocator] if MOMENTS in additions else "white"
+            axes.plot(row["cost"], height, "o", color=COLOURS[allocator], markerfacecolor=face, markersize=4)
+        axes.set_xscale("symlog", linthresh=0.1)
+        axes.axvline(0, color="#8a8a8a", linewidth=0.8)
+        axes.set_title(f"{100 * ratio:g} % removed", fontsize=10)
+        axes.set_yticks(range(len(order)), order, fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+    figure.supxlabel("cost: nats for each token of the answer more than the full cache", fontsize=9)
+    marks = [("the same budget for each head", "", "white"), *((name, name, "white") for name in COLOURS if name)]
+    marks += [("with MomentKV's correction", "", COLOURS[""])]
+    handles = [axes.plot([], [], "o", color=COLOURS[name], markerfacecolor=face, label=label)[0] for label, name, face in marks]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
+    return figure
