@@ -29,6 +29,7 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
+from evictionary.evaluation import study
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 from tutorials.build import heading, lessons, question
 
@@ -231,6 +232,36 @@ def retrieved(page: str, stem: str) -> str:
     return _rendered("retrieved", page, tokens=first["tokens_before"], prompts=first["of"], date=result["date"], rows=columns)
 
 
+def studied(page: str, part: str) -> str:
+    """A part of what the stored study says: `prompts`, `recommended`, `effects` or `table`."""
+    found = json.loads(study.STORED.read_text(encoding="utf-8"))
+    return {"prompts": _prompts, "recommended": _recommended, "effects": _effects, "table": study.markdown}[part](found)
+
+
+def _prompts(found: study.Summary) -> str:
+    counts = ", ".join(f"{count} of {task}" for task, count in found["prompts"].items())
+    return f"{sum(found['prompts'].values())} prompts ({counts}) of {found['length']} tokens."
+
+
+def _recommended(found: study.Summary) -> str:
+    lines = ["| removed | least cost | nats a token | exact | not to be told from it |", "|--:|---|--:|--:|---|"]
+    for entry in found["recommended"]:
+        low, high = entry["interval"]
+        names = ", ".join(f"`{name}`" for name in entry["as_good"]) or "none"
+        cost = f"{entry['cost']:.3f} ({low:.3f} to {high:.3f})"
+        lines.append(f"| {entry['ratio']:.0%} | `{entry['method']}` | {cost} | {entry['exact']:.0%} | {names} |")
+    return "\n".join(lines)
+
+
+def _effects(found: study.Summary) -> str:
+    lines = ["| addition | removed | change of the cost, nats a token | better in |", "|---|--:|--:|--:|"]
+    for effect in found["effects"]:
+        low, high = effect["interval"]
+        change = f"{effect['change']:+.3f} ({low:+.3f} to {high:+.3f})"
+        lines.append(f"| `{effect['addition']}` | {effect['ratio']:.0%} | {change} | {effect['better']} of {effect['of']} |")
+    return "\n".join(lines)
+
+
 def compiled(page: str) -> str:
     """A table for each kernel file: what Triton makes of its kernels, as `make compile-all` measured it."""
     stored = json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8"))
@@ -342,6 +373,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "laws": laws,
     "measured": measured,
     "retrieved": retrieved,
+    "studied": studied,
     "signature": signature,
     "code": code,
     "compiled": compiled,

@@ -25,7 +25,7 @@ from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
 from evictionary.methods.method import Request as MethodRequest
 from evictionary.methods.resolve import resolve
-from evictionary.reference import h2o, keydiff, knorm, lagkv, momentkv, selection, snapkv, streaming_llm, tova
+from evictionary.reference import h2o, keydiff, knorm, lagkv, momentkv, momentkv_bounded, selection, snapkv, streaming_llm, tova
 from evictionary.reference.momentkv_theory import full_output
 
 PAGES = Path(__file__).parent.parent / "docs" / "figures"
@@ -237,13 +237,15 @@ def test_momentkv_in_the_browser_is_that_of_reference(mathematics: Callable[...,
     kept = draw.random(length) < (seed % 3) / 2  # none, some, all
     wanted = momentkv_by_reference(query, keys, values, kept)
     got = mathematics("momentkv", query, keys, values, kept)
+    box = got.pop("box")
+    assert (np.array(box["low"]) - 1e-9 <= got["full"]).all() and (got["full"] <= np.array(box["high"]) + 1e-9).all()
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         close(got[name], value, name)
 
 
 def momentkv_by_reference(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
-    """What mathematics.js returns, in the order of the table in the figure."""
+    """What mathematics.js returns apart from the box, in the order of the table in the figure."""
     logits = keys @ query[:, None] / np.sqrt(len(query))
     (retained, log_retained), (evicted, log_evicted) = (
         momentkv.retained_attention(logits.T, values, mask[None]) for mask in (kept, ~kept)
@@ -251,10 +253,13 @@ def momentkv_by_reference(query: np.ndarray, keys: np.ndarray, values: np.ndarra
     one_head = (keys[None, None], values[None, None])
     moments = momentkv.update(momentkv.no_moments(*one_head), *one_head, ~kept[None, None])
     estimate = momentkv.log_evicted_partition(query, moments)[0]
+    bounds = momentkv_bounded.update(momentkv_bounded.no_bounds(*one_head), *one_head, ~kept[None, None])
+    certified = momentkv_bounded.attend_certified(query[None, None], *one_head, kept[None, None], moments, bounds)[0, 0]
     return {
         "full": full_output(query, keys, values),
         "retained": retained[0],
         "corrected": momentkv.attend(query[None, None], *one_head, kept[None, None], moments)[0, 0],
+        "certified": certified,
         "evicted": evicted[0],
         "estimate": momentkv.approximate_evicted(query, moments)[0, 0],
         "weight": np.exp(momentkv.log_mixing_weights(log_retained, log_evicted)[0][0]),
@@ -406,6 +411,7 @@ def test_a_query_moves(show: Callable[..., Page], width: int, scheme: str) -> No
         errors = {
             "retained": np.linalg.norm(wanted["retained"] - wanted["full"]),
             "corrected": np.linalg.norm(wanted["corrected"] - wanted["full"]),
+            "certified": np.linalg.norm(wanted["certified"] - wanted["full"]),
             "estimate": np.linalg.norm(wanted["estimate"] - wanted["evicted"]),
             "estimatedWeight": abs(wanted["estimatedWeight"] - wanted["weight"]),
         }

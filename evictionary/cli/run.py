@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from evictionary.evaluation.questions import Answer
 
 app = typer.Typer()
-FULL = "full cache"
+FULL, AUTO = "full cache", "auto"
 
 
 @app.command(
@@ -42,7 +42,8 @@ def run(
     method: Annotated[
         str,
         typer.Option(
-            help="A method's name, path/to/file.py[:function], or a composition: snapkv+pyramid_kv+ada_kv, keydiff+moments."
+            help="A method's name, path/to/file.py[:function], a composition: snapkv+pyramid_kv+ada_kv, keydiff+moments; or auto: "
+            "what cost least in our study of one small model at the nearest ratio."
         ),
     ] = "keydiff",
     compression_ratio: Annotated[
@@ -74,7 +75,14 @@ def run(
         from evictionary.cache.arguments import checked
         from evictionary.cache.evicting_cache import EvictingCache
         from evictionary.evaluation.questions import ask, prefill, tokenize
+        from evictionary.evaluation.study import recommended
         from evictionary.models.load import load as load_model
+
+        why = None
+        if method == AUTO:
+            if budget is not None:
+                raise UsageError(f"--budget: got {budget} with --method auto, wanted a --compression-ratio: the study has ratios")
+            method, why = recommended(compression_ratio)
 
         chosen, options, _ = checked(method, compression_ratio, options, budget, every)
         assert chosen is not None
@@ -91,7 +99,8 @@ def run(
                 advance(f"{name}: reading {context_ids.shape[1]} tokens")
                 prefill(loaded, context_ids, cache, every if name != FULL else None)
                 if name != FULL:
-                    before, after, note = cache.nbytes_full, cache.nbytes, _note(cache)
+                    before, after = cache.nbytes_full, cache.nbytes
+                    note = "; ".join(said for said in (why, _note(cache)) if said) or None
                 for index, (_, question_ids) in enumerate(asked):
                     advance(f"{name}: question {index + 1} of {len(question)}")
                     answers[name].append(ask(loaded, tokenizer, cache, question_ids, max_new_tokens))

@@ -187,7 +187,8 @@ def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
 def summarise(lines: Sequence[Line]) -> Summary:
     """What the lines say of prompts on which each selector was measured: costs, with intervals over the prompts.
 
-    A cost is the mean over the tasks of the means over their prompts. The intervals hold 95 % of the bootstrap draws of prompts
+    A cost is the mean over the tasks of the means over their prompts; the share of exact answers is that over the tasks with a
+    question. The intervals hold 95 % of the bootstrap draws of prompts
     within each task; all compositions share the draws, so differences are of the same prompts. Raises UsageError without a prompt
     that has every selector.
     """
@@ -203,6 +204,7 @@ def summarise(lines: Sequence[Line]) -> Summary:
     prompts = {task: [prompt for prompt in sorted(whole) if prompt[0] == task] for task in known}
     first = next(iter(whole.values()))
     keys = [(name, ratio, line["selector"]) for line in first.values() for name, at in line["cells"].items() for ratio in at]
+    asked = [task for task in known if task not in tasks.GOES_ON]
     generator = np.random.default_rng(0)
     costs, draws, exact, kept = {}, np.zeros((len(keys), DRAWS)), np.zeros(len(keys)), np.zeros(len(keys))
     for task in known:
@@ -212,7 +214,7 @@ def summarise(lines: Sequence[Line]) -> Summary:
         counts = generator.multinomial(len(found), [1 / len(found)] * len(found), size=DRAWS)
         costs[task] = cost.mean(axis=1)
         draws += cost @ counts.T / len(found) / len(known)
-        exact += cells[:, :, 1].mean(axis=1) / len(known)
+        exact += 0 if task in tasks.GOES_ON else cells[:, :, 1].mean(axis=1) / len(asked)
         kept += cells[:, :, 2].mean(axis=1) / len(known)
     mean = np.mean(list(costs.values()), axis=0)
     low, high = np.percentile(draws, [2.5, 97.5], axis=1)

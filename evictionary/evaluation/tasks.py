@@ -249,6 +249,9 @@ TASKS = {
 }
 """Every task by its name, in the order of the tables."""
 
+GOES_ON = ("perplexity", "perplexity_decoding")
+"""The tasks without a question: the text goes on."""
+
 
 def _number(draw: random.Random, digits: int) -> str:
     return str(draw.randrange(10 ** (digits - 1), 10**digits))

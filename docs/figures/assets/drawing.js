@@ -56,7 +56,11 @@ evictionary.drawing = (() => {
       const drawn = add(svg, "line", { class: name });
       return (from, to) => set(drawn, { x1: x(from[0]), y1: y(from[1]), x2: x(to[0]), y2: y(to[1]) });
     };
-    return { svg, limit, x, y, line };
+    const rectangle = (name) => {
+      const drawn = add(svg, "rect", { class: name });
+      return (low, high) => set(drawn, { x: x(low[0]), y: y(high[1]), width: x(high[0]) - x(low[0]), height: y(low[1]) - y(high[1]) });
+    };
+    return { svg, limit, x, y, line, rectangle };
   }
 
   // A mark that only shows a place, with a symbol and its subscript at `offset` from it.

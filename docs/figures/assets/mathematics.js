@@ -102,7 +102,45 @@ evictionary.mathematics = (() => {
     return { weight, output: add(times(weight, first.output), times(other, second.output)) };
   }
 
-  // MK-2, MK-9, MK-12: attention over all tokens, over the kept, over the evicted, and what the moments make of it.
+  const clip = (entry, low, high) => Math.min(high, Math.max(low, entry));
+
+  // MB-2 to MB-6: the box that holds the full output, from the moments and the range of each channel of the evicted tokens.
+  function outputBox(query, keys, values, retained, estimate) {
+    if (keys.length === 0) return { low: retained.output, high: retained.output };
+    const [ofKeys, ofValues] = [range(keys), range(values)];
+    const end = (choose) => sum(query.map((q, c) => choose(q * ofKeys.low[c], q * ofKeys.high[c]))) / Math.sqrt(query.length);
+    const [least, largest] = [end(Math.min), end(Math.max)];
+    const meanLogit = estimate.logPartition - Math.log(keys.length);
+    const share = largest > least ? clip((meanLogit - least) / (largest - least), 0, 1) : 0;
+    const chord = Math.log(keys.length) + largest + Math.log(share + (1 - share) * Math.exp(least - largest));
+    const weights = [estimate.logPartition, Math.max(chord, estimate.logPartition)].map(
+      (logPartition) => softmax([retained.logPartition, logPartition])[1],
+    );
+    const reach = Math.sinh(Math.min((largest - least) / 2, 40));
+    const ends = mean(values).map((entry, c) => {
+      const [low, high] = [ofValues.low[c], ofValues.high[c]];
+      const average = clip(entry, low, high);
+      const radius = Math.sqrt((high - average) * (average - low)) * reach;
+      const [a, b] = [Math.max(low, average - radius), Math.min(high, average + radius)].map((v) => v - retained.output[c]);
+      return [Math.min(...weights.map((w) => w * a)), Math.max(...weights.map((w) => w * b))];
+    });
+    return {
+      low: add(retained.output, ends.map(([low]) => low)),
+      high: add(retained.output, ends.map(([, high]) => high)),
+    };
+  }
+
+  // MB-7: as much of the way to the corrected output, moved into the box, as cannot lead away from the full one.
+  function certified(retained, corrected, box) {
+    const [low, high] = [add(box.low, times(-1, retained)), add(box.high, times(-1, retained))];
+    const step = corrected.map((entry, c) => clip(entry - retained[c], low[c], high[c]));
+    const gain = sum(step.map((entry, c) => Math.min(entry * low[c], entry * high[c])));
+    const length = dot(step, step);
+    const scale = length > 0 ? clip((2 * gain) / length, 0, 1) : 0;
+    return step.map((entry, c) => retained[c] + clip(scale * entry, low[c], high[c]));
+  }
+
+  // MK-2, MK-9, MK-12, MB-7: attention over all tokens, over the kept, over the evicted, and what the moments make of it.
   function momentkv(query, keys, values, kept) {
     const width = values[0].length;
     const part = (wanted, array) => array.filter((_, token) => kept[token] === wanted);
@@ -111,12 +149,15 @@ evictionary.mathematics = (() => {
     const estimate = estimateEvicted(query, part(false, keys), part(false, values), width);
     const exact = mix(retained, evicted);
     const corrected = mix(retained, estimate);
+    const box = outputBox(query, part(false, keys), part(false, values), retained, estimate);
     return {
       full: exact.output,
       retained: retained.output,
       evicted: evicted.output,
       estimate: estimate.output,
       corrected: corrected.output,
+      certified: certified(retained.output, corrected.output, box),
+      box,
       weight: exact.weight,
       estimatedWeight: corrected.weight,
     };

@@ -29,9 +29,11 @@
   const keys = KEYS.map((at, token) => point(left, { label: `key of token ${token + 1}`, text: token + 1, at, onMove: draw }));
   const query = point(left, { label: "query", text: "q", name: "query", at: [1.5, -1], onMove: draw });
   const values = VALUES.map((at, token) => point(right, { label: `value of token ${token + 1}`, text: token + 1, at, onMove: draw }));
+  const box = right.rectangle("enclosure");
   const errors = { retained: right.line("error retained"), corrected: right.line("error corrected") };
   const marks = {
     retained: mark(right, { name: "retained", symbol: "f", subscript: "R", offset: [-16, -8] }),
+    certified: mark(right, { name: "certified", symbol: "f", subscript: "c", offset: [0, 18] }),
     corrected: mark(right, { name: "corrected", symbol: "f̂", offset: [16, 0] }),
     full: mark(right, { name: "full", symbol: "f", offset: [-14, 4] }),
   };
@@ -46,6 +48,7 @@
       full: "f: attention over all tokens",
       retained: "f<sub>R</sub>: over the kept tokens alone",
       corrected: "f̂: corrected by the moments",
+      certified: "f<sub>c</sub>: only as far as it cannot hurt",
       evicted: "f<sub>E</sub>: over the evicted tokens, exact",
       estimate: "f̂<sub>E</sub>: from the moments",
       weight: "w<sub>R</sub>: weight of the kept tokens, exact",
@@ -70,7 +73,8 @@
     arrow([0, 0], query.at);
     const at = (points) => points.map((each) => each.at);
     const result = momentkv(query.at, at(keys), at(values), kept);
-    for (const name of ["full", "retained", "corrected"]) marks[name](result[name]);
+    box(result.box.low, result.box.high);
+    for (const name of ["full", "retained", "certified", "corrected"]) marks[name](result[name]);
     for (const name of ["retained", "corrected"]) errors[name](result.full, result[name]);
 
     const none = boxes.every((box) => !box.checked);
@@ -80,6 +84,7 @@
     show("full", pair(result.full));
     show("retained", all ? "none" : pair(result.retained), all ? undefined : before);
     show("corrected", pair(result.corrected), after);
+    show("certified", pair(result.certified), distance(result.certified, result.full));
     show("evicted", none ? "none" : pair(result.evicted));
     show("estimate", none ? "none" : pair(result.estimate), distance(result.estimate, result.evicted));
     show("weight", number(result.weight, 3));

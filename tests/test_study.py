@@ -1,0 +1,165 @@
+"""The study: its cells are those of the cache itself, its intervals those of the prompts, and a killed run loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from killing import goes_on
+from typer.testing import CliRunner
+
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cli import study as cli_study
+from evictionary.cli.app import app
+from evictionary.errors import UsageError
+from evictionary.evaluation import study, tasks
+from evictionary.evaluation.questions import prefill
+from evictionary.evaluation.run import Line
+from evictionary.models.load import load
+
+SELECTORS = ("keydiff", "random", "momentkv", "snapkv", "gvote")
+
+
+def plan_for(model: Path, **changes: Any) -> study.Plan:
+    settings = {"selectors": SELECTORS, "tasks": ["passkey7", "copy"], "seeds": [1], "ratios": [0.5, 0.75], "length": 600}
+    return study.Plan(str(model), **{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
+    folder = tmp_path_factory.mktemp("study")
+    return folder, study.run(plan_for(model_folder), folder)
+
+
+def test_a_cell_is_the_loss_of_the_right_answer_with_that_composition(
+    finished: tuple[Path, list[Line]], model_folder: Path
+) -> None:
+    model, tokenizer = load(str(model_folder))
+    prompt = tasks.get("passkey7").make(tokenizer, 600, 1)
+    answer = tokenizer(" " + prompt.answers[0], add_special_tokens=False, return_tensors="pt")["input_ids"]
+    for line in (line for line in finished[1] if line["task"] == "passkey7"):
+        for name, at in line["cells"].items():
+            for ratio, (loss, _, kept) in at.items():
+                with EvictingCache(model, name, float(ratio), seed=1) as cache:
+                    prefill(model, prompt.context_ids, cache)
+                    with torch.no_grad():
+                        logits = model(torch.cat([prompt.question_ids, answer], dim=1), past_key_values=cache).logits[0]
+                wanted = torch.nn.functional.cross_entropy(logits[-answer.shape[1] - 1 : -1], answer[0])
+                assert loss == pytest.approx(float(wanted), abs=1e-3), name
+                assert cache.get_seq_length() - prompt.context_ids.shape[1] == prompt.question_ids.shape[1] + answer.shape[1]
+                assert 0 < kept <= prompt.context_ids.shape[1]
+
+
+def test_every_composition_is_there_once() -> None:
+    names = ["keydiff", "keydiff+moments", "keydiff+ada_kv", "keydiff+ada_kv+moments", "keydiff+pyramid_kv"]
+    assert set(study.compositions("keydiff")) == {*names, "keydiff+pyramid_kv+moments"}
+    assert set(study.compositions("momentkv")) == {"momentkv", "momentkv+ada_kv", "momentkv+pyramid_kv"}  # corrected by itself
+    assert set(study.compositions("h2o")) == {"h2o", "h2o+moments", "h2o+pyramid_kv", "h2o+pyramid_kv+moments"}  # has no scores
+    assert set(study.compositions("gvote")) == {"gvote", "gvote+moments"}  # has its own budget
+
+
+def test_a_killed_study_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    lines, _ = goes_on(study, "test_study", model_folder, tmp_path, lines=4)
+    assert lines == finished[1]
+
+
+def line_of(task: str, seed: int, selector: str, cells: dict[str, dict[str, list[float]]], full: float = 1.0) -> Line:
+    known = {"model": "small", "length": 100, "error": None, "versions": {}}
+    return known | {"task": task, "seed": seed, "selector": selector, "full": [full, 1, 90], "cells": cells}
+
+
+def test_costs_are_means_over_tasks_of_means_over_prompts_and_comparisons_are_of_the_same_prompts() -> None:
+    lines = []
+    difficulty = {("passkey7", 0): 0.0, ("passkey7", 1): 2.0, ("copy", 0): 5.0}
+    for (task, seed), hard in difficulty.items():
+        # KeyDiff is worse than KNorm by 0.1 on every prompt; the prompts differ by far more.
+        lines.append(line_of(task, seed, "knorm", {"knorm": {"0.5": [1 + hard, 1, 45]}}))
+        keydiff = {"keydiff": {"0.5": [1.1 + hard, 0, 45]}, "keydiff+moments": {"0.5": [1.0 + hard, 1, 45]}}
+        lines.append(line_of(task, seed, "keydiff", keydiff))
+        lines.append(line_of(task, seed, "gvote", {"gvote": {"0.5": [1, 1, 70]}}))
+    lines.append(line_of("copy", 1, "knorm", {"knorm": {"0.5": [99, 0, 45]}}))  # the other selectors lack this prompt
+    found = study.summarise(lines)
+    assert found["prompts"] == {"passkey7": 2, "copy": 1}
+    rows = {row["method"]: row for row in found["rows"]}
+    assert rows["knorm"]["cost"] == pytest.approx((1.0 + 5.0) / 2)
+    assert rows["knorm"]["tasks"] == {"passkey7": pytest.approx(1.0), "copy": pytest.approx(5.0)}
+    assert rows["keydiff"]["exact"] == 0 and rows["knorm"]["tokens_kept"] == 45
+    assert rows["gvote"]["own"] and not rows["knorm"]["own"]
+    best = found["recommended"][0]
+    assert best["method"] in ("knorm", "keydiff+moments")  # GVote's cost is less, but it keeps more than was asked for
+    assert set(best["as_good"]) | {best["method"]} == {"knorm", "keydiff+moments"}  # KeyDiff is worse on every prompt
+    effect = next(effect for effect in found["effects"] if effect["addition"] == "moments")
+    assert effect["change"] == pytest.approx(-0.1) and effect["interval"] == pytest.approx([-0.1, -0.1])
+    assert (effect["better"], effect["of"]) == (1, 1)
+
+
+def test_intervals_have_the_width_of_a_mean_of_prompts() -> None:
+    values = np.random.default_rng(3).normal(size=100)
+    lines = [line_of("copy", seed, "knorm", {"knorm": {"0.5": [value, 0, 45]}}, full=0.0) for seed, value in enumerate(values)]
+    low, high = study.summarise(lines)["rows"][0]["interval"]
+    assert high - low == pytest.approx(2 * 1.96 * values.std() / 10, rel=0.1)
+    assert low < values.mean() < high
+
+
+def test_nothing_whole_is_refused() -> None:
+    lines = [line_of("copy", 0, "knorm", {}), line_of("copy", 1, "tova", {})]
+    with pytest.raises(UsageError, match="no prompt on which every method was measured"):
+        study.summarise(lines)
+
+
+def test_the_command_writes_a_table_and_a_picture_and_recommends(
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+) -> None:
+    folder, _ = finished
+    (tmp_path / "results.jsonl").write_bytes((folder / "results.jsonl").read_bytes())
+    asked = ["study", "--output", str(tmp_path), "--model", str(model_folder), "--methods", ",".join(SELECTORS)]
+    asked += ["--tasks", "passkey7,copy", "--seed", "1", "--samples", "1", "--ratios", "0.5,0.75", "--length", "600"]
+    result = CliRunner().invoke(app, [*asked, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert json.loads((tmp_path / "summary.json").read_text()) == {name: found[name] for name in found if name != "output"}
+    assert [entry["ratio"] for entry in found["recommended"]] == [0.5, 0.75]
+    table = (tmp_path / "table.md").read_text()
+    assert all(f"| `{row['method']}` |" in table for row in found["rows"])
+    assert "keydiff" in (tmp_path / "study.svg").read_text()
+    assert "costs least" in CliRunner().invoke(app, asked).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "0"], "--samples: got 0"),
+        (["--ratios", "1.5"], "compression_ratio"),
+        (["--methods", "keydif"], "did you mean keydiff"),
+        (["--tasks", "passkey"], "did you mean passkey7"),
+    ],
+)
+def test_bad_arguments_exit_with_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["study", "--output", str(tmp_path / "new"), *arguments])
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
+
+
+def test_the_help_names_the_tasks() -> None:
+    assert tuple(cli_study.TASKS.split(",")) == study.TASKS
+
+
+def test_auto_is_what_the_stored_study_recommends_at_the_nearest_ratio(model_folder: Path, tmp_path: Path) -> None:
+    stored = json.loads(study.STORED.read_text(encoding="utf-8"))
+    for entry in stored["recommended"]:
+        assert study.recommended(entry["ratio"] + 0.01)[0] == entry["method"]
+        rows = [row for row in stored["rows"] if row["ratio"] == entry["ratio"] and not row["own"]]
+        assert entry["cost"] == min(row["cost"] for row in rows)
+    text = tmp_path / "text.txt"
+    text.write_text("The gate key is 12. " * 10, encoding="utf-8")
+    asked = ["run", "--model", str(model_folder), "--prompt-file", str(text), "--question", "Which?", "--method", "auto"]
+    result = CliRunner().invoke(app, [*asked, "--compression-ratio", "0.75", "--max-new-tokens", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["method"] == study.recommended(0.75)[0]
+    assert "one small model" in found["note"]
+    refused = CliRunner().invoke(app, [*asked, "--budget", "20"])
+    assert refused.exit_code == 2 and "--budget" in refused.stderr
