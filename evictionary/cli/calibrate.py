@@ -2,34 +2,77 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from evictionary.cli.console import ModelName, exit_codes, text_of
+from evictionary.cli.console import AsJson, ModelName, exit_codes, measuring, options_in, require_writable, text_of, whole
+from evictionary.errors import UsageError
 
 app = typer.Typer()
 
 
 @app.command(
-    epilog="Example: [bold]evictionary calibrate --text-file book.txt --output book.calibration[/], then "
-    "[bold]evictionary run --method q_filters --option calibration=book.calibration ...[/]"
+    epilog="Examples: [bold]evictionary calibrate --text-file book.txt --output book.calibration[/], then "
+    "[bold]evictionary run --method q_filters --option calibration=book.calibration ...[/]   "
+    "[bold]evictionary calibrate --text-file book.txt --output book.calibration --train-gates 160 --recipe longest=1000[/], then "
+    "[bold]evictionary run --method duo_attention --option calibration=book.calibration --option sink_size=16 "
+    "--option recent_size=64 ...[/]"
 )
 def calibrate(
     text_file: Annotated[Path, typer.Option(help="A UTF-8 text file of some hundred to some thousand words.")],
     output: Annotated[Path, typer.Option(help="The file to write.")],
     model: ModelName = "embedded",
+    train_gates: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole,
+            metavar="STEPS",
+            help="Train DuoAttention's gates on so many prompts with a hidden number, instead of estimating them from the text. "
+            "With the embedded model a step takes 7 to 10 seconds of one core; after each, OUTPUT.training holds the state.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A setting of the training, name=value, repeated. By default shortest=256 and longest=448 (the tokens of a "
+            "prompt), sink_size=16 and recent_size=64 (what a streaming head sees), penalty=0.005 (a larger one makes more heads "
+            "streaming ones), learning_rate=0.02, seed=0."
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Calibrate TriAttention, Q-Filters and DuoAttention on a text, for any number of later prompts of the same model."""
-    with exit_codes(extra="model"):
+    """Calibrate TriAttention, Q-Filters and DuoAttention on a text, for any number of later prompts of the same model.
+
+    A training that was stopped goes on where it stopped if you repeat the command.
+    """
+    with exit_codes("the same command goes on where a training stopped", extra="model"):
         text = text_of("--text-file", text_file)
+        require_writable(output)
+        settings = options_in(recipe or [])
+        if settings and train_gates is None:
+            raise UsageError(f"--recipe: got {', '.join(settings)} without a training, wanted --train-gates STEPS too")
         from evictionary.cache.calibration import write
+        from evictionary.evaluation import gate_training
         from evictionary.evaluation.calibration import MOST, of_text
         from evictionary.models.load import load
 
+        chosen = None if train_gates is None else gate_training.recipe_of(train_gates, settings)
         loaded, tokenizer = load(model)
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         layers = of_text(loaded, ids)
+        found: dict[str, Any] = {"output": str(output), "layers": len(layers), "tokens": min(ids.shape[1], MOST)}
+        if chosen:
+            with measuring() as advance:
+                trained = gate_training.train(loaded, tokenizer, chosen, f"{output}.training", advance)
+            for layer, gates in trained.gates.items():
+                layers[layer]["gates"] = gates
+            found |= {"model": model} | gate_training.summary(chosen, trained)
         write(loaded, layers, output)
-    typer.echo(f"{output}: {len(layers)} layers, from {min(ids.shape[1], MOST)} tokens")
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        gates_trained = f"; {found['retrieval_heads']} of {found['heads']} heads keep all tokens" if chosen else ""
+        typer.echo(f"{output}: {found['layers']} layers, from {found['tokens']} tokens{gates_trained}")
