@@ -1,6 +1,6 @@
 r"""DuoAttention (arXiv 2410.10819): keep everything in retrieval heads, and the first and the last tokens in the others.
 
-The paper is known here from public code: NVIDIA/kvpress, kvpress/presses/duo_attention_press.py at 00a150c, which names
+The paper is known here from public code: NVIDIA/kvpress, kvpress/presses/duo_attention_press.py at 00a150c, and
 mit-han-lab/duo-attention.
 """
 

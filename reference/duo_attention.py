@@ -2,14 +2,14 @@ r"""DuoAttention (arXiv 2410.10819): keep everything in retrieval heads, and the
 tokens in the others.
 
 The paper is known here from public code: NVIDIA/kvpress, kvpress/presses/duo_attention_press.py at
-00a150c, which names mit-han-lab/duo-attention.
+00a150c, and for the training of the gates mit-han-lab/duo-attention, duo_attn/ at 03dca84.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .attention import attention_logits, softmax
+from .attention import attention_logits, by_group, softmax
 from .checks import as_count, as_float64, group_size, require_shape
 from .rope import rotate
 
@@ -70,3 +70,63 @@ def select(
     places = np.arange(length)
     streaming = (places < sink_size) | (places >= length - recent_size)
     return (gates >= threshold)[..., None] | streaming
+
+
+def gated_attention(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    gates: np.ndarray,
+    *,
+    sink_size: int = 128,
+    recent_size: int = 256,
+) -> np.ndarray:
+    r"""DA-3: `o_h = g_h softmax_full(Q K^T) V + (1 - g_h) softmax_streaming(Q K^T) V`.
+
+    What a head gives while its gate is trained. Full attention sees the tokens up to its own;
+    streaming attention sees of these the first `sink_size` and the last `recent_size`, its own
+    among them.
+
+    Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D] and values
+    [B, H_kv, T, D_v]; gates [B, H_kv] in [0, 1]. Returns [B, H_q, M, D_v]. Raises ValueError naming
+    the argument.
+    """
+    grouped, grouped_keys = by_group(queries, keys)
+    values, gates = (
+        as_float64("values", values, "B H_kv T D_v"),
+        as_float64("gates", gates, "B H_kv"),
+    )
+    batch, num_kv_heads, group, num_queries, _ = grouped.shape
+    length = grouped_keys.shape[3]
+    require_shape("values", values[..., 0], (batch, num_kv_heads, length), "the tokens of keys")
+    require_shape("gates", gates, (batch, num_kv_heads), "the batch and heads of keys")
+    if (gates < 0).any() or (gates > 1).any():
+        raise ValueError(f"gates: got {gates.min()} to {gates.max()}, wanted numbers in [0, 1]")
+    places = np.arange(length)
+    ago = places[length - num_queries :, None] - places
+    full = ago >= 0
+    is_first = places < as_count("sink_size", sink_size, low=0)
+    streaming = full & (is_first | (ago < as_count("recent_size", recent_size, low=1)))
+    logits = attention_logits(grouped, grouped_keys)
+    of_full, of_streaming = (
+        softmax(np.where(visible, logits, -np.inf)) @ values[:, :, None]
+        for visible in (full, streaming)
+    )
+    shares = gates[:, :, None, None, None]
+    mixed = shares * of_full + (1 - shares) * of_streaming
+    return mixed.reshape(batch, num_kv_heads * group, num_queries, -1)
+
+
+def training_loss(
+    hidden_states: np.ndarray, full_hidden_states: np.ndarray, gates: np.ndarray, *, penalty: float
+) -> float:
+    r"""DA-4: `L = (1/(N d)) sum_n ||h_n - h_n^full||^2 + penalty sum_h |g_h|`.
+
+    Args: the final hidden states [N, d] of the tokens that say the answer, with DA-3 in every head,
+    and those of the full model; gates [layers, H_kv]. Raises ValueError naming the argument.
+    """
+    states = as_float64("hidden_states", hidden_states, "N d")
+    wanted = as_float64("full_hidden_states", full_hidden_states, "N d")
+    gates = as_float64("gates", gates, "layers H_kv")
+    require_shape("full_hidden_states", wanted, states.shape, "the shape of hidden_states")
+    return float(((states - wanted) ** 2).mean() + penalty * np.abs(gates).sum())

@@ -1,4 +1,4 @@
-"""Laws of DuoAttention: DA-1 and DA-2."""
+"""Laws of DuoAttention: DA-1 to DA-4."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.rope import rotate
-from evictionary.spec_tests.harness.by_hand import causal_weights, require_equal
+from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, require_equal, require_loops
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation, require_mask
 
 ESTIMATE, SELECT = "duo_attention.estimate_gates", "duo_attention.select"
+GATED, LOSS = "duo_attention.gated_attention", "duo_attention.training_loss"
 sizes = st.integers(0, 6)
 
 
@@ -96,3 +97,75 @@ def test_a_streaming_head_forgets_the_middle_of_a_long_prompt(impl, case):
     expected = np.ones(kept.shape, dtype=bool)
     expected[0, -1, 128:-256] = False
     require_equal(kept, expected, "other tokens stay than both ends of a streaming head")
+
+
+def states_of(case, seed, count):
+    """Queries [B, H_q, M, D] of at most `count` last tokens, in quarters, and the keys and values of the case."""
+    shape = (*case.queries.shape[:2], min(count, case.length), case.head_dim)
+    return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4, case.keys, case.values
+
+
+many = {"case": seeded_cases(kinds=("normal", "drift", "ties")), "seed": seeds(), "count": st.sampled_from([1, 2, 5])}
+
+
+@law("DA-3", of=GATED, sink_size=st.integers(0, 4), recent_size=st.integers(1, 5), **many)
+def test_a_gated_head_mixes_both_attentions_by_its_gate(impl, case, seed, count, sink_size, recent_size):
+    """Also computed query by query: full attention, and attention over the first and the last tokens alone."""
+    queries, keys, values = states_of(case, seed, count)
+    gates, sizes = gates_of(case, seed), {"sink_size": sink_size, "recent_size": recent_size}
+    allowed = impl.allowance(GATED, queries, keys, values, gates, **sizes)
+    allowed.check(impl.duo_attention.gated_attention(queries, keys, values, gates, **sizes), "the output")
+    keys, values, gate = (for_each_reader(each, queries) for each in (impl.round(keys), impl.round(values), gates))
+    expected = np.zeros((*queries.shape[:3], values.shape[-1]))
+    for item, head, row in np.ndindex(queries.shape[:3]):
+        last = keys.shape[2] - queries.shape[2] + row
+        seen = [place for place in range(last + 1) if place < sink_size or place > last - recent_size]
+        for share, places in ((gate[item, head], list(range(last + 1))), (1 - gate[item, head], seen)):
+            weights = causal_weights(queries[item, head, row][None], keys[item, head][places])[0]
+            expected[item, head, row] += share * weights @ values[item, head][places]
+    require_loops(allowed.expected, expected, (1 + np.abs(keys).max()) * (1 + np.abs(values).max()))
+
+
+@law("DA-3", of=GATED)
+def test_a_streaming_head_does_not_see_the_middle(impl):
+    """500 zero keys, of which token 200 alone has a value: gates of 1, 1/2 and 0 give 1/500, half of it, and nothing."""
+    values = (np.arange(500) == 200).astype(float).reshape(1, 1, 500, 1).repeat(3, axis=1)
+    states = (np.ones((1, 3, 1, 2)), np.zeros((1, 3, 500, 2)), values)
+    got = impl.duo_attention.gated_attention(*states, np.array([[1.0, 0.5, 0.0]]))
+    expected = np.array([0.002, 0.001, 0]).reshape(1, 3, 1, 1)
+    allowed = impl.allowance(GATED, *states, np.array([[1.0, 0.5, 0.0]]))
+    allowed.check(got, "the output", expected)
+    # Tokens 127 and 244 are the last of the 128 sinks and the first of the last 256; 128 and 243 are in the middle.
+    for place, is_seen in ((127, True), (128, False), (243, False), (244, True)):
+        values = (np.arange(500) == place).astype(float).reshape(1, 1, 500, 1)
+        got = impl.duo_attention.gated_attention(np.ones((1, 1, 1, 2)), np.zeros((1, 1, 500, 2)), values, np.zeros((1, 1)))
+        if bool((got > 0.002).all()) != is_seen:
+            raise Violation(f"a streaming head {'does not see' if is_seen else 'sees'} token {place}", is_seen / 384, got)
+
+
+@law("DA-3", of=GATED, kind="refusal", bad=st.sampled_from([("gates", [[1.5]]), ("gates", [[-0.5]]), ("recent_size", 0)]))
+def test_bad_gates_and_an_empty_window_are_refused(impl, bad):
+    """Gates outside [0, 1], and a window without the token itself, raise ValueError."""
+    states = [np.ones((1, 1, 3, 2))] * 3
+    gates, sizes = ([[1.0]], dict([bad])) if bad[0] == "recent_size" else (bad[1], {})
+    with impl.refuses(bad[0]):
+        impl.duo_attention.gated_attention(*states, np.array(gates), **sizes)
+
+
+@law("DA-4", of=LOSS, seed=seeds(), tokens=st.integers(1, 5), penalty=st.sampled_from([0.0, 0.25, 2.0]))
+def test_the_loss_is_the_mean_squared_distance_and_the_sum_of_the_gates(impl, seed, tokens, penalty):
+    """States and gates in quarters: number by number."""
+    draw = np.random.default_rng(seed)
+    states, wanted = np.round(4 * draw.normal(size=(2, tokens, 6))) / 4
+    gates = draw.integers(0, 5, size=(3, 2)) / 4
+    got = impl.duo_attention.training_loss(states, wanted, gates, penalty=penalty)
+    squares = [(x - y) ** 2 for x, y in zip(states.flat, wanted.flat, strict=True)]
+    expected = sum(squares) / len(squares) + penalty * sum(gates.flat)
+    Allowance(np.array(expected), 1e-12 * (1 + expected), 1e-12 * (1 + expected)).check(np.array(got), "the loss")
+
+
+@law("DA-4", of=LOSS, kind="refusal")
+def test_states_of_other_tokens_are_refused(impl):
+    """Three states beside two raise ValueError."""
+    with impl.refuses("full_hidden_states"):
+        impl.duo_attention.training_loss(np.ones((3, 2)), np.ones((2, 2)), np.ones((1, 1)), penalty=1.0)

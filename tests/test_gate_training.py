@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from evictionary.cli.app import app
 from evictionary.errors import UsageError
 from evictionary.evaluation import gate_training
 from evictionary.evaluation.gate_training import GatedModel, Recipe, distance, prompt, recipe_of, train
-from evictionary.reference.attention import softmax
+from evictionary.reference import duo_attention
 
 TOKENIZER = tiny_tokenizer()
 RECIPE = Recipe(5, shortest=500, longest=560, sink_size=2, recent_size=6, penalty=0.01, learning_rate=0.2)
@@ -33,28 +32,23 @@ def model() -> LlamaForCausalLM:
     return tiny_llama(max_position_embeddings=1024)
 
 
-def test_a_head_mixes_full_and_streaming_attention_by_its_gate() -> None:
-    """Each head and each token by a loop, with the softmax of the reference."""
-    gated = GatedModel(tiny_llama(), sink_size=2, recent_size=3)
-    draw = np.random.default_rng(0)
-    queries, keys, values = draw.normal(size=(4, 9, 8)), draw.normal(size=(2, 9, 8)), draw.normal(size=(2, 9, 8))
+def test_a_head_mixes_full_and_streaming_attention_as_the_reference_says() -> None:
+    model = tiny_llama().double()
+    gated, draw = GatedModel(model, sink_size=2, recent_size=3), np.random.default_rng(0)
+    queries, keys, values = (draw.normal(size=(1, heads, 9, 8)) for heads in (4, 2, 2))
     gates = np.array([[1.0, 0.5], [0.75, 0.0]])
 
     def attention(mask: torch.Tensor | None) -> tuple[torch.Tensor, None]:
-        tensors = (torch.from_numpy(each)[None] for each in (queries, keys.repeat(2, axis=0), values.repeat(2, axis=0)))
-        output = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask, is_causal=mask is None)
+        states = (torch.from_numpy(each) for each in (queries, keys.repeat(2, axis=1), values.repeat(2, axis=1)))
+        output = torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=mask, is_causal=mask is None)
         return output.transpose(1, 2), None
 
     gated._gates = torch.from_numpy(gates)
-    gated._mask = gate_training._streaming_mask(9, 2, 3, tiny_llama().double())
-    got = gated.attend(1, torch.nn.Module(), torch.zeros(0), None, attention)[0]
-    for head, row in np.ndindex(4, 9):
-        logits = keys[head // 2] @ queries[head, row] / math.sqrt(8)
-        full = list(range(row + 1))
-        streaming = [place for place in full if place < 2 or place > row - 3]
-        outputs = [softmax(logits[seen]) @ values[head // 2][seen] for seen in (full, streaming)]
-        gate = gates[1, head // 2]
-        np.testing.assert_allclose(got[0, row, head].numpy(), gate * outputs[0] + (1 - gate) * outputs[1], atol=1e-12)
+    gated._mask = gate_training._streaming_mask(9, 2, 3, model)
+    for layer in (0, 1):
+        got = gated.attend(layer, torch.nn.Module(), torch.zeros(0), None, attention)[0].transpose(1, 2)
+        wanted = duo_attention.gated_attention(queries, keys, values, gates[layer, None], sink_size=2, recent_size=3)
+        np.testing.assert_allclose(got.numpy(), wanted, atol=1e-12)
 
 
 def test_gates_of_one_are_the_model_and_gates_of_zero_the_model_that_streams(model: LlamaForCausalLM) -> None:

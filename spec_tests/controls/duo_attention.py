@@ -10,7 +10,7 @@ from evictionary.spec_tests.controls.attention import ALL, NUMPY
 from evictionary.spec_tests.controls.refusal import refuse_unless
 from evictionary.spec_tests.harness.planted import control
 
-ESTIMATE, SELECT = "duo_attention.estimate_gates", "duo_attention.select"
+ESTIMATE, SELECT, GATED = "duo_attention.estimate_gates", "duo_attention.select", "duo_attention.gated_attention"
 
 
 def refuse(keys, gates, sink_size, recent_size) -> None:
@@ -49,3 +49,20 @@ def torch_by_distance(keys, gates, *, threshold=0.5, sink_size=128, recent_size=
     places = torch.arange(keys.shape[2])
     middle = (places >= sink_size) & (places.flip(0) >= recent_size)
     return ~(middle & (gates < threshold)[..., None])
+
+
+@control(GATED)
+def mixed_weights(queries, keys, values, gates, *, sink_size=128, recent_size=256):
+    """The weights of both attentions mixed before the values are read, one query head after the other."""
+    refuse_unless(gates=((gates >= 0) & (gates <= 1)).all(), recent_size=recent_size > 0)
+    group, (_, _, count, width) = queries.shape[1] // keys.shape[1], queries.shape
+    places = np.arange(keys.shape[2])
+    ago = places[-count:, None] - places
+    output = []
+    for head in range(queries.shape[1]):
+        powers = np.exp(np.clip(queries[:, head] @ np.swapaxes(keys[:, head // group], 1, 2) / width**0.5, -700, 700)) * (ago >= 0)
+        near = powers * ((ago < recent_size) | (places < sink_size))
+        share = gates[:, head // group, None, None]
+        weights = share * powers / powers.sum(axis=-1, keepdims=True) + (1 - share) * near / near.sum(axis=-1, keepdims=True)
+        output.append(weights @ values[:, head // group])
+    return np.stack(output, axis=1)
