@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
 from reading import IDS, cached, masked_logits, positions_of
+from test_families import FAMILIES, build
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -62,6 +63,18 @@ def test_gates_of_one_are_the_model_and_gates_of_zero_the_model_that_streams(mod
     torch.testing.assert_close(streaming[None], masked_logits(model, IDS, visible), atol=1e-4, rtol=1e-4)
     assert (gated.final_states(IDS, 7, torch.zeros(2, 2)) - full[-7:]).abs().max() > 0.1
     assert model.config._attn_implementation == "sdpa" and not model.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_gate_for_each_head_with_full_attention(family: str, attention: str) -> None:
+    gated = GatedModel(build(family, attn_implementation=attention), sink_size=2, recent_size=6)
+    assert gated.layers == ([1, 2] if family == "gemma3" else [0, 1, 2])
+    ones = torch.ones(len(gated.layers), gated.num_kv_heads)
+    torch.testing.assert_close(gated.final_states(IDS, 9, ones), gated.final_states(IDS, 9), atol=1e-4, rtol=1e-4)
+    gates = (ones / 2).requires_grad_()
+    (gradient,) = torch.autograd.grad(distance(gated, IDS, 9, gates), gates)
+    assert (gradient != 0).all()
 
 
 def test_the_gradient_of_each_gate_is_that_of_finite_differences() -> None:
