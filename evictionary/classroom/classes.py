@@ -19,7 +19,6 @@ from typing import Any
 from evictionary import __version__
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import formats, grading, submissions, worker
-from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean
 from evictionary.errors import UsageError
 
@@ -82,6 +81,7 @@ def _entries(folder: Path, file: str, output: Path | None, leave_out: Callable[[
 def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
     """Grade one submission: return the content of grade.json, also when the grading fails."""
     assignment = assignments.load(order.assignment)
+    settings = _settings(order, student, path)
     digest = ""
     try:
         source = submissions.read(path, assignment)
@@ -91,46 +91,45 @@ def grade_one(order: Order, student: str, path: Path) -> dict[str, Any]:
             assignment,
             secret=order.secret,
             examples=order.examples,
-            constants=_constants(order, assignment, student, path),
+            constants=settings["constants"],
             origin=assignment.file,
             seconds=order.seconds,
         )
     except submissions.BadSubmission as error:
         judgement = grading.empty(assignment, clean(error))
     except Exception as error:
-        return _failed(order, student, path, error)
-    return _as_json(order, student, path, digest, judgement)
+        return _failed(settings, student, error)
+    return _as_json(settings, student, digest, judgement)
 
 
-def _constants(order: Order, assignment: Assignment, student: str, path: Path) -> dict[str, float]:
-    """The student's own constants, if the course uses them."""
-    return assignment.constants_of(submissions.personal_id(path, student)) if order.personal else {}
-
-
-def _failed(order: Order, student: str, path: Path, error: Exception) -> dict[str, Any]:
+def _failed(settings: dict[str, Any], student: str, error: Exception) -> dict[str, Any]:
     why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
-    return _as_json(order, student, path, "", grading.empty(assignments.load(order.assignment), why))
+    return _as_json(settings, student, "", grading.empty(assignments.load(settings["assignment"]), why))
 
 
-def _settings(order: Order, assignment: Assignment, student: str, path: Path) -> dict[str, Any]:
-    """The settings that a grade depends on, beside the student's file; a grade with the same settings is not computed again."""
+def _settings(order: Order, student: str, path: Path) -> dict[str, Any]:
+    """The settings that a grade depends on, beside the student's file; a grade with the same settings is not computed again.
+
+    With personal constants this starts a process that reads the id out of the archive.
+    """
+    assignment = assignments.load(order.assignment)
+    personal_id = submissions.personal_id(path, student) if order.personal else student
     return {
         "schema": formats.SCHEMA,
         "suite": __version__,
         "assignment": assignment.name,
         "seed_id": order.seed_id,
         "examples": order.examples,
-        "constants": _constants(order, assignment, student, path),
-        "personal_id": submissions.personal_id(path, student) if order.personal else student,
+        "constants": assignment.constants_of(personal_id) if order.personal else {},
+        "personal_id": personal_id,
         "assignment_sha256": hashlib.sha256(repr((replace(assignment, folder=Path()), order.seconds)).encode()).hexdigest(),
     }
 
 
-def _as_json(order: Order, student: str, path: Path, digest: str, judgement: grading.Judgement) -> dict[str, Any]:
-    assignment = assignments.load(order.assignment)
+def _as_json(settings: dict[str, Any], student: str, digest: str, judgement: grading.Judgement) -> dict[str, Any]:
     return {
-        **_settings(order, assignment, student, path),
-        "title": assignment.title,
+        **settings,
+        "title": assignments.load(settings["assignment"]).title,
         "student": student,
         "source_sha256": digest,
         "graded_at": formats.now(),
@@ -154,13 +153,16 @@ def run(
             advance(student)
             yield done
 
+    def failed(student: str, error: Exception) -> dict[str, Any]:
+        return _failed(_settings(order, student, found[student]), student, error)
+
     def finish(grade: dict[str, Any]) -> dict[str, Any]:
         try:
             formats.write(grade, output / grade["student"], list(order.formats))
         except OSError:  # the folder cannot be written
             raise
         except Exception as error:
-            grade = _failed(order, grade["student"], found[grade["student"]], error)
+            grade = failed(grade["student"], error)
             formats.write(grade, output / grade["student"], list(order.formats))
         advance(grade["student"])
         return grade
@@ -174,11 +176,11 @@ def run(
         if isinstance(result, BrokenProcessPool):
             broken[student] = waiting[student]
         else:
-            yield finish(_failed(order, student, found[student], result) if isinstance(result, Exception) else result)
+            yield finish(failed(student, result) if isinstance(result, Exception) else result)
     # A process that dies breaks its whole pool, so each submission that was lost with it gets a pool of its own.
     for student, path in broken.items():
         for _, result in _in_processes(order, {student: path}, 1):
-            yield finish(_failed(order, student, path, result) if isinstance(result, Exception) else result)
+            yield finish(failed(student, result) if isinstance(result, Exception) else result)
 
 
 def _in_processes(order: Order, waiting: dict[str, Path], jobs: int) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
@@ -210,11 +212,10 @@ def _stored(order: Order, student: str, path: Path, output: Path) -> dict[str, A
     try:
         grade = json.loads((output / student / "grade.json").read_text(encoding="utf-8"))
         formats.validator("grade").validate(grade)
-        assignment = assignments.load(order.assignment)
-        digest = hashlib.sha256(submissions.read(path, assignment)).hexdigest()
+        digest = hashlib.sha256(submissions.read(path, assignments.load(order.assignment))).hexdigest()
     except Exception:  # no grade, or a damaged one: the submission is graded
         return None
-    wanted = _settings(order, assignment, student, path) | {"source_sha256": digest}
+    wanted = _settings(order, student, path) | {"source_sha256": digest}
     same = all(grade[key] == value for key, value in wanted.items())
     has_files = all((output / student / formats.FORMATS[name][0]).exists() for name in order.formats)
     is_judged = not grade["error"] and not formats.blocked(grade)
