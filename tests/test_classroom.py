@@ -110,7 +110,7 @@ def child_of(folder: Path, source: str, seconds: float = 20) -> Child:
 every_assignment = pytest.mark.parametrize("name", [*NUMPY, "kernel", "contest"])
 
 
-def test_there_are_seven_assignments() -> None:
+def test_the_assignments_are_those_of_this_list() -> None:
     assert assignments.names() == sorted([*NUMPY, "kernel", "contest"])
 
 
@@ -169,6 +169,8 @@ MISTAKES = (
     ("expected_attention", "expected_attention.variance_not_halved"),
     ("momentkv", "momentkv.kept_for_evicted"),
     ("gvote", "gvote.crossing_token_left_out"),
+    ("h2o", "h2o.mask_from_the_upper_left"),
+    ("duo_attention", "duo_attention.above_the_threshold"),
 )
 
 
@@ -290,6 +292,26 @@ def test_a_student_is_told_the_words_of_a_refusal(body: str, told: str) -> None:
 
 def test_another_array_library_is_named() -> None:
     assert "torch: this assignment is for NumPy only" in judged("keydiff", "import torch\n", explain=False).lines[0].reason
+
+
+WHOLE_MATRIX = """
+import numpy as np
+
+
+def score(queries, keys):
+    logits = queries @ np.swapaxes(keys, -1, -2) / keys.shape[-1] ** 0.5
+    weights = np.exp(np.where(np.tri(keys.shape[2], dtype=bool), logits, -np.inf))
+    return (weights / weights.sum(-1, keepdims=True)).sum(-2)
+"""
+
+
+def test_a_long_prompt_has_no_room_for_a_matrix_of_its_weights() -> None:
+    one = assignments.load("h2o")
+    (blocks,) = (replace(step, needs=(), laws=()) for step in one.steps if step.name == "blocks")
+    result = grading.judge(WHOLE_MATRIX.encode(), replace(one, steps=(blocks,)), examples=1)
+    assert result.score == 0
+    assert "MemoryError: Unable to allocate 512. MiB" in result.lines[0].message
+    assert "8192 queries on 8192 tokens are scored without a matrix of their weights" in result.lines[0].message
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ class Step:
 
     `needs` names the steps that must pass before this step is judged; `read` says where to read about it. `check` names a check
     of the grader beside the laws: constants (the student's own defaults), overflow (LagKV's deviations in the thousands), votes
-    (GVote's samples, each by itself) or kernel (the scores depend on what a Triton kernel writes). `calm` leaves out inputs on
+    (GVote's samples, each by itself), blocks (H2O's scores of a prompt whose matrix the memory does not hold) or kernel (the scores
+    depend on what a Triton kernel writes). `calm` leaves out inputs on
     which a softmax without its maximum overflows, so that one mistake does not cost a step by luck.
     `thoroughness` multiplies the number of inputs that each law draws, for mistakes that show on few inputs.
     """
@@ -53,7 +54,7 @@ class Assignment:
     interpret: bool = False
     contest: bool = False
     constants: dict[str, list[float]] = field(default_factory=dict)
-    memory_gib: int = 2
+    memory_gib: float = 2
     seconds: int = 20
 
     @property
@@ -71,7 +72,7 @@ class Assignment:
     def limits(self, seconds: float | None = None) -> Limits:
         """The limits of a child process for one step; `seconds` replaces the assignment's own limit."""
         wall = self.seconds if seconds is None else seconds
-        return Limits(wall, max(1, round(wall)), self.memory_gib * 2**30)
+        return Limits(wall, max(1, round(wall)), int(self.memory_gib * 2**30))
 
     def constants_of(self, student: str) -> dict[str, float]:
         """The constants of one student: drawn from the id, the same each time, from the values that assignment.toml lists."""

@@ -328,12 +328,16 @@ class _Run:
             laws.append(_overflow_law(step))
         if step.check == "votes":
             laws.append(_votes_law(step))
+        if step.check == "blocks":
+            laws.append(_blocks_law(step))
         if step.check == "kernel":
             laws.append(_kernel_law(step, child, self.seed("kernel")))
         return laws
 
     def drawn(self, law: Law, step: Step, shrinks: bool = False) -> Law:
-        return decided_by(self.seed(law.name), law, step.thoroughness * self.examples, shrinks=shrinks)
+        count = step.thoroughness * self.examples
+        # Of the inputs of thousands of tokens, a law says itself how few it needs.
+        return decided_by(self.seed(law.name), law, min(count, law.examples or count), shrinks=shrinks)
 
     def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
         """Run a failing law once more with shrinking, and write the student's message."""
@@ -555,6 +559,19 @@ def _votes_law(step: Step) -> Law:
 
     sentence = "A single sample keeps its best tokens, as many as the nucleus of the current query holds."
     return _own_law(step, ("gvote.select",), sentence, check, case=seeded_cases(groups=(1,)), seed=seeds())
+
+
+def _blocks_law(step: Step) -> Law:
+    """A prompt whose matrix of weights alone takes the memory that the assignment gives, with keys that spread attention evenly."""
+    length = 8192
+
+    def check(impl: Implementation) -> None:
+        got = impl.h2o.score(np.ones((1, 1, length, 2)), np.zeros((1, 1, length, 2)))
+        expected = np.cumsum(1 / np.arange(length, 0, -1))[::-1]  # query m gives 1 / (m + 1) to each token up to m
+        Allowance(expected[None, None], 1e-9, 1e-9).check(got, "the score of equal keys")
+
+    sentence = f"{length} queries on {length} tokens are scored without a matrix of their weights."
+    return _own_law(step, ("h2o.score",), sentence, check)
 
 
 def _kernel_law(step: Step, child: Child, seed: int) -> Law:

@@ -24,7 +24,7 @@ from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.planted import Mutant, edited_source, load_mutants
 
 SWEEP_SEED = b"the seeds of the sweep"
-NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote")
+NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
 # A right answer as a student would write it; docs/classroom/transcript.md shows the steps to it.
 SOLUTION = Path(__file__).parents[2] / "docs" / "classroom" / "transcript" / "3_right.py"
 
@@ -93,11 +93,17 @@ def _renamed(source: str) -> str:
 
 
 def mutants_of(assignment: Assignment) -> list[Mutant]:
-    """The planted mistakes of the assignment: in one of its functions, against one of its requirements."""
-    laws = load_laws()
-    functions = {function for step in assignment.steps for name in step.laws for function in laws[name].functions}
-    requirements = {laws[name].requirement.id for step in assignment.steps for name in step.laws}
-    return [one for one in load_mutants().values() if one.of in functions and one.killed_by in requirements]
+    """The planted mistakes of the assignment: in one of its functions, against one of its requirements.
+
+    Mistakes that begin above a size are its own only where it has a law of sizes for that function.
+    """
+    laws = [load_laws()[name] for step in assignment.steps for name in step.laws]
+    functions, large = (
+        {each for law in chosen for each in law.functions} for chosen in (laws, [law for law in laws if law.examples])
+    )
+    requirements = {law.requirement.id for law in laws}
+    found = [one for one in load_mutants().values() if one.killed_by in requirements]
+    return [one for one in found if one.of in (large if one.above else functions)]
 
 
 def write_class(folder: Path, count: int) -> dict[str, int]:
