@@ -9,6 +9,8 @@ from evictionary.reference import cache as reference_cache
 from evictionary.spec_tests.harness.by_hand import (
     attention_in_parts,
     causal_weights,
+    for_each_reader,
+    largest_product,
     linear,
     logit_error,
     require_equal,
@@ -88,9 +90,11 @@ def test_two_disjoint_caches_merge_exactly(impl, case, seed):
 def test_large_logits_stay_finite(impl, case):
     """Logits of 1e4 neither overflow nor give NaN: the output stays within the range of the values."""
     kept = np.ones(case.keys.shape[:3], dtype=bool)
-    size = np.sqrt(1e4 * np.sqrt(case.keys.shape[-1]))
     direction = case.queries / np.abs(case.queries).max()
-    keys = case.keys / max(np.abs(case.keys).max(), 1e-300) * size
+    keys = case.keys / max(np.abs(case.keys).max(), 1e-300)
+    products = direction @ np.swapaxes(for_each_reader(keys, direction), -1, -2)
+    size = np.sqrt(largest_product(impl, keys.shape[-1]) / max(np.abs(products).max(), 1e-2))
+    keys = keys * size
     cache = reference_cache.compress(impl.round(keys), impl.round(case.values), kept)
     output, _ = impl.attention.attend(impl.round(direction * size), cache)
     require_numbers(output, (*case.queries.shape[:3], case.values.shape[-1]), "the output")

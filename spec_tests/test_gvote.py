@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import assume, reject
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from evictionary.reference import cache, rope
 from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.harness.by_hand import require_equal
+from evictionary.spec_tests.harness.by_hand import angle_error, require_equal
 from evictionary.spec_tests.harness.cases import Case, cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, allowance, require_mask
@@ -32,11 +32,6 @@ def whole(case):
 def mass_slack(dtype, length):
     """What the comparison of a mass with p may be wrong by: p, the total and the sum are rounded, and sums accumulate."""
     return 4 * EPSILON[dtype] + length * EPSILON[ACCUMULATOR[dtype]]
-
-
-def angle_error(dtype, position):
-    """What an angle t w up to this position may be wrong by: frequency and product are rounded, in float32 or wider."""
-    return 2 * position * EPSILON[ACCUMULATOR[dtype]]
 
 
 def smallest_count(weights, mass):
@@ -260,9 +255,9 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
 
     logits = allowance(by_hand, hidden, weight, noise, keys, dtype=impl.dtype)
     if not np.isfinite(logits.largest):
-        reject()
+        impl.unrepresentable()
     longest, longest_key = (float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys))
-    moved = angle_error(impl.dtype, case.length + horizon) * longest * longest_key / case.head_dim**0.5
+    moved = angle_error(impl, case.length + horizon) * longest * longest_key / case.head_dim**0.5
     logits = logits.wider(moved, 0)
     settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
     got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, **settings)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from evictionary.reference import rope
 from evictionary.spec_tests.harness.by_hand import (
+    angle_error,
     logit_error,
     of_dtype,
     require_equal,
@@ -18,7 +19,7 @@ from evictionary.spec_tests.harness.by_hand import (
 from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases, long_rows
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, require_mask
-from evictionary.spec_tests.test_gvote import SELECT, WEIGHTS, angle_error, drawn_queries, mass_slack
+from evictionary.spec_tests.test_gvote import SELECT, WEIGHTS, drawn_queries, mass_slack
 
 NUCLEUS = "gvote.nucleus"
 
@@ -135,6 +136,6 @@ def test_far_positions_average_like_near_ones(impl, head_dim, position, theta):
     shrinkage = np.sin(256 * frequency) / (512 * np.sin(frequency / 2))
     middle = frequency * (position + 255.5)
     got = impl.gvote.average_cos_sin(head_dim, position=position, theta=theta)
-    slack = angle_error(impl.dtype, position + 512) + rounding(impl)
+    slack = angle_error(impl, position + 512) + rounding(impl)
     for name, found, expected in zip(("cos", "sin"), got, (np.cos(middle), np.sin(middle)), strict=True):
         require_near(found, shrinkage * expected, slack, f"the mean {name} at a far position")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from evictionary.reference import gvote, rope
 from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
 from evictionary.spec_tests.harness.by_hand import (
+    angle_error,
     causal_weights,
     for_each_reader,
     linear,
@@ -21,7 +22,7 @@ from evictionary.spec_tests.harness.by_hand import (
 from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
-from evictionary.spec_tests.test_gvote import WEIGHTS, angle_error, drawn_queries, mass_slack, whole
+from evictionary.spec_tests.test_gvote import WEIGHTS, drawn_queries, mass_slack, whole
 
 NUCLEUS = "gvote.nucleus"
 # The p of a nucleus: sixteenths, which with weights in sixteenths leave nothing to rounding.
@@ -305,7 +306,7 @@ def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta)
     shrinkage = np.sin(horizon * frequency / 2) / (horizon * np.sin(frequency / 2))
     middle = frequency * (position + (horizon - 1) / 2)
     got = impl.gvote.average_cos_sin(head_dim, position=position, horizon=horizon, theta=theta)
-    slack = angle_error(impl.dtype, position + horizon) + 2 * EPSILON[impl.dtype]  # a table in the dtype is rounded once more
+    slack = angle_error(impl, position + horizon) + 2 * EPSILON[impl.dtype]  # a table in the dtype is rounded once more
     for name, mean, expected in zip(("cos", "sin"), got, (shrinkage * np.cos(middle), shrinkage * np.sin(middle)), strict=True):
         require_numbers(mean, expected.shape, name)
         if np.abs(mean - expected).max() > slack:
@@ -326,7 +327,7 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     settings = {"position": position, "horizon": horizon, "theta": theta}
     allowed = impl.allowance("gvote.rotate_by_average", queries, **settings)
     # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair by its radius.
-    moved = angle_error(impl.dtype, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
+    moved = angle_error(impl, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
     allowed = allowed.wider(moved.max(), moved.mean())
     got = impl.gvote.rotate_by_average(queries, **settings)
     allowed.check(got, "the averaged queries")

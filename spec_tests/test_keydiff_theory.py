@@ -182,17 +182,21 @@ def test_bad_shares_are_refused(impl, name):
 
 @law("KD-A1", of=(STEPS, "keydiff.score"), case=cases(kinds=("normal", "outlier_channel", "drift", "cancelling_keys")))
 def test_the_counted_steps_give_the_score(impl, case):
-    """The order of operations that the appendix counts computes KD-8; a zero key, by whose norm it would divide, is refused."""
-    if (np.abs(impl.round(case.keys)).max(axis=-1) == 0).any():
-        with impl.refuses("keys"):
-            impl.keydiff_theory.score_step_by_step(case.keys)
-        return
+    """The order of operations that the appendix counts computes KD-8."""
+    got = impl.keydiff_theory.score_step_by_step(case.keys)
     allowed = impl.allowance(STEPS, case.keys)
     exact = impl.allowance("keydiff.score", case.keys)
     if np.linalg.norm(keydiff.anchor(impl.round(case.keys)), axis=-1).min() < 1e-6:
         return  # below epsilon the quotient is bounded
     assert np.abs(allowed.expected - exact.expected).max() <= 1e-8
-    allowed.check(impl.keydiff_theory.score_step_by_step(case.keys), "the score, step by step")
+    allowed.check(got, "the score, step by step")
+
+
+@law("KD-A1", of=STEPS, kind="refusal")
+def test_a_zero_key_has_no_steps(impl):
+    """A zero key, by whose norm the steps divide, raises ValueError."""
+    with impl.refuses("keys"):
+        impl.keydiff_theory.score_step_by_step(np.array([[[[1.0, 2], [0, 0]]]]))
 
 
 @law(

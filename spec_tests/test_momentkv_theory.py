@@ -90,7 +90,7 @@ def test_the_full_output_is_attention_over_all_tokens(impl, case):
 
 @law("MK-2", of="momentkv_theory.sub_outputs", case=heads, seed=seeds())
 def test_the_sub_outputs_are_attention_over_each_set(impl, case, seed):
-    """f_R over the retained tokens alone and f_E over the evicted ones alone; an empty set is refused."""
+    """f_R over the retained tokens alone and f_E over the evicted ones alone."""
     query, keys, values, kept = halves(impl, case, seed)
 
     def by_hand(wanted):
@@ -103,8 +103,14 @@ def test_the_sub_outputs_are_attention_over_each_set(impl, case, seed):
     for pick, wanted in enumerate((True, False)):
         expected = over_heads(by_hand(wanted), query, keys, values, kept)
         agrees(impl, "sub_outputs", query, keys, values, kept, pick=pick, expected=expected)
+
+
+@law("MK-2", of="momentkv_theory.sub_outputs", kind="refusal", keeps=st.booleans())
+def test_an_empty_set_has_no_output(impl, keeps):
+    """A row that keeps every token, or none, raises ValueError."""
+    states = np.ones((1, 1, 3, 2))
     with impl.refuses("kept"):
-        impl.momentkv_theory.sub_outputs(query, keys, values, np.ones_like(kept))
+        impl.momentkv_theory.sub_outputs(np.ones((1, 1, 2)), states, states, np.full((1, 1, 3), keeps))
 
 
 @law("MK-3", of=("momentkv_theory.mass", "momentkv_theory.sub_outputs", "momentkv_theory.full_output"), case=heads, seed=seeds())
@@ -158,8 +164,13 @@ def test_the_divergence_splits_along_the_retained_output(impl, retained, evicted
     slack = 4 * impl.allowance("momentkv_theory.split_divergence", retained, evicted, pick=1).largest + 1e-7
     if abs(np.linalg.norm(perpendicular) - other * math.sqrt(max(0.0, 1 - cosine**2))) > slack:
         raise Violation("the perpendicular part has not the length |f_E| sin(theta)", None, perpendicular)
+
+
+@law("MK-5", of="momentkv_theory.split_divergence", kind="refusal")
+def test_a_retained_output_of_zero_is_refused(impl):
+    """A zero f_R, which has no direction, raises ValueError."""
     with impl.refuses("retained_output"):
-        impl.momentkv_theory.split_divergence(np.zeros((1, 3)), evicted)
+        impl.momentkv_theory.split_divergence(np.zeros((1, 3)), np.ones((1, 3)))
 
 
 @law("MK-6", of="momentkv_theory.squared_error", retained=vectors.filter(np.any), evicted=vectors, share=shares)

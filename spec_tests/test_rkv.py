@@ -166,8 +166,9 @@ def test_importance_is_the_attention_of_the_largest_logit_of_a_group(impl, case,
 def test_the_attention_within_the_window_is_not_counted(impl):
     """A window token that would get all the attention takes none: zero keys before it share it equally."""
     keys = np.array([[[[0.0], [0], [64], [64]]]])
-    got = impl.rkv.importance(np.array([[[[64.0], [64.0]]]]), keys, window_size=2, kernel_size=1)
-    require_equal(got, [[[0.5, 0.5]]], "the window takes part of the attention")
+    queries, settings = np.array([[[[64.0], [64.0]]]]), {"window_size": 2, "kernel_size": 1}
+    allowed = impl.allowance(IMPORTANCE, queries, keys, **settings)
+    allowed.check(impl.rkv.importance(queries, keys, **settings), "the importance", np.array([[[0.5, 0.5]]]))
 
 
 @law("RK-5", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())

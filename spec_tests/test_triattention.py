@@ -6,11 +6,19 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.rope import rotate
-from evictionary.spec_tests.harness.arithmetic import EPSILON
-from evictionary.spec_tests.harness.by_hand import check_heads_alone, check_permuted, require_equal, require_loops
+from evictionary.spec_tests.harness.by_hand import (
+    angle_error,
+    check_heads_alone,
+    check_permuted,
+    lengths,
+    require_equal,
+    require_loops,
+    require_near,
+    rounding,
+)
 from evictionary.spec_tests.harness.cases import long_cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.harness.tolerance import Allowance, Violation, require_numbers
+from evictionary.spec_tests.harness.tolerance import Violation, require_numbers
 
 STATISTICS, AVERAGE, LOGITS, SCORE = (f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score"))
 positions = st.sampled_from([0, 1, 7, 1000])
@@ -48,9 +56,9 @@ def test_the_slack_is_what_the_mean_hides_of_the_lengths(impl, case):
 def test_opposite_queries_have_no_mean_and_their_length_as_slack(impl):
     """(3, 4) and (-3, -4) as one pair: the mean is 0 and the slack 5; equal queries have the slack 0."""
     for second, expected in ((-1.0, ([0, 0], [5])), (1.0, ([3, 4], [0]))):
-        mean, slack = impl.triattention.statistics(np.array([[3.0, 4], [3 * second, 4 * second]]))
-        require_equal(mean, np.array(expected[0], float), "the mean is another")
-        require_equal(slack, np.array(expected[1], float), "the slack is not the mean length less the length of the mean")
+        queries = np.array([[3.0, 4], [3 * second, 4 * second]])
+        for pick, got in enumerate(impl.triattention.statistics(queries)):
+            require_near(got, np.array(expected[pick], float), 5 * rounding(impl), ("the mean", "the slack")[pick])
 
 
 @law("TA-2", of=AVERAGE, case=seeded_cases(), position=positions, max_offset=st.sampled_from([1, 2, 3, 64]))
@@ -61,8 +69,8 @@ def test_the_average_is_over_the_powers_of_two(impl, case, position, max_offset)
     turned = [rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets]
     expected = np.mean(turned, axis=0)
     got = impl.triattention.average_over_offsets(mean, position=position, max_offset=max_offset)
-    error = 1e-12 * (1 + position) * float(np.abs(mean).max())
-    Allowance(expected, error, error).check(got, "the average")
+    slack = (angle_error(impl, position + max_offset) + rounding(impl, len(offsets))) * np.tile(np.abs(pairs(mean)), 2)
+    require_near(got, expected, slack, "the average")
 
 
 @law("TA-2", of=AVERAGE)
@@ -70,7 +78,8 @@ def test_the_last_offset_is_65536_by_default(impl):
     """17 offsets, from 1 to 2^16, at base 10000: for one pair, the mean of the cosines and sines of p + d."""
     got = impl.triattention.average_over_offsets(np.array([1.0, 0]), position=3)
     angles = 3 + 2.0 ** np.arange(17)
-    Allowance(np.array([np.cos(angles).mean(), np.sin(angles).mean()]), 1e-9, 1e-9).check(got, "the average")
+    slack = angle_error(impl, angles.max()) + rounding(impl, 17)
+    require_near(got, np.array([np.cos(angles).mean(), np.sin(angles).mean()]), slack, "the average")
 
 
 @law("TA-3", of=(STATISTICS, AVERAGE, LOGITS), case=seeded_cases(kinds=KINDS), position=positions)
@@ -83,9 +92,8 @@ def test_with_constant_queries_s_is_the_exact_logit(impl, case, position):
     direction = impl.triattention.average_over_offsets(mean, position=ahead, max_offset=4)
     got = impl.triattention.logits(rotate(keys, position + places), direction, slack)
     exact = [rotate(query, np.array([ahead + d])) @ np.swapaxes(rotate(keys, position + places), -1, -2) for d in (1, 2, 4)]
-    size = float(np.abs(query).max() * np.abs(keys).max()) * case.head_dim * (1 + ahead)
-    error = size * (1e-12 + 4 * EPSILON[impl.dtype])
-    Allowance(sum(exact)[:, :, 0] / 3, error, error).check(got, "S")
+    slack = (angle_error(impl, ahead + 4) + 2 * rounding(impl, case.head_dim)) * lengths(query).max() * lengths(keys).max()
+    require_near(got, sum(exact)[:, :, 0] / 3, slack, "S")
 
 
 @law("TA-3", of=(AVERAGE, LOGITS), case=seeded_cases(kinds=KINDS), seed=seeds(), shift=st.sampled_from([1, 64, 4096]))
@@ -100,8 +108,9 @@ def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shi
         )
         for start in (0, shift)
     ]
-    size = (1e-11 * (1e5 + shift) + 16 * EPSILON[impl.dtype]) * float(np.abs(keys).max()) * case.head_dim
-    Allowance(found[0], size, size).check(found[1], "S of the later text")
+    error = 2 * angle_error(impl, shift + case.length + 65536) + 4 * rounding(impl, case.head_dim)
+    longest = lengths(direction).max() + lengths(slack).max()
+    require_near(found[1], found[0], error * longest * lengths(keys).max(), "S of the later text")
 
 
 @law("TA-3", of=LOGITS)
@@ -111,7 +120,7 @@ def test_the_cosines_of_the_paper_are_a_product(impl):
     direction = rotate(np.array([[2.0, 0]]), np.array([7]))[0]
     got = impl.triattention.logits(keys, direction, np.array([0.5]))
     expected = np.array([6 * np.cos(2 - np.pi / 2) + 1.5])
-    Allowance(expected, 1e-9, 1e-9).check(got, "S")
+    require_near(got, expected, 8 * rounding(impl, 3), "S")
 
 
 @law("TA-4", of=SCORE, case=seeded_cases(min_length=2, kinds=KINDS), seed=seeds())

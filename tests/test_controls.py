@@ -27,6 +27,21 @@ def test_no_law_raises_an_alarm_on_a_correct_implementation(name: str, dtype: st
     assert alarms(name, dtype, seed=0, max_examples=EXAMPLES) == []
 
 
+# Each was an alarm once: a rounding that the law did not know, an error that mathematics asked for, what float16 cannot hold.
+SILENCED = [
+    ("criticalkv.change_by_change", "float64", 0, False),
+    ("momentkv_theory.exponentials_once", "float64", 0, True),
+    ("momentkv.torch_widened", "float16", 2, True),
+    ("triattention.torch_tables", "float32", 1, False),
+    ("duo_attention.torch_estimate", "float32", 1, False),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "seed", "bare"), SILENCED)
+def test_an_alarm_that_was_mended_stays_silent(name: str, dtype: str, seed: int, bare: bool) -> None:
+    assert alarms(name, dtype, seed=seed, max_examples=4, bare=bare) == []
+
+
 def test_every_method_has_three_controls() -> None:
     methods = {stem for stem in STEMS if hasattr(importlib.import_module(f"evictionary.reference.{stem}"), "METHOD")}
     counts = Counter(control.of.split(".")[0] for control in CONTROLS.values())

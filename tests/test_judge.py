@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evictionary.spec_tests.harness.cases import Case
-from evictionary.spec_tests.harness.domain import BadDomain, Domain
+from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL
+from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
+from evictionary.spec_tests.harness.implementation import load
+from evictionary.spec_tests.harness.law import load_laws
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,6 +159,21 @@ def test_an_expected_failure_is_none_and_an_idle_line_is_told(file: Path, tmp_pa
 def test_what_cannot_be_understood_is_a_sentence(file: Path, text: str, wanted: str) -> None:
     file.write_text(RAW_MEAN + text)
     assert wanted in judge(file, code=2)
+
+
+def test_no_law_of_mathematics_asks_for_an_error() -> None:
+    laws = [law for law in load_laws().values() if law.functions and law.kind != REFUSAL]
+    asking = [law.name for law in laws if re.search(r"\.refuses\(|pytest\.raises", inspect.getsource(inspect.unwrap(law.check)))]
+    assert not asking
+    reference = load("reference")
+    reference.asking = MATHEMATICS
+    with pytest.raises(RuntimeError, match="refuses: got a law of the class mathematics"), reference.refuses("keys"):
+        reference.keydiff.score(np.zeros((2, 0, 4, 3)))
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_outside_of_what_is_asked() -> None:
+    with pytest.raises(OutsideDomain, match="float16 cannot hold the numbers"):
+        load("reference", dtype="float16").allowance("knorm.score", np.full((1, 1, 1, 64), 6e4))
 
 
 def test_a_domain_moves_what_was_drawn_inside_it() -> None:

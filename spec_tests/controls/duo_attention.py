@@ -8,6 +8,7 @@ import torch
 from evictionary.reference.rope import rotate
 from evictionary.spec_tests.controls.attention import ALL, NUMPY
 from evictionary.spec_tests.controls.refusal import refuse_unless
+from evictionary.spec_tests.controls.rope import rotate_half, torch_angles
 from evictionary.spec_tests.harness.planted import control
 
 ESTIMATE, SELECT, GATED = "duo_attention.estimate_gates", "duo_attention.select", "duo_attention.gated_attention"
@@ -30,6 +31,18 @@ def by_distances(query_mean, key_mean, *, length=500, theta=10000.0):
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     places = (powers * np.arange(length)).sum(axis=-1) / powers.sum(axis=-1)
     return (1 - places / length).reshape(*key_mean.shape[:2], group).mean(axis=-1)
+
+
+@control(ESTIMATE, array_library="torch", dtypes=ALL)
+def torch_estimate(query_mean, key_mean, *, length=500, theta=10000.0):
+    """torch, at least in float32: keys turned by RoPE, a softmax, the cumulated attention averaged."""
+    wide, group = torch.promote_types(query_mean.dtype, torch.float32), query_mean.shape[1] // key_mean.shape[1]
+    query, keys = query_mean.to(wide), key_mean.to(wide).repeat_interleave(group, dim=1)[:, :, None]
+    angles = torch_angles(query, torch.arange(length), theta, wide)
+    keys = keys * angles.cos() + rotate_half(keys) * angles.sin()
+    query = query * angles[-1].cos() + rotate_half(query) * angles[-1].sin()
+    weights = ((keys @ query[..., None])[..., 0] / query.shape[-1] ** 0.5).softmax(dim=-1)
+    return weights.cumsum(dim=-1).mean(dim=-1).unflatten(1, (key_mean.shape[1], group)).mean(dim=-1)
 
 
 @control(SELECT, dtypes=NUMPY)

@@ -67,6 +67,17 @@ def query_by_query(queries, keys, *, window_size=8, kernel_size=7):
     return largest / keys.dtype.type(window_size)
 
 
+@control(IMPORTANCE, array_library="torch", dtypes=ALL)
+def torch_by_logarithms(queries, keys, *, window_size=8, kernel_size=7):
+    """torch, at least in float32: the weights as exp(logit - log Z), the neighbours by a pooling layer."""
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    before = keys[:, :, None, :-window_size].to(wide)
+    recent = queries[:, :, -window_size:].to(wide).unflatten(1, (keys.shape[1], -1))
+    logits = (recent @ before.mT).amax(dim=2) / keys.shape[-1] ** 0.5
+    received = (logits - logits.logsumexp(dim=-1, keepdim=True)).exp().mean(dim=-2)
+    return torch.nn.functional.max_pool1d(received, kernel_size, stride=1, padding=kernel_size // 2).to(keys.dtype)
+
+
 @control(SCORE, dtypes=NUMPY)
 def in_parts(queries, keys, *, window_size=8, kernel_size=7, importance_share=0.07, threshold=0.5):
     """The two parts from the controls above, mixed as R + lambda (I - ...)."""

@@ -7,9 +7,10 @@ import torch
 
 from evictionary.spec_tests.controls.attention import ALL, NUMPY
 from evictionary.spec_tests.controls.refusal import refuse_unless
+from evictionary.spec_tests.controls.rope import rotate_half, torch_angles
 from evictionary.spec_tests.harness.planted import control
 
-STATISTICS, SCORE = "triattention.statistics", "triattention.score"
+STATISTICS, AVERAGE, LOGITS, SCORE = (f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score"))
 
 
 def refuse(keys, query_direction, query_slack) -> None:
@@ -29,6 +30,24 @@ def query_by_query(queries):
         total, length = total + pair, length + np.abs(pair)
     mean, length = total / queries.shape[-2], length / queries.shape[-2]
     return np.concatenate([mean.real, mean.imag], axis=-1).astype(queries.dtype), (length - np.abs(mean)).astype(queries.dtype)
+
+
+@control(AVERAGE, array_library="torch", dtypes=ALL)
+def torch_tables(query_mean, *, position, max_offset=65536, theta=10000.0):
+    """torch, with the tables of RoPE as transformers makes them: angles in float32 at least, all offsets at once."""
+    wide = torch.promote_types(query_mean.dtype, torch.float32)
+    states = query_mean.to(wide)[..., None, :]
+    angles = torch_angles(states, position + 2 ** torch.arange(max_offset.bit_length()), theta, wide)
+    return (states * angles.cos() + rotate_half(states) * angles.sin()).mean(dim=-2).to(query_mean.dtype)
+
+
+@control(LOGITS, array_library="torch", dtypes=ALL)
+def torch_pair_by_pair(keys, query_direction, query_slack):
+    """torch, at least in float32: each pair's product and bonus added, then all pairs."""
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    pairs, direction = (states.to(wide).unflatten(-1, (2, -1)) for states in (keys, query_direction))
+    products = (pairs * direction[..., None, :, :]).sum(dim=-2)
+    return (products + pairs.norm(dim=-2) * query_slack.to(wide)[..., None, :]).sum(dim=-1)
 
 
 @control(SCORE, dtypes=NUMPY)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from hypothesis import reject
 
 from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
 from evictionary.spec_tests.harness.implementation import Implementation
@@ -140,8 +139,13 @@ def of_dtype(impl: Implementation, states: np.ndarray) -> np.ndarray:
     """The states rounded to the dtype; what it cannot hold (1e-7 and 1e4 in float16) says nothing about an implementation."""
     rounded = impl.round(states)
     if impl.dtype == "float16" and not 1e-3 < np.abs(states).mean() < 1e3:
-        reject()
+        impl.unrepresentable()
     return rounded
+
+
+def largest_product(impl: Implementation, head_dim: int) -> float:
+    """`q . k` of a logit of 1e4, or what float16 holds: an implementation may multiply before it divides by sqrt(D)."""
+    return min(1e4 * float(np.sqrt(head_dim)), 6e4 if impl.dtype == "float16" else np.inf)
 
 
 def in_parts(function: Callable[..., Any], *states: np.ndarray, size: int = 3000) -> list[Any]:
@@ -170,6 +174,11 @@ def weights_in_parts(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """The attention of queries [M, D] on all of the keys [T, D] of one head, [M, T], by the log-sum-exp of `attention_in_parts`."""
     normaliser = attention_in_parts(queries, keys, keys[:, :1])[1]
     return np.exp(queries @ keys.T / np.sqrt(keys.shape[-1]) - normaliser[:, None])
+
+
+def angle_error(impl: Implementation, position: float) -> float:
+    """What an angle t w up to this position may be wrong by: frequency and product are rounded, in float32 or wider."""
+    return float(2 * position * EPSILON[ACCUMULATOR[impl.dtype]])
 
 
 def logit_error(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> float:

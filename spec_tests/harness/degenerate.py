@@ -89,6 +89,7 @@ DEGENERATE: dict[str, Callable[[Arguments], str]] = {
     "keydiff.anchor": zero_key,
     "keydiff.pairwise_score": zero_key,
     "keydiff.similarity_matrix": zero_key,
+    "keydiff_theory.score_step_by_step": zero_key,
     "keydiff_variants.raw_mean_score": plain_anchor,
     "keydiff_variants.median_score": plain_anchor,
     "keydiff.process_block": keydiff,

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from hypothesis import reject
 
 from evictionary import reference
 from evictionary.spec_tests.harness.arithmetic import round_to
@@ -185,8 +184,11 @@ class Implementation:
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         """What the oracle gives for these arguments, rounded to the dtype under test, and the error allowed on it."""
         args, kwargs = self.rounded(args), {key: self.rounded(value) for key, value in kwargs.items()}
-        # A case that the dtype cannot hold says nothing about the implementation: it is not counted.
-        return allowance(oracle(path), *args, dtype=self.dtype, pick=pick, unrepresentable=reject, **kwargs)
+        return allowance(oracle(path), *args, dtype=self.dtype, pick=pick, unrepresentable=self.unrepresentable, **kwargs)
+
+    def unrepresentable(self) -> NoReturn:
+        """Leave the case out: its dtype cannot hold the numbers, which says nothing about the implementation."""
+        raise OutsideDomain(f"{self.dtype} cannot hold the numbers that it asks for")
 
     def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
@@ -203,8 +205,11 @@ class Implementation:
     def refuses(self, pattern: str = "") -> Iterator[None]:
         """What stands inside must raise: ValueError with this pattern in its message, or, where nobody asks for ours, anything.
 
-        Raises Violation where nothing is raised, or something else than is asked for.
+        Raises Violation where nothing is raised, or something else than is asked for, and RuntimeError in a law of another class:
+        who checks no argument may fail no mathematics.
         """
+        if self.asking != REFUSAL:
+            raise RuntimeError(f"refuses: got a law of the class {self.asking}, wanted one of {REFUSAL}")
         try:
             yield
         except Violation:
