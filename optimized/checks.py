@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -35,9 +37,12 @@ def require_finite(name: str, value: torch.Tensor) -> None:
 
 def is_finite(value: torch.Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinite numbers; on a GPU this waits for the result."""
-    # One pass: any NaN makes both NaN. In the order of storage: a transposed view would be copied first.
+    # NaN and infinite numbers make the sum NaN or infinite, and nothing else on a CPU reads memory as fast as a sum.
+    if math.isfinite(value.sum().item()):
+        return True
+    # Or finite numbers overflow it. Any NaN makes both NaN. In the order of storage: a transposed view would be copied first.
     low, high = value.permute(sorted(range(value.ndim), key=value.stride, reverse=True)).aminmax()
-    return bool(torch.isfinite(low) and torch.isfinite(high))
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def require_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], like: str) -> None:
@@ -81,3 +86,18 @@ def working_dtype(value: torch.Tensor) -> torch.dtype:
     # Decision: scores of float16 and bfloat16 keys are float32. Rounded to bfloat16, the scores of a long cache have a few
     # hundred distinct values, and the choice among thousands of tokens would be left to the rule for ties.
     return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def working_room(value: torch.Tensor, most: int) -> torch.Tensor:
+    """Return memory for `converted`: `most` numbers, or one token of all heads, of the working dtype of `value` [..., T, D].
+
+    Memory that is used again block after block stays in the processor's cache. It is empty if nothing is to be converted.
+    """
+    dtype = working_dtype(value)
+    size = min(max(most, value.numel() // value.shape[-2]), value.numel())
+    return value.new_empty(0 if value.dtype == dtype else size, dtype=dtype)
+
+
+def converted(value: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Return a block of `value` in its working dtype: as it is, or written into the room, where the next block overwrites it."""
+    return value if value.dtype == room.dtype else room[: value.numel()].view(value.shape).copy_(value)

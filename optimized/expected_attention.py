@@ -11,6 +11,7 @@ import torch
 from evictionary.reference.checks import as_count
 
 from .checks import (
+    converted,
     is_finite,
     require_finite,
     require_same_device,
@@ -19,6 +20,7 @@ from .checks import (
     require_states,
     require_tokens,
     working_dtype,
+    working_room,
 )
 from .kernels.launching import kernels_for
 from .knorm import score as norm_score
@@ -55,7 +57,8 @@ def _by_head(queries: torch.Tensor, positions: torch.Tensor | None, theta: float
         placed = [None] * len(queries) if positions is None else positions
         means, covariances = zip(*(_by_head(*one, theta) for one in zip(queries, placed, strict=True)), strict=True)
         return torch.stack(means), torch.stack(covariances)
-    blocks = (block.to(working_dtype(queries)) for block in queries.split(BLOCK_QUERIES))
+    room = working_room(queries, BLOCK_QUERIES * queries.shape[1])
+    blocks = (converted(block, room) for block in queries.split(BLOCK_QUERIES))
     if positions is not None:
         turns = (-positions.to(torch.int64)).split(BLOCK_QUERIES)
         blocks = (rotate(block, back, theta) for block, back in zip(blocks, turns, strict=True))
@@ -145,7 +148,7 @@ def average_rope(
     angles = positions[:, None] * frequencies(head_dim, theta, device=query_mean.device)
     cos, sin = angles.cos().mean(dim=0).to(dtype), angles.sin().mean(dim=0).to(dtype)
     by_rows = turn(query_covariance.to(dtype), cos, sin)
-    return turn(query_mean.to(dtype), cos, sin), turn(by_rows.mT, cos, sin).mT.contiguous()
+    return turn(query_mean.to(dtype), cos, sin), turn(by_rows, cos[:, None], sin[:, None], dim=-2)
 
 
 def score(
@@ -191,10 +194,11 @@ def expected_logits(keys: torch.Tensor, query_mean: torch.Tensor, query_covarian
     covariances = query_covariance.to(dtype).reshape(batch, num_kv_heads, group, head_dim, head_dim) / (2 * head_dim)
     logits = keys.new_empty(batch, num_kv_heads, group, length, dtype=dtype)
     room = keys.new_empty(min(BLOCK_KEYS, length), group * head_dim, dtype=dtype)
+    own = working_room(keys, BLOCK_KEYS * head_dim)
     for item, head in itertools.product(range(batch), range(num_kv_heads)):
         mean, covariance = means[item, head], covariances[item, head].movedim(0, 1).reshape(head_dim, -1)
         for part, block in zip(logits[item, head].split(BLOCK_KEYS, dim=-1), keys[item, head].split(BLOCK_KEYS), strict=True):
-            block = block.to(dtype)
+            block = converted(block, own)
             product = torch.addmm(mean, block, covariance, out=room[: len(block)]).view(-1, group, head_dim)
             torch.sum(product.mul_(block[:, None]), dim=-1, out=part.T)
     return logits

@@ -10,13 +10,13 @@ import torch
 from evictionary.reference.checks import as_count
 
 from .attention import require_queries
-from .checks import require_tokens, working_dtype
+from .checks import converted, require_tokens, working_dtype, working_room
 from .kernels.launching import kernels_for
 from .selection import top_k
 
-# Entries of the attention of one KV head at a time, and channels that are converted to float32 at a time: they stay in the
-# processor's cache. However long the rows are, a tile has at least so many, since each tile reads the keys once more.
-TILE, CHANNELS, LEAST_ROWS = 2**19, 2**20, 64
+# Entries of the attention at a time, and channels that are converted to float32 at a time: they stay in the processor's cache.
+# However long the rows are, a tile has at least so many, since each tile reads the keys once more.
+TILE, CHANNELS, LEAST_ROWS = 2**19, 2**19, 64
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -56,36 +56,39 @@ def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Te
 
 
 def _walked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, empty without values, and the scores: one KV head after the other, a tile of whole rows at a time."""
+    """Return the output, empty without values, and the scores: a tile of whole rows at a time, of as many KV heads as fit."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
     group, dtype = num_query_heads // num_kv_heads, working_dtype(keys)
     scores = keys.new_zeros(keys.shape[:3], dtype=dtype)
     output = queries.new_empty(*queries.shape[:3], 0 if values is None else values.shape[3])
     block = min(num_queries, max(TILE // length, LEAST_ROWS) // group + 1)
-    tile, ones = (keys.new_ones(size, dtype=dtype) for size in (group * block * length, group * block))
+    together = min(num_kv_heads, max(1, TILE // (group * block * length))) if block == num_queries else 1
+    tile = keys.new_empty(together * group * block * length, dtype=dtype)
+    ones = keys.new_ones(together, 1, group * block, dtype=dtype)
     later = torch.ones(block, block, dtype=torch.bool, device=keys.device).triu(1)
-    step = max(1, CHANNELS // head_dim)
-    for item, head in itertools.product(range(batch), range(num_kv_heads)):
-        readers = slice(head * group, (head + 1) * group)
-        own = keys[item, head].T
+    room, step = working_room(keys, CHANNELS), max(1, CHANNELS // (together * head_dim))
+    for item, first in itertools.product(range(batch), range(0, num_kv_heads, together)):
+        heads = slice(first, min(first + together, num_kv_heads))
+        readers, count_heads = slice(first * group, heads.stop * group), heads.stop - first
+        own = keys[item, heads]
         if block < num_queries:  # several tiles read these keys: they are converted once, and lie as the product wants them
-            own = own.to(dtype).contiguous()
+            own = own.mT.to(dtype).contiguous().mT
         for start in range(0, num_queries, block):
             rows = queries[item, readers, start : start + block].to(dtype)
             count = rows.shape[1]
             seen = length - num_queries + start + count  # no query of the block sees a later token
-            rows = rows.reshape(group * count, head_dim) / math.sqrt(head_dim)
-            weights = tile[: len(rows) * seen].view(len(rows), seen)
-            for part, piece in zip(weights.split(step, dim=1), own[:, :seen].split(step, dim=1), strict=True):
-                torch.mm(rows, piece.to(dtype), out=part)
-            weights.view(group, count, seen)[..., seen - count :].masked_fill_(later[:count, :count], -math.inf)
-            torch.softmax(weights, dim=1, out=weights)
-            scores[item, head, :seen].addmv_(weights.T, ones[: len(rows)], alpha=1 / group)
+            rows = rows.reshape(count_heads, group * count, head_dim) / math.sqrt(head_dim)
+            weights = tile[: rows.shape[:2].numel() * seen].view(*rows.shape[:2], seen)
+            for part, piece in zip(weights.split(step, dim=2), own[:, :seen].split(step, dim=1), strict=True):
+                torch.bmm(rows, converted(piece, room).mT, out=part)
+            weights.view(-1, count, seen)[..., seen - count :].masked_fill_(later[:count, :count], -math.inf)
+            torch.softmax(weights, dim=2, out=weights)
+            received = ones[:count_heads, :, : group * count] @ weights
+            scores[item, heads, :seen].add_(received.squeeze(1), alpha=1 / group)
             if values is not None:
-                output[item, readers, start : start + count] = (weights @ values[item, head, :seen].to(dtype)).view(
-                    group, count, -1
-                )
+                attended = weights @ values[item, heads, :seen].to(dtype)
+                output[item, readers, start : start + count] = attended.view(-1, count, values.shape[3])
     return output, scores
 
 

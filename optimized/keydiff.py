@@ -8,14 +8,23 @@ from types import ModuleType
 import torch
 from torch.linalg import vector_norm
 
-from .checks import require_finite, require_same_device, require_same_kind, require_shape, require_states, working_dtype
+from .checks import (
+    converted,
+    require_finite,
+    require_same_device,
+    require_same_kind,
+    require_shape,
+    require_states,
+    working_dtype,
+    working_room,
+)
 from .kernels.launching import kernels_for
 
 # Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
 SAFE_NORMS = (1e-15, 1e18)
-# Numbers of a block of tokens, and of the heads that are scored together: a block stays in the processor's nearer cache during one
-# pass, and the heads stay in its last cache from the first pass to the second.
-BLOCK, HEADS_TOGETHER = 2**19, 2**21
+# Numbers of a block, which stays in the processor's cache: the heads that fit into one are converted once and scored together, and
+# a longer head is read twice, block by block.
+BLOCK = 2**20
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
@@ -31,7 +40,9 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     """
     if kernels := _kernels("keys", keys):
         return kernels.score(keys)
-    return _scored(keys)
+    scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
+    _score_into(scores, weights, keys, working_room(keys, BLOCK))
+    return scores if _is_safe(weights) else _minus_cosine(*_summed_anywhere("keys", keys))
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
@@ -109,36 +120,48 @@ def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
     require_same_device("anchor", anchor, "the keys", keys)
 
 
-def _scored(keys: torch.Tensor) -> torch.Tensor:
-    """`score` on a CPU: half of the heads before the other half, until few enough are left."""
-    axis = next((axis for axis, size in enumerate(keys.shape[:-2]) if size > 1), None)
-    if axis is None or keys.numel() <= HEADS_TOGETHER:
-        return _minus_cosine(*_summed("keys", keys))
-    return torch.cat([_scored(heads) for heads in keys.tensor_split(2, dim=axis)], dim=axis)
+def _score_into(scores: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, room: torch.Tensor) -> None:
+    """Write `score` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS: as many heads at a time as fit into a block."""
+    if keys.ndim > 2 and keys.numel() > BLOCK:
+        fitting = BLOCK * len(keys) // keys.numel()
+        for parts in zip(*(each.split(fitting) if fitting > 1 else each for each in (scores, weights, keys)), strict=True):
+            _score_into(*parts, room)
+    else:
+        if keys.numel() <= BLOCK:
+            keys = converted(keys, room)
+        _write_minus_cosine(scores, keys, weights, _sum_into(weights, keys, room), room)
+
+
+def _sum_into(weights: torch.Tensor, keys: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Write `w_i = 1 / |k_i|` [..., T] and return `sum_i w_i k_i` [..., D]."""
+    total = None
+    for part, block in zip(weights.split(_tokens(keys), dim=-1), keys.split(_tokens(keys), dim=-2), strict=True):
+        block = converted(block, room)
+        torch.reciprocal(vector_norm(block, dim=-1), out=part)
+        own = part[..., None, :] @ block
+        total = own if total is None else total.add_(own)
+    return total.squeeze(-2)
+
+
+def _is_safe(weights: torch.Tensor) -> bool:
+    """Whether float32 could square all keys, given their inverse norms: norms within these bounds have safe components."""
+    least, most = (bound.item() for bound in weights.aminmax())  # NaN where a weight is
+    return 1 / SAFE_NORMS[1] < least and most < 1 / SAFE_NORMS[0]
 
 
 def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the keys (rescaled where float32 could not square them), `w_i = 1 / |k_i|` [..., T] and `sum_i w_i k_i` [..., D]."""
-    dtype = working_dtype(keys)
-    weights = keys.new_empty(keys.shape[:-1], dtype=dtype)
-    total = keys.new_zeros(*keys.shape[:-2], keys.shape[-1], dtype=dtype)
-    for part, block in zip(weights.split(_tokens(keys), dim=-1), keys.split(_tokens(keys), dim=-2), strict=True):
-        block = block.to(dtype)
-        norms = vector_norm(block, dim=-1)
-        least, most = (bound.item() for bound in norms.aminmax())  # NaN where a norm is
-        # A norm within the safe range means safe components, so only other caches are read again.
-        if not (least > SAFE_NORMS[0] and most < SAFE_NORMS[1]):
-            require_finite(name, keys)
-            keys = keys.to(dtype)
-            largest = vector_norm(keys, ord=math.inf, dim=-1, keepdim=True)
-            return _summed_anywhere(keys / torch.where(largest == 0, 1, largest))
-        torch.reciprocal(norms, out=part)
-        total += (part[..., None, :] @ block).squeeze(-2)
-    return keys, weights, total
+    weights = keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys))
+    total = _sum_into(weights, keys, working_room(keys, BLOCK))
+    return (keys, weights, total) if _is_safe(weights) else _summed_anywhere(name, keys)
 
 
-def _summed_anywhere(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_summed` for keys that are zero or have 1 as their largest component."""
+def _summed_anywhere(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_summed` of any finite keys, with those that are not zero rescaled to 1 as their largest component."""
+    require_finite(name, keys)
+    keys = keys.to(working_dtype(keys))
+    largest = vector_norm(keys, ord=math.inf, dim=-1, keepdim=True)
+    keys = keys / torch.where(largest == 0, 1, largest)
     norms = vector_norm(keys, dim=-1)
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
     weights = torch.where(norms == 0, 0, 1 / norms)
@@ -147,12 +170,19 @@ def _summed_anywhere(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 
 def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Return `-w_i k_i . anchor / |anchor|`, [..., T]."""
-    norm = vector_norm(anchor, dim=-1, keepdim=True)
-    direction = (anchor / torch.where(norm == 0, 1, norm))[..., None, :]
     scores = torch.empty_like(weights)
-    for part, block in zip(scores.split(_tokens(keys), dim=-1), keys.split(_tokens(keys), dim=-2), strict=True):
-        part.copy_((direction @ block.to(weights.dtype).mT).squeeze(-2))
-    return scores.mul_(weights).neg_()
+    _write_minus_cosine(scores, keys, weights, anchor, working_room(keys, BLOCK))
+    return scores
+
+
+def _write_minus_cosine(
+    scores: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor, room: torch.Tensor
+) -> None:
+    norm = vector_norm(anchor, dim=-1, keepdim=True)
+    direction = (anchor / norm.neg_().masked_fill_(norm == 0, 1))[..., None, :]
+    tokens = _tokens(keys)
+    for part, own, block in zip(scores.split(tokens, -1), weights.split(tokens, -1), keys.split(tokens, -2), strict=True):
+        torch.mul((direction @ converted(block, room).mT).squeeze(-2), own, out=part)
 
 
 def _tokens(keys: torch.Tensor) -> int:

@@ -7,13 +7,13 @@ import math
 import torch
 from torch.linalg import vector_norm
 
-from .checks import require_finite, require_states, working_dtype
+from .checks import converted, require_finite, require_states, working_dtype, working_room
 from .kernels.launching import kernels_for
 
 # Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
 SAFE_NORMS = (1e-15, 1e18)
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
-BLOCK = 2**19
+BLOCK = 2**18
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
@@ -34,10 +34,10 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     if keys.dtype == dtype:
         norms = vector_norm(keys, dim=-1)
     else:
-        tokens = max(1, BLOCK * keys.shape[-2] // keys.numel())
+        tokens, room = max(1, BLOCK * keys.shape[-2] // keys.numel()), working_room(keys, BLOCK)
         norms = keys.new_empty(keys.shape[:-1], dtype=dtype)
         for part, block in zip(norms.split(tokens, dim=-1), keys.split(tokens, dim=-2), strict=True):
-            vector_norm(block.to(dtype), dim=-1, out=part)
+            vector_norm(converted(block, room), dim=-1, out=part)
     least, most = (bound.item() for bound in norms.aminmax())  # NaN where a norm is
     # A norm within the safe range means safe components, so only other caches are read again.
     if not (least > SAFE_NORMS[0] and most < SAFE_NORMS[1]):

@@ -14,10 +14,10 @@ def frequencies(head_dim: int, theta: float = 10000.0, *, device: torch.device |
     return theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
 
 
-def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    r"""`(x_i cos - x_{i + D/2} sin, x_{i + D/2} cos + x_i sin)`. [..., D] with cos and sin [..., D/2] gives [..., D]."""
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    r"""`(x_i cos - x_{i + D/2} sin, x_{i + D/2} cos + x_i sin)` along an axis of D, with cos and sin that fit to its halves."""
+    first, second = states.chunk(2, dim=dim)
+    return torch.cat([(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)], dim=dim)
 
 
 def rotate(states: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
