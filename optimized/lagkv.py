@@ -40,16 +40,19 @@ LONGEST_IN_KERNELS = 4096
 LARGEST_STEP = 1e18
 
 
-def variation_score(states: torch.Tensor, next_states: torch.Tensor) -> torch.Tensor:
+def variation_score(states: torch.Tensor, next_states: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
     r"""LK-7..10: `softmax over tokens of std over channels of (Z - min) / (max - min)`, min and max those of the next partition.
 
-    Args: states [..., L, D], next_states [..., L', D]. Returns [..., L] in float32 (float64 for float64).
+    Args: states [..., L, D], next_states [..., L', D]; room, memory of the shape of states in float32 (float64 for float64), which
+    is overwritten: a caller with many partitions gives it, so that it stays in the processor's cache. Returns [..., L], as room.
     """
     dtype = working_dtype(states)
     low, high = next_states.amin(dim=-2, keepdim=True).to(dtype), next_states.amax(dim=-2, keepdim=True).to(dtype)
     spread = high - low
-    # Decision: a channel that is constant in the next partition normalises to 0.
-    normalised = (states.to(dtype) - low).div_(spread).masked_fill_(spread == 0, 0).clamp_(-LARGEST_STEP, LARGEST_STEP)
+    # Decision: a channel that is constant in the next partition normalises to 0, as its numbers are divided by infinity.
+    spread.masked_fill_(spread == 0, math.inf)
+    room = torch.empty_like(states, dtype=dtype) if room is None else room
+    normalised = room.copy_(states).sub_(low).div_(spread).clamp_(-LARGEST_STEP, LARGEST_STEP)
     if states.shape[-1] == 1:
         return torch.softmax(torch.zeros_like(normalised[..., 0]), dim=-1)  # a single channel has no variation
     # Decision: the sample standard deviation (ddof=1), as in the authors' code. As the norm of the differences from the mean it
@@ -98,10 +101,11 @@ def select(
     kept_each = tokens_per_partition(keep_ratio, lag_size)
     if kernels := _kernels(keys, values, lag_size):
         return kernels.select(keys, values, kept, sink_size=sink_size, lag_size=lag_size, kept_each=kept_each)
+    rooms = [states.new_empty(states[:, :, :lag_size].shape, dtype=working_dtype(states)) for states in (keys, values)]
     for start in range(sink_size, length - 2 * lag_size + 1, lag_size):
         this, following = slice(start, start + lag_size), slice(start + lag_size, start + 2 * lag_size)
-        scores = variation_score(keys[:, :, this], keys[:, :, following])
-        scores += variation_score(values[:, :, this], values[:, :, following])
+        scores = variation_score(keys[:, :, this], keys[:, :, following], rooms[0])
+        scores += variation_score(values[:, :, this], values[:, :, following], rooms[1])
         kept[:, :, this] = top_k(scores, kept_each)
     return kept
 
