@@ -124,8 +124,9 @@ def _score_into(scores: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor,
     """Write `score` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS: as many heads at a time as fit into a block."""
     if keys.ndim > 2 and keys.numel() > BLOCK:
         fitting = BLOCK * len(keys) // keys.numel()
-        for parts in zip(*(each.split(fitting) if fitting > 1 else each for each in (scores, weights, keys)), strict=True):
-            _score_into(*parts, room)
+        parts = (each.split(fitting) if fitting > 1 else each for each in (scores, weights, keys))
+        for own_scores, own_weights, own_keys in zip(*parts, strict=True):
+            _score_into(own_scores, own_weights, own_keys, room)
     else:
         if keys.numel() <= BLOCK:
             keys = converted(keys, room)
@@ -134,12 +135,11 @@ def _score_into(scores: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor,
 
 def _sum_into(weights: torch.Tensor, keys: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """Write `w_i = 1 / |k_i|` [..., T] and return `sum_i w_i k_i` [..., D]."""
-    total = None
+    total = weights.new_zeros((*weights.shape[:-1], 1, keys.shape[-1]))
     for part, block in zip(weights.split(_tokens(keys), dim=-1), keys.split(_tokens(keys), dim=-2), strict=True):
         block = converted(block, room)
         torch.reciprocal(vector_norm(block, dim=-1), out=part)
-        own = part[..., None, :] @ block
-        total = own if total is None else total.add_(own)
+        total += part[..., None, :] @ block
     return total.squeeze(-2)
 
 

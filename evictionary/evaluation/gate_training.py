@@ -73,7 +73,7 @@ class Recipe:
 
 def recipe_of(steps: int, settings: Mapping[str, str]) -> Recipe:
     """The recipe with these settings, which are texts. Raises UsageError for an unknown name or a text that is no number."""
-    defaults = {each.name: each.default for each in dataclasses.fields(Recipe) if each.name != "steps"}
+    defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(Recipe) if each.name != "steps"}
     typed = {}
     for name, text in settings.items():
         if name not in defaults:
