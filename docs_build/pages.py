@@ -233,23 +233,19 @@ def retrieved(page: str, stem: str) -> str:
 
 
 def studied(page: str, part: str) -> str:
-    """A part of what the stored study says: `prompts`, `recommended`, `effects` or `table`."""
+    """A part of what the stored study says: `recommended`, `effects` or `table`."""
     found = json.loads(study.STORED.read_text(encoding="utf-8"))
-    return {"prompts": _prompts, "recommended": _recommended, "effects": _effects, "table": study.markdown}[part](found)
-
-
-def _prompts(found: study.Summary) -> str:
-    counts = ", ".join(f"{count} of {task}" for task, count in found["prompts"].items())
-    return f"{sum(found['prompts'].values())} prompts ({counts}) of {found['length']} tokens."
+    return {"recommended": _recommended, "effects": _effects, "table": study.markdown}[part](found)
 
 
 def _recommended(found: study.Summary) -> str:
-    lines = ["| removed | least cost | nats a token | exact | not to be told from it |", "|--:|---|--:|--:|---|"]
+    lines = ["| removed | prompts | least cost | nats a token | exact | not to be told from it |", "|--:|--:|---|--:|--:|---|"]
     for entry in found["recommended"]:
         low, high = entry["interval"]
         names = ", ".join(f"`{name}`" for name in entry["as_good"]) or "none"
         cost = f"{entry['cost']:.3f} ({low:.3f} to {high:.3f})"
-        lines.append(f"| {entry['ratio']:.0%} | `{entry['method']}` | {cost} | {entry['exact']:.0%} | {names} |")
+        prompts = sum(entry["prompts"].values())
+        lines.append(f"| {entry['ratio']:.0%} | {prompts} | `{entry['method']}` | {cost} | {entry['exact']:.0%} | {names} |")
     return "\n".join(lines)
 
 

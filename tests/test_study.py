@@ -42,16 +42,14 @@ def test_a_cell_is_the_loss_of_the_right_answer_with_that_composition(
     prompt = tasks.get("passkey7").make(tokenizer, 600, 1)
     answer = tokenizer(" " + prompt.answers[0], add_special_tokens=False, return_tensors="pt")["input_ids"]
     for line in (line for line in finished[1] if line["task"] == "passkey7"):
-        for name, at in line["cells"].items():
-            for ratio, (loss, _, kept) in at.items():
-                with EvictingCache(model, name, float(ratio), seed=1) as cache:
-                    prefill(model, prompt.context_ids, cache)
-                    with torch.no_grad():
-                        logits = model(torch.cat([prompt.question_ids, answer], dim=1), past_key_values=cache).logits[0]
-                wanted = torch.nn.functional.cross_entropy(logits[-answer.shape[1] - 1 : -1], answer[0])
-                assert loss == pytest.approx(float(wanted), abs=1e-3), name
-                assert cache.get_seq_length() - prompt.context_ids.shape[1] == prompt.question_ids.shape[1] + answer.shape[1]
-                assert 0 < kept <= prompt.context_ids.shape[1]
+        for name, (loss, _, kept) in line["cells"].items():
+            with EvictingCache(model, name, line["ratio"], seed=1) as cache:
+                prefill(model, prompt.context_ids, cache)
+                assert kept == pytest.approx(cache.tokens_kept, abs=0.01)
+                with torch.no_grad():
+                    logits = model(torch.cat([prompt.question_ids, answer], dim=1), past_key_values=cache).logits[0]
+            wanted = torch.nn.functional.cross_entropy(logits[-answer.shape[1] - 1 : -1], answer[0])
+            assert loss == pytest.approx(float(wanted), abs=1e-3), name
 
 
 def test_every_composition_is_there_once() -> None:
@@ -67,46 +65,47 @@ def test_a_killed_study_loses_nothing(finished: tuple[Path, list[Line]], model_f
     assert lines == finished[1]
 
 
-def line_of(task: str, seed: int, selector: str, cells: dict[str, dict[str, list[float]]], full: float = 1.0) -> Line:
-    known = {"model": "small", "length": 100, "error": None, "versions": {}}
-    return known | {"task": task, "seed": seed, "selector": selector, "full": [full, 1, 90], "cells": cells}
+def line_of(task: str, seed: int, cells: dict[str, list[float]], full: float = 1.0, ratio: float = 0.5) -> Line:
+    known = {"model": "small", "length": 100, "error": None, "versions": {}, "ratio": ratio, "selector": next(iter(cells))}
+    return known | {"task": task, "seed": seed, "full": [full, 1, 90], "cells": cells}
 
 
 def test_costs_are_means_over_tasks_of_means_over_prompts_and_comparisons_are_of_the_same_prompts() -> None:
     lines = []
-    difficulty = {("passkey7", 0): 0.0, ("passkey7", 1): 2.0, ("copy", 0): 5.0}
+    difficulty = {("passkey7", 0): 0.0, ("passkey7", 1): 2.0, ("copy", 0): 5.0, ("perplexity", 0): 8.0}
     for (task, seed), hard in difficulty.items():
         # KeyDiff is worse than KNorm by 0.1 on every prompt; the prompts differ by far more.
-        lines.append(line_of(task, seed, "knorm", {"knorm": {"0.5": [1 + hard, 1, 45]}}))
-        keydiff = {"keydiff": {"0.5": [1.1 + hard, 0, 45]}, "keydiff+moments": {"0.5": [1.0 + hard, 1, 45]}}
-        lines.append(line_of(task, seed, "keydiff", keydiff))
-        lines.append(line_of(task, seed, "gvote", {"gvote": {"0.5": [1, 1, 70]}}))
-    lines.append(line_of("copy", 1, "knorm", {"knorm": {"0.5": [99, 0, 45]}}))  # the other selectors lack this prompt
+        lines.append(line_of(task, seed, {"knorm": [1 + hard, task != "perplexity", 45]}))
+        lines.append(line_of(task, seed, {"keydiff": [1.1 + hard, 0, 45], "keydiff+moments": [1.0 + hard, 1, 45]}))
+        lines.append(line_of(task, seed, {"gvote": [1, 1, 70]}))
+    lines.append(line_of("copy", 1, {"knorm": [99, 0, 45]}))  # the other selectors lack this prompt
+    lines.append(line_of("copy", 0, {"knorm": [99, 0, 45]}, ratio=0.75))  # and this ratio
     found = study.summarise(lines)
-    assert found["prompts"] == {"passkey7": 2, "copy": 1}
+    assert {row["ratio"] for row in found["rows"]} == {0.5}
     rows = {row["method"]: row for row in found["rows"]}
-    assert rows["knorm"]["cost"] == pytest.approx((1.0 + 5.0) / 2)
-    assert rows["knorm"]["tasks"] == {"passkey7": pytest.approx(1.0), "copy": pytest.approx(5.0)}
-    assert rows["keydiff"]["exact"] == 0 and rows["knorm"]["tokens_kept"] == 45
+    assert rows["knorm"]["cost"] == pytest.approx((1.0 + 5.0 + 8.0) / 3)
+    assert rows["knorm"]["tasks"] == {"passkey7": pytest.approx(1), "copy": pytest.approx(5), "perplexity": pytest.approx(8)}
+    assert rows["keydiff"]["exact"] == 0 and rows["knorm"]["exact"] == 1 and rows["knorm"]["tokens_kept"] == pytest.approx(45)
     assert rows["gvote"]["own"] and not rows["knorm"]["own"]
-    best = found["recommended"][0]
+    (best,) = found["recommended"]
+    assert best["prompts"] == {"passkey7": 2, "copy": 1, "perplexity": 1}
     assert best["method"] in ("knorm", "keydiff+moments")  # GVote's cost is less, but it keeps more than was asked for
-    assert set(best["as_good"]) | {best["method"]} == {"knorm", "keydiff+moments"}  # KeyDiff is worse on every prompt
-    effect = next(effect for effect in found["effects"] if effect["addition"] == "moments")
+    assert {*best["as_good"], best["method"]} == {"knorm", "keydiff+moments"}  # KeyDiff is worse on every prompt
+    (effect,) = found["effects"]
     assert effect["change"] == pytest.approx(-0.1) and effect["interval"] == pytest.approx([-0.1, -0.1])
-    assert (effect["better"], effect["of"]) == (1, 1)
+    assert (effect["addition"], effect["better"], effect["of"]) == ("moments", 1, 1)
 
 
 def test_intervals_have_the_width_of_a_mean_of_prompts() -> None:
     values = np.random.default_rng(3).normal(size=100)
-    lines = [line_of("copy", seed, "knorm", {"knorm": {"0.5": [value, 0, 45]}}, full=0.0) for seed, value in enumerate(values)]
+    lines = [line_of("copy", seed, {"knorm": [value, 0, 45]}, full=0.0) for seed, value in enumerate(values)]
     low, high = study.summarise(lines)["rows"][0]["interval"]
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 10, rel=0.1)
     assert low < values.mean() < high
 
 
 def test_nothing_whole_is_refused() -> None:
-    lines = [line_of("copy", 0, "knorm", {}), line_of("copy", 1, "tova", {})]
+    lines = [line_of("copy", 0, {"knorm": [1, 1, 45]}), line_of("copy", 1, {"tova": [1, 1, 45]})]
     with pytest.raises(UsageError, match="no prompt on which every method was measured"):
         study.summarise(lines)
 

@@ -3,7 +3,7 @@
 The model reads a prompt once with the full cache. Each composition compresses a copy of that cache to each size, and the model then
 reads the question and the right answer. The loss is the mean of -log p over the tokens of the answer; a composition's *cost* is its
 loss minus that of the full cache, in nats for each token. An answer is exact where each of its tokens is the likeliest one, which
-is where greedy decoding gives it. A run that was stopped goes on, as in run.py; one line is one selector on one prompt.
+is where greedy decoding gives it. A run that was stopped goes on, as in run.py; a line is one selector on one prompt at one ratio.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ DRAWS = 2000
 """Bootstrap draws."""
 
 Summary = dict[str, Any]
-"""model, length, prompts (of each task), rows (one for each composition and ratio), effects and recommended. A row's `own` says
-that the composition keeps more than was asked for, because it decides by itself: it is in no comparison at that ratio."""
+"""model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at each ratio, on how many
+prompts. A row's `own` says that the composition keeps more than was asked for: it is in no comparison at that ratio."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,14 @@ def run(
 ) -> list[Line]:
     """Measure what `folder / results.jsonl` lacks, and return every line of it, as run.run does, with the same errors."""
 
-    def missing(found: Mapping[str, Line]) -> list[tuple[Unit, list[tuple[str, Sequence[float]]]]]:
+    def missing(found: Mapping[str, Line]) -> list[tuple[Unit, list[tuple[str, float]]]]:
         work = []
         for unit in plan.units():
-            lines = {name: found.get(_identity(plan.model, unit, name)) for name in plan.selectors}
-            lacking = [(name, plan.ratios) for name, line in lines.items() if line is None or not _is_whole(line, plan.ratios)]
+            lacking = []
+            for selector, ratio in itertools.product(plan.selectors, plan.ratios):
+                line = found.get(_identity({"model": plan.model, **unit._asdict(), "selector": selector, "ratio": ratio}))
+                if line is None or line["error"] is not None:
+                    lacking.append((selector, ratio))
             if lacking:
                 work.append((unit, lacking))
         return work
@@ -115,25 +118,21 @@ def run(
         plan.model,
         missing,
         _lines,
-        identify=lambda line: _identity(line["model"], Unit(line["task"], line["length"], line["seed"]), line["selector"]),
-        text=lambda line: f"{line['task']}, seed {line['seed']}: {line['selector']}",
-        order=lambda line: (line["seed"], line["task"], line["selector"]),
+        identify=_identity,
+        text=lambda line: f"{line['task']}, seed {line['seed']}: {line['selector']}, {100 * line['ratio']:g}% removed",
+        order=lambda line: (line["seed"], line["task"], line["selector"], line["ratio"]),
         jobs=jobs,
         dask=dask,
         advance=advance,
     )
 
 
-def _identity(model: str, unit: Unit, selector: str) -> str:
-    return json.dumps([model, *unit, selector])
+def _identity(line: Mapping[str, Any]) -> str:
+    return json.dumps([line[name] for name in ("model", "task", "length", "seed", "selector", "ratio")])
 
 
-def _is_whole(line: Line, ratios: Sequence[float]) -> bool:
-    return line["error"] is None and {f"{ratio:g}" for ratio in ratios} <= set(line["ratios"])
-
-
-def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, Sequence[float]]]) -> Iterator[Line]:
-    """The line of each selector on the prompt of a unit: its cells are [loss, whether exact, tokens kept]."""
+def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, float]]) -> Iterator[Line]:
+    """The lines of the wanted selectors and ratios on the prompt of a unit: their cells are [loss, whether exact, tokens kept]."""
     model, tokenizer = loaded(model_name)
     prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
     answer = prompt.continuation
@@ -151,20 +150,18 @@ def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, Sequence[flo
         return [round(loss, 5), int(all(found.is_likeliest)), round(cache.tokens_kept, 2)]
 
     whole = cell(full)
-    for selector, ratios in wanted:
-        line: Line = {"model": model_name, **unit._asdict(), "selector": selector, "full": whole, "error": None}
-        cells: dict[str, dict[str, list[float]]] = {}
-        scores: dict[int, Any] = {}
+    scores: dict[str, dict[int, Any]] = {selector: {} for selector in composed}
+    for selector, ratio in wanted:
+        line: Line = {"model": model_name, **unit._asdict(), "selector": selector, "ratio": ratio, "full": whole, "error": None}
+        cells = {}
         try:
             for name, method in composed[selector].items():
-                # a method that decides by itself how many tokens stay does the same at each ratio
-                for ratio in ratios[:1] if "own_budget" in method.traits else ratios:
-                    arguments = _remembering(method, scores, len(full.layers)), ratio, OPTIONS.get(selector)
-                    with EvictingCache.from_prefilled(model, full, *arguments, seed=unit.seed) as cache:
-                        cells.setdefault(name, {})[f"{ratio:g}"] = cell(cache)
+                arguments = _remembering(method, scores[selector], len(full.layers)), ratio, OPTIONS.get(selector)
+                with EvictingCache.from_prefilled(model, full, *arguments, seed=unit.seed) as cache:
+                    cells[name] = cell(cache)
         except MethodError as error:
             line["error"] = f"{name}: {error}"
-        yield line | {"ratios": [f"{ratio:g}" for ratio in ratios], "cells": cells, "versions": versions()}
+        yield line | {"cells": cells, "versions": versions()}
 
 
 def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
@@ -185,97 +182,93 @@ def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
 
 
 def summarise(lines: Sequence[Line]) -> Summary:
-    """What the lines say of prompts on which each selector was measured: costs, with intervals over the prompts.
+    """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with intervals.
 
     A cost is the mean over the tasks of the means over their prompts; the share of exact answers is that over the tasks with a
-    question. The intervals hold 95 % of the bootstrap draws of prompts
-    within each task; all compositions share the draws, so differences are of the same prompts. Raises UsageError without a prompt
-    that has every selector.
+    question. The intervals hold 95 % of the bootstrap draws of prompts within each task; all compositions share the draws, so
+    differences are of the same prompts. Raises UsageError without a prompt that has every selector.
     """
-    names = sorted({line["selector"] for line in lines})
-    by_prompt: dict[tuple[str, int], dict[str, Line]] = {}
+    names = {line["selector"] for line in lines}
+    by_prompt: dict[tuple[float, str, int], dict[str, Line]] = {}
     for line in lines:
         if line["error"] is None:
-            by_prompt.setdefault((line["task"], line["seed"]), {})[line["selector"]] = line
-    whole = {prompt: found for prompt, found in by_prompt.items() if len(found) == len(names)}
-    if not whole:
+            by_prompt.setdefault((line["ratio"], line["task"], line["seed"]), {})[line["selector"]] = line
+    whole = {key: found for key, found in by_prompt.items() if set(found) == names}
+    found: Summary = {"model": lines[0]["model"], "length": lines[0]["length"], "versions": lines[0]["versions"]}
+    found |= {"rows": [], "effects": [], "recommended": []}
+    for ratio in sorted({key[0] for key in whole}):
+        by_task = {
+            task: [each for key, each in sorted(whole.items()) if key[:2] == (ratio, task)]
+            for task in tasks.TASKS
+            if any(key[:2] == (ratio, task) for key in whole)
+        }
+        rows, draws = _rows(ratio, by_task)
+        found["rows"] += rows
+        found["effects"] += _effects(rows, draws)
+        if not all(row["own"] for row in rows):
+            prompts = {task: len(each) for task, each in by_task.items()}
+            found["recommended"].append(_recommended(rows, draws) | {"prompts": prompts})
+    if not found["rows"]:
         raise UsageError("study: got no prompt on which every method was measured, wanted at least one: the same command goes on")
-    known = [task for task in tasks.TASKS if any(prompt[0] == task for prompt in whole)]
-    prompts = {task: [prompt for prompt in sorted(whole) if prompt[0] == task] for task in known}
-    first = next(iter(whole.values()))
-    keys = [(name, ratio, line["selector"]) for line in first.values() for name, at in line["cells"].items() for ratio in at]
-    asked = [task for task in known if task not in tasks.GOES_ON]
+    return found
+
+
+def _rows(ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
+    first = next(iter(by_task.values()))[0]
+    keys = [(selector, name) for selector, line in first.items() for name in line["cells"]]
+    asked = [task for task in by_task if task not in tasks.GOES_ON]
     generator = np.random.default_rng(0)
-    costs, draws, exact, kept = {}, np.zeros((len(keys), DRAWS)), np.zeros(len(keys)), np.zeros(len(keys))
-    for task in known:
-        found = [whole[prompt] for prompt in prompts[task]]
-        cells = np.array([[each[of]["cells"][name][ratio] for each in found] for name, ratio, of in keys])  # [keys, prompts, 3]
-        cost = cells[:, :, 0] - np.array([_full(each)[0] for each in found])
-        counts = generator.multinomial(len(found), [1 / len(found)] * len(found), size=DRAWS)
+    costs, draws, exact, kept, length = {}, np.zeros((len(keys), DRAWS)), np.zeros(len(keys)), np.zeros(len(keys)), 0.0
+    for task, prompts in by_task.items():
+        cells = np.array([[each[selector]["cells"][name] for each in prompts] for selector, name in keys])  # [keys, prompts, 3]
+        full = np.array([next(iter(each.values()))["full"] for each in prompts])
+        cost = cells[:, :, 0] - full[:, 0]
+        counts = generator.multinomial(len(prompts), [1 / len(prompts)] * len(prompts), size=DRAWS)
         costs[task] = cost.mean(axis=1)
-        draws += cost @ counts.T / len(found) / len(known)
+        draws += cost @ counts.T / len(prompts) / len(by_task)
         exact += 0 if task in tasks.GOES_ON else cells[:, :, 1].mean(axis=1) / len(asked)
-        kept += cells[:, :, 2].mean(axis=1) / len(known)
+        kept += cells[:, :, 2].mean(axis=1) / len(by_task)
+        length += full[:, 2].mean() / len(by_task)
     mean = np.mean(list(costs.values()), axis=0)
     low, high = np.percentile(draws, [2.5, 97.5], axis=1)
-    length = np.mean([np.mean([_full(whole[prompt])[2] for prompt in prompts[task]]) for task in known])
     rows = [
         {
             "method": name,
-            "ratio": float(ratio),
-            "own": bool(kept[index] > 1.1 * (1 - float(ratio)) * length),
+            "ratio": ratio,
+            "own": bool(kept[index] > 1.1 * (1 - ratio) * length),
             "cost": float(mean[index]),
             "interval": [float(low[index]), float(high[index])],
             "exact": float(exact[index]),
             "tokens_kept": float(kept[index]),
-            "tasks": {task: float(costs[task][index]) for task in known},
+            "tasks": {task: float(costs[task][index]) for task in by_task},
         }
-        for index, (name, ratio, _) in enumerate(keys)
+        for index, (_, name) in enumerate(keys)
     ]
-    full = {task: float(np.mean([_full(whole[prompt])[0] for prompt in prompts[task]])) for task in known}
-    return {
-        "model": lines[0]["model"],
-        "length": lines[0]["length"],
-        "prompts": {task: len(found) for task, found in prompts.items()},
-        "loss_of_full_cache": full,
-        "versions": lines[0]["versions"],
-        "rows": rows,
-        "effects": _effects(rows, draws),
-        "recommended": _recommended(rows, draws),
-    }
-
-
-def _full(found: Mapping[str, Line]) -> list[float]:
-    """The loss of the full cache on a prompt, whether its answer is exact, and the tokens of the prompt."""
-    return next(iter(found.values()))["full"]
+    return rows, draws
 
 
 def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[str, Any]]:
-    """What each addition changes in the cost, on average over the compositions that lack it and can have it."""
-    place = {(row["method"], row["ratio"]): index for index, row in enumerate(rows)}
+    """What each addition changes in the cost at a ratio, on average over the compositions that lack it and can have it."""
+    place = {row["method"]: index for index, row in enumerate(rows)}
     found = []
     for addition in (*catalogue.allocators(), MOMENTS):
-        for ratio in sorted({row["ratio"] for row in rows}):
-            pairs = [
-                (place[name, ratio], place[without, ratio])
-                for name, without in ((row["method"], _without(row["method"], addition)) for row in rows if row["ratio"] == ratio)
-                if without != name and (without, ratio) in place and not rows[place[name, ratio]]["own"]
-            ]
-            if not pairs:
-                continue
-            change = np.mean([draws[one] - draws[other] for one, other in pairs], axis=0)
-            means = [rows[one]["cost"] - rows[other]["cost"] for one, other in pairs]
-            low, high = np.percentile(change, [2.5, 97.5])
-            found.append(
-                {
-                    "addition": addition,
-                    "ratio": ratio,
-                    "change": float(np.mean(means)),
-                    "interval": [float(low), float(high)],
-                    "better": sum(mean < 0 for mean in means),
-                    "of": len(means),
-                }
-            )
+        pairs = [(index, place.get(_without(name, addition), index)) for name, index in place.items() if not rows[index]["own"]]
+        pairs = [(one, other) for one, other in pairs if one != other]
+        if not pairs:
+            continue
+        changes = [rows[one]["cost"] - rows[other]["cost"] for one, other in pairs]
+        low, high = np.percentile(np.mean([draws[one] - draws[other] for one, other in pairs], axis=0), [2.5, 97.5])
+        found.append(
+            {
+                "addition": addition,
+                "ratio": rows[0]["ratio"],
+                "change": float(np.mean(changes)),
+                "interval": [float(low), float(high)],
+                "better": sum(change < 0 for change in changes),
+                "of": len(changes),
+            }
+        )
     return found
 
 
@@ -283,25 +276,20 @@ def _without(name: str, addition: str) -> str:
     return "+".join(part for part in name.split("+") if part != addition)
 
 
-def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[str, Any]]:
-    """For each ratio the composition of the least cost, and those whose difference to it has an interval that holds 0."""
-    found = []
-    for ratio in sorted({row["ratio"] for row in rows}):
-        indices = [index for index, row in enumerate(rows) if row["ratio"] == ratio and not row["own"]]
-        best = min(indices, key=lambda index: rows[index]["cost"])
-        lows = np.percentile(draws[indices] - draws[best], 2.5, axis=1)
-        equals = [rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best]
-        found.append(
-            {"ratio": ratio, **{name: rows[best][name] for name in ("method", "cost", "interval", "exact")}, "as_good": equals}
-        )
-    return found
+def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[str, Any]:
+    """The composition of the least cost at a ratio, and those whose difference to it has an interval that holds 0."""
+    indices = [index for index, row in enumerate(rows) if not row["own"]]
+    best = min(indices, key=lambda index: rows[index]["cost"])
+    lows = np.percentile(draws[indices] - draws[best], 2.5, axis=1)
+    equals = [rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best]
+    return {name: rows[best][name] for name in ("ratio", "method", "cost", "interval", "exact")} | {"as_good": equals}
 
 
 def recommended(ratio: float) -> tuple[str, str]:
     """The composition that the stored study recommends for removing a fraction, and a sentence that says how far to trust it."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
-    prompts = sum(stored["prompts"].values())
+    prompts = sum(entry["prompts"].values())
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
     return entry["method"], (
         f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} prompts of "
