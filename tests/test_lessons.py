@@ -59,6 +59,13 @@ def test_the_notebook_for_download_has_no_outputs(lesson: Path) -> None:
     assert not [cell for cell in cells if cell.get("outputs")]
 
 
+def test_a_downloaded_lesson_imports_what_is_installed() -> None:
+    """Outside a clone there is no `tutorials`, only `evictionary.tutorials`."""
+    for lesson in LESSONS:
+        text = lesson.read_text(encoding="utf-8")
+        assert "from evictionary.tutorials.lesson import" in text and "\nfrom tutorials" not in text, lesson.stem
+
+
 def test_a_lesson_leads_to_the_next_one() -> None:
     for lesson, following in itertools.pairwise(LESSONS):
         ending = lesson.read_text(encoding="utf-8").rpartition("Next:")[2]

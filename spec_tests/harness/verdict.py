@@ -213,7 +213,14 @@ class Verdict:
                     terminal.write_line(f"  {word:15}{names}: {why}", yellow=True)
         order = list(REQUIREMENTS)
         failures = [
-            (KINDS.index(entry["kind"]), order.index(name), entry["law"], entry["message"])
+            # Of one requirement a report that names the mistake comes first: it says most.
+            (
+                KINDS.index(entry["kind"]),
+                order.index(name),
+                "\n  misconception" not in entry["message"],
+                entry["law"],
+                entry["message"],
+            )
             for (name, _), entries in self.laws.items()
             for entry in entries
             if entry["outcome"] == "fail"
