@@ -125,6 +125,15 @@ def test_compressed_tokens_cannot_be_cropped(model: LlamaForCausalLM, prompt: to
         cache.crop(-1)
 
 
+def test_a_crop_that_one_layer_refuses_changes_no_layer(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = cached(model, prompt, "keydiff", 0.5)
+    read(model, prompt[:, :3], cache)
+    cache._compress(1)
+    with pytest.raises(ValueError, match="crop: got -1, wanted a number from 0 to 0"):
+        cache.crop(-1)
+    assert [layer.seen for layer in cache.layers] == [43, 43]
+
+
 def test_a_prefilled_cache_is_compressed_as_the_prompt_is(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     direct = cached(model, prompt, "lagkv", 0.5, {"lag_size": 8, "sink_size": 4})
     full = DynamicCache()
@@ -160,6 +169,17 @@ def test_queries_are_captured_after_rope_and_only_for_the_prompt(tmp_path: Path,
     assert torch.equal(again.layers[1].positions, cache.layers[1].positions)
     with pytest.raises(UsageError, match="record="):
         EvictingCache.from_prefilled(model, cached(model, prompt, None), method, 0.5)
+    in_parts = cached(model, prompt[:, :30], None, record=("queries",))
+    read(model, prompt[:, 30:], in_parts)
+    with pytest.raises(UsageError, match="got queries of 30 of 40 tokens in layer 0, wanted a prompt that was read in one forward"):
+        EvictingCache.from_prefilled(model, in_parts, method, 0.5)
+
+
+def test_recorded_queries_go_with_their_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    full = cached(model, torch.cat([prompt.flip(1), prompt]), None, record=("queries",))
+    direct = EvictingCache.from_prefilled(model, full, "snapkv", 0.5)
+    full.reorder_cache(torch.tensor([1]))
+    assert torch.equal(EvictingCache.from_prefilled(model, full, "snapkv", 0.5).layers[0].keys, direct.layers[0].keys[1:])
 
 
 def test_hidden_states_reach_the_method(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:

@@ -582,6 +582,17 @@ def test_a_ragged_cache_can_be_cropped_back_to_the_compression(model: LlamaForCa
         cache.crop(-1)
 
 
+@pytest.mark.parametrize("method", ["expected_attention", "gvote"])
+def test_tokens_that_were_cropped_count_for_nothing(model: LlamaForCausalLM, method: str) -> None:
+    """Neither their keys nor their queries or hidden states, which the next compression reads."""
+    cropped, straight = (cached(model, IDS[:, :40], method, 0.5, small(method), every=6) for _ in range(2))
+    read(model, IDS[:, 55:], cropped)
+    cropped.crop(-5)
+    for cache in (cropped, straight):
+        read(model, IDS[:, 40:46], cache)
+    assert [positions_of(layer) for layer in cropped.layers] == [positions_of(layer) for layer in straight.layers]
+
+
 @pytest.mark.parametrize(
     ("named", "message"),
     [

@@ -128,7 +128,14 @@ class EvictingCache(Cache):
                 stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
                 if not stored or stored != seen:
                     raise UsageError(f"prefilled: got {stored} of {seen} tokens in layer {index}, wanted all tokens of a prompt")
+                for name, states in recorded.get(index, {}).items():
+                    if states.shape[-2] != seen:
+                        raise UsageError(
+                            f"prefilled: got {name} of {states.shape[-2]} of {seen} tokens in layer {index}, wanted a prompt that "
+                            "was read in one forward"
+                        )
                 layer.update(full.keys, full.values)
+                cache.peak_tokens = max(cache.peak_tokens, layer.longest)
                 layer.padding = getattr(full, "padding", None)
                 cache._captured[index] = dict(recorded.get(index, {}))
                 cache._compress(index)
@@ -383,7 +390,7 @@ class EvictingCache(Cache):
         keys, values, positions, filled = layer.contents()
         states: dict[str, Any] = {"keys": keys, "values": values, **captured}
         padding = torch.zeros(keys.shape[0], dtype=torch.int32) if self._padding is None else self._padding
-        if layer.seen > keys.shape[2]:
+        if layer.ragged is not None or layer.seen > keys.shape[2]:  # one of ragged heads may have kept every token
             states["positions"] = positions - padding.to(positions)[:, None, None]
         if moments is not None:
             states["moments"] = moments
@@ -545,7 +552,8 @@ class EvictingCache(Cache):
             return
         # One mask serves all layers of a model, so it must fit all layers; it does not know that padding was removed.
         unpadded = self._padding is None or self.method is None
-        if unpadded and len({layer.longest for layer in layers}) == 1:
+        # In the middle of a forward, the layers have not seen the same tokens yet.
+        if unpadded and len({(layer.longest, layer.seen) for layer in layers}) == 1:
             self.close()
 
     def close(self) -> None:
@@ -559,9 +567,25 @@ class EvictingCache(Cache):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, or raise and change nothing.
+
+        Raises ValueError for tokens before the last eviction, and RuntimeError where a sliding window has lost tokens.
+        """
+        evicting = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        for layer in evicting:
+            layer.require_croppable(tokens_to_remove)
+        sliding = [layer for layer in self.layers if not isinstance(layer, EvictingLayer)]
+        for layer in (*sliding, *evicting):  # sliding windows refuse, all of them, before a layer is changed
+            layer.crop(tokens_to_remove)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         super().batch_select_indices(indices)
+        self.recorded = {
+            index: {name: state[indices.to(state.device)] for name, state in recorded.items()}
+            for index, recorded in self.recorded.items()
+        }
         if self._padding is not None:
             self._padding = self._padding[indices.to(self._padding.device)]
 

@@ -106,6 +106,8 @@ def restore(
         _fill(layer, own)
         for name, value in numbers.items():
             setattr(layer, name, value)
+        if isinstance(layer, EvictingLayer):
+            cache.peak_tokens = max(cache.peak_tokens, layer.longest)
     if settings["padding"] is not None:
         cache._padding = torch.tensor(settings["padding"])
     cache._counts_padding = settings["counts_padding"]

@@ -247,17 +247,26 @@ class EvictingLayer(DynamicLayer):
         """(stored + new, offset): a column of the mask below the causal diagonal is a stored token, whatever its position."""
         return self.stored + query_length, self.seen - self.stored
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. Raises ValueError for tokens before the last eviction."""
+    def require_croppable(self, tokens_to_remove: int) -> None:
+        """Raise ValueError unless the last `-tokens_to_remove` tokens came after the last eviction."""
         count = -tokens_to_remove
         if count < 0 or count > self.seen - self.evicted_at:
             raise ValueError(
                 f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
                 "the tokens before that have been compressed and cannot be restored"
             )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens. Raises ValueError for tokens before the last eviction."""
+        self.require_croppable(tokens_to_remove)
+        count = -tokens_to_remove
         if count and self.keys is not None and self.values is not None:
-            # a copy, so that the memory of the removed tokens is freed
+            # copies, so that the memory of the removed tokens is freed
             self.keys, self.values = (states[..., :-count, :].clone() for states in (self.keys, self.values))
+            for name in ("recent", "recent_hidden"):
+                states = getattr(self, name)
+                if states is not None:
+                    setattr(self, name, states[..., :-count, :].clone() if count < states.shape[-2] else None)
             self.seen -= count
 
     def reset(self) -> None:

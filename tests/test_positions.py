@@ -1,0 +1,447 @@
+"""A cache in use: read, compress, crop, reorder, copy, save, load and reset in any order, against a model that is masked by hand.
+
+The model that is masked by hand has no cache. It reads the whole text again each time; a mask for each layer, row and head hides
+the tokens that were evicted before a query was read. A drawn rule says what is evicted, so the test knows it from no cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_llama
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant as always
+from reading import read
+from transformers import LlamaForCausalLM
+
+from evictionary.cache import file, layers
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.layers import EvictingLayer
+from evictionary.errors import UsageError
+
+LAYERS, HEADS, GROUP, CHANNELS = 2, 2, 2, 8  # those of the tiny model
+
+pytestmark = pytest.mark.filterwarnings("ignore:the cache compressed the first")
+
+METHODS = """
+import torch
+from test_positions import TOLD
+
+def select_positions(keys, positions, layer_index):
+    return TOLD[0](layer_index, keys.shape, positions)
+
+def select_places(keys, layer_index):
+    return TOLD[0](layer_index, keys.shape, torch.arange(keys.shape[2]))
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Keep one of `step` tokens, and the last one if these are none. The steps of heads, rows or layers may differ."""
+
+    first: int
+    step: int
+    differ: str
+
+    def keeps(self, layer: int, row: int, head: int, places: torch.Tensor) -> torch.Tensor:
+        step = self.step + {"layers": layer, "rows": row, "heads": head}.get(self.differ, 0)
+        kept = (places + self.first) % step == 0
+        kept[-1] |= not kept.any()
+        return kept
+
+
+class Told:
+    """A rule for one compression, as the method's file calls it: row by row and head by head, or for several of them at once."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.asked: Counter[int] = Counter()
+
+    def __call__(self, layer: int, shape: tuple[int, ...], places: torch.Tensor) -> torch.Tensor:
+        first, count = self.asked[layer], shape[0] * shape[1]
+        self.asked[layer] += count
+        cells = [self.rule.keeps(layer, *divmod(cell, HEADS), places) for cell in range(first, first + count)]
+        return torch.stack(cells).view(shape[:3])
+
+
+TOLD = [Told(Rule(0, 1, "nothing"))]
+"""What the methods do now."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The tokens that were read, and which of them each head may see.
+
+    ids [B, T]; padding [B], the number of padding tokens on the left of each row; held [L, B, H_kv, T], the tokens that were not
+    evicted; visible [L, B, H_kv, T, T], the tokens that each query saw; evicted_at, the tokens read before the last compression.
+    """
+
+    ids: torch.Tensor
+    padding: torch.Tensor
+    held: torch.Tensor
+    visible: torch.Tensor
+    evicted_at: int = 0
+
+    @classmethod
+    def of(cls, padding: torch.Tensor) -> Text:
+        """No tokens yet."""
+        heads = (LAYERS, len(padding), HEADS)
+        held, visible = (torch.zeros(*heads, *shape, dtype=torch.bool) for shape in ((0,), (0, 0)))
+        return cls(torch.zeros(len(padding), 0, dtype=torch.long), padding, held, visible)
+
+    @property
+    def seen(self) -> int:
+        return self.ids.shape[1]
+
+    def read(self, new: torch.Tensor) -> Text:
+        """With more tokens [B, M], which see what is held, and those of themselves that are not later."""
+        count, places = new.shape[1], torch.arange(self.seen + new.shape[1])
+        real = (places >= self.padding[:, None])[:, None].expand(-1, HEADS, -1)
+        held = torch.cat([self.held, real[..., self.seen :].expand(LAYERS, -1, -1, -1)], dim=-1)
+        visible = torch.nn.functional.pad(self.visible, (0, count, 0, count))
+        visible[..., self.seen :, :] = held[..., None, :] & (places <= places[self.seen :, None])
+        return replace(self, ids=torch.cat([self.ids, new], dim=1), held=held, visible=visible)
+
+    def evict(self, rule: Rule, by_place: bool) -> Text:
+        """After a compression by a rule of positions, without padding, or of the places among the tokens that a head holds."""
+        held = torch.zeros_like(self.held)
+        for layer, row, head in torch.cartesian_prod(*map(torch.arange, self.held.shape[:3])).tolist():
+            places = self.held[layer, row, head].nonzero()[:, 0]
+            numbers = torch.arange(len(places)) if by_place else places - self.padding[row]
+            held[layer, row, head, places[rule.keeps(layer, row, head, numbers)]] = True
+        return replace(self, held=held, evicted_at=self.seen)
+
+    def crop(self, count: int) -> Text:
+        end = self.seen - count
+        return replace(self, ids=self.ids[:, :end], held=self.held[..., :end], visible=self.visible[..., :end, :end])
+
+    def rows(self, indices: torch.Tensor) -> Text:
+        return replace(
+            self,
+            ids=self.ids[indices],
+            padding=self.padding[indices],
+            held=self.held[:, indices],
+            visible=self.visible[:, indices],
+        )
+
+    def given(self, count: int) -> dict[str, torch.Tensor]:
+        """What `generate` says of padding and positions to a model that reads the last `count` tokens with a cache."""
+        places = torch.arange(self.seen)
+        positions = (places - self.padding[:, None]).clamp(min=0)[:, -count:]
+        return {"attention_mask": (places >= self.padding[:, None]).long(), "position_ids": positions}
+
+
+class MaskedByHand:
+    """A model of its own, whose attention takes the mask of each layer from a text."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.model = model
+        self.masks: list[torch.Tensor] = []
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.register_forward_pre_hook(self._hook(index), with_kwargs=True)
+
+    def _hook(self, index: int) -> Callable[..., Any]:
+        return lambda module, arguments, named: (arguments, named | {"attention_mask": self.masks[index]})
+
+    def logits(self, text: Text) -> torch.Tensor:
+        """[B, T, vocabulary], of the whole text."""
+        visible = text.visible | torch.eye(text.seen, dtype=torch.bool)  # so that padding, which no one reads, is no NaN
+        mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min).repeat_interleave(GROUP, dim=2)
+        self.masks = list(mask)
+        return read(self.model, text.ids, None, position_ids=text.given(text.seen)["position_ids"])
+
+
+RULES = st.builds(Rule, st.integers(0, 5), st.integers(1, 3), st.sampled_from(["nothing", "heads", "rows", "layers"]))
+TOKENS = st.integers(3, 250)
+PROMPTS = st.lists(st.integers(2, 9), min_size=1, max_size=3)  # the lengths of the rows of a batch
+
+
+class CacheInUse(RuleBasedStateMachine):
+    """A cache and the text that it has read, and beside them a copy and a file of earlier ones."""
+
+    models: Mapping[str, LlamaForCausalLM]
+    by_hand: MaskedByHand
+    folder: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: EvictingCache | None = None
+        self.other: tuple[EvictingCache, Text] | None = None
+        self.saved: Text | None = None
+
+    def teardown(self) -> None:
+        for cache in (self.cache, self.other and self.other[0]):
+            if cache is not None:
+                cache.close()
+
+    @initialize(
+        attention=st.sampled_from(["sdpa", "eager"]),
+        by_place=st.booleans(),
+        every=st.sampled_from([0, 0, 3, 5]),
+        lengths=PROMPTS,
+        token=TOKENS,
+        rule=RULES,
+    )
+    def start(self, attention: str, by_place: bool, every: int, lengths: list[int], token: int, rule: Rule) -> None:
+        self.model, self.by_place, self.every = self.models[attention], by_place, every
+        self.cache = EvictingCache(self.model, self.method, budget=1, every=every)
+        self.read_prompt(lengths, token, rule)
+
+    @property
+    def method(self) -> str:
+        return f"{self.folder / 'methods.py'}:{'select_places' if self.by_place else 'select_positions'}"
+
+    def read_prompt(self, lengths: list[int], token: int, rule: Rule) -> None:
+        self.text = Text.of(max(lengths) - torch.tensor(lengths))
+        self.read(max(lengths), token, rule)
+
+    def step(self, count: int, token: int) -> None:
+        """The same logits from more tokens."""
+        new = (torch.arange(count) * 7 + torch.arange(len(self.text.ids))[:, None] * 31 + token) % 256 + 3
+        self.text = self.text.read(new)
+        got = read(self.model, new, self.cache, **self.text.given(count))
+        wanted = self.by_hand.logits(self.text)
+        real = (torch.arange(self.text.seen) >= self.text.padding[:, None])[:, -count:]
+        assert (got - wanted[:, -count:])[real].abs().max() <= 1e-4 * wanted.abs().max()
+
+    @rule(count=st.integers(1, 6), token=TOKENS, rule=RULES)
+    def read(self, count: int, token: int, rule: Rule) -> None:
+        """More tokens; the layers are compressed after the prompt, and when they are due."""
+        TOLD[0] = Told(rule)
+        self.step(count, token)
+        if self.text.evicted_at == 0 or (self.every and self.text.seen - self.text.evicted_at >= self.every):
+            self.evict(rule)
+
+    def evict(self, rule: Rule) -> None:
+        assert TOLD[0].asked == Counter(dict.fromkeys(range(LAYERS), len(self.text.ids) * HEADS))
+        self.text = self.text.evict(rule, self.by_place)
+
+    @precondition(lambda self: self.text.evicted_at < self.text.seen)
+    @rule(rule=RULES)
+    def compress(self, rule: Rule) -> None:
+        """The end of a turn."""
+        TOLD[0] = Told(rule)
+        self.cache.compress()
+        self.evict(rule)
+
+    @rule(count=st.integers(0, 6))
+    def crop(self, count: int) -> None:
+        """Take tokens back that came after the last compression, and no others."""
+        if count <= self.text.seen - self.text.evicted_at:
+            self.cache.crop(-count)
+            self.text = self.text.crop(count)
+        else:
+            with pytest.raises(ValueError, match="cannot be restored"):
+                self.cache.crop(-count)
+
+    @rule(indices=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def reorder(self, indices: list[int]) -> None:
+        """Beam search: some rows go on, once or more often."""
+        chosen = torch.tensor(indices) % len(self.text.ids)
+        self.cache.reorder_cache(chosen)
+        self.text = self.text.rows(chosen)
+
+    @precondition(lambda self: not self.other)
+    @rule()
+    def copy(self) -> None:
+        """Another question: the cache and its copy go on, each for itself."""
+        self.other = copy.deepcopy(self.cache), self.text
+
+    @precondition(lambda self: self.other)
+    @rule(count=st.integers(1, 3), token=TOKENS, rule=RULES)
+    def take_turns(self, count: int, token: int, rule: Rule) -> None:
+        """The cache and its copy read different tokens."""
+        for turn in range(3):
+            self.read(count, token + turn, rule)
+            self.other, (self.cache, self.text) = (self.cache, self.text), self.other
+
+    @precondition(lambda self: not self.saved)
+    @rule()
+    def save(self) -> None:
+        self.cache.save(self.folder / "cache")
+        self.saved = self.text
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def load(self) -> None:
+        self.cache.close()
+        self.cache, self.text, self.saved = EvictingCache.load(self.folder / "cache", self.model), self.saved, None
+
+    @precondition(lambda self: self.text.seen > 20)
+    @rule(lengths=PROMPTS, token=TOKENS, rule=RULES)
+    def another_prompt(self, lengths: list[int], token: int, rule: Rule) -> None:
+        self.cache.reset()
+        self.read_prompt(lengths, token, rule)
+
+    @precondition(lambda self: self.text.seen > 20)
+    @rule(lengths=PROMPTS, more=st.integers(0, 3), token=TOKENS, rule=RULES)
+    def a_prompt_of_another_cache(self, lengths: list[int], more: int, token: int, rule: Rule) -> None:
+        """A prompt, and more of it, that a full cache has read."""
+        self.cache.close()
+        self.cache = full = EvictingCache(self.model, None)
+        self.text = Text.of(max(lengths) - torch.tensor(lengths))
+        for count in (max(lengths), *([more] if more else [])):
+            self.step(count, token)
+        TOLD[0] = Told(rule)
+        self.cache = EvictingCache.from_prefilled(self.model, full, self.method, budget=1, every=self.every)
+        full.close()
+        self.evict(rule)
+
+    @always()
+    def the_cache_holds_what_heads_may_see(self) -> None:
+        """The true positions in ascending order, and the memory of as many tokens."""
+        for cache, text in ((self.cache, self.text), *([self.other] if self.other else ())):
+            assert cache.get_seq_length() == text.seen
+            for layer, held in zip(cache.layers, text.held, strict=True):
+                _, _, positions, filled = layer.contents()
+                assert torch.equal(filled.sum(dim=-1), held.sum(dim=-1))
+                assert torch.equal(positions[filled].long(), held.nonzero()[:, 2])
+            stored = int(text.held.sum())
+            assert cache.tokens_kept == pytest.approx(stored / (LAYERS * len(text.ids) * HEADS))
+            bytes_of_one = 2 * CHANNELS * 4
+            assert stored * bytes_of_one <= cache.nbytes <= stored * bytes_of_one * (1 + 1 / layers.GROWTH)
+            assert cache.nbytes_full == LAYERS * len(text.ids) * HEADS * text.seen * bytes_of_one
+            assert cache.peak_tokens >= max(layer.longest for layer in cache.layers)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[CacheInUse]:
+    monkeypatch.setattr(layers, "GROWTH", 1)  # most tokens are written into room that a layer has, as in long texts
+    (tmp_path / "methods.py").write_text(METHODS)
+    models = {attention: tiny_llama(attn_implementation=attention) for attention in ("sdpa", "eager")}
+    return type("Machine", (CacheInUse,), {"models": models, "by_hand": MaskedByHand(tiny_llama()), "folder": tmp_path})
+
+
+def run(machine: type[CacheInUse], examples: int, **more: Any) -> None:
+    given: dict[str, Any] = {"max_examples": examples, "stateful_step_count": 20, "derandomize": True, "database": None} | more
+    run_state_machine_as_test(machine, settings=settings(deadline=None, report_multiple_bugs=False, **given))
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_cache_in_use_sees_what_a_model_masked_by_hand_sees(machine: type[CacheInUse], examples: int) -> None:
+    run(machine, examples)
+
+
+Calls = list[tuple[str, dict[str, Any]]]
+ALL, HALF = Rule(0, 1, "nothing"), Rule(0, 2, "nothing")
+
+
+def replay(machine: type[CacheInUse], calls: Calls) -> None:
+    """A short run of the machine."""
+    one = machine()
+    try:
+        for name, given in calls:
+            of_start = {"attention": "sdpa", "by_place": False, "every": 0} if name == "start" else {}
+            tokens = {"token": 7} if name in ("start", "read", "take_turns") else {}
+            getattr(one, name)(**of_start, **tokens, **given)
+            one.the_cache_holds_what_heads_may_see()
+    finally:
+        one.teardown()
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        # one head of two keeps every token
+        [
+            ("start", {"lengths": [6], "rule": Rule(0, 1, "heads")}),
+            ("read", {"count": 2, "rule": ALL}),
+            ("compress", {"rule": HALF}),
+        ],
+        # in the middle of a forward the layers hold as many tokens
+        [("start", {"lengths": [5], "rule": Rule(4, 3, "layers")}), *[("read", {"count": 1, "rule": ALL})] * 2],
+    ],
+)
+def test_what_the_machine_found_once(machine: type[CacheInUse], calls: Calls) -> None:
+    replay(machine, calls)
+
+
+CROP, SELECT, FILL, RESTORE = EvictingLayer.crop, EvictingLayer.batch_select_indices, file._fill, file.restore
+
+
+def crop_to_kept(layer: EvictingLayer, tokens_to_remove: int) -> None:
+    CROP(layer, tokens_to_remove)
+    layer.seen = layer.longest
+
+
+def select_without_positions(layer: EvictingLayer, indices: torch.Tensor) -> None:
+    before = layer.ragged and layer.ragged.positions, layer._kept_positions
+    SELECT(layer, indices)
+    if layer.ragged is not None and len(layer.ragged.positions) == len(before[0]):
+        layer.ragged = layer.ragged._replace(positions=before[0])
+    elif layer._kept_positions is not None and layer._kept_positions.shape == before[1].shape:
+        layer._kept_positions = before[1]
+
+
+def fill_without_positions(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
+    FILL(layer, {name: tensor for name, tensor in tensors.items() if name != "_kept_positions"})
+
+
+def restore_without_padding(cache: EvictingCache, model: Any, settings: dict[str, Any], *rest: Any) -> None:
+    RESTORE(cache, model, settings | {"padding": None}, *rest)
+
+
+MISTAKES: list[tuple[Any, str, Callable[..., Any], Calls]] = [
+    # the next position is the number of kept tokens
+    (EvictingLayer, "get_seq_length", lambda layer: layer.longest, [("start", {"lengths": [6], "rule": HALF})]),
+    (
+        EvictingLayer,
+        "crop",
+        crop_to_kept,
+        [("start", {"lengths": [6], "rule": HALF}), ("read", {"count": 3, "rule": ALL}), ("crop", {"count": 2})],
+    ),
+    (
+        EvictingLayer,
+        "batch_select_indices",
+        select_without_positions,
+        [("start", {"lengths": [6, 4], "rule": Rule(0, 1, "rows")}), ("reorder", {"indices": [1, 0]})],
+    ),
+    # the copy writes into the same tensors
+    (
+        EvictingLayer,
+        "__deepcopy__",
+        lambda layer, memo: copy.copy(layer),
+        [
+            ("start", {"lengths": [6], "rule": HALF}),
+            ("read", {"count": 1, "rule": ALL}),
+            ("copy", {}),
+            ("take_turns", {"count": 1, "rule": ALL}),
+        ],
+    ),
+    (file, "_fill", fill_without_positions, [("start", {"lengths": [6], "rule": HALF}), ("save", {}), ("load", {})]),
+    (
+        file,
+        "restore",
+        restore_without_padding,
+        [("start", {"lengths": [6, 4], "rule": HALF}), ("save", {}), ("load", {}), ("read", {"count": 1, "rule": ALL})],
+    ),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "mistake", "calls"), MISTAKES)
+def test_a_short_run_shows_a_planted_mistake(
+    machine: type[CacheInUse], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Callable[..., Any], calls: Calls
+) -> None:
+    replay(machine, calls)
+    monkeypatch.setattr(owner, name, mistake, raising=False)
+    with pytest.raises((AssertionError, UsageError)):
+        replay(machine, calls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("owner", "name", "mistake", "calls"), MISTAKES)
+def test_the_machine_finds_a_planted_mistake(
+    machine: type[CacheInUse], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Callable[..., Any], calls: Calls
+) -> None:
+    monkeypatch.setattr(owner, name, mistake, raising=False)
+    with pytest.raises((AssertionError, UsageError)):
+        run(machine, 1000, phases=[Phase.generate])
