@@ -1090,12 +1090,18 @@ def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:
 
 def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reading starts a process."""
-    work, archive, asked = tmp_path / "work", tmp_path / "ada.zip", []
+    work, archive = tmp_path / "work", tmp_path / "ada.zip"
     work.mkdir()
     written(work, SOLUTION.read_bytes(), "lagkv.py")
     submissions.pack(assignments.load("lagkv"), work, archive, "ada")
+    asked: list[str] = []
     read = submissions._from_archive
-    monkeypatch.setattr(submissions, "_from_archive", lambda path, name: asked.append(name) or read(path, name))
+
+    def counted(path: Path, name: str) -> bytes:
+        asked.append(name)
+        return read(path, name)
+
+    monkeypatch.setattr(submissions, "_from_archive", counted)
     monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: grading.empty(assignment))
     grade = classes.grade_one(classes.Order("lagkv", b"a secret", 1, (), personal=True), "upload (1)", archive)
     assert (grade["personal_id"], grade["constants"]) == ("ada", assignments.load("lagkv").constants_of("ada"))
