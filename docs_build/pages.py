@@ -258,6 +258,32 @@ def _effects(found: study.Summary) -> str:
     return "\n".join(lines)
 
 
+def head_map(page: str, stored: str) -> str:
+    """The gates of a training, from a file of benchmarks/results: a square for each KV head, the darker the larger its gate."""
+    result = json.loads((ROOT / "benchmarks" / "results" / stored).read_text(encoding="utf-8"))
+    size, squares = 20, []
+    for layer, gates in result["gates"].items():
+        for head, gate in enumerate(gates):
+            place = f'x="{size * int(layer) + 24}" y="{size * head + 4}" width="{size - 4}" height="{size - 4}"'
+            paint = f'fill="currentColor" fill-opacity="{gate:.2f}" stroke="currentColor" stroke-opacity="0.3"'
+            squares.append(f"<rect {place} {paint}><title>layer {layer}, KV head {head}: {gate:.2f}</title></rect>")
+    width, height = size * len(result["gates"]) + 28, size * len(gates)
+    labels = [f'<text x="4" y="{size * head + 16}">{head}</text>' for head in range(len(gates))]
+    labels += [f'<text x="{size * int(layer) + 26}" y="{height + 16}">{layer}</text>' for layer in list(result["gates"])[::5]]
+    title = "The gate of each KV head (rows) in each layer (columns)"
+    picture = f'<svg viewBox="0 0 {width} {height + 24}" role="img" aria-label="{title}" font-size="12" fill="currentColor">'
+    curve = result["curve"]
+    steps = [*range(0, len(curve), max(1, len(curve) // 8)), len(curve) - 1]
+    rows = [
+        f"| step | {' | '.join(str(step + 1) for step in steps)} |",
+        f"|---|{'---|' * len(steps)}",
+        f"| distance | {' | '.join(f'{curve[step][0]:.3g}' for step in steps)} |",
+        f"| mean gate | {' | '.join(f'{curve[step][1]:.2f}' for step in steps)} |",
+    ]
+    told = f"{title}; {result['retrieval_heads']} of {result['heads']} gates are 1/2 or more."
+    return "\n".join([picture + "".join(squares + labels) + "</svg>", "", f"*{told}*", "", *rows])
+
+
 def compiled(page: str) -> str:
     """A table for each kernel file: what Triton makes of its kernels, as `make compile-all` measured it."""
     stored = json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8"))
@@ -368,6 +394,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "kills": kills,
     "laws": laws,
     "measured": measured,
+    "head_map": head_map,
     "retrieved": retrieved,
     "studied": studied,
     "signature": signature,

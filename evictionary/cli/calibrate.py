@@ -31,7 +31,7 @@ def calibrate(
             parser=whole,
             metavar="STEPS",
             help="Train DuoAttention's gates on so many prompts with a hidden number, instead of estimating them from the text. "
-            "With the embedded model a step takes 7 to 10 seconds of one core; after each, OUTPUT.training holds the state.",
+            "With the embedded model a step takes 5 to 10 seconds of one core; after each, OUTPUT.training holds the state.",
         ),
     ] = None,
     recipe: Annotated[

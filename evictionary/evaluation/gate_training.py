@@ -140,9 +140,8 @@ def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTra
     places = torch.arange(length, device=model.device)
     ago = places[:, None] - places
     visible = (ago >= 0) & ((ago < recent_size) | (places < sink_size))
-    return torch.zeros(visible.shape, dtype=model.dtype, device=model.device).masked_fill(~visible, torch.finfo(model.dtype).min)[
-        None, None
-    ]
+    mask = torch.zeros(length, length, dtype=model.dtype, device=model.device)
+    return mask.masked_fill(~visible, torch.finfo(model.dtype).min)[None, None]
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -200,7 +199,8 @@ def train(
         with torch.no_grad():
             gates.clamp_(0, 1)
         curve.append((lost.item(), gates.mean().item()))
-        _write(model, recipe, state, {"gates": gates.detach(), **optimizer.state[gates], "curve": torch.tensor(curve).double()})
+        tensors = {"gates": gates.detach(), **optimizer.state[gates], "curve": torch.tensor(curve, dtype=torch.float64)}
+        _write(model, recipe, state, tensors)
         done, total = step + 1 - before, recipe.steps - before
         text = f"gates, step {step + 1} of {recipe.steps}: distance {curve[-1][0]:.3g}, mean gate {curve[-1][1]:.3f}"
         advance(Progress(done, total, text, (time.perf_counter() - start) / done * (total - done)))
