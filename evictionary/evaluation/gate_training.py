@@ -74,7 +74,7 @@ class Recipe:
 def recipe_of(steps: int, settings: Mapping[str, str]) -> Recipe:
     """The recipe with these settings, which are texts. Raises UsageError for an unknown name or a text that is no number."""
     defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(Recipe) if each.name != "steps"}
-    typed = {}
+    typed: dict[str, Any] = {}
     for name, text in settings.items():
         if name not in defaults:
             raise UsageError(f"recipe: got {name!r}, wanted some of {', '.join(defaults)}")
