@@ -1038,6 +1038,20 @@ def test_the_call_that_is_shown_is_the_one_that_failed() -> None:
     assert "impl.lagkv.retained_length" not in message
 
 
+def test_time_in_the_queue_of_the_processors_is_not_the_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def unit_keys(keys):\n    return 2 * keys\n"
+    with child_of(tmp_path, source) as child:
+        assert child._queued() >= 0
+        child._allowed = child._waited = 0.0  # no time is left
+        monkeypatch.setattr(child, "_queued", lambda: child._queued_before + 60)
+        assert (child.call("unit_keys", np.ones(3)) == 2).all()
+        child._waited = 0.0
+        monkeypatch.undo()
+        monkeypatch.setattr(child, "_queued", lambda: child._queued_before)
+        with pytest.raises(ChildDied, match="no answer within 0 s"):
+            child.call("unit_keys", np.ones(3))
+
+
 def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "SECONDS", 1)
     monkeypatch.setattr(grading, "SECONDS", 1)
