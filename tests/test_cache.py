@@ -88,11 +88,19 @@ def test_bfloat16_and_a_batch_of_equal_lengths(prompt: torch.Tensor) -> None:
     assert tuple(cache.layers[0].keys.shape) == (2, 2, 27, 8)
 
 
-def test_rows_of_a_batch_are_compressed_each_for_itself(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    both, alone = EvictingCache(model, "keydiff", 0.5), EvictingCache(model, "keydiff", 0.5)
+@pytest.mark.parametrize(("method", "options"), [("keydiff", {}), ("gvote", {"p": 0.3})])
+def test_rows_of_a_batch_are_compressed_each_for_itself(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str, options: dict[str, Any]
+) -> None:
+    """Rows of one length, without padding, together or alone; GVote draws the same noise for each."""
+    both, alone = (EvictingCache(model, method, 0.5, options) for _ in range(2))
     read(model, torch.cat([prompt.flip(1), prompt]), both)
     read(model, prompt, alone)
-    assert torch.equal(both.layers[0].positions[1], alone.layers[0].positions[0])
+    for together, one in zip(both.layers, alone.layers, strict=True):
+        _, _, positions, filled = together.contents()
+        _, _, own_positions, own_filled = one.contents()
+        assert torch.equal(positions[1][filled[1]], own_positions[0][own_filled[0]])
+        assert torch.equal(filled[1].sum(dim=-1), own_filled[0].sum(dim=-1))
 
 
 def test_beam_search_keeps_positions_with_their_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:

@@ -89,7 +89,7 @@ def sampled_queries(
     """GV-A4 to GV-A8: queries [B, H_q, S, D] of hidden states sampled from those of the prompt, averaged over the next positions.
 
     Args: module, the attention layer; hidden_states [B, M, C], what it read of the last M tokens; position, that of the next token;
-    generator, for the noise, which the heads share.
+    generator, for the noise, which the rows and the heads share: a row keeps in a batch what it keeps alone.
     """
     num_tokens = hidden_states.shape[1]
     sinks = max(0, SINKS - (position - num_tokens))  # the last tokens of a long text include no such token
@@ -98,7 +98,7 @@ def sampled_queries(
     # In blocks that stay in a processor's cache: torch.var over an axis that is not the last takes ten times as long on a CPU.
     squares = sum((block - mean).square_().sum(dim=1, keepdim=True) for block in observed.split(128, dim=1))
     variance = squares / observed.shape[1]
-    noise = torch.randn(observed.shape[0], SAMPLES, observed.shape[2], generator=generator)
+    noise = torch.randn(1, SAMPLES, observed.shape[2], generator=generator)
     states = mean + variance.sqrt() * noise.to(observed.device)
     queries = project(model, module, states.to(hidden_states.dtype)).float()
     cos, sin = _average_rotation(model, layer_index, position, queries.device)
