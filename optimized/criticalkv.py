@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from evictionary.reference.checks import as_count, as_fraction
+from evictionary.reference.checks import as_count, as_fraction, require_window
 
 from .attention import grouped_attention, require_queries
 from .checks import require_same_kind, require_states, require_tokens, working_dtype
@@ -46,9 +46,7 @@ def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 
     """
     window_size = as_count("window_size", window_size, low=1)
     require_queries(queries, keys)
-    if not window_size <= queries.shape[2] or window_size >= keys.shape[2]:
-        tokens = f"{queries.shape[2]} queries for {keys.shape[2]} tokens"
-        raise ValueError(f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that")
+    require_window(queries.shape[2], keys.shape[2], window_size)
     group, largest = queries.shape[1] // keys.shape[1], []
     for head, last in enumerate(queries[:, :, -window_size:].split(group, dim=1)):
         weights = grouped_attention(last, keys[:, head : head + 1])[..., :-window_size]

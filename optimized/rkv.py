@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn.functional import max_pool1d
 
-from evictionary.reference.checks import as_count, as_fraction
+from evictionary.reference.checks import as_count, as_fraction, require_window
 
 from .attention import grouped_logits, require_queries
 from .checks import require_states, working_dtype
@@ -54,9 +54,7 @@ def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 
     if as_count("kernel_size", kernel_size, low=1) % 2 == 0:
         raise ValueError(f"kernel_size: got {kernel_size}, wanted an odd number")
     require_queries(queries, keys)
-    if not window_size <= queries.shape[2] or window_size >= keys.shape[2]:
-        tokens = f"{queries.shape[2]} queries for {keys.shape[2]} tokens"
-        raise ValueError(f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that")
+    require_window(queries.shape[2], keys.shape[2], window_size)
     logits = grouped_logits(queries[:, :, -window_size:], keys[:, :, :-window_size])
     received = logits.amax(dim=2).softmax(dim=-1).mean(dim=-2)
     return max_pool1d(received, kernel_size, stride=1, padding=kernel_size // 2)

@@ -55,6 +55,17 @@ def group_size(num_query_heads: int, num_kv_heads: int) -> int:
     return num_query_heads // num_kv_heads
 
 
+def require_window(num_queries: int, length: int, window_size: int) -> None:
+    """Raise ValueError unless there are queries of the last `window_size` tokens, and tokens before
+    those.
+    """
+    if num_queries < window_size or length <= window_size:
+        raise ValueError(
+            f"queries: got {num_queries} queries for {length} tokens, wanted {window_size} or "
+            "more, for more tokens than that"
+        )
+
+
 def as_fraction(
     name: str, value: Any, *, low: int = 0, high: int = 1, closed_high: bool = True
 ) -> Fraction:

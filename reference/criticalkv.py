@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import as_count, as_float64, as_fraction, require_shape
+from .checks import as_count, as_float64, as_fraction, require_shape, require_window
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -67,11 +67,7 @@ def importance(
     """
     window_size = as_count("window_size", window_size, low=1)
     queries, keys = by_group(queries, keys)
-    if not window_size <= queries.shape[-2] or window_size >= keys.shape[-2]:
-        tokens = f"{queries.shape[-2]} queries for {keys.shape[-2]} tokens"
-        raise ValueError(
-            f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that"
-        )
+    require_window(queries.shape[-2], keys.shape[-2], window_size)
     weights = causal_attention(queries[..., -window_size:, :], keys)[..., :-window_size]
     pooled = average_pool(weights, kernel_size)
     total = pooled.sum(axis=-1, keepdims=True)

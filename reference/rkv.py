@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax
-from .checks import as_count, as_float64, as_fraction
+from .checks import as_count, as_float64, as_fraction, require_window
 from .keydiff import similarity_matrix
 
 METHOD = "keeps the last tokens, and those that get attention and whose keys no other key repeats"
@@ -66,11 +66,7 @@ def importance(
     if as_count("kernel_size", kernel_size, low=1) % 2 == 0:
         raise ValueError(f"kernel_size: got {kernel_size}, wanted an odd number")
     queries, keys = by_group(queries, keys)
-    if not window_size <= queries.shape[-2] or window_size >= keys.shape[-2]:
-        tokens = f"{queries.shape[-2]} queries for {keys.shape[-2]} tokens"
-        raise ValueError(
-            f"queries: got {tokens}, wanted {window_size} or more, for more tokens than that"
-        )
+    require_window(queries.shape[-2], keys.shape[-2], window_size)
     logits = attention_logits(queries[..., -window_size:, :], keys[..., :-window_size, :])
     received = softmax(logits.max(axis=2)).mean(axis=-2)
     beyond = np.zeros((*received.shape[:-1], kernel_size // 2))
@@ -78,6 +74,14 @@ def importance(
     return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).max(
         axis=-1
     )
+
+
+def combined(
+    attended: np.ndarray, repeated: np.ndarray, share: float, window_size: int
+) -> np.ndarray:
+    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, then infinity for the window: [..., T] in all."""
+    scores = share * attended - (1 - share) * repeated
+    return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)
 
 
 def score(
@@ -103,5 +107,4 @@ def score(
         return np.full(keys.shape[:-1], np.inf)
     attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
     repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
-    scores = share * attended - (1 - share) * repeated
-    return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)
+    return combined(attended, repeated, share, window_size)

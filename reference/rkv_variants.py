@@ -6,7 +6,7 @@ import numpy as np
 
 from .attention import softmax
 from .checks import as_float64
-from .rkv import importance, similarities
+from .rkv import combined, importance, similarities
 
 
 def released_score(
@@ -31,5 +31,4 @@ def released_score(
     repeated = softmax(np.where(places == latest, 0.0, similarity).mean(axis=-2))[
         ..., :-window_size
     ]
-    scores = importance_share * attended - (1 - importance_share) * repeated
-    return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)
+    return combined(attended, repeated, importance_share, window_size)
