@@ -5,10 +5,20 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, linear, over_group, require_equal, require_loops
+from evictionary.spec_tests.harness.by_hand import (
+    causal_weights,
+    for_each_reader,
+    linear,
+    over_group,
+    require_equal,
+    require_loops,
+    require_near,
+    rounding,
+    width,
+)
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.harness.tolerance import Violation, check_selection
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_numbers
 from evictionary.spec_tests.test_h2o import prompt_queries
 
 NORMS, DEFEND, IMPORTANCE, SCORE, BOUND = (
@@ -125,12 +135,13 @@ def test_the_rest_goes_by_attention_times_length(impl):
 @law("CK-4", of=SCORE)
 def test_the_defaults_are_those_of_the_public_codes(impl):
     """A window of 32, a kernel of 5, half of the budget, epsilon 1e-4; with a budget of 66 the first stage adds a token."""
-    keys, queries, values = np.zeros((1, 1, 40, 2)), np.ones((1, 1, 40, 2)), np.ones((1, 1, 40, 1))
+    keys, queries, w_o = np.zeros((1, 1, 40, width(impl))), np.ones((1, 1, 40, width(impl))), np.ones((1, width(impl), 1))
+    values = np.broadcast_to(np.arange(width(impl)) == 0, keys.shape).astype(float)
     for budget, infinite in ((64, 32), (66, 33)):
-        got = impl.criticalkv.score(queries, keys, values, np.ones((1, 1, 1)), budget=budget)
+        got = impl.criticalkv.score(queries, keys, values, w_o, budget=budget)
         require_equal(np.isinf(got).sum(), infinite, f"with a budget of {budget} other tokens are infinite than {infinite}")
-    allowed = impl.allowance(SCORE, queries, keys, values, np.ones((1, 1, 1)), budget=1)
-    got = impl.criticalkv.score(queries, keys, values, np.ones((1, 1, 1)), budget=1)
+    allowed = impl.allowance(SCORE, queries, keys, values, w_o, budget=1)
+    got = impl.criticalkv.score(queries, keys, values, w_o, budget=1)
     # 1/9 of the attention of the first query of the window, pooled over 3, 4, 5, 5, 5, 5, 4 and 3 of 5 places, which keep their sum
     pooled = np.array([3, 4, 5, 5, 5, 5, 4, 3]) * 8 / 34 / 9
     expected = np.concatenate([np.maximum(pooled, pooled.mean()) + 1e-4, np.full(32, np.inf)])
@@ -140,11 +151,11 @@ def test_the_defaults_are_those_of_the_public_codes(impl):
 @law("CK-4", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1; their W_o go the same way."""
-    keys, queries = np.zeros((1, 2, 3, 2)), np.zeros((1, 4, 1, 2))
+    keys, queries, w_o = np.zeros((1, 2, 3, width(impl))), np.zeros((1, 4, 1, width(impl))), np.zeros((4, width(impl), 1))
     keys[0, :, 0, 0] = 16
     queries[0, 2:, :, 0] = 16
-    w_o = np.array([1.0, 1, 2, 4])[:, None, None]
-    values = np.ones((1, 2, 3, 1))
+    w_o[:, 0, 0] = [1, 1, 2, 4]
+    values = np.ones((1, 2, 3, width(impl)))
     got = impl.criticalkv.score(queries, keys, values, w_o, budget=1, window_size=1, kernel_size=1, epsilon=0.0)[..., 0]
     if np.abs(got - [[1 / 3, 3]]).max() > 0.02:
         raise Violation("a query head reads another KV head than h // G", [[1 / 3, 3]], got)
@@ -209,6 +220,29 @@ def test_the_bound_is_met_by_opposite_values(impl):
 @law("CK-3", of=IMPORTANCE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
     """Of thousands of tokens: the attention of one query, pooled over 5 neighbours, with its sum, and the mean below it."""
+    queries, expected, allowed = long_importance(impl, case)
+    allowed.check(impl.criticalkv.importance(queries, case.keys, window_size=1), "the importance", expected)
+
+
+@law("CK-4", of=SCORE, examples=2, case=long_cases(groups=(2, 8), lengths=(4097, 2049), head_dims=(64, 80)))
+def test_every_token_of_a_long_prompt_has_its_score(impl, case):
+    """Of thousands of tokens 1,025 of the highest a and the last one are infinite, the others have (a + epsilon) n."""
+    queries, attended, allowed = long_importance(impl, case)
+    values, w_o = impl.round(case.values), output_projection(case, case.seed)
+    projected = for_each_reader(values, queries) @ w_o
+    norms = over_group(np.abs(projected).sum(axis=-1), case.num_kv_heads)[..., :-1]
+    got = impl.criticalkv.score(queries, case.keys, values, w_o, budget=2052, window_size=1)
+    require_numbers(got, case.keys.shape[:3], "the score")
+    require_equal(got[..., -1:], np.inf, "the last token does not score infinity")
+    first = np.isinf(got[..., :-1])
+    check_selection(first, attended, 1025, slack=lambda: allowed.largest, what="the first stage")
+    slack = allowed.largest * norms.max() + rounding(impl, case.value_dim) * (attended + 1e-4).max() * norms.max()
+    second = (attended + 1e-4) * norms
+    require_near(np.where(first, second, got[..., :-1]), second, slack, "the second stage")
+
+
+def long_importance(impl, case):
+    """The one query of each head, the importance of the tokens before it for a window of 1 token, by hand, and its allowance."""
     allowed = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1)
     queries = impl.round(case.queries)
     weights = causal_weights(queries, for_each_reader(impl.round(case.keys), queries))[:, :, 0, :-1]
@@ -217,4 +251,4 @@ def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
     pooled *= weights.sum(axis=-1, keepdims=True) / pooled.sum(axis=-1, keepdims=True)
     largest = pooled.reshape(*case.keys.shape[:2], -1, weights.shape[-1]).max(axis=2)
     expected = np.maximum(largest, largest.mean(axis=-1, keepdims=True))
-    allowed.wider(1e-12, 1e-12).check(impl.criticalkv.importance(queries, case.keys, window_size=1), "the importance", expected)
+    return queries, expected, allowed.wider(1e-12, 1e-12)

@@ -13,6 +13,7 @@ from evictionary.spec_tests.harness.by_hand import (
     over_group,
     require_equal,
     require_loops,
+    width,
 )
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
@@ -138,8 +139,8 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
 @law("DK-2", of=SCORE)
 def test_the_defaults_are_those_of_the_public_code(impl):
     """Of 40 zero keys only token 4 has a value: its removal costs (1/n)^2 for each query that sees n tokens, pooled over 7."""
-    keys, queries, values = np.zeros((1, 1, 40, 2)), np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 1))
-    values[0, 0, 4] = 8
+    keys, queries, values = (np.full((1, 1, 40, width(impl)), each) for each in (0.0, 1.0, 0.0))
+    values[0, 0, 4, 0] = 8
     got = impl.dropkv.score(queries, keys, values)
     allowed = impl.allowance(SCORE, queries, keys, values)
     costs = np.zeros(40)
@@ -153,10 +154,10 @@ def test_the_defaults_are_those_of_the_public_code(impl):
 @law("DK-2", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries = np.zeros((1, 2, 3, 1)), np.zeros((1, 4, 1, 1))
-    keys[0, :, 0, 0] = 16
-    queries[0, 2:] = 16  # the readers of KV head 1 look at token 0
-    values = np.array([[[[2.0], [0], [0]]] * 2])
+    keys, queries, values = np.zeros((1, 2, 3, width(impl))), np.zeros((1, 4, 1, width(impl))), np.zeros((1, 2, 3, width(impl)))
+    keys[..., 0, 0] = 16
+    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
+    values[..., 0, 0] = 2
     got = impl.dropkv.score(queries, keys, values, window_size=1, kernel_size=1)[..., 0]
     if np.abs(got - [[4 / 9, 4]]).max() > 0.02:
         raise Violation("a query head reads another KV head than h // G", [[4 / 9, 4]], got)

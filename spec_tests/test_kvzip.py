@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.harness.by_hand import causal_weights, check_permuted, for_each_reader, require_equal, require_loops
-from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds
+from evictionary.spec_tests.harness.by_hand import (
+    causal_weights,
+    check_permuted,
+    for_each_reader,
+    require_equal,
+    require_loops,
+    width,
+)
+from evictionary.spec_tests.harness.cases import cases, long_cases, long_rows, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
 
@@ -79,10 +86,10 @@ def test_what_the_replay_attends_to_itself_is_missing(impl):
 @law("KZ-2", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1; one head that looks is enough."""
-    keys, queries = np.zeros((1, 2, 2, 2)), np.zeros((1, 4, 1, 2))
+    keys, queries = np.zeros((1, 2, 2, width(impl))), np.zeros((1, 4, 1, width(impl)))
     keys[0, :, 0, 0] = 16
     queries[0, 3, :, 0] = 16
-    got = impl.kvzip.score(keys, queries, np.zeros((1, 2, 1, 2)))
+    got = impl.kvzip.score(keys, queries, np.zeros((1, 2, 1, width(impl))))
     expected = np.array([[[1 / 3, 1 / 3], [1, 1 / 3]]])
     if np.abs(got - expected).max() > 2e-3:
         raise Violation("a query head reads another KV head than h // G", expected, got)
@@ -118,6 +125,16 @@ def test_a_head_may_keep_nothing(impl):
     """Two layers of one head: the two highest scores of four stand in the first, so the second keeps none."""
     kept = impl.kvzip.top_r(np.array([[[[0.9, 0.8]]], [[[0.1, 0.2]]]]), 1)
     require_equal(kept, np.array([[[[True, True]]], [[[False, False]]]]), "each head keeps its own best")
+
+
+@law("KZ-3", of=TOP_R, examples=3, case=long_rows(), budget=st.sampled_from([2048, 30_000, 64]))
+def test_two_layers_of_long_rows_share_one_budget(impl, case, budget):
+    """Of up to half a million scores of two layers, many of which tie, as many stay as the budget says, and the highest."""
+    scores = impl.round(np.stack([case.keys[..., 0], case.next_keys[..., 0]]))
+    kept = impl.kvzip.top_r(scores, budget)
+    require_mask(kept, scores.shape, "the selection")
+    rows = [np.swapaxes(each, 0, 1).reshape(case.batch, -1) for each in (kept, scores)]
+    check_selection(*rows, min(budget, case.length) * 2 * case.num_kv_heads)
 
 
 @law("KZ-3", of=TOP_R, kind="refusal", budget=st.sampled_from([0, 1.5]))

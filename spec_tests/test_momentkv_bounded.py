@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from evictionary.reference import momentkv, momentkv_bounded
 from evictionary.reference.momentkv import Moments
-from evictionary.reference.momentkv_bounded import Bounds
 from evictionary.spec_tests.harness.by_hand import for_each_reader, lengths, require_equal, require_loops
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeds
 from evictionary.spec_tests.harness.law import law
@@ -283,14 +282,22 @@ def test_bad_arguments_are_refused(impl, bad):
             function(*refused(bad))
 
 
-@law("MB-6", of=(UPDATE, ATTEND), examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
+@law("MB-1", of=UPDATE, examples=2, case=long_cases(lengths=(65_537, 12_289), head_dims=(64, 80)))
+def test_the_bounds_of_a_long_prompt_are_its_extremes(impl, case):
+    """Of thousands of tokens all but every sixteenth evicted: the extremes of each channel."""
+    keys, values = impl.round(case.keys), impl.round(case.values)
+    gone = np.broadcast_to(np.arange(case.length) % 16 != 0, keys.shape[:3])
+    got = impl.momentkv_bounded.update(momentkv_bounded.no_bounds(keys, values), keys, values, gone)
+    for states, (low, high) in ((keys, got[:2]), (values, got[2:])):
+        require_equal(low, states[:, :, gone[0, 0]].min(axis=2), "a bound of a long prompt is not the least of a channel")
+        require_equal(high, states[:, :, gone[0, 0]].max(axis=2), "a bound of a long prompt is not the largest of a channel")
+
+
+@law("MB-6", of=ATTEND, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_a_long_prompt_agrees(impl, case):
     """Of thousands of tokens all but every sixteenth evicted: the output is that of the reference."""
     keys, values, query = (impl.round(states) for states in (case.keys, case.values, case.queries[:, :, 0]))
     kept = np.broadcast_to(np.arange(case.length) % 16 == 0, keys.shape[:3])
-    empty = momentkv_bounded.no_bounds(keys, values)
-    bounds = Bounds(*impl.momentkv_bounded.update(empty, keys, values, ~kept))
-    for got, wanted in zip(bounds, bounds_of(keys, values, ~kept), strict=True):
-        require_equal(got, wanted, "a bound of a long prompt is not the extreme")
-    arguments = query, keys, values, kept, Moments(*(impl.round(field) for field in moments_of(keys, values, ~kept))), bounds
+    moments = Moments(*(impl.round(field) for field in moments_of(keys, values, ~kept)))
+    arguments = query, keys, values, kept, moments, bounds_of(keys, values, ~kept)
     impl.allowance(ATTEND, *arguments).check(impl.momentkv_bounded.attend(*arguments), "the output of a long prompt")

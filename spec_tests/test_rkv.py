@@ -6,7 +6,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.arithmetic import EPSILON
-from evictionary.spec_tests.harness.by_hand import directions, require_equal, require_loops
+from evictionary.spec_tests.harness.by_hand import (
+    directions,
+    logit_error,
+    require_equal,
+    require_loops,
+    require_near,
+    softmax_slack,
+    width,
+)
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation, check_selection, require_numbers
@@ -190,9 +198,9 @@ def test_the_score_weighs_importance_against_redundancy(impl, case, seed, window
 @law("RK-5", of=SCORE)
 def test_the_defaults_are_those_of_the_public_code(impl):
     """Of 16 tokens, zero keys: the last 8 are kept, each other has the attention 1/8 and the redundancy 1/16."""
-    got = impl.rkv.score(np.ones((1, 1, 16, 2)), np.zeros((1, 1, 16, 2)))
+    states = np.ones((1, 1, 16, width(impl))), np.zeros((1, 1, 16, width(impl)))
     expected = np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None]
-    impl.allowance(SCORE, np.ones((1, 1, 16, 2)), np.zeros((1, 1, 16, 2))).check(got, "the score", expected)
+    impl.allowance(SCORE, *states).check(impl.rkv.score(*states), "the score", expected)
 
 
 @law("RK-5", of=SCORE)
@@ -207,7 +215,7 @@ def test_a_peak_lifts_three_neighbours_to_each_side(impl):
 @law("RK-5", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries = np.zeros((1, 2, 3, 2)), np.zeros((1, 4, 1, 2))
+    keys, queries = np.zeros((1, 2, 3, width(impl))), np.zeros((1, 4, 1, width(impl)))
     keys[0, :, 0, 0] = 16
     queries[0, 2:, :, 0] = 16
     got = impl.rkv.score(queries, keys, window_size=1, kernel_size=1, importance_share=1.0)[..., :2]
@@ -237,15 +245,47 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
 @law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(kinds=("duplicate_keys",), lengths=(1025, 767), head_dims=(64, 80)))
 def test_copies_among_a_thousand_keys_are_counted(impl, case):
     """Each of a few distinct keys stands hundreds of times: every copy resembles all but the latest, which is forgiven."""
-    keys = impl.round(case.keys)
-    expected = np.zeros(keys.shape[:3])
+    expected = of_copies(impl.round(case.keys))
+    error = 64 * EPSILON[impl.dtype]
+    Allowance(expected, error * expected.max(), error * expected.mean()).check(impl.rkv.redundancy(case.keys), "the redundancy")
+
+
+def of_copies(keys):
+    """The redundancy of keys [B, H, T, D] of which a few distinct ones are copies, row by row."""
+    found = np.zeros(keys.shape[:3])
     for place in np.ndindex(keys.shape[:2]):
         rows = directions(keys[place])
         similarity = rows @ rows.T
         np.fill_diagonal(similarity, 0)
-        expected[place] = counted(similarity)
-    error = 64 * EPSILON[impl.dtype]
-    Allowance(expected, error * expected.max(), error * expected.mean()).check(impl.rkv.redundancy(case.keys), "the redundancy")
+        found[place] = counted(similarity)
+    return found
+
+
+@law("RK-4", of=IMPORTANCE, examples=2, case=long_cases(groups=(8, 2, 1), lengths=(16_385, 4097)))
+def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
+    """Of thousands of tokens: the softmax of the largest logits of the group, and the largest of three neighbours to each side."""
+    queries, keys = impl.round(case.queries), impl.round(case.keys)
+    by_head = queries.reshape(*keys.shape[:2], -1, keys.shape[-1])
+    logits = (by_head @ np.swapaxes(keys[:, :, :-1], -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1])
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    padded = np.pad(powers / powers.sum(axis=-1, keepdims=True), ((0, 0), (0, 0), (3, 3)))
+    expected = np.max([padded[..., shift : shift + logits.shape[-1]] for shift in range(7)], axis=0)
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    require_near(impl.rkv.importance(queries, keys, window_size=1), expected, slack, "the importance of a long prompt")
+
+
+@law(
+    "RK-5", of=SCORE, examples=2, case=long_cases(kinds=("duplicate_keys",), groups=(8, 1), lengths=(1025, 767), head_dims=(64, 80))
+)
+def test_a_thousand_tokens_have_their_scores(impl, case):
+    """0.07 of the attention of the last query less 0.93 of the redundancy, which counts the last token too."""
+    keys = impl.round(case.keys)
+    attended = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1)
+    expected = 0.07 * attended.expected - 0.93 * (repeated := of_copies(keys))[..., :-1]
+    got = impl.rkv.score(case.queries, case.keys, window_size=1)
+    require_equal(got[..., -1:], np.inf, "the last token does not score infinity")
+    slack = 0.07 * attended.largest + 64 * EPSILON[impl.dtype] * float(repeated.max() + np.abs(expected).max())
+    require_near(got[..., :-1], expected, slack, "the score")
 
 
 @law("RK-6", of=RELEASED, case=cases(min_length=3), seed=seeds(), share=shares())

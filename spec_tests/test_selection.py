@@ -138,6 +138,15 @@ def test_a_long_row_is_chosen_as_by_a_stable_sort(impl, case, share, budget):
     require_equal(impl.selection.top_k(scores, budget), expected, "other tokens of a long row are kept than by a stable sort")
 
 
+@law("SEL-3", of="selection.top_k", examples=2, case=long_rows(("saturated",), lengths=(131_072, 131_071)))
+def test_a_hundred_thousand_equal_scores_are_counted(impl, case):
+    """Nine of ten scores are 0: those above stay, and of the zeros the lower positions, up to three quarters of the row."""
+    scores = impl.round(case.keys[..., 0])
+    expected = sorted_choice(scores, case.length * 3 // 4, np.zeros(scores.shape, dtype=bool))
+    got = impl.selection.top_k(scores, case.length * 3 // 4)
+    require_equal(got, expected, "other tokens of a saturated row are kept than by a stable sort")
+
+
 @law("SEL-4", of="selection.top_k", examples=5, case=long_rows(), share=shares())
 def test_protected_tokens_of_a_long_row_are_kept_first(impl, case, share):
     """Some two thousand protected tokens, in the padding too, are kept, and the best of the others up to the budget."""

@@ -21,7 +21,7 @@ from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, require_numbers
 
 STATISTICS, AVERAGE, LOGITS, SCORE = (f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score"))
-positions = st.sampled_from([0, 1, 7, 1000])
+positions = st.sampled_from([0, 1, 7, 1000, 131_072])
 KINDS = ("normal", "ties", "mixed_norms", "drift", "sinks", "outlier_channel")
 
 
@@ -61,11 +61,11 @@ def test_opposite_queries_have_no_mean_and_their_length_as_slack(impl):
             require_near(got, np.array(expected[pick], float), 5 * rounding(impl), ("the mean", "the slack")[pick])
 
 
-@law("TA-2", of=AVERAGE, case=seeded_cases(), position=positions, max_offset=st.sampled_from([1, 2, 3, 64]))
+@law("TA-2", of=AVERAGE, case=seeded_cases(), position=positions, max_offset=st.sampled_from([1, 2, 3, 64, 65_536]))
 def test_the_average_is_over_the_powers_of_two(impl, case, position, max_offset):
     """The mean query turned to the positions p + 1, p + 2, p + 4, ... and averaged, one position after the other."""
     mean = impl.round(case.keys[:, :, 0])
-    offsets = [offset for offset in (1, 2, 4, 8, 16, 32, 64) if offset <= max_offset]
+    offsets = [2**power for power in range(17) if 2**power <= max_offset]
     turned = [rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets]
     expected = np.mean(turned, axis=0)
     got = impl.triattention.average_over_offsets(mean, position=position, max_offset=max_offset)

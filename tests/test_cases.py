@@ -152,6 +152,7 @@ LONG_TRAITS = {
     "one_bin": lambda keys: np.unique(keys.astype(np.float16)).size == 1 and np.unique(keys.astype(np.float32)).size > 1024,
     "minute": lambda keys: np.abs(keys).max() < 1e-6,
     "vast": lambda keys: np.abs(keys).mean() > 5000,
+    "saturated": lambda keys: 0.88 < (keys == 0).mean() < 0.92,
 }
 
 

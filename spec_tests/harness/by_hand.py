@@ -143,6 +143,12 @@ def of_dtype(impl: Implementation, states: np.ndarray) -> np.ndarray:
     return rounded
 
 
+def width(impl: Implementation, wanted: int = 2) -> int:
+    """As many channels as wanted, or as few as the domain allows: for laws whose numbers do not depend on them."""
+    allowed = impl.domain.head_dim
+    return wanted if not allowed or wanted in allowed else min(allowed)
+
+
 def largest_product(impl: Implementation, head_dim: int) -> float:
     """`q . k` of a logit of 1e4, or what float16 holds: an implementation may multiply before it divides by sqrt(D)."""
     return min(1e4 * float(np.sqrt(head_dim)), 6e4 if impl.dtype == "float16" else np.inf)
