@@ -24,7 +24,11 @@ class BadDomain(ValueError):
 
 
 class OutsideDomain(Exception):
-    """A law asked for something outside the domain; the message says what."""
+    """A law asked for something outside the domain; the message says what. always: it would with any input."""
+
+    def __init__(self, message: str, *, always: bool = False) -> None:
+        super().__init__(message)
+        self.always = always
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Implementation:
         self.calls.append(call)
         self.history.append(call)
         if "ranks" in self.conventions and name.endswith("score") and not self.compares_order:
-            raise OutsideDomain("its scores say the order of the tokens alone")
+            raise OutsideDomain("its scores say the order of the tokens alone", always=True)
         if "beyond_budget" in self.conventions and call.arguments.get("protected") is not None:
             counts = np.unique(call.arguments["protected"].sum(axis=-1))
             if len(counts) > 1 or counts[0] > call.arguments["budget"]:

@@ -171,7 +171,7 @@ def law(
             try:
                 test(impl, **impl.drawn)
             except OutsideDomain as error:
-                impl.outside, asked = str(error), 1
+                impl.outside, asked = str(error), ENOUGH_OUTSIDE if error.always else 1
                 if drawn:
                     reject()
                 raise
