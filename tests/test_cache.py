@@ -183,6 +183,21 @@ def test_queries_are_captured_after_rope_and_only_for_the_prompt(tmp_path: Path,
         EvictingCache.from_prefilled(model, in_parts, method, 0.5)
 
 
+@pytest.mark.parametrize("method", ["snapkv", "gvote"])
+def test_a_prefilled_cache_compresses_again_as_one_that_read_the_prompt(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str
+) -> None:
+    """It remembers the prompt's last queries and hidden states: four new tokens alone have too few."""
+    full = cached(model, prompt, None, record=("queries", "hidden_states"))
+    direct = cached(model, prompt, method, 0.5, every=4)
+    later = EvictingCache.from_prefilled(model, full, method, 0.5, every=4)
+    for cache in (direct, later):
+        read(model, prompt[:, :4], cache)
+    for one, other in zip(direct.layers, later.layers, strict=True):
+        for ours, theirs in zip(one.contents(), other.contents(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def test_recorded_queries_go_with_their_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     full = cached(model, torch.cat([prompt.flip(1), prompt]), None, record=("queries",))
     direct = EvictingCache.from_prefilled(model, full, "snapkv", 0.5)

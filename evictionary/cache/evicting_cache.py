@@ -139,6 +139,9 @@ class EvictingCache(Cache):
                 layer.padding = getattr(full, "padding", None)
                 cache._captured[index] = dict(recorded.get(index, {}))
                 cache._compress(index)
+                for name, kept_as in (("queries", "recent"), ("hidden_states", "recent_hidden")):
+                    if name in cache._remembered:
+                        setattr(layer, kept_as, recorded[index][name][..., -RECENT:, :].clone())
         except Exception:
             cache.close()
             raise

@@ -55,11 +55,11 @@ def study(
     """Measure each method with each allocator, with and without MomentKV's correction, on the same prompts, and say which is best.
 
     The cost of a composition is what its eviction adds to -log p of the right answer, in nats for each token. A run that was
-    stopped goes on where it stopped if you repeat the command. With the defaults it takes about six hours of one core.
+    stopped goes on where it stopped if you repeat the command. With the defaults it takes about eight hours of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
-        if samples < 1:
-            raise UsageError(f"--samples: got {samples}, wanted at least 1")
+        if samples < 3:
+            raise UsageError(f"--samples: got {samples}, wanted at least 3: an interval needs several prompts")
         require_seed(seed)
         removed = numbers_in("--ratios", ratios)
         names = given_names("--methods", methods)

@@ -40,6 +40,9 @@ STORED = Path(__file__).with_name("study.json")
 DRAWS = 2000
 """Bootstrap draws."""
 
+LEAST = 3
+"""Prompts of each task, at least: fewer say nothing of others."""
+
 Summary = dict[str, Any]
 """model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at each ratio, on how many
 prompts. A row's `own` says that the composition keeps more than was asked for: it is in no comparison at that ratio."""
@@ -186,7 +189,7 @@ def summarise(lines: Sequence[Line]) -> Summary:
 
     A cost is the mean over the tasks of the means over their prompts; the share of exact answers is that over the tasks with a
     question. The intervals hold 95 % of the bootstrap draws of prompts within each task; all compositions share the draws, so
-    differences are of the same prompts. Raises UsageError without a prompt that has every selector.
+    differences are of the same prompts. A ratio with fewer than LEAST prompts of a task is left out; UsageError where all are.
     """
     names = {line["selector"] for line in lines}
     by_prompt: dict[tuple[float, str, int], dict[str, Line]] = {}
@@ -202,6 +205,8 @@ def summarise(lines: Sequence[Line]) -> Summary:
             for task in tasks.TASKS
             if any(key[:2] == (ratio, task) for key in whole)
         }
+        if any(len(prompts) < LEAST for prompts in by_task.values()):
+            continue
         rows, draws = _rows(ratio, by_task)
         found["rows"] += rows
         found["effects"] += _effects(rows, draws)
@@ -209,7 +214,9 @@ def summarise(lines: Sequence[Line]) -> Summary:
             prompts = {task: len(each) for task, each in by_task.items()}
             found["recommended"].append(_recommended(rows, draws) | {"prompts": prompts})
     if not found["rows"]:
-        raise UsageError("study: got no prompt on which every method was measured, wanted at least one: the same command goes on")
+        raise UsageError(
+            f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command goes on"
+        )
     return found
 
 
