@@ -124,7 +124,7 @@ def _score_into(scores: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor,
     """Write `score` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS: as many heads at a time as fit into a block."""
     if keys.ndim > 2 and keys.numel() > BLOCK:
         fitting = BLOCK * len(keys) // keys.numel()
-        parts = (each.split(fitting) if fitting > 1 else each for each in (scores, weights, keys))
+        parts = (each.split(fitting) if fitting > 1 else each.unbind() for each in (scores, weights, keys))
         for own_scores, own_weights, own_keys in zip(*parts, strict=True):
             _score_into(own_scores, own_weights, own_keys, room)
     else:
