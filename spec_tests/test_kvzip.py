@@ -133,8 +133,8 @@ def test_two_layers_of_long_rows_share_one_budget(impl, case, budget):
     scores = impl.round(np.stack([case.keys[..., 0], case.next_keys[..., 0]]))
     kept = impl.kvzip.top_r(scores, budget)
     require_mask(kept, scores.shape, "the selection")
-    rows = [np.swapaxes(each, 0, 1).reshape(case.batch, -1) for each in (kept, scores)]
-    check_selection(*rows, min(budget, case.length) * 2 * case.num_kv_heads)
+    own_kept, own_scores = (np.swapaxes(each, 0, 1).reshape(case.batch, -1) for each in (kept, scores))
+    check_selection(own_kept, own_scores, min(budget, case.length) * 2 * case.num_kv_heads)
 
 
 @law("KZ-3", of=TOP_R, kind="refusal", budget=st.sampled_from([0, 1.5]))
