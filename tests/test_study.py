@@ -60,6 +60,7 @@ def test_every_composition_is_there_once() -> None:
     assert set(study.compositions("gvote")) == {"gvote", "gvote+moments"}  # has its own budget
 
 
+@pytest.mark.slow  # share() itself is killed in test_evaluation.py
 def test_a_killed_study_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
     lines, _ = goes_on(study, "test_study", model_folder, tmp_path, lines=5)
     assert lines == finished[1]
