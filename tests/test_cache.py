@@ -300,6 +300,7 @@ def test_another_model_of_the_same_shape_does_not_get_the_cache(
         EvictingCache.load(tmp_path / "cache", other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
 def test_a_compiled_forward_gives_the_same(model: LlamaForCausalLM, prompt: torch.Tensor, method: str) -> None:
     wanted = generate(model, prompt, EvictingCache(model, method, 0.5))

@@ -158,7 +158,8 @@ def test_any_name_and_message_are_text_in_every_format(tmp_path_factory: pytest.
     judged = grading.empty(assignments.load("keydiff"), grading.clean(said))
     for line in judged.lines:
         line.verdict, line.reason, line.message = "failed", grading.clean(said), grading.clean(said)
-    grade = classes._as_json(classes.Order("keydiff", b"a secret", 1, ()), student, Path("ada.py"), "", judged)
+    settings = classes._settings(classes.Order("keydiff", b"a secret", 1, ()), student, Path("ada.py"))
+    grade = classes._as_json(settings, student, "", judged)
     folder = tmp_path_factory.mktemp("grades") / student
     formats.write(grade, folder, list(formats.FORMATS))
     JUNIT.validate((folder / "junit.xml").read_text(encoding="utf-8"))

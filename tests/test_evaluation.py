@@ -347,6 +347,7 @@ def test_bad_arguments_exit_with_2_and_one_line(model_folder: Path, tmp_path: Pa
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_the_process_that_started_it() -> None:
     worker = (
         "import os, sys, time\nfrom evictionary.evaluation import run\nrun._end_with_parent()\nprint(os.getpid(), flush=True)\n"
