@@ -4,8 +4,6 @@ BIN := .venv/bin
 
 # Threads that spin while they wait make everything several times slower on a machine that is busy.
 export OMP_WAIT_POLICY ?= PASSIVE
-# The tests start hundreds of processes; where no bytecode may be written, as in many containers, each of them compiles everything.
-unexport PYTHONDONTWRITEBYTECODE
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One thread for each of as many processes as there are cores.

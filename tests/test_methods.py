@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,15 @@ def test_arguments_like_lagkvs_do_not_make_a_method_recursive(
 )
 def test_what_a_method_is_stands_in_its_module(name: str, traits: set[str]) -> None:
     assert resolve(name).traits == traits
+
+
+def test_a_file_is_read_as_it_is_however_fast_it_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "mine.py"
+    for number in (1, 2):
+        path.write_text(f"def score(keys, *, power={number}):\n    return keys.sum(-1)\n")
+        os.utime(path, (1e9, 1e9))
+        assert resolve(str(path)).options == {"power": number}
 
 
 def test_what_a_users_method_is_stands_in_its_file(tmp_path: Path, model: LlamaForCausalLM) -> None:
