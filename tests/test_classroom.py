@@ -133,7 +133,8 @@ def test_an_assignment_is_whole(name: str) -> None:
 
 
 @every_assignment
-def test_the_starter_file_scores_nothing(name: str) -> None:
+def test_the_starter_file_scores_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     result = judged(name, assignments.load(name).starter_for(None), examples=1, explain=False)
     assert result.score == 0
     assert "NotImplementedError" in result.lines[0].message
