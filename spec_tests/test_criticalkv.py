@@ -235,7 +235,7 @@ def test_every_token_of_a_long_prompt_has_its_score(impl, case):
     require_numbers(got, case.keys.shape[:3], "the score")
     require_equal(got[..., -1:], np.inf, "the last token does not score infinity")
     first = np.isinf(got[..., :-1])
-    check_selection(first, attended, 1025, slack=lambda: allowed.largest, what="the first stage")
+    check_selection(first, attended, min(1025, case.length - 1), slack=lambda: allowed.largest, what="the first stage")
     slack = allowed.largest * norms.max() + rounding(impl, case.value_dim) * (attended + 1e-4).max() * norms.max()
     second = (attended + 1e-4) * norms
     require_near(np.where(first, second, got[..., :-1]), second, slack, "the second stage")
