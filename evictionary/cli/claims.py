@@ -13,6 +13,7 @@ from rich.table import Table
 
 from evictionary.cli.console import (
     AsJson,
+    DaskCluster,
     ModelName,
     exit_codes,
     given_names,
@@ -53,10 +54,7 @@ def claims(
         typer.Option(help="Some of repetitive, varied, records, sums, code, chat, comma-separated or repeated; all by default."),
     ] = None,
     jobs: Annotated[int, whole_number("Processes that share the texts.")] = 1,
-    dask: Annotated[
-        str | None,
-        typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
-    ] = None,
+    dask: DaskCluster = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the papers' empirical claims on a model: each gets numbers with intervals, a verdict, and what would change it.

@@ -43,6 +43,10 @@ def whole_number(help: str) -> Any:
     return typer.Option(parser=whole, metavar="<int>", help=help)
 
 
+DaskCluster = Annotated[
+    str | None,
+    typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 
 

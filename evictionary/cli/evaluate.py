@@ -15,6 +15,7 @@ from rich.table import Table
 
 from evictionary.cli.console import (
     AsJson,
+    DaskCluster,
     ModelName,
     escaped,
     exit_codes,
@@ -78,10 +79,7 @@ def evaluate(
     samples: Annotated[int, whole_number("Prompts for each task and length; five prompts try all five depths.")] = 5,
     seed: Annotated[int, whole_number("The seed of the first prompt; each later prompt has the next seed.")] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
-    dask: Annotated[
-        str | None,
-        typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
-    ] = None,
+    dask: DaskCluster = None,
     format: Annotated[Format, typer.Option(help="The form in which the results are printed.")] = Format.TABLE,
     as_json: AsJson = False,
 ) -> None:

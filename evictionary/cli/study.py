@@ -11,6 +11,7 @@ from rich.console import Console
 
 from evictionary.cli.console import (
     AsJson,
+    DaskCluster,
     ModelName,
     exit_codes,
     given_names,
@@ -46,10 +47,7 @@ def study(
     samples: Annotated[int, whole_number("Prompts for each task.")] = 40,
     seed: Annotated[int, whole_number("The seed of the first prompt; each later prompt has the next seed.")] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
-    dask: Annotated[
-        str | None,
-        typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
-    ] = None,
+    dask: DaskCluster = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure each method with each allocator, with and without MomentKV's correction, on the same prompts, and say which is best.

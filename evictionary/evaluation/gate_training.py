@@ -153,7 +153,7 @@ def prompt(tokenizer: Any, recipe: Recipe, step: int) -> tuple[torch.Tensor, int
     draw = random.Random(f"gates/{recipe.seed}/{step}")
     task, tokens = draw.choice(TASKS), draw.randint(recipe.shortest, recipe.longest)
     made = tasks.get(task).make(tokenizer, tokens, draw.randrange(2**31))
-    answer = tokenizer(f" {made.answers[0]}", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    answer = tasks.answer_ids(tokenizer, made.answers)
     return torch.cat([made.context_ids, made.question_ids, answer[:, :-1]], dim=1), answer.shape[1]
 
 
@@ -183,8 +183,9 @@ def train(
     gates = torch.ones(len(gated.layers), gated.num_kv_heads, dtype=_at_least_float32(model.dtype), device=model.device)
     optimizer = torch.optim.Adam([gates])
     curve: list[tuple[float, float]] = []
+    settings = {"schema": SCHEMA, "model": file.fingerprint(model), "recipe": dataclasses.asdict(recipe)}
     if state.exists():
-        tensors = _read(model, recipe, state)
+        tensors = _read(settings, str(model.device), state)
         gates.copy_(tensors["gates"])
         optimizer.state[gates] = {name: tensors[name] for name in ("step", "exp_avg", "exp_avg_sq")}
         curve = [(float(row[0]), float(row[1])) for row in tensors["curve"]]
@@ -200,7 +201,7 @@ def train(
             gates.clamp_(0, 1)
         curve.append((lost.item(), gates.mean().item()))
         tensors = {"gates": gates.detach(), **optimizer.state[gates], "curve": torch.tensor(curve, dtype=torch.float64)}
-        _write(model, recipe, state, tensors)
+        _write(settings, state, tensors)
         done, total = step + 1 - before, recipe.steps - before
         text = f"gates, step {step + 1} of {recipe.steps}: distance {curve[-1][0]:.3g}, mean gate {curve[-1][1]:.3f}"
         advance(Progress(done, total, text, (time.perf_counter() - start) / done * (total - done)))
@@ -220,20 +221,19 @@ def summary(recipe: Recipe, trained: Trained) -> dict[str, Any]:
     }
 
 
-def _write(model: PreTrainedModel, recipe: Recipe, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write(settings: dict[str, Any], path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Replace the state, completely or not at all."""
-    settings = {"schema": SCHEMA, "model": file.fingerprint(model), "recipe": dataclasses.asdict(recipe)}
     partial = path.with_name(f".{path.name}.partial")
     file.write_tensors("output", partial, settings, {name: each.cpu().contiguous() for name, each in tensors.items()})
     os.replace(partial, path)
 
 
-def _read(model: PreTrainedModel, recipe: Recipe, path: Path) -> dict[str, torch.Tensor]:
-    settings, tensors = file.read_tensors("output", path, str(model.device), SCHEMA, "of a training of gates, or none")
-    for name, wanted in (("model", file.fingerprint(model)), ("recipe", dataclasses.asdict(recipe))):
-        if settings[name] != wanted:
+def _read(wanted: Mapping[str, Any], device: str, path: Path) -> dict[str, torch.Tensor]:
+    settings, tensors = file.read_tensors("output", path, device, SCHEMA, "of a training of gates, or none")
+    for name in ("model", "recipe"):
+        if settings[name] != wanted[name]:
             raise UsageError(
-                f"output: got {path} of a training with another {name}, {settings[name]}, wanted {wanted}: go on with that one, or "
-                "delete the file to start again"
+                f"output: got {path} of a training with another {name}, {settings[name]}, wanted {wanted[name]}: go on with that "
+                "one, or delete the file to start again"
             )
     return tensors

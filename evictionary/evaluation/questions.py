@@ -34,6 +34,11 @@ class Likelihood:
     log_probabilities: list[float]
     is_likeliest: list[bool]
 
+    @property
+    def loss(self) -> float:
+        """The mean of -log p over the tokens, in nats; its exponential is the perplexity."""
+        return -sum(self.log_probabilities) / len(self.log_probabilities)
+
 
 def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     """Return (context ids [1, T], question ids [1, M]) of one user turn, in the model's chat format if it has one.

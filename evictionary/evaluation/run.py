@@ -339,9 +339,8 @@ def _compressed(model: Any, full: EvictingCache, arguments: Any, every: int, see
 def _foretold(model: Any, cache: EvictingCache, prompt: tasks.Prompt, continuation: torch.Tensor) -> dict[str, Any]:
     """exact: whether each token of the continuation is the likeliest one; partial: the share of those that are; the perplexity."""
     found = likelihood(model, cache, prompt.question_ids, continuation, block_size=1 if prompt.every else None)
-    mean = sum(found.log_probabilities) / len(found.log_probabilities)
     right = sum(found.is_likeliest) / len(found.is_likeliest)
-    return {"exact": float(right == 1), "partial": right, "perplexity": math.exp(-mean), "answer": None}
+    return {"exact": float(right == 1), "partial": right, "perplexity": math.exp(found.loss), "answer": None}
 
 
 def _require_shrunk(cache: EvictingCache, method: Method, request: Request) -> None:

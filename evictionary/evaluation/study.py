@@ -138,10 +138,7 @@ def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, float]]) -> 
     """The lines of the wanted selectors and ratios on the prompt of a unit: their cells are [loss, whether exact, tokens kept]."""
     model, tokenizer = loaded(model_name)
     prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
-    answer = prompt.continuation
-    if answer is None:
-        text = " " + ", ".join(prompt.answers)
-        answer = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    answer = tasks.answer_ids(tokenizer, prompt.answers) if prompt.continuation is None else prompt.continuation
     composed = {selector: compositions(selector) for selector, _ in wanted}
     record = frozenset().union(*(method.captured for methods in composed.values() for method in methods.values()))
     full = EvictingCache(model, method=None, record=record)
@@ -149,8 +146,7 @@ def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, float]]) -> 
 
     def cell(cache: EvictingCache) -> list[float]:
         found = likelihood(model, cache, prompt.question_ids, answer)
-        loss = -sum(found.log_probabilities) / len(found.log_probabilities)
-        return [round(loss, 5), int(all(found.is_likeliest)), round(cache.tokens_kept, 2)]
+        return [round(found.loss, 5), int(all(found.is_likeliest)), round(cache.tokens_kept, 2)]
 
     whole = cell(full)
     scores: dict[str, dict[int, Any]] = {selector: {} for selector in composed}

@@ -344,5 +344,9 @@ def _longest(
 
 def _answer_tokens(tokenizer: Any, answers: Sequence[str]) -> int:
     """The longest answer, in tokens: the right answer plus a few tokens around each of its parts."""
-    text = " " + ", ".join(answers)
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 4 * (1 + len(answers))
+    return answer_ids(tokenizer, answers).shape[1] + 4 * (1 + len(answers))
+
+
+def answer_ids(tokenizer: Any, answers: Sequence[str]) -> torch.Tensor:
+    """The right answer [1, N] as it follows the question, whose tokens end with the first words of the answer."""
+    return tokenizer(" " + ", ".join(answers), add_special_tokens=False, return_tensors="pt")["input_ids"]
