@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from evictionary.cache import calibration, file, future_queries, one_pass, partial_attention
 from evictionary.cache.arguments import checked
-from evictionary.cache.layers import RECENT, EvictingLayer
+from evictionary.cache.layers import KEPT_AS, EvictingLayer
 from evictionary.cache.model_hooks import Attention, attention_modules, output_projection, watch
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
@@ -139,9 +139,8 @@ class EvictingCache(Cache):
                 layer.padding = getattr(full, "padding", None)
                 cache._captured[index] = dict(recorded.get(index, {}))
                 cache._compress(index)
-                for name, kept_as in (("queries", "recent"), ("hidden_states", "recent_hidden")):
-                    if name in cache._remembered:
-                        setattr(layer, kept_as, recorded[index][name][..., -RECENT:, :].clone())
+                for name in cache._remembered & KEPT_AS.keys():
+                    layer.remember(name, recorded[index][name])
         except Exception:
             cache.close()
             raise
@@ -348,13 +347,8 @@ class EvictingCache(Cache):
         captured = self._captured.setdefault(layer_index, {})
         if "queries" in self._names:
             captured["queries"] = queries
-        for name, kept_as, axis in (("queries", "recent", 2), ("hidden_states", "recent_hidden", 1)):
-            if name not in self._remembered:
-                continue
-            before, new = getattr(layer, kept_as), captured[name].detach()
-            recent = new if before is None else torch.cat([before, new], dim=axis)
-            recent = recent.narrow(axis, max(0, recent.shape[axis] - RECENT), min(RECENT, recent.shape[axis])).clone()
-            setattr(layer, kept_as, recent)
+        for name in self._remembered & KEPT_AS.keys():
+            recent = layer.remember(name, captured[name].detach())
             if not is_prompt:
                 captured[name] = recent
 
@@ -499,7 +493,7 @@ class EvictingCache(Cache):
             )
         for index, layer in enumerate(self.layers):
             if isinstance(layer, EvictingLayer) and 0 < layer.evicted_at < layer.seen:
-                recent = {"queries": layer.recent, "hidden_states": layer.recent_hidden}
+                recent = {name: getattr(layer, kept_as) for name, kept_as in KEPT_AS.items()}
                 self._captured[index] = {name: states for name, states in recent.items() if states is not None}
                 self._compress(index)
                 self._captured.pop(index)

@@ -18,6 +18,8 @@ GROWTH = 8
 """Storage that is too small grows by this part of its tokens; so each token costs a copy of eight, however long the layer is."""
 RECENT = 128
 """The last queries or hidden states that a layer remembers for a method that compresses while decoding (EA)."""
+KEPT_AS = {"queries": "recent", "hidden_states": "recent_hidden"}
+"""The attribute of a layer for each."""
 
 
 OWN_TENSORS = ("keys", "values", "padding", "recent", "recent_hidden", "anchor", "_kept_positions")
@@ -247,6 +249,13 @@ class EvictingLayer(DynamicLayer):
         """(stored + new, offset): a column of the mask below the causal diagonal is a stored token, whatever its position."""
         return self.stored + query_length, self.seen - self.stored
 
+    def remember(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        """Add queries or hidden states [..., M, channels] to the recent ones; return these, of which the last RECENT stay."""
+        before = getattr(self, KEPT_AS[name])
+        recent = (new if before is None else torch.cat([before, new], dim=-2))[..., -RECENT:, :].clone()
+        setattr(self, KEPT_AS[name], recent)
+        return recent
+
     def require_croppable(self, tokens_to_remove: int) -> None:
         """Raise ValueError unless the last `-tokens_to_remove` tokens came after the last eviction."""
         count = -tokens_to_remove
@@ -263,7 +272,7 @@ class EvictingLayer(DynamicLayer):
         if count and self.keys is not None and self.values is not None:
             # copies, so that the memory of the removed tokens is freed
             self.keys, self.values = (states[..., :-count, :].clone() for states in (self.keys, self.values))
-            for name in ("recent", "recent_hidden"):
+            for name in KEPT_AS.values():
                 states = getattr(self, name)
                 if states is not None:
                     setattr(self, name, states[..., :-count, :].clone() if count < states.shape[-2] else None)
