@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compile-all measure peers wild lint laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compile-all measure peers wild lint typed laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --output report.html
@@ -20,7 +20,7 @@ test: lint .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/test_keydiff.py spec_tests/test_selection.py --impl optimized --dtype float16
 
 # And what is slow, each part by itself too; docs/testing.md says what the parts are and how long they take.
-test-all: test mutants oracle wheel-check new-method kernels slow
+test-all: test typed mutants oracle wheel-check new-method kernels slow
 
 slow: .venv/installed
 	$(PYTEST) -m "slow and not browser" --deselect tests/test_mutants.py::test_every_mutant_dies_by_its_own_law
@@ -102,6 +102,8 @@ docs-check:
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+typed: .venv/installed
 	@# mypy reads the folders under the names by which they are imported.
 	@mkdir -p build/typed/evictionary
 	@ln -sfn "$(CURDIR)/reference" "$(CURDIR)/optimized" "$(CURDIR)/spec_tests" "$(CURDIR)"/evictionary/* build/typed/evictionary/

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+# Imported where they are used: the process that shares the tests out reads this file too, and needs none of them.
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from xmlschema import XMLSchema
 
 # Triton chooses its interpreter when it is imported, so the tests of the kernels have a run of their own: see the Makefile.
 collect_ignore = ["a_new_method"] + (
@@ -33,6 +36,9 @@ CHAT = (
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """Two layers, four query heads over two KV heads of eight channels, random weights that are always the same."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     settings = {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -67,6 +73,9 @@ def model(shared_model: LlamaForCausalLM) -> Iterator[LlamaForCausalLM]:
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, after three special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     symbols = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -97,4 +106,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def prompt() -> torch.Tensor:
     """Forty token ids, [1, 40]."""
+    import torch
+
     return torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def junit() -> XMLSchema:
+    """The schema of JUnit's reports."""
+    from xmlschema import XMLSchema
+
+    from evictionary.classroom import formats
+
+    return XMLSchema(formats.SCHEMAS / "junit.xsd")

@@ -22,12 +22,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import classroom_styles
 import numpy as np
 import pytest
-import xmlschema
 from hypothesis import assume
 from hypothesis import strategies as st
 from jsonschema import ValidationError
@@ -46,6 +45,9 @@ from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import matrix
 from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
+
+if TYPE_CHECKING:
+    from xmlschema import XMLSchema
 
 KERNEL = """
 import torch
@@ -560,12 +562,12 @@ def graded(source: str | bytes, tmp_path: Path, examples: int = 1, handed_out: t
 EVERY_FORMAT = tuple(formats.FORMATS)
 
 
-def test_every_format_is_valid(tmp_path: Path) -> None:
+def test_every_format_is_valid(tmp_path: Path, junit: XMLSchema) -> None:
     wrong = bundled("keydiff", load_mutants()["keydiff.raw_mean_anchor"])
     grade = graded(wrong, tmp_path, 2, EVERY_FORMAT)
     folder = tmp_path / "grades" / "ada"
     files = {name: (folder / file).read_text(encoding="utf-8") for name, (file, _) in formats.FORMATS.items()}
-    xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd").validate(files["junit"])
+    junit.validate(files["junit"])
     gradescope, classroom50 = json.loads(files["gradescope"]), json.loads(files["classroom50"])
     assert gradescope["score"] == sum(test["score"] for test in gradescope["tests"]) == grade["score"] == 15
     assert classroom50["score"] == sum(test["score"] for test in classroom50["tests"]) == 15
@@ -593,10 +595,10 @@ HOSTILE = (
 )
 
 
-def test_a_hostile_message_is_text_in_every_format(tmp_path: Path) -> None:
+def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: XMLSchema) -> None:
     graded(f"def anchor(keys):\n    raise RuntimeError({HOSTILE!r})\n", tmp_path, 1, EVERY_FORMAT)
     folder = tmp_path / "grades" / "ada"
-    xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd").validate((folder / "junit.xml").read_text(encoding="utf-8"))
+    junit.validate((folder / "junit.xml").read_text(encoding="utf-8"))
     for file, _ in formats.FORMATS.values():
         assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint((folder / file).read_text(encoding="utf-8"))
     # Beside the message, which stands in a fence, the same words stand in a cell and in a sentence.
@@ -854,7 +856,7 @@ def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_typed_next_and_as_json(tmp_path: Path) -> None:
+def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = tmp_path / "w[1]"
     started = invoke("start", "lagkv", "--work", work, "--student", "ada")
     assert f"evictionary check lagkv --work {work} --student ada" in started.stdout
@@ -869,6 +871,7 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path) -> None:
     packed = json.loads(invoke("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip", "--json").stdout)
     assert packed["files"] == ["keydiff.py", submissions.MANIFEST]
     # What a student's message holds is no markup.
+    monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     written(work, "raise RuntimeError('[/bold] no')\n", "scorer.py")
     refused = invoke("check", "contest", "--work", work)
     assert refused.exit_code == 1

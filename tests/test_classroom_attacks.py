@@ -6,11 +6,10 @@ import io
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import xmlschema
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -21,7 +20,9 @@ from evictionary.classroom import assignment as assignments
 from evictionary.classroom import attacks, classes, formats, grading, submissions, worker
 from evictionary.classroom.child import Child, ChildDied, StudentError
 
-JUNIT = xmlschema.XMLSchema(formats.SCHEMAS / "junit.xsd")
+if TYPE_CHECKING:
+    from xmlschema import XMLSchema
+
 ORACLE = Path(next(iter(reference.__path__))) / "keydiff.py"
 
 
@@ -152,7 +153,9 @@ def test_any_frame_is_an_answer_or_ends_the_child(frame: bytes) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(name=st.binary(min_size=1, max_size=300), said=st.text(st.characters(), max_size=60))
-def test_any_name_and_message_are_text_in_every_format(tmp_path_factory: pytest.TempPathFactory, name: bytes, said: str) -> None:
+def test_any_name_and_message_are_text_in_every_format(
+    tmp_path_factory: pytest.TempPathFactory, junit: XMLSchema, name: bytes, said: str
+) -> None:
     student = submissions.student_of(Path(name.replace(b"/", b"").replace(b"\0", b"").decode("utf-8", "surrogateescape") + ".py"))
     assert submissions.is_id(student)
     judged = grading.empty(assignments.load("keydiff"), grading.clean(said))
@@ -162,7 +165,7 @@ def test_any_name_and_message_are_text_in_every_format(tmp_path_factory: pytest.
     grade = classes._as_json(settings, student, "", judged)
     folder = tmp_path_factory.mktemp("grades") / student
     formats.write(grade, folder, list(formats.FORMATS))
-    JUNIT.validate((folder / "junit.xml").read_text(encoding="utf-8"))
+    junit.validate((folder / "junit.xml").read_text(encoding="utf-8"))
     tokens = MarkdownIt().enable("table").parse((folder / "grade.md").read_text(encoding="utf-8"))
     assert [token.type for token in tokens].count("td_open") == 4 * len(judged.lines)
     assert {child.type for token in tokens for child in token.children or []} <= {"text", "text_special", "softbreak"}

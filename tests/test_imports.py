@@ -21,7 +21,7 @@ from evictionary import optimized, reference
 ROOT = Path(__file__).parent.parent
 
 ROOMS = [
-    ("reference",),
+    ("reference", "source"),
     ("spec_tests.harness", "optimized.checks"),
     ("spec_tests.mutants", "optimized.states", "optimized.rope"),
     ("spec_tests.controls", "optimized.kernels"),

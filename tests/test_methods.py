@@ -20,6 +20,7 @@ from evictionary.methods.resolve import resolve
 from evictionary.reference import keydiff as reference_keydiff
 from evictionary.reference import lagkv as reference_lagkv
 from evictionary.reference import selection
+from evictionary.spec_tests.harness.implementation import load
 
 HALF = Request(compression_ratio=0.5)
 
@@ -167,11 +168,12 @@ def test_what_a_method_is_stands_in_its_module(name: str, traits: set[str]) -> N
 
 def test_a_file_is_read_as_it_is_however_fast_it_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    path = tmp_path / "mine.py"
+    path = tmp_path / "knorm.py"
     for number in (1, 2):
         path.write_text(f"def score(keys, *, power={number}):\n    return keys.sum(-1)\n")
         os.utime(path, (1e9, 1e9))
         assert resolve(str(path)).options == {"power": number}
+        assert load(str(path)).modules["knorm"].score.__kwdefaults__ == {"power": number}
 
 
 def test_what_a_users_method_is_stands_in_its_file(tmp_path: Path, model: LlamaForCausalLM) -> None:

@@ -9,9 +9,8 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from evictionary.errors import UsageError
@@ -19,6 +18,7 @@ from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.catalogue import INPUTS, RANDOM
 from evictionary.methods.method import Method
+from evictionary.source import import_file
 
 MOMENTS = "moments"
 
@@ -83,27 +83,13 @@ def _split_path(method: str) -> tuple[Path | None, str | None]:
     return (Path(method), None) if method.endswith(".py") else (None, None)
 
 
-class _AsItIs(SourceFileLoader):
-    """Compiles a file as it is: its bytecode passes for fresh if it is written twice in a second, at the same size."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
-
-
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"method: got {path}, wanted a Python file that exists")
-    name = f"user_method_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=_AsItIs(name, str(path.resolve())))
-    if spec is None or spec.loader is None:
-        raise UsageError(f"method: got {path}, wanted a Python file that can be imported")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return import_file(f"user_method_{path.stem}", path)
     except (Exception, SystemExit) as error:
         raise UsageError(f"method: {path} cannot be imported: {describe_exception(error, str(path.resolve()))}") from error
-    return module
 
 
 def _from_module(module: ModuleType, name: str, function_name: str | None = None) -> Method:

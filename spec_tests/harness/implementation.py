@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import re
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 
 from evictionary import reference
+from evictionary.source import import_file
 from evictionary.spec_tests.harness.arithmetic import round_to
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
@@ -442,15 +442,10 @@ def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleTyp
     for file in files:
         # A name of its own: `keydiff` alone could shadow an installed module, and two implementations could collide.
         name = f"_judged_{abs(hash(str(file)))}_{file.stem}"
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
+            modules[file.stem] = import_file(name, file)
         except Exception as error:
             raise UnusableImplementation(f"{file.name}: importing it raised {type(error).__name__}: {error}") from error
-        modules[file.stem] = module
     return modules, None
 
 
