@@ -29,7 +29,6 @@ from evictionary.methods import catalogue
 from evictionary.models.load import EMBEDDED
 from evictionary.models.load import load as load_model
 
-RESULT = RESULTS / "model.json"
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 128}}
 ROUNDS, DECODED = 5, 8
 BUDGET, BLOCK = 1024, 512
@@ -132,8 +131,9 @@ def main() -> None:
     parser.add_argument("--model", default=EMBEDDED, help="a hub name, a folder, or embedded (the default)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt (default 4096; the blocks read twice that)")
     parser.add_argument("--only", choices=["compression", "decoding", "blocks"], action="append", help="may be repeated")
-    parser.add_argument("--out", type=Path, default=RESULT, help="the folder for the JSON")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS, help="where model.json goes (benchmarks/results)")
     arguments = parser.parse_args()
+    result = arguments.out / "model.json"
     model, tokenizer = load_model(arguments.model)
     ids = passkey.make(tokenizer, depth=0.5, tokens=2 * arguments.tokens + 200).context_ids.to(model.device)
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -141,7 +141,7 @@ def main() -> None:
         "decoding": lambda: decoding(model, ids[:, : arguments.tokens]),
         "blocks": lambda: blocks(model, ids[:, : min(2 * arguments.tokens, model.config.max_position_embeddings)]),
     }
-    found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     found |= {
         "model": arguments.model,
         "tokens": arguments.tokens,
@@ -155,7 +155,7 @@ def main() -> None:
     for name in arguments.only or parts:
         found[name] = parts[name]()
         show(name, found[name])
-        write_json(arguments.out, found)  # a killed run keeps what it had
+        write_json(result, found)  # a killed run keeps what it had
 
 
 if __name__ == "__main__":
