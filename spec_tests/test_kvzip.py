@@ -11,6 +11,8 @@ from evictionary.spec_tests.harness.by_hand import (
     for_each_reader,
     require_equal,
     require_loops,
+    require_near,
+    rounding,
     width,
 )
 from evictionary.spec_tests.harness.cases import cases, long_cases, long_rows, seeded_cases, seeds
@@ -152,3 +154,17 @@ def test_every_token_of_a_long_text_has_its_largest_attention(impl, case):
     weights = by_hand(impl.round(case.keys), *states)
     largest = weights.max(axis=2).reshape(*case.keys.shape[:2], -1, case.length).max(axis=2)
     allowed.wider(1e-12, 1e-12).check(impl.kvzip.score(case.keys, *states), "the score of a long text", largest)
+
+
+@law("KZ-2", of=SCORE, examples=3, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)), count=counts)
+def test_padding_takes_no_part_in_a_long_text(impl, case, count):
+    """The whole replay looks at one token: all others score 0. A padded query would see all alike, a padded key would win."""
+    heads, place = case.num_kv_heads, case.seed % case.length
+    keys, replay_keys = (np.full((1, heads, length, case.head_dim), -64.0) for length in (case.length, count))
+    queries = np.zeros((1, heads * case.group, count, case.head_dim))
+    keys[:, :, place, 0], queries[..., 0] = -32, 64
+    expected = np.zeros((1, heads, case.length))
+    expected[:, :, place] = 1
+    got = impl.kvzip.score(keys, queries, replay_keys)
+    require_near(got, expected, rounding(impl), "the score")
+    require_near(np.where(expected == 1, 0, got), 0 * expected, 1e-6 * rounding(impl), "the score of what no query looks at")
