@@ -29,6 +29,13 @@ def last_queries(case):
     return case.queries[:, :, : case.keys.shape[2]]
 
 
+def mean_weights(queries, keys):
+    """The attention of one query of each head on long keys [1, H_kv, T, D], mean over the heads, once for each KV head."""
+    by_head = queries[0, :, 0].reshape(keys.shape[1], -1, keys.shape[3])
+    mean = np.mean([weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)], axis=0)
+    return np.broadcast_to(mean, keys.shape[:3])
+
+
 @law("TO-1", of=SCORE, case=cases())
 def test_score_is_the_mean_attention_of_the_last_query(impl, case):
     """softmax(q K^T / sqrt(D)) of the last query, averaged over all query heads of the layer; also computed head by head."""
@@ -117,11 +124,23 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
 def test_the_last_query_scores_all_of_a_long_prompt(impl, case):
     """Over thousands of tokens the weights of each query head are normalised together, and averaged over all heads."""
     queries, keys = impl.round(case.queries[:, :, -1:]), impl.round(case.keys)
-    by_head = queries[0, :, 0].reshape(case.num_kv_heads, case.group, -1)
-    mean = np.mean([weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)], axis=0)
-    expected = np.broadcast_to(mean, keys.shape[:3])
+    expected = mean_weights(queries, keys)
     slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
     got = impl.tova.score(queries, keys)
     require_near(got, expected, slack, "the score of a long prompt")
     # Where rounded logits leave a single weight no digit, the errors of thousands cancel.
     require_near(got.sum(axis=-1), np.ones(keys.shape[:2]), rounding(impl, case.length), "the sum of the scores")
+
+
+@law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16,), lengths=SPLIT_LENGTHS))
+def test_no_split_of_a_long_prompt_is_lost(impl, case):
+    """Each query head shares its weight among a few neighbouring tokens; the heads find them from the first token to the last."""
+    heads = case.num_kv_heads * case.group
+    places = np.linspace(0, case.length - 1, max(64, 4 * heads)).astype(int)
+    reader, readers = np.arange(len(places)) * heads // len(places), np.arange(heads)
+    # Exact products, and equal ones where a head looks: rounded logits hide no split. All are negative, so that padding shows.
+    keys, queries = np.full((1, case.num_kv_heads, case.length, case.head_dim), -32.0), np.zeros((1, heads, 1, case.head_dim))
+    keys[0, reader // case.group, places, reader % case.group % case.head_dim] = -16
+    queries[0, readers, 0, readers % case.group % case.head_dim] = 32
+    expected = mean_weights(queries, keys)
+    require_near(impl.tova.score(queries, keys), expected, rounding(impl) * expected.max(), "the score of a long prompt")
