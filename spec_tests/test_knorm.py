@@ -38,3 +38,14 @@ def test_every_key_of_a_long_prompt_has_its_norm(impl, case):
     expected = -np.sqrt(sum(np.square(keys[..., channel]) for channel in range(keys.shape[-1])))
     slack = -rounding(impl, keys.shape[-1]) * expected
     require_near(impl.knorm.score(keys), expected, slack, "the score of a long prompt")
+
+
+@law("KN-1", of="knorm.score", examples=3, case=long_cases(lengths=(4095, 8191), head_dims=(256, 128)))
+def test_small_squares_beside_a_large_one_count(impl, case):
+    """A square of 2^14, wherever it stands, beside many that a sum in float16, or in bfloat16, loses one by one."""
+    tokens = np.arange(case.length)
+    small = np.where(tokens < case.length // 2, 2.75, 7.5)[:, None]
+    keys = np.broadcast_to(small, (1, case.num_kv_heads, case.length, case.head_dim)).copy()
+    keys[:, :, tokens, tokens % case.head_dim] = 128
+    expected = -np.sqrt(np.square(keys).sum(axis=-1))
+    require_near(impl.knorm.score(keys), expected, -rounding(impl, case.head_dim) * expected, "the score")

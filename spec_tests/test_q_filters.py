@@ -140,3 +140,14 @@ def test_every_key_of_a_long_prompt_is_projected(impl, case):
     size = np.abs(keys) @ np.abs(filters)[..., None]
     slack = rounding(impl, case.head_dim) * size[..., 0] + (2.0**-23 if impl.dtype == "float16" else 0)
     require_near(impl.q_filters.score(keys, filters), expected, slack, "the score of a long prompt")
+
+
+@law("QF-3", of=SCORE, examples=3, case=long_cases(lengths=(4095, 8191), head_dims=(256, 128)))
+def test_small_products_between_large_ones_count(impl, case):
+    """32768 and -32768 cancel, wherever they stand, and ones are left: a sum in float32 is exact, one in float16 loses the ones."""
+    keys = np.full((1, case.num_kv_heads, case.length, case.head_dim), 1 / 16)
+    filters, tokens = np.full((1, case.num_kv_heads, case.head_dim), 16.0), np.arange(case.length)
+    keys[:, :, tokens, tokens % case.head_dim] = 2048
+    keys[:, :, tokens, (tokens + 17) % case.head_dim] = -2048
+    expected = 16 * keys.sum(axis=-1)
+    require_near(impl.q_filters.score(keys, filters), expected, rounding(impl) * np.abs(expected), "the score")
