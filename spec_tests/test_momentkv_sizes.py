@@ -45,8 +45,12 @@ def long_situation(impl, case, share):
     """Keys and values of a long prompt, a query, what of them is evicted, and its moments, as the dtype represents them."""
     keys, values, query = impl.round(case.keys), impl.round(case.values), impl.round(case.queries[:, :, 0])
     evicted = np.random.default_rng(case.seed).random(keys.shape[:3]) < share
-    moments = held(impl, sums(keys, values, evicted))
-    return query, keys, values, evicted, Moments(moments.count, *(impl.round(field) for field in moments[1:]))
+    return query, keys, values, evicted, as_held(impl, sums(keys, values, evicted))
+
+
+def as_held(impl, moments):
+    """The moments as the dtype represents them, where it can hold them."""
+    return Moments(moments.count, *(impl.round(field) for field in held(impl, moments)[1:]))
 
 
 def estimate(impl, queries, moments):
@@ -57,6 +61,53 @@ def estimate(impl, queries, moments):
     magnitude = np.abs(mean) + np.abs(queries) @ (np.abs(moments.value_key_sum) + np.abs(outer)).T / scale
     slack = rounding(impl, queries.shape[-1]) * magnitude
     return mean + queries @ (moments.value_key_sum - outer).T / scale, slack
+
+
+def looked_at(case):
+    """Exact queries, keys and values: each query head looks at four tokens alike, three neighbours and one in the last quarter.
+
+    Returns queries [1, H_q, D], keys, values, and the tokens of each query head [H_q, 4]. The values are 1 at the three, 8 at the
+    fourth and 0 at all other tokens, which weigh nothing: a split that is lost or weighted alike changes the answer by a factor.
+    """
+    heads = case.num_kv_heads * case.group
+    places = np.linspace(0, case.length - 1, 4 * heads).astype(int)
+    tokens = np.concatenate([places[: 3 * heads].reshape(heads, 3), places[3 * heads :, None]], axis=1)
+    reader = np.arange(heads)
+    queries, channel = np.zeros((1, heads, case.head_dim)), reader % case.group
+    queries[0, reader, channel] = 32
+    keys = np.full((1, case.num_kv_heads, case.length, case.head_dim), -32.0)
+    keys[0, (reader // case.group)[:, None], tokens, channel[:, None]] = -16
+    values = np.zeros((1, case.num_kv_heads, case.length, case.value_dim))
+    values[0, (reader // case.group)[:, None], tokens] = np.array([1.0, 1, 1, 8])[:, None]
+    return queries, keys, values, tokens
+
+
+def unseen(impl, keys, values, tokens):
+    """Half of the tokens that no head looks at, as evicted, and their moments, as the dtype represents them."""
+    evicted = np.broadcast_to(np.arange(keys.shape[2]) % 2 == 1, keys.shape[:3]) & ~np.isin(np.arange(keys.shape[2]), tokens)
+    return evicted, as_held(impl, sums(keys, values, evicted))
+
+
+@law("MK-12", of=ATTEND, examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
+def test_no_split_of_the_retained_tokens_is_lost(impl, case):
+    """Each query head looks at three tokens of value 1 and at one of value 8, in other splits: the output is their mean."""
+    queries, keys, values, tokens = looked_at(case)
+    evicted, moments = unseen(impl, keys, values, tokens)
+    expected = np.full((*queries.shape[:2], case.value_dim), 11 / 4)
+    got = impl.momentkv.attend(queries, keys, values, ~evicted, moments)
+    require_near(got, expected, rounding(impl) * expected, "the output over a long cache")
+
+
+@law("MK-10", of=SCORE, examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
+def test_no_split_of_a_long_cache_is_scored_apart(impl, case):
+    """Each query head shares its weight among four tokens in several splits; the moments explain no value."""
+    queries, keys, values, tokens = looked_at(case)
+    _, moments = unseen(impl, keys, values, tokens)
+    expected = np.zeros(keys.shape[:3])
+    expected[0, np.arange(len(tokens))[:, None] // case.group, tokens] = 1 / (4 * case.group)
+    expected *= np.linalg.norm(values, axis=-1)
+    slack = rounding(impl, case.value_dim) * expected + 1e-3 * rounding(impl) * expected.max()
+    require_near(impl.momentkv.score(queries, keys, values, moments), expected, slack, "the score of a long cache")
 
 
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
@@ -95,6 +146,21 @@ def test_moments_of_thousands_of_evicted_tokens_are_their_sums(impl, case):
     require_equal(got[0], expected.count, "the count of the evicted tokens is wrong")
     for name, field, wanted, magnitude in zip(Moments._fields[1:], got[1:], expected[1:], sizes, strict=True):
         require_near(field, wanted, rounding(impl, case.length) * magnitude, f"{name} of many tokens")
+
+
+@law("MK-25", of=UPDATE, examples=2, case=long_cases(lengths=(16_384, 65_536, 8_192)))
+def test_sums_of_thousands_that_cancel_are_exact(impl, case):
+    """Keys of 16 and of -16 cancel, and one that is larger by 1 is left: a sum in float32 is exact, in half precision none is."""
+    tokens = np.arange(case.length // 4 * 4)
+    keys = np.zeros((1, case.num_kv_heads, case.length, case.head_dim))
+    values, evicted = np.zeros((*keys.shape[:3], case.value_dim)), np.zeros(keys.shape[:3], dtype=bool)
+    keys[:, :, tokens] = np.where(tokens < len(tokens) // 2, 16, -16)[:, None]
+    keys[:, :, 2 * (case.seed % (len(tokens) // 2))] += 1
+    values[:, :, tokens], evicted[:, :, tokens] = (1 - 2 * (tokens % 2))[:, None], True
+    got = impl.momentkv.update(no_moments(keys, values), keys, values, evicted)
+    require_equal(got[0], np.full(keys.shape[:2], float(len(tokens))), "the count of the evicted tokens is wrong")
+    for name, field, wanted in zip(Moments._fields[1:], got[1:], (1.0, 0.0, 1.0), strict=True):
+        require_near(field, np.full(np.shape(field), wanted), rounding(impl), f"{name} of tokens that cancel")
 
 
 @law("MK-10", of=SCORE, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))

@@ -12,6 +12,7 @@ from evictionary.spec_tests.harness.by_hand import (
     require_equal,
     require_loops,
     require_near,
+    rounding,
     softmax_slack,
     width,
 )
@@ -248,6 +249,17 @@ def test_copies_among_a_thousand_keys_are_counted(impl, case):
     expected = of_copies(impl.round(case.keys))
     error = 64 * EPSILON[impl.dtype]
     Allowance(expected, error * expected.max(), error * expected.mean()).check(impl.rkv.redundancy(case.keys), "the redundancy")
+
+
+@law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(lengths=(1025, 767), head_dims=(64, 80)))
+def test_only_the_latest_of_a_thousand_copies_is_forgiven(impl, case):
+    """All keys point one way: each row forgives the last key, the last row the one before. A factor e tells a forgiven key."""
+    keys, count = np.zeros((1, case.num_kv_heads, case.length, case.head_dim)), case.length
+    keys[..., 0] = 2.0 ** (np.arange(count) % 3)
+    means = np.full(count, (count - 1) / count)
+    means[-2:] = (count - 2) / count, 0
+    expected = np.broadcast_to(np.exp(means) / np.exp(means).sum(), keys.shape[:3])
+    require_near(impl.rkv.redundancy(keys), expected, rounding(impl) * expected, "the redundancy of copies")
 
 
 def of_copies(keys):
