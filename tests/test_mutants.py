@@ -34,6 +34,17 @@ def test_every_mutant_dies_by_its_own_law(name: str) -> None:
 SIZES = sorted(name for name, mutant in MUTANTS.items() if mutant.above)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_every_mutant_of_size_dies_in_bfloat16_too(name: str) -> None:
+    """Kernels at real sizes run in half precision, whose tolerance is wide: a law has to draw inputs where the mistake is wider."""
+    mutant = MUTANTS[name]
+    implementation = mutant.implementation("bfloat16")
+    own = [law for law in laws_for(mutant, mutant.killed_by) if law.examples and not law.missing(implementation)[0]]
+    outcomes = {law.name: outcome(law, implementation)[0] for law in own}
+    assert "killed" in outcomes.values(), outcomes
+
+
 @pytest.mark.parametrize("name", sampled(SIZES, every=16))
 def test_a_mistake_of_size_passes_every_law_of_short_inputs(name: str) -> None:
     """It is right up to its size: only laws that draw long inputs (`examples`) can see it."""

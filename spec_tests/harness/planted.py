@@ -54,9 +54,10 @@ class Mutant:
         """What is called in the place of the right function."""
         return self.written or edited(self.of, self.edited or self.of, self.edits)
 
-    def implementation(self) -> Implementation:
-        """The reference with this one function replaced."""
-        fields = {"array_library": "torch", "dtype": "float32"} if self.array_library == "torch" else {}
+    def implementation(self, dtype: str | None = None) -> Implementation:
+        """The reference with this one function replaced, judged at a dtype: without one at float64, and float32 for torch."""
+        in_torch = self.array_library == "torch"
+        fields = {"array_library": self.array_library, "dtype": dtype or ("float32" if in_torch else "float64")}
         return replaced(f"mutant {self.name}", {self.of: self.function}, **fields)
 
 
