@@ -7,14 +7,18 @@ They equal, in torch, for one KV head and the query heads g of its group:
 
 K and V are read from memory once, for any group size; T * H_q float32 logits are written and read again.
 
-First launch, `split_covariances`: tensor cores multiply keys in their own dtype, in which a covariance has 8 bits (bfloat16) or
-11. Keys are exact, so only Sigma has to be split: high + low, each in the dtype of the keys, is Sigma to 16 bits or more, for
-twice the multiplications. Sigma is first scaled by a power of two that brings its largest element to [2^13, 2^14): float16 has
-no numbers above 65,504, and fewer bits below 2^-14. float32 keys are multiplied in full float32, which needs no second part.
+First launch, `split_covariances`: prepares each covariance Sigma. It is symmetric: with its channels in two halves a and b,
+k^T Sigma k is a^T Sigma_aa a + 2 b^T Sigma_ba a + b^T Sigma_bb b, three of four products. The launch stores Sigma_ba + Sigma_ab^T
+for 2 Sigma_ba, so that a Sigma that is not quite symmetric gives the same.
+Tensor cores multiply keys in their own dtype, in which a covariance has 8 bits (bfloat16) or 11. Keys are exact, so only Sigma has
+to be split: high + low, each in the dtype of the keys, is Sigma to 16 bits or more, for twice the multiplications. Sigma is first
+scaled by a power of two that brings its largest element to [2^13, 2^14): float16 has no numbers above 65,504, and fewer bits below
+2^-14. float32 keys are multiplied in full float32, which needs no second part.
 Second launch, `expected_logits`: one program takes one tile of tokens of one KV head. It walks the covariances of the group in
-slices of columns: K_tile @ Sigma_slice on tensor cores, plus the mean, times the same columns of the tile, summed along the row.
-The logits of the group are stored together, with the maximum and the sum of exponentials of the tile; the norms of the values go
-to the memory of the scores. A slice and not all of Sigma, because two programs of a multiprocessor have to share its registers.
+slices of columns, first those of half b and then those of half a: K_tile @ Sigma_slice on tensor cores, plus the mean, times the
+same columns of the tile, summed along the row. The logits of the group are stored together, with the maximum and the sum of
+exponentials of the tile; the norms of the values go to the memory of the scores. A slice and not all of Sigma, because two
+programs of a multiprocessor have to share its registers.
 Third launch, `weigh_values`: one program takes a run of tokens, adds up the maxima and sums of its KV head in the order of the
 tiles, and turns logits and norms to scores.
 """
@@ -58,7 +62,7 @@ def score(
     scores = floats(keys, batch, num_kv_heads, length)
     split_covariances[(readers,)](
         covariances, parts, factors, *covariances.stride(), num_query_heads, head_dim,
-        BLOCK_R=16, BLOCK_D=tile["BLOCK_D"], TERMS=terms, num_warps=warps(keys, 256),
+        BLOCK_R=16, BLOCK_D=2 * tile["BLOCK_H"], TERMS=terms, num_warps=warps(keys, 256),
     )  # fmt: skip
     expected_logits[(heads * tiles,)](
         keys, values, means, parts, factors, logits, highest, mass, scores,
@@ -74,17 +78,17 @@ def score(
 
 def _tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     """Return the constants of `expected_logits`."""
-    block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
+    block_d, block_dv = padded(keys.shape[-1], 32), padded(values.shape[-1])
     wide = block_d > 128
     if keys.dtype == torch.float32:
-        # Without tensor cores each product takes registers of its own: slices of 32 columns would spill a few.
-        tile = {"BLOCK_T": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
+        # Without tensor cores each product takes registers of its own. With one stage all keys stay in registers too, and spill.
+        tile = {"BLOCK_T": 32, "BLOCK_N": 16, "num_warps": 8}
     else:
-        tile = {"BLOCK_T": 64 if wide else 128, "BLOCK_N": 32 if wide else 64, "num_warps": 4 if wide else 8, "num_stages": 2}
+        tile = {"BLOCK_T": 64 if wide else 128, "BLOCK_N": 32 if wide else 64, "num_warps": 4 if wide else 8}
         if block_d == 128:  # two programs on a multiprocessor; left alone, the compiler takes a few registers more
             tile |= register_limit(keys, 128)
-    tile["BLOCK_N"] = min(tile["BLOCK_N"], block_d)
-    return tile | {"BLOCK_D": block_d, "BLOCK_DV": block_dv, "DOT_DTYPE": dot_dtype(keys)}
+    tile["BLOCK_N"] = min(tile["BLOCK_N"], block_d // 2)
+    return tile | {"BLOCK_H": block_d // 2, "BLOCK_DV": block_dv, "DOT_DTYPE": dot_dtype(keys), "num_stages": 2}
 
 
 @triton.jit
@@ -100,7 +104,10 @@ def split_covariances(
     covariances_ptr, parts_ptr, factors_ptr, stride_b, stride_h, stride_r, stride_c, num_query_heads, head_dim,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """parts[0] + parts[1] = Sigma * 2^e, and factors = 2^-e / (2 d). Grid: query heads of all sequences."""
+    """Write parts[0] + parts[1] = Sigma * 2^e, with Sigma_ab added to Sigma_ba, and factors = 2^-e / (2 d).
+
+    Grid: query heads of all sequences.
+    """
     reader = tl.program_id(0).to(tl.int64)
     base = at_head(covariances_ptr, reader, num_query_heads, stride_b, stride_h)
     columns = tl.arange(0, BLOCK_D)
@@ -114,6 +121,8 @@ def split_covariances(
     for first in range(0, head_dim, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)
         covariance = load_tile(base, rows, columns, rows < head_dim, stride_r, stride_c, head_dim) * scale
+        below = (rows >= BLOCK_D // 2) & (rows < head_dim)  # Sigma_ba gets Sigma_ab^T; nobody reads Sigma_ab
+        covariance += load_tile(base, rows, columns, below, stride_c, stride_r, BLOCK_D // 2) * scale
         inside = (rows < head_dim)[:, None] & (columns < head_dim)[None, :]
         offsets = rows[:, None] * head_dim + columns[None, :]
         high = covariance.to(parts_ptr.dtype.element_ty)
@@ -123,41 +132,51 @@ def split_covariances(
             tl.store(target + head_dim * head_dim + offsets, low, mask=inside)
 
 
+@triton.jit
+def times_sigma(keys, sigma_ptr, rows, columns, head_dim, product, TERMS: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """Return `product` + keys @ sigma, for the given rows and columns of the scaled covariance, all its terms."""
+    sigma_ptr += rows[:, None] * head_dim + columns[None, :]
+    inside = (rows < head_dim)[:, None] & (columns < head_dim)[None, :]
+    for term in tl.static_range(TERMS):
+        sigma = tl.load(sigma_ptr + term * head_dim * head_dim, mask=inside, other=0.0).to(tl.float32).to(DOT_DTYPE)
+        product = tl.dot(keys, sigma, acc=product, input_precision="ieee")
+    return product
+
+
 @triton.jit(do_not_specialize=["length", "tiles"])
 def expected_logits(
     keys_ptr, values_ptr, means_ptr, parts_ptr, factors_ptr, logits_ptr, highest_ptr, mass_ptr, norms_ptr,
     key_strides, value_strides, num_kv_heads, group, length, tiles, head_dim, value_dim,
     GROUP: tl.constexpr, TERMS: tl.constexpr, RESCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """EA-7 of one tile of one KV head for every query head of its group, and the norms of its values. Grid: heads * tiles."""
     program = tl.program_id(0).to(tl.int64)
     head, tile = program // tiles, program % tiles
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = tokens < length
-    channels = tl.arange(0, BLOCK_D)
     rows = at_head(keys_ptr, head, num_kv_heads, key_strides[0], key_strides[1])
-    # keys [BLOCK_T, BLOCK_D]: one factor of every product
-    keys = load_tile(rows, tokens, channels, inside, key_strides[2], key_strides[3], head_dim).to(DOT_DTYPE)
+    # keys_a, keys_b [BLOCK_T, BLOCK_H]: the left factors of every product
+    a, b = tl.arange(0, BLOCK_H), BLOCK_H + tl.arange(0, BLOCK_H)
+    keys_a = load_tile(rows, tokens, a, inside, key_strides[2], key_strides[3], head_dim).to(DOT_DTYPE)
+    keys_b = load_tile(rows, tokens, b, inside, key_strides[2], key_strides[3], head_dim).to(DOT_DTYPE)
     members = tl.arange(0, GROUP)
     logits = tl.zeros([GROUP, BLOCK_T], dtype=tl.float32)
-    for step in range(0, group * (BLOCK_D // BLOCK_N)):
-        member = step // (BLOCK_D // BLOCK_N)
-        reader = head * group + member
-        columns = (step % (BLOCK_D // BLOCK_N)) * BLOCK_N + tl.arange(0, BLOCK_N)
-        # sigma [BLOCK_D, BLOCK_N]: a slice of the scaled covariance
-        sigma_ptr = parts_ptr + reader * (TERMS * head_dim * head_dim) + (channels[:, None] * head_dim + columns[None, :])
-        sigma_inside = (channels < head_dim)[:, None] & (columns < head_dim)[None, :]
-        sigma = tl.load(sigma_ptr, mask=sigma_inside, other=0.0).to(tl.float32).to(DOT_DTYPE)
-        # part [BLOCK_T, BLOCK_N]: the same columns of the keys, from the caches
-        part = load_tile(rows, tokens, columns, inside, key_strides[2], key_strides[3], head_dim)
-        mean = tl.load(means_ptr + reader * head_dim + columns, mask=columns < head_dim, other=0.0)
-        product = tl.dot(keys, sigma, input_precision="ieee")
-        if TERMS == 2:
-            sigma = tl.load(sigma_ptr + head_dim * head_dim, mask=sigma_inside, other=0.0).to(tl.float32).to(DOT_DTYPE)
-            product = tl.dot(keys, sigma, acc=product, input_precision="ieee")
-        logit = tl.sum(part * (product * tl.load(factors_ptr + reader) + mean[None, :]), axis=1)
-        logits += tl.where((members == member)[:, None], logit[None, :], 0.0)
+    for half in tl.static_range(1, -1, -1):  # half b first, which needs fewer registers
+        for step in range(0, group * (BLOCK_H // BLOCK_N)):
+            member = step // (BLOCK_H // BLOCK_N)
+            reader = head * group + member
+            columns = half * BLOCK_H + (step % (BLOCK_H // BLOCK_N)) * BLOCK_N + tl.arange(0, BLOCK_N)
+            sigma_ptr = parts_ptr + reader * (TERMS * head_dim * head_dim)
+            product = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+            product = times_sigma(keys_b, sigma_ptr, b, columns, head_dim, product, TERMS, DOT_DTYPE)
+            if half == 0:
+                product = times_sigma(keys_a, sigma_ptr, a, columns, head_dim, product, TERMS, DOT_DTYPE)
+            # part [BLOCK_T, BLOCK_N]: these columns of the keys, from the caches
+            part = load_tile(rows, tokens, columns, inside, key_strides[2], key_strides[3], head_dim)
+            mean = tl.load(means_ptr + reader * head_dim + columns, mask=columns < head_dim, other=0.0)
+            logit = tl.sum(part * (product * tl.load(factors_ptr + reader) + mean[None, :]), axis=1)
+            logits += tl.where((members == member)[:, None], logit[None, :], 0.0)
     # Every tile has a token, so no maximum is -inf.
     logits = tl.where(inside[None, :], logits, float("-inf"))
     highest = tl.max(logits, axis=1)
