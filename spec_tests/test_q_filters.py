@@ -61,6 +61,13 @@ def test_the_direction_is_not_that_of_the_mean(impl):
     require_near(got, np.array([1, slope]) / (1 + slope**2) ** 0.5, error(impl), "the direction")
 
 
+@law("QF-1", of=DIRECTION)
+def test_the_mean_is_not_taken_away(impl):
+    """(3, 1), (3, 1), (3, -1), (3, -1): channel 0 holds the squares. Without their mean, (3, 0), channel 1 would."""
+    got = impl.q_filters.main_direction(np.array([[3.0, 1], [3, 1], [3, -1], [3, -1]]))
+    require_near(got, np.array([1.0, 0]), error(impl), "the direction")
+
+
 @law("QF-2", of=CALIBRATE)
 def test_the_filter_is_the_mean_of_the_group(impl):
     """Query heads 0 and 1 read KV head 0: along (1, 0) and (0, 1) their mean is (1/2, 1/2); heads 2 and 3 cancel."""
