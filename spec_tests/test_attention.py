@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -197,4 +199,35 @@ def test_the_last_queries_see_all_of_a_long_prompt(impl, case, last):
     queries, keys = impl.round(np.random.default_rng(case.seed).normal(size=shape)), impl.round(case.keys)
     expected = causal_weights(queries, keys)
     slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    require_near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")
+
+
+@law("ATT-1", of="attention.attend", examples=3, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
+def test_no_split_of_a_long_cache_is_lost(impl, case):
+    """Each query head shares its weight among a few neighbouring tokens; the heads find them from the first token to the last."""
+    heads = case.num_kv_heads * case.group
+    queries, keys, values = np.zeros((1, heads, 1, case.head_dim)), *(np.full_like(each, -64) for each in (case.keys, case.values))
+    places = np.linspace(0, case.length - 1, max(64, 4 * heads)).astype(int)
+    reader, readers = np.arange(len(places)) * heads // len(places), np.arange(heads)
+    # Exact products, and equal ones where a head looks: rounded logits hide no split. All are negative, so that padding shows.
+    keys[0, reader // case.group, places, reader % case.group] = -2
+    queries[0, readers, 0, readers % case.group] = math.isqrt(case.head_dim)
+    # Neighbours have channels of their own, so that the output has the weight of each.
+    values[0, :, places] = np.eye(case.value_dim)[np.arange(len(places)) % case.value_dim, None]
+    by_head = queries[0, :, 0].reshape(case.num_kv_heads, case.group, -1)
+    outputs = [attention_in_parts(*states)[0] for states in zip(by_head, keys[0], values[0], strict=True)]
+    expected = np.concatenate(outputs)[None, :, None]
+    cache = reference_cache.compress(keys, values, np.ones(keys.shape[:3], dtype=bool))
+    got = impl.attention.attend(queries, cache)[0]
+    require_near(got, expected, rounding(impl, case.length) * expected.max(), "the output over a long cache")
+
+
+@law("ATT-6", of=CAUSAL, examples=3, case=long_cases(lengths=(8191, 4097, 12_289)), last=st.sampled_from([33, 1, 16]))
+def test_no_block_of_the_causal_mask_is_lost(impl, case, last):
+    """Each of the last queries of a long prompt shares its weight among every 17th token up to its own: some in all blocks."""
+    keys, queries = np.full_like(case.keys, -64), np.zeros((1, case.num_kv_heads, last, case.head_dim))
+    # Exact products, and equal ones where a query looks: rounded logits hide no block. All are negative, so that padding shows.
+    keys[:, :, ::17, 0], queries[..., 0] = -2, math.isqrt(case.head_dim)
+    expected = causal_weights(queries, keys)
+    slack = rounding(impl, case.length) * expected.max()
     require_near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")
