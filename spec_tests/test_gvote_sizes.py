@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -104,11 +106,34 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
         raise Violation("a token is kept that is among the top B_0 of no sampled query", may[None], kept)
 
 
+@law("GV-A11", of=SELECT, examples=3, case=long_cases(groups=(4, 1, 16), lengths=(8191, 4097)), p=st.sampled_from([0.95, 0.5]))
+def test_a_budget_of_thousands_is_kept(impl, case, p):
+    """Every other token has the same attention, the others none: B_0 is p of half the tokens, and each sample keeps so many.
+
+    Two samples see the same in all tokens, and in every other one: they keep the first B_0 tokens, and the first B_0 of those.
+    """
+    readers, tokens = (1, case.num_kv_heads * case.group), np.arange(case.length)
+    seen = (tokens + np.arange(case.num_kv_heads)[:, None]) % 2 == 0
+    # Exact products: the seen tokens have the same logit in every dtype.
+    keys, query = np.full_like(case.keys, -64), np.zeros((*readers, case.head_dim))
+    keys[0, ..., 0], query[..., 0] = np.where(seen, -2, -64), math.isqrt(case.head_dim)
+    kept = impl.gvote.select(query, keys, np.stack([np.roll(query, 1, axis=-1), query], axis=2), p=p)
+    require_mask(kept, keys.shape[:3], "the selection")
+    slack, count = mass_slack(impl.dtype, int(np.sqrt(case.length))) + rounding(impl, case.length), seen.sum(axis=1)[:, None]
+    rank = np.minimum(tokens, np.where(seen, np.cumsum(seen, axis=1) - 1, tokens))
+    must, may = rank < np.floor((p - slack) * count), rank <= np.ceil((p + slack) * count)
+    if (must & ~kept[0]).any():
+        raise Violation("a token is evicted that is among the top B_0 of a sample", must[None], kept)
+    if (kept[0] & ~may).any():
+        raise Violation("a token is kept that is among the top B_0 of no sample", may[None], kept)
+
+
 @law(
     "GV-A4",
     of="gvote.hidden_statistics",
     examples=2,
-    case=long_cases(("moving_mean", "vast", "sinks", "minute"), lengths=SPLIT_LENGTHS),
+    # Without the four sinks these are the lengths of a last split of one token, which must not weigh as much as a whole one.
+    case=long_cases(("moving_mean", "vast", "sinks", "minute"), lengths=tuple(length + 4 for length in SPLIT_LENGTHS)),
 )
 def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     """Mean and variance over thousands of tokens, the four sinks skipped, though the mean moves along them."""
