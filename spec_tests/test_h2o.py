@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import strategies as st
 
+from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.by_hand import (
     causal_weights,
     for_each_reader,
@@ -14,6 +17,7 @@ from evictionary.spec_tests.harness.by_hand import (
     require_loops,
     require_near,
     require_totals,
+    rounding,
     softmax_slack,
 )
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
@@ -162,6 +166,22 @@ def test_a_thousand_queries_add_up(impl, case):
     """The attention received from each of a thousand queries is summed, block by block, over the tokens that it sees."""
     queries, keys, expected, slack = long_prompt(impl, case)
     require_near(impl.h2o.score(queries, keys), expected, slack, "the score of a long prompt")
+
+
+@law("H2-1", of=SCORE, examples=2, case=long_cases(lengths=(2305, 2561), head_dims=(64, 80)))
+def test_much_and_little_attention_adds_up(impl, case):
+    """All queries give 1 to the first token, where a sum in half precision stops growing, and to others less than float16 holds."""
+    keys, queries = np.full_like(case.keys, -16), np.zeros_like(case.keys)
+    keys[:, :, 0, 0], queries[..., 0] = 8, math.isqrt(case.head_dim)
+    apart = 24 * math.isqrt(case.head_dim) / math.sqrt(case.head_dim)
+    first, seen = math.exp(apart), np.arange(case.length)
+    little = np.cumsum((1 / (first + seen))[::-1])[::-1]  # of the queries from the token's own to the last
+    expected = np.where(seen == 0, first * little, little)
+    # Equal terms are rounded alike, one after the other: the error of their sum grows with their number, not with its root.
+    slack = rounding(impl, case.length**2) * expected + (2.0**-23 if impl.dtype == "float16" else 0)
+    slack += np.where(seen == 0, 0, np.expm1(apart * EPSILON[impl.dtype]) * expected)  # logits may be rounded to the dtype
+    got = impl.h2o.score(queries, keys)
+    require_near(got, np.broadcast_to(expected, keys.shape[:3]), slack, "the score of a long prompt")
 
 
 @law("H2-1", of=SELECT, examples=2, case=long_cases(groups=(2, 1), lengths=(1025, 767), head_dims=(64, 80)))
