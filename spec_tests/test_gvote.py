@@ -268,3 +268,11 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
             raise Violation("the values are not those of the kept tokens", None, got[1][rows])
     weights = impl.allowance(WEIGHTS, query, np.repeat(keys, case.group, axis=1))
     check_votes(impl, kept, weights, logits, case.num_kv_heads, 0.5)
+
+
+@law("GV-A12", of="gvote.algorithm_1")
+def test_algorithm_1_keeps_as_many_as_p_asks(impl):
+    """Nine equal keys: half of the attention needs five tokens, so one sample keeps five."""
+    keys, hidden = np.ones((1, 1, 9, 2)), np.ones((1, 9, 2))
+    got = impl.gvote.algorithm_1(np.ones((1, 1, 2)), keys, keys, hidden, np.ones((1, 2, 2)), np.zeros((1, 1, 2)), p=0.5)
+    require_equal(np.array(len(got[2])), np.array(5), "half of the attention to nine equal keys keeps another number than five")
