@@ -332,3 +332,39 @@ def test_the_anchor_of_a_long_prompt_is_the_mean_of_its_parts(impl, case):
     keys = of_dtype(impl, case.keys)
     expected = mean_direction(keys, one_over_norm(keys))
     require_near(impl.keydiff.anchor(keys), expected, rounding(impl, keys.shape[-2]), "the anchor of a long prompt")
+
+
+def keys_that_cancel(impl, case):
+    """Keys along the axes, at the scale of the case, and their directions, whose sum every order of adding gives exactly.
+
+    Most lie along the first axis, forwards and, from the middle on, backwards; one in 61 lies along another one. What little
+    is left of thousands is the anchor.
+    """
+    tokens = np.arange(case.length)
+    others = tokens[case.seed % 61 :: 61]
+    units = np.zeros((1, case.num_kv_heads, case.length, case.head_dim))
+    units[..., 0] = np.where(tokens < case.length // 2 + 8, 1, -1)
+    units[:, :, others] = 0
+    units[:, :, others, 1 + others // 61 % (case.head_dim - 1)] = 1
+    scale = {"minute": 2.0**-24, "vast": 2.0**16}.get(case.kind, 1.0)
+    lengths = scale * 2.0 ** np.random.default_rng(case.seed).integers(-3, 4, size=(*units.shape[:-1], 1))
+    return of_dtype(impl, units * lengths), units
+
+
+@law("KD-8", of=SCORE, examples=3, case=long_cases(kinds=ANY_SCALE))
+def test_no_part_of_a_long_prompt_is_lost(impl, case):
+    """Where thousands of directions cancel, a part that is lost, counted twice or weighted wrongly turns the anchor."""
+    keys, units = keys_that_cancel(impl, case)
+    mu = units.mean(axis=-2)
+    expected = -(units @ mu[..., None])[..., 0] / np.linalg.norm(mu, axis=-1)[..., None]
+    slack = rounding(impl, case.length) * np.abs(expected)
+    require_near(impl.keydiff.score(keys), expected, slack, "the score of keys that cancel")
+
+
+@law("KD-8", of="keydiff.anchor", examples=1, case=long_cases(kinds=ANY_SCALE, lengths=(65_537, 40_960, 32_769)))
+def test_the_sum_of_a_long_prompt_keeps_its_last_digits(impl, case):
+    """A sum of directions that grows to tens of thousands and shrinks again is exact in float32; in half precision it is not."""
+    keys, units = keys_that_cancel(impl, case)
+    expected = units.mean(axis=-2)
+    slack = rounding(impl, case.length) * np.abs(expected).max()
+    require_near(impl.keydiff.anchor(keys), expected, slack, "the anchor of keys that cancel")
