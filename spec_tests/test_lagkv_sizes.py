@@ -41,10 +41,29 @@ def expected_score(impl, *partitions):
     return score, slack
 
 
+def of_contrast(case):
+    """Exact partitions at the scale of the case, in which a few neighbouring tokens have all weight but 1e-20 or so.
+
+    These are the last ones by their keys, and any by their values. The range of the next partition is made by one token, its last
+    or any; all others are alike.
+    """
+    tokens = np.arange(case.length)[:, None]
+    last, any_one = case.length - 1, case.seed % case.length
+    scale = {"minute": 2.0**-24, "vast": 2.0**13}.get(case.kind, 1.0)
+    states = (
+        np.sign(case.keys) * np.where(np.abs(tokens - last) < 8, 128, 1),
+        np.sign(case.values) * np.where(np.abs(tokens - any_one) < 8, 128, 1),
+        np.broadcast_to(np.where(tokens == last, 1, -1), case.keys.shape),
+        np.broadcast_to(np.where(tokens == any_one, -1, 1), case.values.shape),
+    )
+    return [scale * part for part in states]
+
+
 def check_score(impl, case):
-    partitions = [of_dtype(impl, states) for states in (case.keys, case.values, case.next_keys, case.next_values)]
-    expected, slack = expected_score(impl, *partitions)
-    require_near(impl.lagkv.score(*partitions), expected, slack, "the score of a long partition")
+    for states in ((case.keys, case.values, case.next_keys, case.next_values), of_contrast(case)):
+        partitions = [of_dtype(impl, part) for part in states]
+        expected, slack = expected_score(impl, *partitions)
+        require_near(impl.lagkv.score(*partitions), expected, slack, "the score of a long partition")
 
 
 @law("LK-9", of=SCORE, examples=2, case=long_cases(ANY_SCALE, lengths=(4097, 8191, 1024)))
@@ -83,3 +102,31 @@ def test_every_partition_of_a_long_prompt_keeps_its_best(impl, case, percent, si
     scores, slack = expected_score(impl, *(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts))
     check_selection(kept[..., sink:last].reshape(scores.shape), scores, percent * lag // 100, slack=float(slack.max()))
     check_selection(kept, np.zeros(kept.shape), int(kept[0, 0].sum()), protected=free, what="the selection of a head")
+
+
+@law(
+    "LK-12",
+    of=SELECT,
+    examples=2,
+    case=long_cases(lengths=(32_769, 8191, 4097)),
+    percent=st.sampled_from([25, 50, 12]),
+    sink=st.sampled_from([16, 4, 0]),
+    lag=st.sampled_from([1024, 128]),
+)
+def test_every_partition_of_a_long_prompt_keeps_its_larger_half(impl, case, percent, sink, lag):
+    """One half of each partition, the second and the first in turn, varies eight times as much as the other: it stays."""
+    places, compressed = np.arange(case.length) - sink, max(0, (case.length - sink) // lag - 1)
+    larger = (places // (lag // 2) + places // lag) % 2 == 1
+    # 8 and -8 stand in every channel of every partition: its range is 16, and all quotients and sums are exact.
+    keys, values = (
+        np.broadcast_to(np.where((places[:, None] + np.arange(states.shape[-1])) % 2, -1.0, 1.0), states.shape)
+        * np.where(larger, 8, 1)[:, None]
+        for states in (case.keys, case.values)
+    )
+    kept = impl.lagkv.select(keys, values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    require_mask(kept, keys.shape[:3], "the selection")
+    own_kept, own_larger = (
+        np.broadcast_to(rows, kept.shape)[..., sink : sink + compressed * lag].reshape(*kept.shape[:2], compressed, lag)
+        for rows in (kept, larger)
+    )
+    check_selection(own_kept, own_larger.astype(float), percent * lag // 100, what="a partition")
