@@ -48,9 +48,10 @@ def check_attend(impl, case, seed, pick, what):
         rows = kept[item, head]
         if rows.any():
             logits = linear(queries[item, reader], keys[item, head, rows].T) / np.sqrt(case.head_dim)
-            exponentials = np.exp(logits - logits.max())
+            largest = logits.max(axis=-1)
+            exponentials = np.exp(logits - largest[:, None])
             by_hand[0][item, reader] = exponentials @ values[item, head, rows] / exponentials.sum(axis=-1)[:, None]
-            by_hand[1][item, reader] = logits.max() + np.log(exponentials.sum(axis=-1))
+            by_hand[1][item, reader] = largest + np.log(exponentials.sum(axis=-1))
     size = 1 + np.abs(queries).max() * np.abs(keys).max() * case.head_dim
     require_loops(allowed.expected, by_hand[pick], size * (1 + np.abs(values).max()))
     allowed.check(impl.attention.attend(case.queries, cache)[pick], what)
