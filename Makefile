@@ -67,6 +67,7 @@ measure: .venv/installed
 # The pages that are made from the code and the stored measurements; a test says when one of them is out of date.
 pages: .venv/installed
 	$(BIN)/python -m docs_build.figures
+	$(BIN)/python -m docs_build.study
 
 # The kept tokens beside those of kvpress, which gets an environment of its own: an optional check.
 peers: .venv/installed

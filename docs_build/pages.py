@@ -233,8 +233,10 @@ def retrieved(page: str, stem: str) -> str:
 
 
 def studied(page: str, part: str) -> str:
-    """A part of what the stored study says: `recommended`, `effects` or `table`."""
+    """A part of what the stored study says: `recommended`, `effects` or `table`; the last two of its final too: `finals.table`."""
     found = json.loads(study.STORED.read_text(encoding="utf-8"))
+    if part.startswith("finals."):
+        found, part = found["finals"], part.removeprefix("finals.")
     return {"recommended": _recommended, "effects": _effects, "table": study.markdown}[part](found)
 
 

@@ -12,6 +12,7 @@ import torch
 from killing import goes_on
 from typer.testing import CliRunner
 
+import docs_build.study
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cli import study as cli_study
 from evictionary.cli.app import app
@@ -152,11 +153,21 @@ def test_the_help_names_the_tasks() -> None:
     assert tuple(cli_study.TASKS.split(",")) == study.TASKS
 
 
+def test_the_stored_study_follows_from_its_measurements_and_its_final_from_other_prompts() -> None:
+    stored, found = json.loads(study.STORED.read_text(encoding="utf-8")), docs_build.study.summary()
+    for one, other in ((stored, found), (stored["finals"], found["finals"])):
+        assert [(row["method"], row["ratio"]) for row in one["rows"]] == [(row["method"], row["ratio"]) for row in other["rows"]]
+        assert [row["cost"] for row in one["rows"]] == pytest.approx([row["cost"] for row in other["rows"]])
+    assert [entry["as_good"] for entry in stored["recommended"]] == [entry["as_good"] for entry in found["recommended"]]
+    every, finals = ({line["seed"] for line in docs_build.study.lines(name)} for name in ("results.jsonl", "finals.jsonl"))
+    assert every.isdisjoint(finals)
+
+
 def test_auto_is_what_the_stored_study_recommends_at_the_nearest_ratio(model_folder: Path, tmp_path: Path) -> None:
     stored = json.loads(study.STORED.read_text(encoding="utf-8"))
     for entry in stored["recommended"]:
         assert study.recommended(entry["ratio"] + 0.01)[0] == entry["method"]
-        rows = [row for row in stored["rows"] if row["ratio"] == entry["ratio"] and not row["own"]]
+        rows = [row for row in stored["finals"]["rows"] if row["ratio"] == entry["ratio"]]
         assert entry["cost"] == min(row["cost"] for row in rows)
     text = tmp_path / "text.txt"
     text.write_text("The gate key is 12. " * 10, encoding="utf-8")

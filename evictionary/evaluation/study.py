@@ -4,6 +4,7 @@ The model reads a prompt once with the full cache. Each composition compresses a
 reads the question and the right answer. The loss is the mean of -log p over the tokens of the answer; a composition's *cost* is its
 loss minus that of the full cache, in nats for each token. An answer is exact where each of its tokens is the likeliest one, which
 is where greedy decoding gives it. A run that was stopped goes on, as in run.py; a line is one selector on one prompt at one ratio.
+The best of many compositions looks better than it is, so a final of a few of them on other prompts decides what is recommended.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ LEAST = 3
 
 Summary = dict[str, Any]
 """model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at each ratio, on how many
-prompts. A row's `own` says that the composition keeps more than was asked for: it is in no comparison at that ratio."""
+prompts; `finals`, the summary of the final, if one was held. A row's `own` says that the composition keeps more than was asked for:
+it is in no comparison at that ratio."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,11 @@ def summarise(lines: Sequence[Line]) -> Summary:
             f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command goes on"
         )
     return found
+
+
+def with_finals(found: Summary, finals: Summary) -> Summary:
+    """A study whose recommendation is that of a final: of a few compositions, on prompts that had no part in choosing these."""
+    return found | {"finals": finals, "recommended": finals["recommended"]}
 
 
 def _rows(ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]) -> tuple[list[dict[str, Any]], np.ndarray]:

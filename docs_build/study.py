@@ -1,0 +1,38 @@
+"""Makes what is stored of the study: `python -m docs_build.study` reads docs/study/, writes its summary and its picture.
+
+results.jsonl are the measurements of every composition, finals.jsonl those of the final, as `evictionary study` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+
+from docs_build.entries import ROOT
+from evictionary.evaluation import study
+from evictionary.evaluation.pages import drawn, put
+from evictionary.evaluation.run import Line
+
+MEASURED = ROOT / "docs" / "study"
+PICTURE = ROOT / "docs" / "images" / "study.svg"
+
+
+def lines(name: str) -> list[Line]:
+    """The measurements in a file of docs/study/."""
+    return [json.loads(line) for line in (MEASURED / name).read_text(encoding="utf-8").splitlines()]
+
+
+def summary() -> study.Summary:
+    """The whole study, with its final."""
+    return study.with_finals(study.summarise(lines("results.jsonl")), study.summarise(lines("finals.jsonl")))
+
+
+def main() -> None:
+    """Write evictionary/evaluation/study.json and docs/images/study.svg."""
+    found = summary()
+    put(study.STORED, json.dumps(found, indent=1) + "\n")
+    put(PICTURE, drawn(study.picture(found), "svg"))
+    print(f"Wrote {study.STORED} and {PICTURE}.")
+
+
+if __name__ == "__main__":
+    main()
