@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 .PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compile-all measure peers wild lint typed laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
-	$(BIN)/evictionary demo --output report.html
+	$(BIN)/evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75 --output report.html
 
 # It needs no browser, no model and no GPU; docs/testing.md says what runs where.
 test: lint .venv/installed
