@@ -123,12 +123,17 @@ def _controls() -> list[str]:
     if not CONTROLS.exists():
         return []
     content = json.loads(CONTROLS.read_text(encoding="utf-8"))
+    how = ["as it is, with the laws and variants of that time."]
+    if "long_every" in content:
+        how = [
+            "as it is and bare: without checks of its arguments, inside a domain that kernel authors write;",
+            f"laws of long inputs are asked at each {content['long_every']}th seed.",
+        ]
     return [
         "",
-        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, as it",
-        "is and bare: without checks of its arguments, inside a domain that kernel authors write. A seed is at one of the dtypes",
-        f"that the variant claims, in turn, with {content['max_examples']} inputs a law;",
-        f"laws of long inputs are asked at each {content['long_every']}th seed.",
+        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, a",
+        f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law,",
+        *how,
         f"{len(content['alarms'])} alarms in {content['runs']} runs",
         f"(`python -m spec_tests.harness.matrix --controls {content['seeds']}`).",
         "",
