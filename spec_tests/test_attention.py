@@ -15,6 +15,8 @@ from evictionary.spec_tests.harness.by_hand import (
     largest_product,
     linear,
     logit_error,
+    looking,
+    neighbours,
     require_equal,
     require_loops,
     require_near,
@@ -206,20 +208,16 @@ def test_the_last_queries_see_all_of_a_long_prompt(impl, case, last):
 @law("ATT-1", of="attention.attend", examples=3, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_no_split_of_a_long_cache_is_lost(impl, case):
     """Each query head shares its weight among a few neighbouring tokens; the heads find them from the first token to the last."""
-    heads = case.num_kv_heads * case.group
-    queries, keys, values = np.zeros((1, heads, 1, case.head_dim)), *(np.full_like(each, -64) for each in (case.keys, case.values))
-    places = np.linspace(0, case.length - 1, max(64, 4 * heads)).astype(int)
-    reader, readers = np.arange(len(places)) * heads // len(places), np.arange(heads)
-    # Exact products, and equal ones where a head looks: rounded logits hide no split. All are negative, so that padding shows.
-    keys[0, reader // case.group, places, reader % case.group] = -2
-    queries[0, readers, 0, readers % case.group] = math.isqrt(case.head_dim)
+    readers, tokens = neighbours(case)
+    queries, keys = looking(case, readers, tokens)
     # Neighbours have channels of their own, so that the output has the weight of each.
-    values[0, :, places] = np.eye(case.value_dim)[np.arange(len(places)) % case.value_dim, None]
-    by_head = queries[0, :, 0].reshape(case.num_kv_heads, case.group, -1)
+    values = np.full_like(case.values, -64)
+    values[0, :, tokens] = np.eye(case.value_dim)[np.arange(len(tokens)) % case.value_dim, None]
+    by_head = queries[0].reshape(case.num_kv_heads, case.group, -1)
     outputs = [attention_in_parts(*states)[0] for states in zip(by_head, keys[0], values[0], strict=True)]
     expected = np.concatenate(outputs)[None, :, None]
     cache = reference_cache.compress(keys, values, np.ones(keys.shape[:3], dtype=bool))
-    got = impl.attention.attend(queries, cache)[0]
+    got = impl.attention.attend(queries[:, :, None], cache)[0]
     require_near(got, expected, rounding(impl, case.length) * expected.max(), "the output over a long cache")
 
 

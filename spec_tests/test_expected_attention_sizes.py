@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import (
     attention_in_parts,
     in_parts,
+    looking,
+    neighbours,
     of_dtype,
     require_near,
     rounding,
@@ -96,14 +96,9 @@ def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
 @law("EA-9", of=SCORE, examples=3, case=long_cases(groups=(4, 1, 16), lengths=SPLIT_LENGTHS))
 def test_no_split_of_a_long_prompt_is_lost(impl, case):
     """Each query head expects its weight on a few neighbouring tokens; the heads find them from the first token to the last."""
-    heads = case.num_kv_heads * case.group
-    keys, values, mean = np.full_like(case.keys, -64), np.full_like(case.values, 1 / 8), np.zeros((1, heads, case.head_dim))
-    places = np.linspace(0, case.length - 1, max(64, 4 * heads)).astype(int)
-    reader, readers = np.arange(len(places)) * heads // len(places), np.arange(heads)
-    # Exact products, and equal ones where a head looks: rounded logits hide no split. All are negative, so that padding shows.
-    keys[0, reader // case.group, places, reader % case.group] = -2
-    mean[0, readers, readers % case.group] = math.isqrt(case.head_dim)
-    covariance = np.zeros((1, heads, case.head_dim, case.head_dim))
+    mean, keys = looking(case, *neighbours(case))
+    values = np.full_like(case.values, 1 / 8)
+    covariance = np.zeros((*mean.shape, case.head_dim))
     covariance[..., -1, -1] = 1 / 1024  # of a channel that all keys have alike: it adds the same to every logit
     norm = np.linalg.norm(values[0, 0, 0])
     by_head = mean[0].reshape(case.num_kv_heads, case.group, -1)

@@ -11,6 +11,7 @@ from evictionary.spec_tests.harness.by_hand import (
     for_each_reader,
     in_parts,
     logit_error,
+    looking,
     over_group,
     require_equal,
     require_near,
@@ -72,19 +73,17 @@ def looked_at(case):
     heads = case.num_kv_heads * case.group
     places = np.linspace(0, case.length - 1, 4 * heads).astype(int)
     tokens = np.concatenate([places[: 3 * heads].reshape(heads, 3), places[3 * heads :, None]], axis=1)
-    reader = np.arange(heads)
-    queries, channel = np.zeros((1, heads, case.head_dim)), reader % case.group
-    queries[0, reader, channel] = 32
-    keys = np.full((1, case.num_kv_heads, case.length, case.head_dim), -32.0)
-    keys[0, (reader // case.group)[:, None], tokens, channel[:, None]] = -16
-    values = np.zeros((1, case.num_kv_heads, case.length, case.value_dim))
-    values[0, (reader // case.group)[:, None], tokens] = np.array([1.0, 1, 1, 8])[:, None]
+    readers = np.repeat(np.arange(heads), 4)
+    queries, keys = looking(case, readers, tokens.ravel())
+    values = np.zeros((*keys.shape[:3], case.value_dim))
+    values[0, readers // case.group, tokens.ravel()] = np.tile([1, 1, 1, 8], heads)[:, None]
     return queries, keys, values, tokens
 
 
 def unseen(impl, keys, values, tokens):
-    """Half of the tokens that no head looks at, as evicted, and their moments, as the dtype represents them."""
-    evicted = np.broadcast_to(np.arange(keys.shape[2]) % 2 == 1, keys.shape[:3]) & ~np.isin(np.arange(keys.shape[2]), tokens)
+    """Some of the tokens that no head looks at, as evicted, and their moments: few enough for the sums to fit into float16."""
+    places = np.arange(keys.shape[2])
+    evicted = np.broadcast_to((places % 128 == 1) & ~np.isin(places, tokens), keys.shape[:3])
     return evicted, as_held(impl, sums(keys, values, evicted))
 
 

@@ -9,6 +9,8 @@ from evictionary.spec_tests.harness.by_hand import (
     causal_weights,
     for_each_reader,
     logit_error,
+    looking,
+    neighbours,
     require_equal,
     require_loops,
     require_near,
@@ -135,12 +137,7 @@ def test_the_last_query_scores_all_of_a_long_prompt(impl, case):
 @law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16,), lengths=SPLIT_LENGTHS))
 def test_no_split_of_a_long_prompt_is_lost(impl, case):
     """Each query head shares its weight among a few neighbouring tokens; the heads find them from the first token to the last."""
-    heads = case.num_kv_heads * case.group
-    places = np.linspace(0, case.length - 1, max(64, 4 * heads)).astype(int)
-    reader, readers = np.arange(len(places)) * heads // len(places), np.arange(heads)
-    # Exact products, and equal ones where a head looks: rounded logits hide no split. All are negative, so that padding shows.
-    keys, queries = np.full((1, case.num_kv_heads, case.length, case.head_dim), -32.0), np.zeros((1, heads, 1, case.head_dim))
-    keys[0, reader // case.group, places, reader % case.group % case.head_dim] = -16
-    queries[0, readers, 0, readers % case.group % case.head_dim] = 32
+    queries, keys = looking(case, *neighbours(case))
+    queries = queries[:, :, None]
     expected = mean_weights(queries, keys)
     require_near(impl.tova.score(queries, keys), expected, rounding(impl) * expected.max(), "the score of a long prompt")

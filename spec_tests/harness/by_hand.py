@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import Implementation
 from evictionary.spec_tests.harness.tolerance import FACTOR, FACTOR_OF, Allowance, Violation, require_numbers
 
@@ -180,6 +181,28 @@ def weights_in_parts(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """The attention of queries [M, D] on all of the keys [T, D] of one head, [M, T], by the log-sum-exp of `attention_in_parts`."""
     normaliser = attention_in_parts(queries, keys, keys[:, :1])[1]
     return np.exp(queries @ keys.T / np.sqrt(keys.shape[-1]) - normaliser[:, None])
+
+
+def looking(case: Case, readers: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Queries [1, H_q, D] and keys [1, H_kv, T, D] with which query head readers[i] looks at tokens[i], and at no other tokens.
+
+    A head looks at all of its tokens alike: the products are exact there, and equal, so that rounded logits hide no split of a long
+    row. All of them are negative, so that padding shows.
+    """
+    heads = np.arange(case.num_kv_heads * case.group)
+    channels = heads % case.group % case.head_dim
+    queries = np.zeros((1, len(heads), case.head_dim))
+    queries[0, heads, channels] = math.isqrt(case.head_dim)
+    keys = np.full((1, case.num_kv_heads, case.length, case.head_dim), -64.0)
+    keys[0, readers // case.group, tokens, channels[readers]] = -2
+    return queries, keys
+
+
+def neighbours(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """A few neighbouring tokens for each query head, from the first to the last token of a long row: the heads, and the tokens."""
+    heads = case.num_kv_heads * case.group
+    tokens = np.linspace(0, case.length - 1, max(64, 4 * heads)).astype(int)
+    return np.arange(len(tokens)) * heads // len(tokens), tokens
 
 
 def angle_error(impl: Implementation, position: float) -> float:

@@ -138,6 +138,7 @@ def _controls() -> list[str]:
         f"(`python -m spec_tests.harness.matrix --controls {content['seeds']}`).",
         "",
         *(f"- {alarm}" for alarm in content["alarms"]),
+        *(f"- Mended since, and silent when run again: {alarm}" for alarm in content.get("mended", [])),
     ]
 
 
