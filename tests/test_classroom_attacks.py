@@ -102,7 +102,7 @@ def packed() -> dict[str, bytes]:
 PACKED = packed()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_archive_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     ending = data.draw(st.sampled_from(sorted(PACKED)))

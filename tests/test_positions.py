@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from hypothesis.stateful import invariant as always
@@ -323,7 +323,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[CacheInUse]
 
 def run(machine: type[CacheInUse], examples: int, **more: Any) -> None:
     given: dict[str, Any] = {"max_examples": examples, "stateful_step_count": 20, "derandomize": True, "database": None} | more
-    run_state_machine_as_test(machine, settings=settings(deadline=None, report_multiple_bugs=False, **given))
+    patient = settings(deadline=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow], **given)
+    run_state_machine_as_test(machine, settings=patient)
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
