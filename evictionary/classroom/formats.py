@@ -120,16 +120,16 @@ def markdown(grade: dict[str, Any]) -> str:
     """A Markdown page: the points, and the first failure in full."""
     lines = [f"# {grade['title']}: {grade['score']} of {grade['max_score']}", ""]
     if grade["error"]:
-        lines += [f"Nothing could be judged: {_cell(grade['error'])}", ""]
+        lines += [f"Nothing could be judged: {cell(grade['error'])}", ""]
     lines += ["| step | requirement | points | verdict |", "|---|---|---|---|"]
     for line in grade["lines"]:
         verdict = f"{line['verdict']}: {line['reason']}" if line["reason"] else line["verdict"]
         cells = (line["title"], line["requirement"], f"{line['points']} of {line['max_points']}", verdict)
-        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        lines.append("| " + " | ".join(cell(each) for each in cells) + " |")
     first = next((line for line in grade["lines"] if line["verdict"] == "failed" and line["message"]), None)
     if first:
         fence = "`" * 8  # a student's message may hold a fence of its own
-        lines += ["", f"## {_cell(first['title'])}", "", fence, visible(first["message"]).replace(fence, ""), fence]
+        lines += ["", f"## {cell(first['title'])}", "", fence, visible(first["message"]).replace(fence, ""), fence]
         lines += ["", f"To read: {first['read']}."] if first["read"] else []
     return "\n".join(lines) + "\n"
 
@@ -167,5 +167,6 @@ def _told(line: dict[str, Any]) -> str:
 _MARKS = re.compile(r"[\\`*_\[\]!|<>&~#@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Anybody's text as one cell of a Markdown table, in which no character means more than itself."""
     return " ".join(_MARKS.sub(lambda found: f"&#{ord(found[0])};", visible(text)).split())

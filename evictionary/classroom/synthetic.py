@@ -2,7 +2,7 @@
 
 `python -m evictionary.classroom.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every attack of
 `attacks.py`; half of the other submissions are right, and half have one planted mistake each.
-`evictionary grade FOLDER --assignment keydiff` grades them.
+`evictionary grade FOLDER --assignment keydiff --output GRADES` grades them, and `--report GRADES` writes docs/classroom/class.md.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import argparse
 import importlib
 import inspect
 import itertools
+import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import attacks, grading
+from evictionary.classroom import attacks, formats, grading
 from evictionary.classroom.assignment import Assignment, Step
 from evictionary.spec_tests.harness.implementation import STEMS, oracle
 from evictionary.spec_tests.harness.law import load_laws
@@ -25,8 +27,9 @@ from evictionary.spec_tests.harness.planted import Mutant, edited_source, load_m
 
 SWEEP_SEED = b"the seeds of the sweep"
 NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
+PAGES = Path(__file__).parents[2] / "docs" / "classroom"
 # A right answer as a student would write it; docs/classroom/transcript.md shows the steps to it.
-SOLUTION = Path(__file__).parents[2] / "docs" / "classroom" / "transcript" / "3_right.py"
+SOLUTION = PAGES / "transcript" / "3_right.py"
 
 _LOADER = '''"""A whole package in one file: what a student hands in who has it right, or who has made one mistake."""
 
@@ -155,8 +158,17 @@ def _judges(step: Step, requirement: str) -> bool:
     return any(load_laws()[name].requirement.id == requirement for name in step.laws)
 
 
-def sweep() -> None:
+def outcomes(name: str, wrong: list[str]) -> list[tuple[bool, bool, str]]:
+    """Hand planted mistakes in: whether each loses its step, whether it is named, and where one is not so, what is known of it."""
+    assignment, mutants = assignments.load(name), [load_mutants()[each] for each in wrong]
+    found = [hand_in(assignment, mutant, SWEEP_SEED) for mutant in mutants]
+    return [(*each, "" if all(each) else _in_whole(assignment, mutant)) for each, mutant in zip(found, mutants, strict=True)]
+
+
+def sweep(jobs: int) -> None:
     """Submit every planted mistake to its assignment and write docs/classroom/mistakes.md."""
+    import joblib
+
     lines = [
         "# Every planted mistake, handed in",
         "",
@@ -168,18 +180,56 @@ def sweep() -> None:
     ]
     exceptions = []
     for name in NUMPY:
-        assignment = assignments.load(name)
-        mutants = mutants_of(assignment)
-        outcomes = {mutant.name: hand_in(assignment, mutant, SWEEP_SEED) for mutant in mutants}
-        lost, told = (sum(outcome[place] for outcome in outcomes.values()) for place in (0, 1))
-        lines.append(f"| {name} | {len(mutants)} | {lost} | {told} |")
+        mutants = mutants_of(assignments.load(name))
+        names = [mutant.name for mutant in mutants]
+        done = joblib.Parallel(n_jobs=jobs)(joblib.delayed(outcomes)(name, names[at : at + 4]) for at in range(0, len(names), 4))
+        judged = list(itertools.chain(*done))
+        lines.append(f"| {name} | {len(mutants)} | {sum(lost for lost, _, _ in judged)} | {sum(told for _, told, _ in judged)} |")
         print(lines[-1], flush=True)
-        for mutant in mutants:
-            if not all(outcomes[mutant.name]):
-                exceptions.append(f"- {name}, {mutant.killed_by}: {mutant.misconception}: {_in_whole(assignment, mutant)}")
+        pairs = zip(mutants, judged, strict=True)
+        exceptions += [f"- {name}, {one.killed_by}: {one.misconception}: {whole}" for one, (_, _, whole) in pairs if whole]
     if exceptions:
         lines += ["", "The exceptions, at these seeds:", "", *exceptions]
-    (SOLUTION.parents[1] / "mistakes.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (PAGES / "mistakes.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def report(grades: Path) -> None:
+    """Write docs/classroom/class.md: the points of a class that `write_class` wrote, and what became of each attack."""
+    points: dict[int, Counter[str]] = {}
+    hostile, seconds = [], []
+    for path in sorted(grades.glob("*/grade.json")):
+        grade = json.loads(path.read_text(encoding="utf-8"))
+        kind = next((kind for kind in ("right", "wrong") if grade["student"].startswith(f"{kind}_")), "hostile")
+        points.setdefault(grade["score"], Counter())[kind] += 1
+        seconds.append(grade["seconds"])
+        if kind == "hostile":
+            said = next((line["reason"] for line in grade["lines"] if line["reason"]), "")
+            name = grade["student"].removeprefix("hostile_").replace("_", " ")
+            said = formats.cell((grade["error"] or said)[:160])
+            hostile.append(f"| {formats.cell(name)} | {grade['score']} | {grade['seconds']:.1f} | {said} |")
+    lines = [
+        "# A class that never was",
+        "",
+        "`python -m evictionary.classroom.synthetic handed_in --count 200` wrote hostile, wrong and right submissions to the",
+        "KeyDiff assignment, `evictionary grade handed_in --assignment keydiff --seconds 5 --output grades` graded them, and",
+        "`python -m evictionary.classroom.synthetic --report grades` made this page.",
+        "",
+        "| points | right | one planted mistake | hostile |",
+        "|---|---|---|---|",
+        *(
+            f"| {each} | {counts['right']} | {counts['wrong']} | {counts['hostile']} |"
+            for each, counts in sorted(points.items())[::-1]
+        ),
+        "",
+        f"{len(seconds)} submissions, {sum(seconds) / len(seconds):.1f} s each on average and {max(seconds):.0f} s at most.",
+        "",
+        "## What became of each attack",
+        "",
+        "| attack | points | seconds | what the result says first |",
+        "|---|---|---|---|",
+        *hostile,
+    ]
+    (PAGES / "class.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -187,9 +237,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("handed_in"))
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--sweep", action="store_true", help="submit every planted mistake and write the page about it")
+    parser.add_argument(
+        "--report", type=Path, metavar="GRADES", help="write the page about a class that was graded into this folder"
+    )
+    parser.add_argument("--jobs", type=int, default=-1, help="processes of --sweep. Default: one for each core")
     arguments = parser.parse_args()
     if arguments.sweep:
-        sweep()
+        sweep(arguments.jobs)
+        return
+    if arguments.report:
+        report(arguments.report)
         return
     print(", ".join(f"{count} {kind}" for kind, count in write_class(arguments.folder, arguments.count).items()))
 
