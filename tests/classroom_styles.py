@@ -150,7 +150,7 @@ def side_by_side(
             results[each].lines[place].verdict = "passed"
         # This process holds the matrix that a student's may not: what a prompt takes is not asked here.
         asked = replace(step, check="") if step.check == "blocks" else step
-        for law in run.laws(asked, None):  # type: ignore[arg-type]
+        for law in run.laws(asked):
             for each, message in failures(law, run, step, judged).items():
                 line = results[each].lines[place]
                 line.verdict, line.message = "failed", line.message or message

@@ -106,11 +106,11 @@ def child_of(folder: Path, source: str, seconds: float = 20) -> Child:
 
 # The assignments
 
-every_assignment = pytest.mark.parametrize("name", [*NUMPY, "kernel", "contest"])
+every_assignment = pytest.mark.parametrize("name", [*NUMPY, "judge", "kernel", "contest"])
 
 
 def test_the_assignments_are_those_of_this_list() -> None:
-    assert assignments.names() == sorted([*NUMPY, "kernel", "contest"])
+    assert assignments.names() == sorted([*NUMPY, "judge", "kernel", "contest"])
 
 
 @every_assignment

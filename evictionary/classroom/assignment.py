@@ -22,9 +22,10 @@ class Step:
 
     `needs` names the steps that must pass before this step is judged; `read` says where to read about it. `check` names a check
     of the grader beside the laws: constants (the student's own defaults), overflow (LagKV's deviations in the thousands), votes
-    (GVote's samples, each by itself), blocks (H2O's scores of a prompt whose matrix the memory does not hold) or kernel (the scores
-    depend on what a Triton kernel writes). `calm` leaves out inputs on
-    which a softmax without its maximum overflows, so that one mistake does not cost a step by luck.
+    (GVote's samples, each by itself), blocks (H2O's scores of a prompt whose matrix the memory does not hold), kernel (the scores
+    depend on what a Triton kernel writes) or rows (the student's rows of scores show the planted mistakes of `catches`; `longest`
+    bounds the tokens of a step with one row, 0 stands for many rows). `calm` leaves out inputs on which a softmax without its
+    maximum overflows, so that one mistake does not cost a step by luck.
     `thoroughness` multiplies the number of inputs that each law draws, for mistakes that show on few inputs.
     """
 
@@ -38,6 +39,8 @@ class Step:
     check: str = ""
     thoroughness: int = 1
     calm: bool = False
+    catches: tuple[str, ...] = ()
+    longest: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,17 @@ from typing import Any
 
 import numpy as np
 from hypothesis import reject
-from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
+from evictionary.classroom import checks
 from evictionary.classroom.assignment import Assignment, Step
 from evictionary.classroom.child import Child, ChildDied, StudentError, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
-from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
 from evictionary.spec_tests.harness.diagnosis import differs, misconceptions
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
+from evictionary.spec_tests.harness.law import Law, load_laws
 from evictionary.spec_tests.harness.matrix import SECONDS, TimedOut, outcome, time_limit
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 
@@ -182,10 +181,12 @@ class _WrongForm(Violation):
 class _Judged(Implementation):
     """An implementation that calls the oracle once for each input.
 
-    calm says that inputs on which a softmax without its maximum overflows are left out, because another step judges them.
+    calm says that inputs on which a softmax without its maximum overflows are left out, because another step judges them. child is
+    the student's process, for what is no function of a method.
     """
 
     calm = False
+    child: Child
 
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         key = hashlib.sha256(pickle.dumps((path, self.dtype, pick, args, kwargs))).digest()
@@ -283,7 +284,7 @@ class _Run:
                 loaded = True
                 result.walls = child.walls
                 implementation = self.implementation(child, step)
-                for law in self.laws(step, child):
+                for law in self.laws(step):
                     missing = law.missing(implementation)[1]
                     word, message = ("failed", missing) if missing else outcome(self.drawn(law, step), implementation)
                     line.laws[law.name] = word
@@ -316,22 +317,13 @@ class _Run:
         for name in child.functions:
             setattr(module, name, _proxy(child, name, getattr(reference, name, None), constants))
         judged = _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", one.dtype)
-        judged.calm = step.calm
+        judged.child, judged.calm = child, step.calm
         return judged
 
-    def laws(self, step: Step, child: Child) -> list[Law]:
-        found = load_laws()
-        laws = [found[name] for name in step.laws]
-        if step.check == "constants":
-            laws.append(_constants_law(self.assignment, step, self.constants))
-        if step.check == "overflow":
-            laws.append(_overflow_law(step))
-        if step.check == "votes":
-            laws.append(_votes_law(step))
-        if step.check == "blocks":
-            laws.append(_blocks_law(step))
-        if step.check == "kernel":
-            laws.append(_kernel_law(step, child, self.seed("kernel")))
+    def laws(self, step: Step) -> list[Law]:
+        laws = [load_laws()[name] for name in step.laws]
+        if step.check:
+            laws.append(checks.law(step, self.assignment.stem, self.constants, self.seed(step.check)))
         return laws
 
     def drawn(self, law: Law, step: Step, shrinks: bool = False) -> Law:
@@ -354,8 +346,9 @@ class _Run:
         matches = misconceptions(law, implementation)
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
         lines = report.sentence(law, implementation, told, matches).replace(f"{StudentError.__name__}: ", "").splitlines()
-        # A student cannot open or run the grader's own files and laws.
-        line.message = "\n".join(each for each in lines if "classroom/" not in each and "grader.py::" not in each)
+        # A student cannot open the grader's own files, nor run its own laws.
+        hidden = ("classroom/", "this law alone") if law.name.startswith(checks.OWN) else ("classroom/",)
+        line.message = "\n".join(each for each in lines if not any(part in each for part in hidden))
         line.message += _hint(told) if not matches else ""
         calls = implementation.calls
         line.repro = _script(report.repro(implementation, calls[-1].function)) if calls else ""
@@ -485,105 +478,3 @@ def _named(stem: str) -> Callable[[str, list[str]], Any]:
         return known if getattr(known, "_fields", None) == tuple(fields) else lambda *items: tuple(items)
 
     return of
-
-
-# The grader's own checks, written as laws
-
-
-def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None], **drawn: Any) -> Law:
-    def judging(impl: Implementation, **inputs: Any) -> None:
-        impl.calls.clear()
-        impl.asking, impl.drawn = "", inputs
-        check(impl, **inputs)
-
-    return Law(REQUIREMENTS[step.requirement], functions, f"grader::{step.name}", sentence, "", judging, drawn, lambda one: "")
-
-
-def _constants_law(assignment: Assignment, step: Step, constants: dict[str, Any]) -> Law:
-    """The defaults of the student's functions: the student's own constants, or those of the paper."""
-    functions = {
-        "lagkv": ("lagkv.retained_length", "lagkv.select"),
-        "expected_attention": ("expected_attention.score",),
-    }[assignment.stem]
-
-    def check(impl: Implementation) -> None:
-        if assignment.stem == "lagkv":
-            _lagkv_defaults(impl, constants)
-            return
-        path = functions[0]
-        case = Case(seed=3, num_kv_heads=2, length=9)
-        query_mean = case.queries[:, :, 0]
-        covariance = np.broadcast_to(np.eye(case.head_dim), (*query_mean.shape, case.head_dim))
-        arguments = (case.keys, case.values, query_mean, covariance.copy())
-        impl.allowance(path, *arguments, **constants).check(impl.expected_attention.score(*arguments), "the score")
-
-    shown = ", ".join(f"{name} {value}" for name, value in constants.items()) or "those of the paper"
-    return _own_law(step, functions, f"The defaults are {shown}.", check)
-
-
-def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
-    """Lengths that reveal another sink or lag size: the first compressed length, the length before it, and the next ones."""
-    defaults = inspect.signature(oracle("lagkv.select")).parameters
-    sink, lag = (constants.get(name, defaults[name].default) for name in ("sink_size", "lag_size"))
-    for length in (sink + 2 * lag - 1, sink + 2 * lag, sink + 3 * lag - 1, sink + 3 * lag):
-        expected = oracle("lagkv.retained_length")(length, keep_ratio=0.5, sink_size=sink, lag_size=lag)
-        got = impl.lagkv.retained_length(length, keep_ratio=0.5)
-        if got != expected:
-            raise Violation(f"retained_length({length}, keep_ratio=0.5) = {got}, wanted {expected}", expected, got)
-        states = np.random.default_rng(length).standard_normal((1, 1, length, 2))
-        left = int(impl.lagkv.select(states, states, keep_ratio=0.5).sum())
-        if left != expected:
-            raise Violation(f"select keeps {left} of {length} tokens with keep_ratio=0.5, wanted {expected}", expected, left)
-
-
-def _overflow_law(step: Step) -> Law:
-    """Deviations in the thousands: a softmax without its maximum overflows on each of them, not only on unlucky inputs."""
-
-    def check(impl: Implementation, length: int, seed: int) -> None:
-        states = np.random.default_rng(seed).standard_normal((4, 1, 2, length, 4))
-        impl.agrees("lagkv.score", *(1e4 * states[:2]), *states[2:])
-
-    sentence = "Tokens ten thousand times as far apart as the next partition give finite scores."
-    return _own_law(step, ("lagkv.score",), sentence, check, length=st.integers(2, 9), seed=seeds())
-
-
-def _votes_law(step: Step) -> Law:
-    """One sample in a head of its own: the top B_0 on drawn inputs. The union is not needed for it."""
-    from evictionary.spec_tests import test_gvote
-
-    def check(impl: Implementation, case: Any, seed: int) -> None:
-        query, sampled = test_gvote.drawn_queries(case, seed, 1)
-        kept = impl.gvote.select(query, case.keys, sampled)
-        weights, logits = test_gvote.oracle_votes(impl, query, case.keys, sampled)
-        test_gvote.check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
-
-    sentence = "A single sample keeps its best tokens, as many as the nucleus of the current query holds."
-    return _own_law(step, ("gvote.select",), sentence, check, case=seeded_cases(groups=(1,)), seed=seeds())
-
-
-def _blocks_law(step: Step) -> Law:
-    """A prompt whose matrix of weights alone takes the memory that the assignment gives, with keys that spread attention evenly."""
-    length = 8192
-
-    def check(impl: Implementation) -> None:
-        got = impl.h2o.score(np.ones((1, 1, length, 2)), np.zeros((1, 1, length, 2)))
-        expected = np.cumsum(1 / np.arange(length, 0, -1))[::-1]  # query m gives 1 / (m + 1) to each token up to m
-        Allowance(expected[None, None], 1e-9, 1e-9).check(got, "the score of equal keys")
-
-    sentence = f"{length} queries on {length} tokens are scored without a matrix of their weights."
-    return _own_law(step, ("h2o.score",), sentence, check)
-
-
-def _kernel_law(step: Step, child: Child, seed: int) -> Law:
-    """Check that the scores depend on what a Triton kernel writes: all must move when each number that it writes is changed."""
-
-    def check(impl: Implementation) -> None:
-        keys = np.random.default_rng(seed).standard_normal((1, 2, 17, 8), dtype=np.float32)
-        # The changed launch comes first: afterwards the right scores of these keys may lie in memory that torch.empty hands out.
-        with contextlib.suppress(ValueError, StudentError):  # a file that notices the change has read what the kernel wrote
-            changed, plain = child.call("score", keys, change_launches=True), child.call("score", keys)
-            if np.shape(changed) == np.shape(plain) and (np.asarray(changed) == plain).any():
-                told = "scores stay the same when every number that a Triton kernel writes is changed: no kernel computes them"
-                raise Violation(told, "scores that a function with @triton.jit writes, launched as kernel[grid](...)", None)
-
-    return _own_law(step, ("keydiff.score",), "The scores come from a Triton kernel that the file defines and launches.", check)

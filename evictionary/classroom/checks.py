@@ -1,0 +1,196 @@
+"""What the grader asks beside the laws of the suite, written as laws."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.classroom.assignment import Step
+from evictionary.classroom.child import StudentError
+from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
+from evictionary.spec_tests.harness.implementation import Implementation, oracle
+from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
+from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.harness.tolerance import Allowance, Violation
+
+OWN = "grader::"  # what the names of these laws begin with
+
+
+def law(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Law:
+    """The law of a step's `check`, for the file `stem` of a student with these constants."""
+    if step.check == "constants":
+        return _constants_law(step, stem, constants)
+    if step.check in ("kernel", "rows"):
+        return {"kernel": _kernel_law, "rows": _rows_law}[step.check](step, seed)
+    return {"overflow": _overflow_law, "votes": _votes_law, "blocks": _blocks_law}[step.check](step)
+
+
+def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None], **drawn: Any) -> Law:
+    def judging(impl: Implementation, **inputs: Any) -> None:
+        impl.calls.clear()
+        impl.asking, impl.drawn = "", inputs
+        check(impl, **inputs)
+
+    return Law(REQUIREMENTS[step.requirement], functions, f"{OWN}{step.name}", sentence, "", judging, drawn, lambda one: "")
+
+
+def _constants_law(step: Step, stem: str, constants: dict[str, Any]) -> Law:
+    """The defaults of the student's functions: the student's own constants, or those of the paper."""
+    functions = {
+        "lagkv": ("lagkv.retained_length", "lagkv.select"),
+        "expected_attention": ("expected_attention.score",),
+    }[stem]
+
+    def check(impl: Implementation) -> None:
+        if stem == "lagkv":
+            _lagkv_defaults(impl, constants)
+            return
+        path = functions[0]
+        case = Case(seed=3, num_kv_heads=2, length=9)
+        query_mean = case.queries[:, :, 0]
+        covariance = np.broadcast_to(np.eye(case.head_dim), (*query_mean.shape, case.head_dim))
+        arguments = (case.keys, case.values, query_mean, covariance.copy())
+        impl.allowance(path, *arguments, **constants).check(impl.expected_attention.score(*arguments), "the score")
+
+    shown = ", ".join(f"{name} {value}" for name, value in constants.items()) or "those of the paper"
+    return _own_law(step, functions, f"The defaults are {shown}.", check)
+
+
+def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
+    """Lengths that reveal another sink or lag size: the first compressed length, the length before it, and the next ones."""
+    defaults = inspect.signature(oracle("lagkv.select")).parameters
+    sink, lag = (constants.get(name, defaults[name].default) for name in ("sink_size", "lag_size"))
+    for length in (sink + 2 * lag - 1, sink + 2 * lag, sink + 3 * lag - 1, sink + 3 * lag):
+        expected = oracle("lagkv.retained_length")(length, keep_ratio=0.5, sink_size=sink, lag_size=lag)
+        got = impl.lagkv.retained_length(length, keep_ratio=0.5)
+        if got != expected:
+            raise Violation(f"retained_length({length}, keep_ratio=0.5) = {got}, wanted {expected}", expected, got)
+        states = np.random.default_rng(length).standard_normal((1, 1, length, 2))
+        left = int(impl.lagkv.select(states, states, keep_ratio=0.5).sum())
+        if left != expected:
+            raise Violation(f"select keeps {left} of {length} tokens with keep_ratio=0.5, wanted {expected}", expected, left)
+
+
+def _overflow_law(step: Step) -> Law:
+    """Deviations in the thousands: a softmax without its maximum overflows on each of them, not only on unlucky inputs."""
+
+    def check(impl: Implementation, length: int, seed: int) -> None:
+        states = np.random.default_rng(seed).standard_normal((4, 1, 2, length, 4))
+        impl.agrees("lagkv.score", *(1e4 * states[:2]), *states[2:])
+
+    sentence = "Tokens ten thousand times as far apart as the next partition give finite scores."
+    return _own_law(step, ("lagkv.score",), sentence, check, length=st.integers(2, 9), seed=seeds())
+
+
+def _votes_law(step: Step) -> Law:
+    """One sample in a head of its own: the top B_0 on drawn inputs. The union is not needed for it."""
+    from evictionary.spec_tests import test_gvote
+
+    def check(impl: Implementation, case: Any, seed: int) -> None:
+        query, sampled = test_gvote.drawn_queries(case, seed, 1)
+        kept = impl.gvote.select(query, case.keys, sampled)
+        weights, logits = test_gvote.oracle_votes(impl, query, case.keys, sampled)
+        test_gvote.check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
+
+    sentence = "A single sample keeps its best tokens, as many as the nucleus of the current query holds."
+    return _own_law(step, ("gvote.select",), sentence, check, case=seeded_cases(groups=(1,)), seed=seeds())
+
+
+def _blocks_law(step: Step) -> Law:
+    """A prompt whose matrix of weights alone takes the memory that the assignment gives, with keys that spread attention evenly."""
+    length = 8192
+
+    def check(impl: Implementation) -> None:
+        got = impl.h2o.score(np.ones((1, 1, length, 2)), np.zeros((1, 1, length, 2)))
+        expected = np.cumsum(1 / np.arange(length, 0, -1))[::-1]  # query m gives 1 / (m + 1) to each token up to m
+        Allowance(expected[None, None], 1e-9, 1e-9).check(got, "the score of equal keys")
+
+    sentence = f"{length} queries on {length} tokens are scored without a matrix of their weights."
+    return _own_law(step, ("h2o.score",), sentence, check)
+
+
+def _kernel_law(step: Step, seed: int) -> Law:
+    """Check that the scores depend on what a Triton kernel writes: all must move when each number that it writes is changed."""
+
+    def check(impl: Any) -> None:
+        keys = np.random.default_rng(seed).standard_normal((1, 2, 17, 8), dtype=np.float32)
+        # The changed launch comes first: afterwards the right scores of these keys may lie in memory that torch.empty hands out.
+        with contextlib.suppress(ValueError, StudentError):  # a file that notices the change has read what the kernel wrote
+            changed, plain = impl.child.call("score", keys, change_launches=True), impl.child.call("score", keys)
+            if np.shape(changed) == np.shape(plain) and (np.asarray(changed) == plain).any():
+                told = "scores stay the same when every number that a Triton kernel writes is changed: no kernel computes them"
+                raise Violation(told, "scores that a function with @triton.jit writes, launched as kernel[grid](...)", None)
+
+    return _own_law(step, ("keydiff.score",), "The scores come from a Triton kernel that the file defines and launches.", check)
+
+
+MOST_SCORES = 2**18  # in the rows of a judge
+Row = tuple[np.ndarray, int, np.ndarray | None]
+
+
+def _rows_law(step: Step, seed: int) -> Law:
+    """Check that the student's rows of scores show the mistakes that the step names, on copies of top_k that have them.
+
+    A row alone shows these, and no other mistake that begins above a size; the rows of a judge, which are many, show all of them.
+    """
+    bank = {name: mutant for name, mutant in load_mutants().items() if mutant.of == "selection.top_k"}
+
+    def check(impl: Any) -> None:
+        if step.longest:
+            row = _row(impl.child.call(step.name), step.longest)
+            shown = [name for name, mutant in bank.items() if mutant.above and _shows(mutant.function, row)]
+            _require(bank, missing=set(step.catches) - set(shown), others=set(shown) - set(step.catches))
+            return
+        answers = [impl.child.call(step.name, int(each)) for each in np.random.default_rng(seed).integers(2**31, size=2)]
+        for answer in answers:
+            if not isinstance(answer, tuple | list):
+                raise Violation(f"{step.name} returned one {type(answer).__name__}, wanted a list of rows")
+            rows = [_row(each, MOST_SCORES) for each in answer]
+            if sum(len(scores) for scores, _, _ in rows) > MOST_SCORES:
+                raise Violation(f"{step.name} returned more than {MOST_SCORES} scores, wanted at most so many")
+            unseen = [name for name in step.catches if not any(_shows(bank[name].function, row) for row in rows)]
+            _require(bank, missing=set(unseen))
+        if all(np.array_equal(one[0], other[0]) for one, other in zip(*answers, strict=False)):
+            raise Violation(f"{step.name} returned the same scores for two seeds, wanted rows drawn with the seed")
+
+    return _own_law(step, (f"rows.{step.name}",), step.title + ".", check)
+
+
+def _require(bank: dict[str, Any], missing: set[str], others: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    told = [
+        f"{word}: {'; '.join(bank[name].misconception for name in sorted(names))}"
+        for word, names in (("what does not show", missing), ("what shows too", others))
+        if names
+    ]
+    if told:
+        raise Violation("\n".join(told))
+
+
+def _row(answer: Any, longest: int) -> Row:
+    """A student's row: scores, budget, and protected tokens or None. Raises Violation unless top_k takes it."""
+    if not isinstance(answer, tuple | list) or len(answer) not in (2, 3):
+        raise Violation("a row is (scores, budget) or (scores, budget, protected)")
+    scores, budget, protected = (*answer, None)[:3]
+    if not isinstance(scores, np.ndarray) or scores.ndim != 1 or scores.dtype.kind != "f" or np.isnan(scores).any():
+        raise Violation("scores: wanted an array [T] of floats, none of them NaN")
+    if not 0 < len(scores) <= longest:
+        raise Violation(f"scores: got {len(scores)}, wanted 1 to {longest}")
+    if not isinstance(budget, int | np.integer) or not 0 < budget <= len(scores):
+        raise Violation(f"budget: got {str(budget)[:40]}, wanted a whole number from 1 to {len(scores)}")
+    if protected is not None and (
+        not isinstance(protected, np.ndarray)
+        or (protected.shape, protected.dtype) != (scores.shape, np.dtype(bool))
+        or protected.sum() > budget
+    ):
+        raise Violation("protected: wanted a boolean array of the shape of scores, with at most as many True as the budget")
+    return scores.astype(np.float64), int(budget), protected
+
+
+def _shows(wrong: Callable[..., np.ndarray], row: Row) -> bool:
+    with np.errstate(all="ignore"):
+        return not np.array_equal(wrong(*row), oracle("selection.top_k")(*row))
