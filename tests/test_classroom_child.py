@@ -1,0 +1,162 @@
+"""The process that runs a student's file: what it may do, what it answers, how it ends."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import zipfile
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from grader_tools import child_of, judged, verdicts, written
+
+from evictionary.classroom import attacks, grading, seccomp, worker
+from evictionary.classroom.child import ChildDied, closed
+from evictionary.classroom.synthetic import SOLUTION
+
+
+def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:
+    with child_of(tmp_path, attacks.PROBE) as child:
+        assert child.walls["system calls"] == bool(seccomp.program())
+        assert child.call("harm") == "" or not child.walls["system calls"]
+
+
+def test_the_filter_of_system_calls() -> None:
+    """Each machine's numbers are different ones, and what a scorer needs is not among them."""
+    needed = {"x86_64": {"read": 0, "write": 1, "mmap": 9, "futex": 202}, "aarch64": {"read": 63, "write": 64, "futex": 98}}
+    for machine, allowed in needed.items():
+        numbers = seccomp.refused(machine)
+        assert len(set(numbers.values())) == len(numbers)
+        assert set(allowed.values()).isdisjoint(numbers.values())
+        assert len(seccomp.program(machine)) % 8 == 0
+    assert seccomp.refused("x86_64")["socket"] == 41
+    assert seccomp.refused("aarch64")["socket"] == 198
+    assert seccomp.program("riscv64") == b""
+
+
+def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
+    path = written(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(600)\n", "keydiff.py")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom evictionary.classroom.child import Child\n"
+        "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child._process.pid, flush=True)\n"
+        "    child.call('score', 1)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as grader:
+        assert grader.stdout is not None
+        ended = select.poll()
+        ended.register(os.pidfd_open(int(grader.stdout.readline())), select.POLLIN)
+        grader.kill()
+        assert ended.poll(20_000)
+
+
+def test_the_oracle_is_closed_wherever_it_is_installed(tmp_path: Path) -> None:
+    site = tmp_path / "lib" / "python3" / "site-packages"
+    for name in ("reference", "numpy", "evictionary-1.dist-info"):
+        (site / name).mkdir(parents=True)
+    (tmp_path / "lib" / "link").symlink_to(site)
+    (tmp_path / "lib" / "os.py").touch()
+    hidden = closed(site)
+    assert {str(site / "reference"), str(site / "evictionary-1.dist-info"), str(Path(__file__).parents[1])} <= set(hidden)
+    # Not Python's whole folder, then, nor a link that leads back to it.
+    assert worker.without(str(tmp_path), hidden) == [str(tmp_path / "lib" / "os.py"), str(site / "numpy")]
+    assert worker.without(str(site / "reference"), hidden) == []
+
+
+def test_one_dead_child_costs_one_step() -> None:
+    source = SOLUTION.read_text(encoding="utf-8") + "\n\ndef anchor(keys):\n    import os\n\n    os._exit(0)\n"
+    source = source.replace("unit(anchor(keys))", "unit(unit(keys).mean(axis=-2))")
+    result = judged("keydiff", source)
+    assert verdicts(result) == {
+        "anchor": "failed",
+        "score": "passed",
+        "symmetries": "passed",
+        "edges": "passed",
+        "pairwise": "not judged yet",
+    }
+    assert "exited with code 0" in result.lines[0].reason
+    assert result.lines[-1].reason == "needs anchor first"
+
+
+def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "of the grader")
+    source = "import os, sys\n\n\ndef seen():\n    return (str(dict(os.environ)), str(sys.argv), str(sorted(sys.modules)))\n"
+    with child_of(tmp_path, source) as child:
+        environment, arguments, modules = child.call("seen")
+    assert "A_TOKEN" not in environment
+    assert "secret" not in arguments
+    for name in ("reference", "optimized", "spec_tests", "hypothesis", "evictionary"):
+        assert f"'{name}'" not in modules
+
+
+def test_what_may_not_cross() -> None:
+    def frame(**arrays: Any) -> bytes:
+        body = io.BytesIO()
+        np.savez(body, **arrays)
+        return body.getvalue()
+
+    with pytest.raises(worker.BadFrame):
+        worker.unpack(b"{}", frame(a0=np.array([print], dtype=object)))
+    packed = io.BytesIO()
+    np.savez_compressed(packed, a0=np.zeros(10**6))
+    with pytest.raises(worker.BadFrame, match="compressed"):
+        worker.unpack(b"{}", packed.getvalue())
+    with pytest.raises(worker.BadFrame, match="bytes"):
+        worker.sizes(b"\xff" * 16)
+    with pytest.raises(worker.BadFrame):
+        worker.encode({"a": 1}, [])
+    # Values that no function returns.
+    for content in ({"plain": {"a": 1}}, {"plain": [1]}, 5):
+        with pytest.raises(worker.BadFrame):
+            worker.decode(content, {})
+    assert worker.decode(worker.encode(Fraction(-3, 7), []), {}) == Fraction(-3, 7)
+    with pytest.raises(ValueError, match="invalid literal"):
+        worker.decode({"fraction": "1e999999999"}, {})
+    # The keys that a kernel is timed with go through, an answer of that size does not.
+    timed = struct.pack(">QQ", 100, 4 * math.prod(grading.TIMED_SHAPE) + 1000)
+    assert worker.sizes(timed, worker.LARGEST_CALL)[0] == 100
+    with pytest.raises(worker.BadFrame):
+        worker.sizes(timed)
+    # A header that claims more than there is.
+    claims = io.BytesIO()
+    with zipfile.ZipFile(claims, "w") as archive:
+        member = io.BytesIO()
+        np.lib.format.write_array_header_1_0(member, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)})
+        archive.writestr("a0.npy", member.getvalue())
+    with pytest.raises(worker.BadFrame, match="size"):
+        worker.unpack(b"{}", claims.getvalue())
+
+
+def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
+    """The time limit of a law is an exception while the grader waits for the child, which has no more calls afterwards."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Alarm):
+                child.call("score", 1)
+            with pytest.raises(ChildDied, match="interrupted"):
+                child.call("score", 1)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_child_that_does_not_read_does_not_hold_the_grader(tmp_path: Path) -> None:
+    source = "import time\n\n\ndef score(keys):\n    time.sleep(60)\n"
+    with child_of(tmp_path, source, 0.3) as child, pytest.raises(ChildDied, match="no answer"):
+        child.call("score", np.zeros(10**6))

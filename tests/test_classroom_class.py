@@ -1,0 +1,360 @@
+"""A class: what is written for each submission, grading in one command, the commands of students and instructors."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+import zipfile
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grader_tools import EVERY_FORMAT, graded, invoke, order, written
+from jsonschema import ValidationError
+from markdown_it import MarkdownIt
+
+from docs_build import transcript
+from evictionary.classroom import assignment as assignments
+from evictionary.classroom import classes, contest, formats, grading, submissions
+from evictionary.classroom.synthetic import SOLUTION, bundled
+from evictionary.spec_tests.harness.planted import load_mutants
+
+# What is written
+
+
+def test_every_format_is_valid(tmp_path: Path, junit: Any) -> None:
+    wrong = bundled("keydiff", load_mutants()["keydiff.raw_mean_anchor"])
+    grade = graded(wrong, tmp_path, 2, EVERY_FORMAT)
+    folder = tmp_path / "grades" / "ada"
+    files = {name: (folder / file).read_text(encoding="utf-8") for name, (file, _) in formats.FORMATS.items()}
+    junit.validate(files["junit"])
+    gradescope, classroom50 = json.loads(files["gradescope"]), json.loads(files["classroom50"])
+    assert gradescope["score"] == sum(test["score"] for test in gradescope["tests"]) == grade["score"] == 15
+    assert classroom50["score"] == sum(test["score"] for test in classroom50["tests"]) == 15
+    assert all(type(test["score"]) is int for test in classroom50["tests"])
+    assert 'failures="1"' in files["junit"] and 'skipped="3"' in files["junit"]
+    tokens = MarkdownIt().enable("table").parse(files["markdown"])
+    assert [token.type for token in tokens].count("tr_open") == 1 + len(grade["lines"])
+    with pytest.raises(ValidationError):
+        formats.validator("classroom50").validate(classroom50 | {"extra": 1})
+    with pytest.raises(ValidationError):
+        formats.validator("classroom50").validate(classroom50 | {"score": 1.5})
+
+
+def test_what_the_runner_of_classroom_50_says_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"CLASSROOM": "llm-systems", "OWNER": "ada", "SUBMISSION_TAG": "submit/1", "COMMIT_URL": "https://c"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    graded("", tmp_path, 1, ("classroom50",))
+    result = json.loads((tmp_path / "grades" / "ada" / "result.json").read_text(encoding="utf-8"))
+    assert [result[key] for key in ("classroom", "owner", "submission", "commit", "review")] == [*told.values(), "https://c"]
+
+
+HOSTILE = (
+    "\0\x1b[31m\x9b\ufffe\uffff\u202e </failure> ````````\n| a \\| b | ![x](https://a.b/c) [y](d) <img> www.e.f https://g.h **i**"
+)
+
+
+def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -> None:
+    graded(f"def anchor(keys):\n    raise RuntimeError({HOSTILE!r})\n", tmp_path, 1, EVERY_FORMAT)
+    folder = tmp_path / "grades" / "ada"
+    junit.validate((folder / "junit.xml").read_text(encoding="utf-8"))
+    for file, _ in formats.FORMATS.values():
+        assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint((folder / file).read_text(encoding="utf-8"))
+    # Beside the message, which stands in a fence, the same words stand in a cell and in a sentence.
+    grade = json.loads((folder / "grade.json").read_text(encoding="utf-8"))
+    page = formats.markdown(grade | {"error": HOSTILE, "lines": [line | {"reason": HOSTILE} for line in grade["lines"]]})
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(page)
+    assert [token.type for token in tokens].count("tr_open") == 1 + len(grade["lines"])
+    assert [token.type for token in tokens].count("td_open") == 4 * len(grade["lines"])
+    inside = {child.type for token in tokens for child in token.children or []}
+    assert inside <= {"text", "text_special"}
+    assert "https://" not in page.split("`" * 8)[0] and "www." not in page.split("`" * 8)[0]
+
+
+# A class
+
+
+def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
+    handed_in = tmp_path / "handed_in"
+    (handed_in / "folder").mkdir(parents=True)
+    (handed_in / "folder" / "keydiff.py").write_bytes(SOLUTION.read_bytes())
+    written(handed_in, "def score(keys):\n    return keys[..., 0]\n", "wrong.py")
+    written(handed_in, "no archive", "broken.zip")
+    one = order(1, ("gradescope",))
+    found = classes.find([handed_in], "keydiff.py")
+    assert sorted(found) == ["broken", "folder", "wrong"]
+    done: list[str] = []
+    first = {grade["student"]: grade for grade in classes.run(one, found, tmp_path / "grades", 2, done.append)}
+    assert {student: grade["score"] for student, grade in first.items()} == {"broken": 0, "folder": 100, "wrong": 0}
+    assert sorted(done) == sorted(found)
+    assert "cannot be read" in first["broken"]["error"]
+    for student in found:
+        assert (tmp_path / "grades" / student / "results.json").exists()
+    # What is done is read, not graded again; a file that has changed is.
+    stored = tmp_path / "grades" / "folder" / "grade.json"
+    stored.write_text(json.dumps(first["folder"] | {"seconds": 12345.0}), encoding="utf-8")
+    written(handed_in, "", "wrong.py")
+    second = {grade["student"]: grade for grade in classes.run(one, found, tmp_path / "grades", 1)}
+    assert second["folder"]["seconds"] == 12345
+    assert second["wrong"]["source_sha256"] != first["wrong"]["source_sha256"]
+    summary = classes.summary(list(second.values()))
+    assert summary["distribution"] == {0: 2, 100: 1}
+    assert (summary["errors"], summary["unjudged"]) == (1, ["broken"])
+    # On a system without a wall, the instructor is told.
+    bare = second["wrong"] | {"walls": {"landlock": 0, "system calls": True, "user nobody": False}}
+    assert {"landlock", "user nobody"} <= set(classes.summary([*second.values(), bare])["walls_missing"])
+
+
+def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of processes breaks as a whole; each student of it is graded again alone."""
+    pools = []
+
+    def broken(order: classes.Order, waiting: dict[str, Path], jobs: int) -> Any:
+        pools.append(sorted(waiting))
+        for student, path in waiting.items():
+            yield student, BrokenProcessPool() if jobs > 1 or student == "eve" else classes.grade_one(order, student, path)
+
+    monkeypatch.setattr(classes, "_in_processes", broken)
+    found = {student: written(tmp_path, name=f"{student}.py") for student in ("ada", "eve")}
+    grades = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 2)}
+    assert pools == [["ada", "eve"], ["ada"], ["eve"]]
+    assert grades["ada"] == ""
+    assert "not the student's doing: BrokenProcessPool" in grades["eve"]
+
+
+def test_a_result_that_cannot_be_written_is_one_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def derive(grade: dict[str, Any]) -> str:
+        return "fine" if grade["error"] else str(1 / 0)
+
+    monkeypatch.setitem(formats.FORMATS, "markdown", ("grade.md", derive))
+    assert "ZeroDivisionError" in graded("", tmp_path, 1, ("markdown",))["error"]
+    assert (tmp_path / "grades" / "ada" / "grade.md").read_text(encoding="utf-8") == "fine"
+
+
+def test_what_students_hand_in(tmp_path: Path) -> None:
+    one, right = assignments.load("keydiff"), b"# right"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "keydiff.py").write_bytes(right)
+    handed_in = tmp_path / "handed_in"
+    handed_in.mkdir()
+    for name, mode in (("dan.tar.gz", "w:gz"), ("dora.tgz", "w:gz"), ("dirk.tar", "w")):
+        with tarfile.open(handed_in / name, mode) as archive:  # type: ignore[call-overload]
+            archive.add(tmp_path / "work" / "keydiff.py", "./keydiff.py")
+    with zipfile.ZipFile(handed_in / "mac.zip", "w") as packed:
+        packed.writestr("keydiff.py", right)
+        packed.writestr("__MACOSX/keydiff.py", b"of the Finder")
+    with zipfile.ZipFile(handed_in / "windows.zip", "w") as packed:
+        packed.writestr("work\\keydiff.py", right)
+    with zipfile.ZipFile(handed_in / "shadows.zip", "w") as packed:
+        for name in ("keydiff.py", "numpy.py", "json.py", "sitecustomize.py", "mine.pth", "grade.json"):
+            packed.writestr(name, right)
+    (handed_in / "Žofie Müller.py").write_bytes(right)
+    Path(os.fsdecode(os.fsencode(handed_in) + b"/\xff.py")).write_bytes(right)
+    for name in (".DS_Store", "essay.docx"):
+        (handed_in / name).touch()
+    for name in ("__MACOSX", "grades", ".git"):
+        (handed_in / name).mkdir()
+    left_out: list[Path] = []
+    found = classes.find([handed_in], "keydiff.py", handed_in / "grades", left_out.append)
+    assert sorted(found) == sorted(["dan", "dora", "dirk", "mac", "windows", "shadows", "Žofie Müller", "\ufffd-baadfedd"])
+    assert [path.name for path in left_out] == ["essay.docx"]
+    for student, path in found.items():
+        if student != "windows":
+            assert submissions.read(path, one) == right, student
+    with pytest.raises(submissions.BadSubmission, match=r"there is work/keydiff\.py\. `evictionary submit` packs it"):
+        submissions.read(found["windows"], one)
+
+
+def test_a_bad_name_costs_one_submission(tmp_path: Path) -> None:
+    handed_in = tmp_path / "handed_in"
+    for folder in ("bob", "eve"):
+        (handed_in / folder).mkdir(parents=True)
+    (handed_in / "eve" / "keydiff.py").write_bytes(b"# right")
+    with zipfile.ZipFile(handed_in / "bob" / "upload.zip", "w") as packed:  # as course platforms store it
+        packed.writestr("keydiff.py", "# right")
+    (handed_in / "mallory").symlink_to(handed_in / "eve")
+    (handed_in / "loop").symlink_to(handed_in / "loop")
+    for name in (b"keydiff.py", b"summary.json.py", b" .py", b"\xff" * 200 + b".py", b"a\nb.py", b"a\\b.py"):
+        Path(os.fsdecode(os.fsencode(handed_in) + b"/" + name)).write_bytes(b"# right")
+    found = classes.find([handed_in], "keydiff.py")
+    assert len(found) == 10
+    assert {"bob", "eve", "mallory", "loop", "keydiff"} <= set(found)
+    assert all(submissions.is_id(student) for student in found)
+    for student, path in found.items():
+        (tmp_path / "grades" / student).mkdir(parents=True)
+        if student in ("mallory", "loop"):
+            with pytest.raises(submissions.BadSubmission, match="is a symbolic link"):
+                submissions.read(path, assignments.load("keydiff"))
+        else:
+            assert submissions.read(path, assignments.load("keydiff")) == b"# right"
+    # A folder with one assignment's file is one submission.
+    assert classes.find([handed_in / "eve"], "keydiff.py") == {"eve": handed_in / "eve"}
+
+
+@pytest.mark.parametrize("upload", ["nothing", "wrong.py", "essay.docx"])
+def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, tmp_path: Path) -> None:
+    (tmp_path / "submission").mkdir()
+    if upload != "nothing":
+        written(tmp_path / "submission", name=upload)
+    arguments = ("--assignment", "keydiff", "--student", "student", "--format", "gradescope", "--output", tmp_path / "grades")
+    assert invoke("grade", tmp_path / "submission", *arguments).exit_code == 0
+    result = json.loads((tmp_path / "grades" / "student" / "results.json").read_text(encoding="utf-8"))
+    assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
+
+
+def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = assignments.load("keydiff")
+    path, asked = written(tmp_path), []
+
+    def judge(source: bytes, assignment: assignments.Assignment, **settings: Any) -> grading.Judgement:
+        asked.append(assignment.max_score)
+        return grading.empty(assignment)
+
+    monkeypatch.setattr(grading, "judge", judge)
+    changed = replace(one, steps=(replace(one.steps[0], points=20), *one.steps[1:]))
+    fewer = replace(one, steps=(replace(one.steps[0], laws=one.steps[0].laws[:1]), *one.steps[1:]))
+    for loaded, limits in (
+        (one, order()),
+        (one, order()),
+        (changed, order()),
+        (fewer, order()),
+        (fewer, replace(order(), seconds=3)),
+    ):
+        monkeypatch.setattr(assignments, "load", lambda name, loaded=loaded: loaded)
+        list(classes.run(limits, {"ada": path}, tmp_path / "grades", 1))
+    assert asked == [100, 105, 100, 100]
+
+
+def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "mallory.zip", "w") as packed:
+        packed.writestr("keydiff.py", "from helper import score\n")
+        for name in ("helper.py", "numpy.py", "sitecustomize.py"):
+            packed.writestr(name, SOLUTION.read_bytes())
+    grade = classes.grade_one(order(), "mallory", tmp_path / "mallory.zip")
+    assert grade["score"] == 0
+    assert "No module named 'helper'" in grade["lines"][0]["reason"]
+
+
+def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(grading, "judge", fail)
+    assert "not the student's doing" in graded("", tmp_path)["error"]
+    monkeypatch.undo()
+    assert graded("", tmp_path)["error"] == ""
+
+
+def test_seeds_are_secret_and_differ_by_law() -> None:
+    one = assignments.load("keydiff")
+    run = grading._Run(one, Path(), "", b"a secret", 1, {}, None)
+    assert run.seed("a") != run.seed("b")
+    assert run.seed("a") == grading._Run(one, Path(), "", b"a secret", 9, {}, None).seed("a")
+    assert "secret" not in order().seed_id
+    assert order().seed_id != order(secret=b"another").seed_id
+
+
+# The command line
+
+
+@pytest.mark.slow
+def test_the_transcript_of_the_docs_is_what_happens() -> None:
+    assert transcript.PAGE.read_text(encoding="utf-8") == transcript.run()
+
+
+def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
+    one = written(tmp_path, name="ada.py")
+    large = tmp_path / "large"
+    large.mkdir()
+    written(large, b"#" * 2_000_000, "keydiff.py")
+    written(large, name="lagkv.py")
+    for arguments, wanted in (
+        (("start", "calculus"), "wanted one of"),
+        (("check", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
+        (("submit", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
+        (("grade", tmp_path / "nothing", "--assignment", "keydiff"), "exists"),
+        (("grade", tmp_path, "--assignment", "keydiff", "--format", "pdf"), "gradescope"),
+        (("grade", one, "--assignment", "keydiff", "--examples", 0), "--examples: got 0, wanted at least 1"),
+        (("grade", one, "--assignment", "keydiff", "--seconds", "nan"), "--seconds: got nan"),
+        (("grade", one, "--assignment", "keydiff", "--student", "../ada"), "--student: got '../ada'"),
+        (("grade", one, "--assignment", "keydiff", "--student", "summary.json"), "--student: got 'summary.json'"),
+        (("grade", one, "--assignment", "keydiff", "--student", "a" * 300), "the name of a folder of its own"),
+        (("grade", one, "--assignment", "keydiff", "--seed-file", one), "with 0 bytes, wanted at least 8"),
+        (("grade", one, "--assignment", "keydiff", "--output", one), "--output"),
+        (("start", "keydiff", "--work", one), "--work"),
+        (("check", "keydiff", "--work", large), "keydiff.py has 2000000 bytes"),
+        (("submit", "keydiff", "--work", large), "keydiff.py has 2000000 bytes"),
+        (("submit", "lagkv", "--work", large, "--output", tmp_path / "none" / "a.zip"), "--output"),
+        (("submit", "lagkv", "--work", large, "--output", "a.rar"), "ends in .zip"),
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert wanted in " ".join(result.stderr.split())
+    assert invoke("start", "keydiff", "--work", tmp_path).exit_code == 0
+    again = invoke("start", "keydiff", "--work", tmp_path)
+    assert again.exit_code == 2 and "may hold your work" in again.stderr
+
+
+def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
+    work, archive, secret = tmp_path / "work", tmp_path / "ada.zip", written(tmp_path, "nobody guesses this", "secret")
+    work.mkdir()
+    written(work, SOLUTION.read_bytes(), "keydiff.py")
+    written(work, "not to be handed in", "diary.txt")
+    assert invoke("submit", "keydiff", "--work", work, "--output", archive).exit_code == 0
+    assert sorted(zipfile.ZipFile(archive).namelist()) == [submissions.MANIFEST, "keydiff.py"]
+    arguments = ("--assignment", "keydiff", "--seed-file", secret, "--output", tmp_path / "grades", "--examples", 1, "--json")
+    result = invoke("grade", archive, *arguments)
+    assert json.loads(result.stdout)["distribution"] == {"100": 1}
+    assert {path.name for path in (tmp_path / "grades" / "ada").iterdir()} == {
+        "grade.json",
+        *(file for file, _ in formats.FORMATS.values()),
+    }
+
+
+def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / "w[1]"
+    started = invoke("start", "lagkv", "--work", work, "--student", "ada")
+    assert f"evictionary check lagkv --work {work} --student ada" in started.stdout
+    assert "results must be float64 too" in started.stdout
+    begun = json.loads(invoke("start", "keydiff", "--work", work, "--json").stdout)
+    assert begun["file"] == str(work / "keydiff.py")
+    assert Path(begun["handout"]).exists()
+    checked = invoke("check", "keydiff", "--work", work)
+    assert checked.exit_code == 1
+    assert str(work / "see_keydiff.py") in checked.stdout
+    assert json.loads(invoke("check", "keydiff", "--work", work, "--json").stdout)["hidden_cases"] == 475
+    packed = json.loads(invoke("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip", "--json").stdout)
+    assert packed["files"] == ["keydiff.py", submissions.MANIFEST]
+    # What a student's message holds is no markup.
+    monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
+    written(work, "raise RuntimeError('[/bold] no')\n", "scorer.py")
+    refused = invoke("check", "contest", "--work", work)
+    assert refused.exit_code == 1
+    assert "[/bold] no" in " ".join(refused.stdout.split())
+
+
+def test_grade_says_what_it_leaves_out(tmp_path: Path) -> None:
+    handed_in = tmp_path / "handed_in"
+    handed_in.mkdir()
+    written(handed_in)
+    written(handed_in, name="essay.docx")
+    result = invoke("grade", handed_in, "--assignment", "keydiff", "--output", tmp_path / "grades", "--json")
+    assert "essay.docx" in result.stderr
+    assert json.loads(result.stdout)["left_out"] == [str(handed_in / "essay.docx")]
+
+
+def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(classes, "run", interrupted)
+    path, secret = written(tmp_path), written(tmp_path, "nobody guesses this", "secret")
+    arguments = ("grade", path, "--assignment", "keydiff", "--output", tmp_path / "grades")
+    for more, wanted in ((("--seed-file", secret), "the same command goes on"), ((), "begins anew")):
+        result = invoke(*arguments, *more)
+        assert result.exit_code == 130
+        assert wanted in " ".join(result.stderr.split())
