@@ -196,16 +196,18 @@ def sweep(jobs: int) -> None:
 def report(grades: Path) -> None:
     """Write docs/classroom/class.md: the points of a class that `write_class` wrote, and what became of each attack."""
     points: dict[int, Counter[str]] = {}
-    hostile, seconds = [], []
+    hostile, seconds, told = [], [], []
     for path in sorted(grades.glob("*/grade.json")):
         grade = json.loads(path.read_text(encoding="utf-8"))
         kind = next((kind for kind in ("right", "wrong") if grade["student"].startswith(f"{kind}_")), "hostile")
         points.setdefault(grade["score"], Counter())[kind] += 1
         seconds.append(grade["seconds"])
+        if kind == "wrong":
+            told.append(any(line["misconceptions"] for line in grade["lines"]))
         if kind == "hostile":
             said = next((line["reason"] for line in grade["lines"] if line["reason"]), "")
             name = grade["student"].removeprefix("hostile_").replace("_", " ")
-            said = formats.cell((grade["error"] or said)[:160])
+            said = formats.cell((grade["error"] or said).replace(f"{PAGES.parents[1]}/", "")[:160])
             hostile.append(f"| {formats.cell(name)} | {grade['score']} | {grade['seconds']:.1f} | {said} |")
     lines = [
         "# A class that never was",
@@ -221,7 +223,8 @@ def report(grades: Path) -> None:
             for each, counts in sorted(points.items())[::-1]
         ),
         "",
-        f"{len(seconds)} submissions, {sum(seconds) / len(seconds):.1f} s each on average and {max(seconds):.0f} s at most.",
+        f"{len(seconds)} submissions, {sum(seconds) / len(seconds):.1f} s each on average and {max(seconds):.0f} s at most;",
+        f"{sum(told)} of the {len(told)} planted mistakes were named.",
         "",
         "## What became of each attack",
         "",
