@@ -224,7 +224,7 @@ def report(grades: Path) -> None:
         ),
         "",
         f"{len(seconds)} submissions, {sum(seconds) / len(seconds):.1f} s each on average and {max(seconds):.0f} s at most;",
-        f"{sum(told)} of the {len(told)} planted mistakes were named.",
+        f"{sum(told)} of the {len(told)} planted mistakes were named, the others with the law and the input that show them.",
         "",
         "## What became of each attack",
         "",
