@@ -114,11 +114,13 @@ class Inside:
 
 def graded(assignment: str, seed: int, examples: int = grading.GRADE_EXAMPLES) -> Iterator[dict[str, Any]]:
     """Every submission of an assignment at one seed: its points, the steps that failed, and the first message."""
-    one, secret = assignments.load(assignment), f"styles/{seed}".encode()
+    one, secret, long = assignments.load(assignment), f"styles/{seed}".encode(), seed % LONG_EVERY == 0
     if one.library == "numpy":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            results = side_by_side(one, submissions(assignment), secret, examples, long=seed % LONG_EVERY == 0)
+            # The points of a wrong one are told only where all laws are asked.
+            found = [each for each in submissions(assignment) if long or not each.wrong]
+            results = side_by_side(one, found, secret, examples, long)
     else:
         results = {each: grading.judge(each.source.encode(), one, secret=secret, explain=False) for each in submissions(assignment)}
     for each, result in results.items():
