@@ -27,7 +27,7 @@ from joblib import Parallel, delayed
 from rich.progress import track
 
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import grading
+from evictionary.classroom import checks, grading
 from evictionary.classroom.child import StudentError
 from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.verdict import suite_version
@@ -186,7 +186,8 @@ def failures(law: Law, run: Any, step: assignments.Step, judged: dict[Submission
 
 def digest(assignment: str) -> str:
     """A digest of everything that the points depend on."""
-    content = (STYLES / f"{assignment}.py").read_bytes() + repr(assignments.load(assignment).steps).encode()
+    content = b"".join(path.read_bytes() for path in (STYLES / f"{assignment}.py", Path(checks.__file__)))
+    content += repr(assignments.load(assignment).steps).encode()
     return hashlib.sha256(content + str(suite_version()).encode()).hexdigest()[:16]
 
 

@@ -394,6 +394,16 @@ def test_right_styles_have_full_marks(name: str) -> None:
         assert line["points"] == 100 or line["wrong"], line
 
 
+@pytest.mark.parametrize("form", ["softmax_by_log_add_exp", "softmax_by_reduce"])
+def test_a_softmax_through_its_logarithm_is_right_at_deviations_of_ten_thousand(form: str) -> None:
+    one = assignments.load("lagkv")
+    step = next(step for step in one.steps if step.check == "overflow")
+    source = next(each.source for each in classroom_styles.submissions("lagkv") if form in each.name and not each.wrong)
+    run = grading._Run(one, Path(), one.file, b"a secret", 500, {}, None)
+    (law,) = (law for law in run.laws(step) if law.name == "grader::score")
+    run.drawn(law, step).check(run.implementation(classroom_styles.Inside(source, one.stem), step))  # type: ignore[arg-type]
+
+
 def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def graded(assignment: str, seed: int, examples: int) -> Any:
         for place, each in enumerate(classroom_styles.submissions(assignment)):

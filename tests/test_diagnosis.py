@@ -10,7 +10,7 @@ from evictionary.reference.attention import softmax
 from evictionary.spec_tests.harness.diagnosis import misconceptions
 from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.matrix import prepared
-from evictionary.spec_tests.harness.planted import Implementation, replaced
+from evictionary.spec_tests.harness.planted import Implementation, load_mutants, replaced
 
 LAGKV = sorted(name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal")
 
@@ -54,6 +54,18 @@ def test_a_mistake_that_nobody_planted_gets_no_name(law: str) -> None:
 def test_a_mistake_that_is_planted_gets_its_name() -> None:
     law = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
     assert named(law, replaced("mine", {"keydiff.score": raw_mean})) == ["mean taken before normalising"]
+
+
+@pytest.mark.parametrize(
+    ("law", "planted"),
+    [
+        ("test_lagkv::test_the_kept_mask_has_the_retained_length", "lagkv.compressed_too_early"),
+        ("test_gvote_steps::test_the_nucleus_is_never_empty", "gvote.first_row_for_all"),
+    ],
+)
+def test_a_mistake_that_few_inputs_of_the_law_show_gets_its_name(law: str, planted: str) -> None:
+    mutant = load_mutants()[planted]
+    assert named(law, mutant.implementation()) == [mutant.misconception]
 
 
 def test_a_nan_is_traced_to_the_division_that_made_it() -> None:

@@ -57,7 +57,7 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
             suspects[function] = [mutant for mutant in mutants if _agrees(mutant.function, calls, implementation.dtype)]
             if function not in shown and any(differs(oracle(function), call, implementation.dtype) for call in calls):
                 shown.add(function)
-        if all(len(mutants) <= 1 for mutants in suspects.values()):
+        if all(not mutants or (len(mutants) == 1 and function in shown) for function, mutants in suspects.items()):
             break
     return [mutants[0] for function, mutants in suspects.items() if len(mutants) == 1 and function in shown]
 
@@ -71,7 +71,7 @@ def _others(law: Law, suspects: dict[str, list[Mutant]], implementation: Impleme
 
 
 def _larger(law: Law, implementation: Implementation) -> dict[str, list[Call]]:
-    """The largest calls that the law makes of each function, and of those before them, the largest first."""
+    """The largest calls that the law makes of each function, and of those before them, and the largest wrong ones."""
     asked = replace(implementation, calls=[], history=deque(implementation.history, maxlen=1024), drawn={})
 
     def ask(**arguments: Any) -> None:
@@ -88,10 +88,18 @@ def _larger(law: Law, implementation: Implementation) -> dict[str, list[Call]]:
             quietly(given(**law.drawn)(ask))()
     sized = [(numbers_in(tuple(call.arguments.values())), call) for call in asked.history if call.result is not None]
     found: dict[str, list[Call]] = {}
+    wrong: dict[str, list[Call]] = {}
     for size, call in sorted(sized, key=lambda one: -one[0]):
         # A call of plain numbers has no size that could be too small.
-        if (size == 0 or LEAST <= size <= MOST) and len(calls := found.setdefault(call.function, [])) < COMPARED:
+        if size and not LEAST <= size <= MOST:
+            continue
+        if len(calls := found.setdefault(call.function, [])) < COMPARED:
             calls.append(call)
+        # A mistake that few inputs show may show on none of the largest.
+        elif len(wrong.setdefault(call.function, [])) < COMPARED and differs(oracle(call.function), call, implementation.dtype):
+            wrong[call.function].append(call)
+    for function, calls in wrong.items():
+        found[function] += calls
     return found
 
 
