@@ -29,6 +29,7 @@ from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import matrix
+from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
 
@@ -402,6 +403,20 @@ def test_a_softmax_through_its_logarithm_is_right_at_deviations_of_ten_thousand(
     run = grading._Run(one, Path(), one.file, b"a secret", 500, {}, None)
     (law,) = (law for law in run.laws(step) if law.name == "grader::score")
     run.drawn(law, step).check(run.implementation(classroom_styles.Inside(source, one.stem), step))  # type: ignore[arg-type]
+
+
+def test_a_softmax_through_its_logarithm_is_right_at_huge_keys() -> None:
+    one, law = (
+        assignments.load("expected_attention"),
+        load_laws()["test_expected_attention::test_each_query_head_has_its_own_softmax"],
+    )
+    step = next(step for step in one.steps if law.name in step.laws)
+    case = Case(kind="huge", seed=65122, batch=2, num_kv_heads=3, group=3, length=15, head_dim=6, value_dim=4, num_queries=3)
+    run = grading._Run(one, Path(), one.file, b"a secret", 1, {}, None)
+    for each in classroom_styles.submissions("expected_attention"):
+        if not each.wrong:
+            inside = classroom_styles.Inside(each.source, one.stem)
+            law.check(run.implementation(inside, step), case=case, epsilon=0.5)  # type: ignore[arg-type]
 
 
 def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
