@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from grader_tools import judged
 
-from evictionary.classroom import assignment as assignments
 from evictionary.classroom import grading
 
 RIGHT = """
@@ -50,13 +50,12 @@ def rows(seed):
 """
 
 
-def judged(changed: str = "") -> dict[str, grading.Line]:
-    source = (RIGHT + changed).encode()
-    return {line.name: line for line in grading.judge(source, assignments.load("judge"), secret=b"a secret").lines}
+def lines_of(changed: str = "") -> dict[str, grading.Line]:
+    return {line.name: line for line in judged("judge", RIGHT + changed).lines}
 
 
 def test_rows_that_show_one_mistake_each_have_full_marks() -> None:
-    assert {name: line.message for name, line in judged().items() if line.verdict != "passed"} == {}
+    assert {name: line.message for name, line in lines_of().items() if line.verdict != "passed"} == {}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_rows_that_show_one_mistake_each_have_full_marks() -> None:
 )
 def test_a_wrong_row_loses_its_step_and_is_told_why(name: str, body: str, told: str) -> None:
     argument = "seed" if name == "rows" else ""
-    lines = judged(f"\n\nrows_of = rows\n\n\ndef {name}({argument}):\n    {body}\n")
+    lines = lines_of(f"\n\nrows_of = rows\n\n\ndef {name}({argument}):\n    {body}\n")
     assert lines[name].verdict == "failed"
     assert told in lines[name].message
     assert "this law alone" not in lines[name].message

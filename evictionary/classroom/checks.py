@@ -16,7 +16,7 @@ from evictionary.spec_tests.harness.by_hand import rounding, softmax_slack
 from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
 from evictionary.spec_tests.harness.implementation import Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
-from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 
 OWN = "grader::"  # what the names of these laws begin with
@@ -145,13 +145,14 @@ def _rows_law(step: Step, seed: int) -> Law:
 
     A row alone shows these, and no other mistake that begins above a size; the rows of a judge, which are many, show all of them.
     """
-    bank = {name: mutant for name, mutant in load_mutants().items() if mutant.of == "selection.top_k"}
+    mutants = load_mutants().items()
+    bank = {name: one for name, one in mutants if one.of == "selection.top_k" and (one.above or name in step.catches)}
+    wanted = set(step.catches)
 
     def check(impl: Any) -> None:
         if step.longest:
-            row = _row(impl.child.call(step.name), step.longest)
-            shown = [name for name, mutant in bank.items() if mutant.above and _shows(mutant.function, row)]
-            _require(bank, missing=set(step.catches) - set(shown), others=set(shown) - set(step.catches))
+            shown = _shown(bank, _row(impl.child.call(step.name), step.longest))
+            _require(bank, missing=wanted - shown, others=shown - wanted)
             return
         answers = [impl.child.call(step.name, int(each)) for each in np.random.default_rng(seed).integers(2**31, size=2)]
         for answer in answers:
@@ -160,15 +161,14 @@ def _rows_law(step: Step, seed: int) -> Law:
             rows = [_row(each, MOST_SCORES) for each in answer]
             if sum(len(scores) for scores, _, _ in rows) > MOST_SCORES:
                 raise Violation(f"{step.name} returned more than {MOST_SCORES} scores, wanted at most so many")
-            unseen = [name for name in step.catches if not any(_shows(bank[name].function, row) for row in rows)]
-            _require(bank, missing=set(unseen))
+            _require(bank, missing=wanted.difference(*(_shown(bank, row) for row in rows)), others=set())
         if all(np.array_equal(one[0], other[0]) for one, other in zip(*answers, strict=False)):
             raise Violation(f"{step.name} returned the same scores for two seeds, wanted rows drawn with the seed")
 
     return _own_law(step, (f"rows.{step.name}",), step.title + ".", check)
 
 
-def _require(bank: dict[str, Any], missing: set[str], others: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def _require(bank: dict[str, Mutant], missing: set[str], others: set[str]) -> None:
     told = [
         f"{word}: {'; '.join(bank[name].misconception for name in sorted(names))}"
         for word, names in (("what does not show", missing), ("what shows too", others))
@@ -198,6 +198,8 @@ def _row(answer: Any, longest: int) -> Row:
     return scores.astype(np.float64), int(budget), protected
 
 
-def _shows(wrong: Callable[..., np.ndarray], row: Row) -> bool:
+def _shown(bank: dict[str, Mutant], row: Row) -> set[str]:
+    """The mistakes with which other tokens of the row stay."""
     with np.errstate(all="ignore"):
-        return not np.array_equal(wrong(*row), oracle("selection.top_k")(*row))
+        right = oracle("selection.top_k")(*row)
+        return {name for name, mutant in bank.items() if not np.array_equal(mutant.function(*row), right)}

@@ -66,8 +66,10 @@ def start(assignment: Name, work: Work = Path("work"), student: Student = None, 
     )
     console.print(f"The handout: {escape(str(handout))}")
     if chosen.library == "numpy":
-        takes_arrays = any(step.check != "rows" for step in chosen.steps)
-        console.print("Only NumPy is there." + " Arrays come in float64, and results must be float64 too." * takes_arrays)
+        told = "Only NumPy is there."
+        if any(step.check != "rows" for step in chosen.steps):
+            told += " Arrays come in float64, and results must be float64 too."
+        console.print(told)
     console.print(f"Then: [bold]{escape(_command('check', chosen, work, student))}[/]")
 
 

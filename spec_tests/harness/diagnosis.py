@@ -7,7 +7,7 @@ So the law is asked again, of larger inputs, and a mistake is named only where i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
         return [mutants[0] for mutants in suspects.values() if len(mutants) == 1]
     shown = set()
     for asked in [law, *_others(law, suspects, implementation)]:
-        larger = _larger(asked, implementation)
+        larger = _larger(asked, implementation, suspects)
         for function, mutants in suspects.items():
             calls = larger.get(function, [])
             suspects[function] = [mutant for mutant in mutants if _agrees(mutant.function, calls, implementation.dtype)]
@@ -70,8 +70,8 @@ def _others(law: Law, suspects: dict[str, list[Mutant]], implementation: Impleme
     return sorted(found, key=lambda each: each.requirement.id != law.requirement.id)[:OTHER_LAWS]
 
 
-def _larger(law: Law, implementation: Implementation) -> dict[str, list[Call]]:
-    """The largest calls that the law makes of each function, and of those before them, and the largest wrong ones."""
+def _larger(law: Law, implementation: Implementation, functions: Container[str]) -> dict[str, list[Call]]:
+    """The largest calls that the law makes of each of these functions, and of those before them, and the largest wrong ones."""
     asked = replace(implementation, calls=[], history=deque(implementation.history, maxlen=1024), drawn={})
 
     def ask(**arguments: Any) -> None:
@@ -86,7 +86,8 @@ def _larger(law: Law, implementation: Implementation) -> dict[str, list[Call]]:
         )
         with suppress(Exception, ProgramFailed):  # if nothing can be drawn, or a program dies, the earlier calls have to do
             quietly(given(**law.drawn)(ask))()
-    sized = [(numbers_in(tuple(call.arguments.values())), call) for call in asked.history if call.result is not None]
+    answered = (call for call in asked.history if call.result is not None and call.function in functions)
+    sized = [(numbers_in(tuple(call.arguments.values())), call) for call in answered]
     found: dict[str, list[Call]] = {}
     wrong: dict[str, list[Call]] = {}
     for size, call in sorted(sized, key=lambda one: -one[0]):

@@ -202,7 +202,8 @@ class Implementation:
             self.allowance(path, *args, **kwargs).wider(slack, slack).check(got, path)
             return
         for place, entry in enumerate(got):
-            self.allowance(path, *args, pick=place, **kwargs).check(entry, f"entry {place} of {path}")
+            allowed = self.allowance(path, *args, pick=place, **kwargs).wider(slack, slack)
+            allowed.check(entry, f"entry {place} of {path}")
 
     @contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
