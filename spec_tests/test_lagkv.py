@@ -224,13 +224,11 @@ def test_the_deviation_is_that_of_a_sample(impl):
 @law("LK-10", of=SCORE, kind="edge", case=cases(), keys_too=st.booleans())
 def test_one_channel_does_not_vary(impl, case, keys_too):
     """With a single channel the deviation is 0 (not NaN): every token of the partition has the share 1/L."""
-    one = slice(0, 1)
-    inputs = (
-        case.keys[..., one] if keys_too else case.keys,
-        case.values[..., one],
-        case.next_keys[..., one] if keys_too else case.next_keys,
-        case.next_values[..., one],
-    )
+    keys, values, next_keys, next_values = partitions(case)
+    # A token of zeros before and one of ones behind: no channel of the next partition is constant, which is another law's case.
+    longer = [np.pad(states, ((0, 0), (0, 0), (1, 1), (0, 0)), constant_values=(0, 1)) for states in (next_keys, next_values)]
+    width = 1 if keys_too else keys.shape[-1]
+    inputs = (keys[..., :width], values[..., :1], longer[0][..., :width], longer[1][..., :1])
     allowed = impl.allowance(SCORE, *inputs)
     # 1/L may be exact as a quotient where exp(-log L), the softmax through its log-sum-exp, has the rounding of the logarithm.
     size = impl.allowance("attention.log_sum_exp", np.zeros(case.keys.shape[2])).largest * float(allowed.expected.max())
