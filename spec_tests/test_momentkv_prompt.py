@@ -11,8 +11,7 @@ from evictionary.spec_tests.harness.cases import seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
 from evictionary.spec_tests.test_ada_kv import shared_by_hand, without
-from evictionary.spec_tests.test_momentkv import either_way
-from evictionary.spec_tests.test_momentkv_steps import SCORE_PROMPT, SELECT_PROMPT, prompt, prompt_by_logarithms
+from evictionary.spec_tests.test_momentkv_steps import SCORE_PROMPT, SELECT_PROMPT, prompt
 
 no_sharing = without(SELECT_PROMPT, "floor_ratio")
 
@@ -35,9 +34,7 @@ def test_heads_share_the_budget_and_each_keeps_its_first_token_and_its_window(im
     safe = (place < settings.get("sink_size", 1)) | (place >= length - queries.shape[2])
     budget = min(length, int(safe.sum()) + spare)
     ones = np.ones((*keys.shape[:3], 1))
-    allowed, of_mass = (
-        either_way(impl, SCORE_PROMPT, prompt_by_logarithms, queries, keys, each, chunk_size=chunk) for each in (values, ones)
-    )
+    allowed, of_mass = (impl.allowance(SCORE_PROMPT, queries, keys, each, chunk_size=chunk) for each in (values, ones))
     kept = impl.momentkv.select_prompt(queries, keys, values, budget, floor_ratio=percent / 100, **settings)
     require_mask(kept, keys.shape[:3], "the selection")
     if not kept[..., safe].all():

@@ -6,13 +6,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference import momentkv
-from evictionary.reference.attention import attention_logits, log_sum_exp
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, over_group, require_equal
 from evictionary.spec_tests.harness.cases import KINDS, cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
-from evictionary.spec_tests.test_momentkv import either_way, moments_of, near, scoring, short_cases, situation, some, whole
+from evictionary.spec_tests.test_momentkv import SCORE, moments_of, near, short_cases, situation, some, whole
 
 ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
 SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
@@ -61,7 +60,7 @@ def test_a_step_evicts_the_lowest_score(impl, case, seed):
     new_key, new_value = case.next_keys[:, :, 0], case.next_values[:, :, 0]
     all_keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
-    allowed = scoring(impl, query, all_keys, all_values, moments)
+    allowed = impl.allowance(SCORE, query, all_keys, all_values, moments)
     _, left_keys, left_values, _ = impl.momentkv.decode_step(query, new_key, new_value, keys, values, moments, keys.shape[2])
     rounded = np.concatenate([impl.round(all_keys), impl.round(all_values)], axis=-1)
     left = np.concatenate([left_keys, left_values], axis=-1)
@@ -114,26 +113,13 @@ def prompt(case, seed):
     return generator.normal(size=(*case.queries.shape[:2], window, case.keys.shape[-1])), case.keys, case.values
 
 
-def prompt_by_logarithms(queries, keys, values, *, chunk_size=4):
-    """The score of a prompt with the weights exp(logit - log Z)."""
-    length, window = keys.shape[2], queries.shape[2]
-    grouped = queries.reshape(*keys.shape[:2], -1, *queries.shape[2:])
-    visible = np.arange(length) <= np.arange(length - window, length)[:, None]
-    logits = np.where(visible, attention_logits(grouped, keys[:, :, None]), -np.inf)
-    alpha = np.exp(logits - log_sum_exp(logits)[..., None]).mean(axis=(2, 3))
-    each = alpha * np.sqrt((values * values).sum(axis=-1))
-    starts = np.arange(0, length, chunk_size)
-    sizes = np.diff(starts, append=length)
-    return np.repeat(np.add.reduceat(each, starts, axis=-1) / sizes, sizes, axis=-1)
-
-
 @law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
 def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, case, seed, chunk):
     """alpha, causal within the window, is averaged over window and group; the products over each chunk, of 4 unless told."""
     queries, keys, values = prompt(case, seed)
     settings = {} if chunk is None else {"chunk_size": chunk}
     chunk = chunk or 4
-    allowed = either_way(impl, SCORE_PROMPT, prompt_by_logarithms, queries, keys, values, **settings)
+    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, **settings)
     got = impl.momentkv.score_prompt(queries, keys, values, **settings)
     allowed.check(got, "the prompt score")
     queries, keys, values = (impl.round(array) for array in (queries, keys, values))
@@ -159,7 +145,7 @@ def test_the_prompt_keeps_its_first_token_and_its_window(impl, case, seed, spare
     protected = np.broadcast_to((np.arange(length) < sinks) | (np.arange(length) >= length - window), keys.shape[:3])
     budget = min(length, int(protected[0, 0].sum()) + spare)
     chunk = settings.get("chunk_size", 4)
-    allowed = either_way(impl, SCORE_PROMPT, prompt_by_logarithms, queries, keys, values, chunk_size=chunk)
+    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk)
     kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
     require_mask(kept, keys.shape[:3], "the selection")
     check_selection(kept, allowed.expected, budget, slack=lambda: allowed.largest, protected=protected)

@@ -13,8 +13,8 @@ from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.by_hand import lengths, require_near
 from evictionary.spec_tests.harness.cases import Case, seeds
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.harness.tolerance import Violation
-from evictionary.spec_tests.test_momentkv import either_way, near, some
+from evictionary.spec_tests.harness.tolerance import Violation, allowance
+from evictionary.spec_tests.test_momentkv import near, some
 
 heads = st.builds(
     Case,
@@ -214,7 +214,8 @@ def less_the_mean_logit(query, keys):
 
 def centring(impl, query, keys):
     """The allowance of centred logits, whether the keys are centred or the logits."""
-    return either_way(impl, "momentkv_theory.centred_logits", less_the_mean_logit, query, keys)
+    other = allowance(less_the_mean_logit, *impl.rounded((query, keys)), dtype=impl.dtype, unrepresentable=impl.unrepresentable)
+    return impl.allowance("momentkv_theory.centred_logits", query, keys).wider(other.largest, other.mean)
 
 
 @law("MK-14", of="momentkv_theory.centred_logits", case=heads)

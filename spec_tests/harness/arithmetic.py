@@ -53,6 +53,13 @@ class Rounded(np.ndarray):
         self.dtype_name = getattr(parent, "dtype_name", "float64")
         self.generator = getattr(parent, "generator", None)
 
+    def mean(self, *args: Any, **kwargs: Any) -> Any:
+        """In float16 the sum stays in its accumulator until it is divided: of thousands of numbers it may be beyond 65,504."""
+        if self.dtype_name != "float16":
+            return super().mean(*args, **kwargs)
+        mean = Rounded.of(self, ACCUMULATOR["float16"], self.generator).mean(*args, **kwargs)
+        return Rounded.of(self._rounded(np.asarray(_plain(mean))), self.dtype_name, self.generator)
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
         plain = [_plain(entry) for entry in inputs]
         kwargs = {key: _plain(value) for key, value in kwargs.items()}

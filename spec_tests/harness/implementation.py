@@ -190,20 +190,16 @@ class Implementation:
         """Leave the case out: its dtype cannot hold the numbers, which says nothing about the implementation."""
         raise OutsideDomain(f"{self.dtype} cannot hold the numbers that it asks for")
 
-    def agrees(self, path: str, *args: Any, slack: float = 0.0, **kwargs: Any) -> None:
-        """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple.
-
-        slack is allowed beside it, for the rounding of a right form that the oracle does not have.
-        """
+    def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
+        """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
         if "ranks" in self.conventions and path.endswith("score"):
             return self._orders(path, *args, **kwargs)
         got = self.call(path, *args, **kwargs)
         if not isinstance(got, tuple):
-            self.allowance(path, *args, **kwargs).wider(slack, slack).check(got, path)
+            self.allowance(path, *args, **kwargs).check(got, path)
             return
         for place, entry in enumerate(got):
-            allowed = self.allowance(path, *args, pick=place, **kwargs).wider(slack, slack)
-            allowed.check(entry, f"entry {place} of {path}")
+            self.allowance(path, *args, pick=place, **kwargs).check(entry, f"entry {place} of {path}")
 
     @contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
