@@ -24,7 +24,7 @@ from evictionary.reference import attention
 from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON, Rounded, round_to
 
 RANDOM_RUNS = 6
-# In float64, and of large arrays, whose largest error is one of many, fewer runs say as much.
+# Of large arrays, whose largest error is one of many, fewer runs say as much.
 FEW_RUNS, MANY_NUMBERS = 2, 2**14
 # Twice, as is usual in kernel tests, and twice again because the largest of eight runs falls short of the largest error.
 FACTOR = 4.0
@@ -240,12 +240,12 @@ def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return result if other.called else made[-1]  # without a softmax it is one random run more, for nothing
 
     numbers = sum(value.size for value in (*args, *kwargs.values()) if isinstance(value, np.ndarray))
-    random_runs = FEW_RUNS if dtype == "float64" or numbers > MANY_NUMBERS else RANDOM_RUNS
+    random_runs = FEW_RUNS if numbers > MANY_NUMBERS else RANDOM_RUNS
     generators = [None, *(np.random.default_rng(seed) for seed in range(random_runs))]
     runs: list[Callable[[], Any]] = [
         lambda: run(lambda value: value),
         *(functools.partial(rounded, generator) for generator in generators),
-        lambda: through_logarithm(np.random.default_rng(random_runs)),
+        lambda: through_logarithm(np.random.default_rng(FEW_RUNS)),
     ]
     for place, make in enumerate(runs):
         if place == len(made):
