@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evictionary.reference import attention, gvote, keydiff, lagkv
+from evictionary.reference import attention, gvote, keydiff, lagkv, momentkv
 from evictionary.spec_tests.harness.arithmetic import EPSILON, Rounded, round_to
 from evictionary.spec_tests.harness.cases import KINDS, Case
 from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection, forget
@@ -112,6 +112,19 @@ def test_few_runs_say_what_all_runs_say(dtype: str, share: float) -> None:
     forget()
     _, fresh = scores("drift", dtype)
     assert fresh.covers(largest, mean) == (share <= 1)
+
+
+def test_two_logarithms_of_ten_thousand_are_subtracted() -> None:
+    """Half of the random runs round both alike and make no error: enough of them are made to meet one that does."""
+    keys = np.array([[[[100.0078125], [100.015625]], [[100.0078125], [99.96875]]]])
+    values = np.array([[[[0.0], [3.0]], [[2.0], [-1.0]]]])
+    kept = np.array([[[True, False], [True, True]]])
+    evicted = momentkv.Moments(
+        np.array([[0, 1]]), np.array([[[0], [99.984375]]]), np.array([[[0], [-2.0]]]), np.array([[[[0]], [[-199.96875]]]])
+    )
+    allowed = allowance(momentkv.attend, np.full((1, 2, 1), 100.0), keys, values, kept, evicted, dtype="float64")
+    weights = np.exp(100 * (np.array([100.0078125, 99.96875, 99.984375]) - 100.0078125))
+    allowed.check(np.array([[[0], [weights @ [2, -1, -2] / weights.sum()]]]))
 
 
 def test_a_mean_of_thousands_stays_in_the_range_of_float16() -> None:
