@@ -78,6 +78,14 @@ def test_a_gate_at_the_threshold_is_a_retrieval_head(impl, threshold):
 
 
 @law("DA-2", of=SELECT)
+def test_a_prompt_that_both_ends_cover_stays_whole(impl):
+    """One to five tokens with two sinks and a window of three: a streaming head keeps all of them."""
+    for length in range(1, 6):
+        kept = impl.duo_attention.select(np.ones((1, 1, length, width(impl))), np.array([[0.25]]), sink_size=2, recent_size=3)
+        require_equal(kept, np.ones((1, 1, length), dtype=bool), f"of {length} tokens some are lost")
+
+
+@law("DA-2", of=SELECT)
 def test_the_defaults_are_128_and_256_tokens(impl):
     """Of 500 tokens a streaming head keeps the first 128 and the last 256."""
     kept = impl.duo_attention.select(np.ones((1, 1, 500, width(impl, 1))), np.array([[0.25]]))

@@ -248,6 +248,17 @@ def test_logits_of_ten_thousand_do_not_overflow(impl, sign):
     impl.allowance(SCORE, keys, values, mean, np.zeros((1, 1, 4, 4)), epsilon=0.0).check(got, "the score", expected)
 
 
+@law("EA-8", of=SCORE, sign=st.sampled_from([1.0, -1.0]))
+def test_logits_beyond_a_hundred_keep_their_distance(impl, sign):
+    """Two logits of 128 and 126, or of -128 and -126: two apart, so one weight is e^2 times the other."""
+    keys = np.array([[[[64.0, 0, 0, 0], [63, 0, 0, 0]]]])
+    arguments = keys, np.ones((1, 1, 2, 1)), sign * np.array([[[4.0, 0, 0, 0]]]), np.zeros((1, 1, 4, 4))
+    got = impl.expected_attention.score(*arguments, epsilon=0.0)
+    larger = 1 / (1 + math.exp(-2))
+    expected = np.array([[[larger, 1 - larger]]])[..., :: int(sign)]
+    impl.allowance(SCORE, *arguments, epsilon=0.0).check(got, "the score", expected)
+
+
 @law("EA-8", of=WEIGHTS, case=ungrouped)
 def test_expected_weights_are_the_softmax_of_the_logits(impl, case):
     """exp(log zhat_i) / sum_j exp(log zhat_j) over the tokens of one head."""

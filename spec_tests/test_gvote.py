@@ -151,6 +151,13 @@ def test_the_current_nucleus_is_not_added(impl):
     require_equal(got, [[[False, False, True, False]]], "other tokens than token 2 are kept")
 
 
+@law("GV-A11", of=SELECT)
+def test_each_sample_has_a_vote(impl):
+    """With keys 8 e_0 .. 8 e_3, a query along e_1 and samples along e_0, e_2 and e_3 each sample keeps its token."""
+    got = impl.gvote.select(one_hot(1)[:, :, 0], one_hot(0, 1, 2, 3), one_hot(0, 2, 3))
+    require_equal(got, [[[True, False, True, True]]], "other tokens than 0, 2 and 3 are kept")
+
+
 @law("GV-A10", of=SELECT)
 def test_the_budget_is_that_of_the_current_query(impl):
     """A sample without preference keeps the B_0 = 1 token of the current query's count, not a nucleus of its own."""

@@ -179,6 +179,14 @@ def test_mass_is_relative_to_the_row(impl):
 
 
 @law("GV-A2", of=NUCLEUS)
+def test_mass_is_the_sum_of_the_weights(impl):
+    """Of the weights 3/8, 2/8, 2/8 and 1/8 the mass 1/4 takes one, 1/2 two, 3/4 three and 15/16 all four."""
+    for count, p in enumerate((0.25, 0.5, 0.75, 0.9375), start=1):
+        kept = impl.gvote.nucleus(np.array([0.375, 0.25, 0.25, 0.125]), p)
+        require_equal(kept, np.arange(4) < count, f"the nucleus at {p} is not the first {count}")
+
+
+@law("GV-A2", of=NUCLEUS)
 def test_many_small_weights_add_up(impl):
     """Of 4096 equal weights the nucleus at .75 is the first 3072: a sum in half precision would stop growing at a half."""
     kept = impl.gvote.nucleus(np.full((1, 4096), 2.0**-12), 0.75)
