@@ -154,9 +154,9 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
 def test_the_window_scores_all_of_a_long_prompt(impl, case):
     """Over thousands of tokens before the window: the mean attention of its 32 queries, pooled over 7 neighbours."""
     shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
+    drawn, keys = np.random.default_rng(case.seed).normal(size=shape), impl.round(case.keys)
     for size in (1.0, 2.0**-6):  # weights of all sizes, and weights nearly alike, whose sum half precision still holds
-        queries = impl.round(size * np.random.default_rng(case.seed).normal(size=shape))
-        keys = impl.round(case.keys)
+        queries = impl.round(size * drawn)
         weights = causal_weights(queries, for_each_reader(keys, queries))[..., :-32]
         received = over_group(weights.mean(axis=2), case.num_kv_heads)
         expected = np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])

@@ -230,13 +230,13 @@ def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         except ValueError:
             return None
 
-    def through_logarithm(generator: np.random.Generator) -> Any:
+    def through_logarithm() -> Any:
         plain, other = attention.softmax, mock.Mock(wraps=softmax_through_logarithm)
         with contextlib.ExitStack() as stack:
             for name, module in list(sys.modules.items()):
                 if name.startswith("evictionary.reference.") and vars(module).get("softmax") is plain:
                     stack.enter_context(mock.patch.object(module, "softmax", other))
-            result = rounded(generator)
+            result = rounded(np.random.default_rng(FEW_RUNS))  # the same however many runs there were before
         return result if other.called else made[-1]  # without a softmax it is one random run more, for nothing
 
     numbers = sum(value.size for value in (*args, *kwargs.values()) if isinstance(value, np.ndarray))
@@ -245,7 +245,7 @@ def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     runs: list[Callable[[], Any]] = [
         lambda: run(lambda value: value),
         *(functools.partial(rounded, generator) for generator in generators),
-        lambda: through_logarithm(np.random.default_rng(FEW_RUNS)),
+        through_logarithm,
     ]
     for place, make in enumerate(runs):
         if place == len(made):
