@@ -206,6 +206,15 @@ def test_logits_a_few_roundings_apart_still_rank(impl):
     require_equal(got, [[[False, False, True, True]]], "logits that differ count as equal")
 
 
+@law("GV-A9", of=SELECT)
+def test_small_logits_still_rank(impl):
+    """Logits 0, 1/4096, 2/4096 and 3/4096, of which three are 0 when rounded to three decimals: the two largest get the votes."""
+    keys = np.zeros((1, 1, 4, 4))
+    keys[..., 0] = np.arange(4) / 2**14
+    got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
+    require_equal(got, [[[False, False, True, True]]], "small logits count as equal")
+
+
 @law("GV-A11", of=SELECT, kind="refusal", bad=st.sampled_from(["query", "keys", "sampled_queries", "queries", "p"]))
 def test_arguments_that_do_not_fit_are_refused(impl, bad):
     """Wrong channels, NaN, samples of other heads, query heads that no group divides, or p above 1 raise ValueError."""

@@ -12,22 +12,26 @@ import copy
 import hashlib
 import itertools
 import json
+import linecache
+import os
 import random
 import runpy
 import types
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis.errors import UnsatisfiedAssumption
 from joblib import Parallel, delayed
 from rich.progress import track
 
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import checks, grading
+from evictionary.classroom import checks, grading, worker
 from evictionary.classroom.child import StudentError
 from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.verdict import suite_version
@@ -91,7 +95,9 @@ class Inside:
 
     def __init__(self, source: str, stem: str) -> None:
         self.module = types.ModuleType(stem)
-        exec(compile(source, f"{stem}.py", "exec"), vars(self.module))
+        file = f"<{hashlib.sha256(source.encode()).hexdigest()}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads a kernel's source
+        exec(compile(source, file, "exec"), vars(self.module))
         self.named = grading._named(stem)
         self.functions = [name for name, value in vars(self.module).items() if callable(value)]
 
@@ -101,28 +107,32 @@ class Inside:
     def __exit__(self, *_: object) -> None:
         return
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, *args: Any, change_launches: bool = False, **kwargs: Any) -> Any:
+        native = self.in_torch if hasattr(self.module, "torch") else copy.deepcopy
         try:
-            result = getattr(self.module, name)(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            with worker.changed_launches() if change_launches else nullcontext():
+                result = getattr(self.module, name)(*map(native, args), **{key: native(value) for key, value in kwargs.items()})
         except ValueError:
             raise
         except Exception as error:
             raise StudentError(type(error).__name__, str(error), "") from error
+        if hasattr(result, "numpy"):
+            return result.numpy()
         fields = getattr(result, "_fields", None)
         return self.named(type(result).__name__, list(fields))(*result) if fields else result
+
+    def in_torch(self, value: Any) -> Any:
+        return self.module.torch.from_numpy(np.array(value, order="C")) if isinstance(value, np.ndarray) else value
 
 
 def graded(assignment: str, seed: int, examples: int = grading.GRADE_EXAMPLES) -> Iterator[dict[str, Any]]:
     """Every submission of an assignment at one seed: its points, the steps that failed, and the first message."""
     one, secret, long = assignments.load(assignment), f"styles/{seed}".encode(), seed % LONG_EVERY == 0
-    if one.library == "numpy":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # The points of a wrong one are told only where all laws are asked.
-            found = [each for each in submissions(assignment) if long or not each.wrong]
-            results = side_by_side(one, found, secret, examples, long)
-    else:
-        results = {each: grading.judge(each.source.encode(), one, secret=secret, explain=False) for each in submissions(assignment)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # The points of a wrong one are told only where all laws are asked.
+        found = [each for each in submissions(assignment) if long or not each.wrong]
+        results = side_by_side(one, found, secret, examples, long)
     for each, result in results.items():
         failed = [line for line in result.lines if line.verdict == "failed"]
         yield {
@@ -196,22 +206,22 @@ def measured(assignment: str, seed: int, examples: int) -> list[dict[str, Any]]:
     return [line | {"digest": digest(assignment), "examples": examples} for line in graded(assignment, seed, examples)]
 
 
-def stored(examples: int) -> Iterator[dict[str, Any]]:
-    """What earlier runs measured of the same files, laws and settings; an incomplete line is left out."""
+def stored() -> Iterator[dict[str, Any]]:
+    """What earlier runs measured of the same files and laws; an incomplete line is left out."""
     digests = {name: digest(name) for name in names()}
     for text in STORE.read_text(encoding="utf-8").splitlines() if STORE.exists() else ():
         try:
             line = json.loads(text)
         except ValueError:
             continue
-        if line["digest"] == digests.get(line["assignment"]) and line["examples"] == examples:
+        if line["digest"] == digests.get(line["assignment"]):
             yield line
 
 
 def run(chosen: list[str], seeds: int, examples: int, jobs: int) -> None:
     """Grade what is not stored yet; every seed of an assignment is on the disk before the next."""
     STORE.parent.mkdir(exist_ok=True)
-    done = {(line["assignment"], line["seed"]) for line in stored(examples)}
+    done = {(line["assignment"], line["seed"]) for line in stored() if line["examples"] == examples}
     left = [(name, seed) for seed in range(seeds) for name in chosen if (name, seed) not in done]
     work = Parallel(n_jobs=jobs, return_as="generator")(delayed(measured)(*each, examples) for each in left)
     for lines in track(work, total=len(left), description="seeds of an assignment"):
@@ -222,7 +232,7 @@ def run(chosen: list[str], seeds: int, examples: int, jobs: int) -> None:
                 print(f"{line['assignment']}, seed {line['seed']}: {line['points']} for {line['submission']}: {line['message']}")
 
 
-def page(lines: list[dict[str, Any]], examples: int) -> str:
+def page(lines: list[dict[str, Any]]) -> str:
     """The Markdown page: right submissions that lost points, and how the points of each wrong one differ between seeds."""
     by_submission: dict[tuple[str, bool, str], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
@@ -233,19 +243,18 @@ def page(lines: list[dict[str, Any]], examples: int) -> str:
         "# No luck",
         "",
         f"{RIGHT_EACH} right submissions to each assignment, in different styles, and mistakes that are not among the planted",
-        f"ones, each graded at every seed with {examples} inputs a law; laws of long inputs, which take most of the time, are",
-        f"asked at each {LONG_EVERY}th seed. `python tests/classroom_styles.py --seeds N --examples {examples}` made this page;",
-        "the submissions are in `tests/styles/`.",
+        "ones, each graded at every seed; laws of long inputs, which take most of the time, are asked at each",
+        f"{LONG_EVERY}th seed. `python tests/classroom_styles.py --seeds N --examples INPUTS` made this page; the submissions are",
+        "in `tests/styles/`.",
         "",
-        "| assignment | right submissions | seeds | gradings | below 100 points |",
-        "|---|---|---|---|---|",
+        "| assignment | right submissions | inputs a law | seeds | gradings | below 100 points |",
+        "|---|---|---|---|---|---|",
     ]
-    for name in names():
-        own = [line for line in lines if line["assignment"] == name and not line["wrong"]]
+    for name, examples in sorted({(line["assignment"], line["examples"]) for line in lines}):
+        own = [line for line in lines if (line["assignment"], line["examples"], line["wrong"]) == (name, examples, False)]
         few = sum(line["points"] < 100 for line in own)
         seeds = len({line["seed"] for line in own})
-        if own:
-            out.append(f"| {name} | {len({line['submission'] for line in own})} | {seeds} | {len(own)} | {few} |")
+        out.append(f"| {name} | {len({line['submission'] for line in own})} | {examples} | {seeds} | {len(own)} | {few} |")
     out += [
         "",
         "Wrong submissions, at the seeds at which all laws are asked: the points that they had, each with the number of seeds. A",
@@ -279,6 +288,7 @@ def by_luck(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # of this process and of its helpers, before a kernel imports Triton
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
@@ -286,8 +296,7 @@ def main() -> None:
     parser.add_argument("--assignments", default=",".join(names()), help="comma-separated")
     arguments = parser.parse_args()
     run(arguments.assignments.split(","), arguments.seeds, arguments.examples, arguments.jobs)
-    lines = [line for line in stored(arguments.examples) if line["seed"] < arguments.seeds]
-    PAGE.write_text(page(lines, arguments.examples), encoding="utf-8")
+    PAGE.write_text(page([line for line in stored() if line["seed"] < arguments.seeds]), encoding="utf-8")
 
 
 if __name__ == "__main__":

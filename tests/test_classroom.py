@@ -125,6 +125,17 @@ def test_a_triton_kernel_is_graded_in_the_interpreter() -> None:
     assert without.lines[0].laws["grader::score"] == "killed"
 
 
+@pytest.mark.slow
+def test_a_kernel_that_keeps_its_output_contributes(tmp_path: Path) -> None:
+    kept = KERNEL.replace("torch.empty(keys.shape[:-1])", "OUTPUT.setdefault(keys.shape, torch.empty(keys.shape[:-1]))")
+    path = written(tmp_path, "OUTPUT = {}\n" + kept, "keydiff.py")
+    keys = np.random.default_rng(0).standard_normal((1, 2, 17, 8), dtype=np.float32)
+    with Child(path, "keydiff", library="torch", limits=assignments.load("kernel").limits(60), interpret=True) as child:
+        plain = child.call("score", keys)
+        assert (child.call("score", keys, change_launches=True) != plain).all()
+        assert (child.call("score", keys) == plain).all()
+
+
 MISTAKES = (
     ("keydiff", "keydiff.raw_mean_anchor"),
     ("keydiff", "keydiff.row_means"),
@@ -435,8 +446,8 @@ def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: 
     classroom_styles.STORE.write_bytes(classroom_styles.STORE.read_bytes()[:-20])
     classroom_styles.run(["gvote"], 2, 25, 1)
     assert {(name, seed) for name, seed, _ in asked} == {("gvote", 0), ("gvote", 1)}
-    page = classroom_styles.page(list(classroom_styles.stored(25)), 25)
-    assert "| gvote | 30 | 2 | " in page
+    page = classroom_styles.page(list(classroom_styles.stored()))
+    assert "| gvote | 30 | 25 | 2 | " in page
     assert "| gvote | softmax in float32 | 85: 1, 100: 1 | weights |" in page
 
 

@@ -127,6 +127,16 @@ def test_two_logarithms_of_ten_thousand_are_subtracted() -> None:
     allowed.check(np.array([[[0], [weights @ [2, -1, -2] / weights.sum()]]]))
 
 
+def test_a_weight_may_be_e_to_the_minus_700_where_it_underflows() -> None:
+    """A sigmoid whose exponents are cut at 700, below which they overflow elsewhere, is right; a weight of 1e-290 is an error."""
+    evicted = momentkv.Moments(np.array([[1]]), np.array([[[1.0]]]), np.array([[[0.0]]]), np.array([[[[0.0]]]]))
+    keys, values, kept = np.array([[[[0.0], [1.0]]]]), np.array([[[[3.0], [0.0]]]]), np.array([[[True, False]]])
+    allowed = allowance(momentkv.attend, np.full((1, 1, 1), 1e4), keys, values, kept, evicted, dtype="float64")
+    allowed.check(np.full((1, 1, 1), 3 * np.exp(-700)))
+    with pytest.raises(Violation):
+        allowed.check(np.full((1, 1, 1), 1e-290))
+
+
 def test_a_mean_of_thousands_stays_in_the_range_of_float16() -> None:
     """The sum is 8,191,000, the mean 1,000: kernels divide a float32 sum, and a law that took it for infinite judged nobody."""
     numbers = Rounded.of(np.full((2, 8191), 1000.0), "float16", np.random.default_rng(0))

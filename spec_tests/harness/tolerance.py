@@ -31,6 +31,8 @@ FACTOR = 4.0
 # In float64 sixteen times that: a formula has many right forms (log-add-exp token by token for a softmax), whose roundings differ
 # by the number of terms, and no mistake is as small as the 1e-12 or so that this comes to.
 FACTOR_OF = {"float64": 64.0}
+# A weight that underflows to 0 in one right form is e^-700 in another, whose exponents are kept from overflowing.
+NOTHING = {name: float(np.finfo(name).tiny / np.finfo(name).eps) for name in ("float64", "float32")}
 
 
 class Violation(AssertionError):
@@ -150,7 +152,7 @@ class Measured(Allowance):
 
     def _allowed(self, rounding: float) -> tuple[float, float]:
         """What the runs made so far allow, with this much for the rounding of the output."""
-        largest, mean = FACTOR_OF.get(self._dtype, FACTOR) * self._error + rounding * self._size
+        largest, mean = FACTOR_OF.get(self._dtype, FACTOR) * self._error + rounding * self._size + NOTHING[ACCUMULATOR[self._dtype]]
         return float(largest), float(mean)
 
     def covers(self, largest: float, mean: float) -> bool:
