@@ -11,7 +11,7 @@ from hypothesis.errors import Unsatisfiable
 
 from evictionary.spec_tests.harness import report, verdict
 from evictionary.spec_tests.harness.arithmetic import EPSILON
-from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
+from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAsk
 from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
 from evictionary.spec_tests.harness.process import PREFIX, SECONDS, ProgramFailed, close_all
@@ -196,7 +196,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             narrowed = bool(subject.domain.said() or subject.conventions or subject.array_library == "exec")
             if isinstance(error, ProgramFailed):
                 error = Violation(str(error))
-            if isinstance(error, OutsideDomain | Unsatisfiable) and subject.outside and narrowed:
+            if isinstance(error, NothingToAsk | Unsatisfiable) and subject.outside and narrowed:
                 result.outcome, result.longrepr = "passed", None
                 result.user_properties.append(("not applicable", subject.outside))
             else:

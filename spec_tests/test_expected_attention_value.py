@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import mul
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -25,9 +27,10 @@ def scored_by_hand(weights, vectors, epsilon):
 def projected_by_hand(values, w_o):
     """W_o v of each token: row by row of W_o, the sum of its products with the channels of v."""
     projected = np.zeros((*values.shape[:-1], len(w_o)))
+    rows = w_o.tolist()
     for place in np.ndindex(values.shape[:-1]):
-        for row in range(len(w_o)):
-            projected[place][row] = sum(w_o[row, channel] * values[place][channel] for channel in range(values.shape[-1]))
+        value = values[place].tolist()
+        projected[place] = [sum(map(mul, row, value)) for row in rows]
     return projected
 
 

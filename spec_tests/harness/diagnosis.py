@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS
+from evictionary.spec_tests.harness.domain import NothingToAsk
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import LAWS, Law
 from evictionary.spec_tests.harness.planted import Mutant, answer, load_mutants
@@ -84,7 +85,8 @@ def _larger(law: Law, implementation: Implementation, functions: Container[str])
         quietly = settings(
             max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None, derandomize=True
         )
-        with suppress(Exception, ProgramFailed):  # if nothing can be drawn, or a program dies, the earlier calls have to do
+        # If nothing can be drawn, or a program dies, the earlier calls have to do.
+        with suppress(Exception, NothingToAsk, ProgramFailed):
             quietly(given(**law.drawn)(ask))()
     answered = (call for call in asked.history if call.result is not None and call.function in functions)
     sized = [(numbers_in(tuple(call.arguments.values())), call) for call in answered]

@@ -31,6 +31,10 @@ class OutsideDomain(Exception):
         self.always = always
 
 
+class NothingToAsk(BaseException):
+    """A law has found no input inside the domain. No Exception: hypothesis would draw hundreds more before it gave up."""
+
+
 @dataclass(frozen=True)
 class Domain:
     """The sizes and dtypes that an implementation takes. An empty tuple, or a length of None, bounds nothing.

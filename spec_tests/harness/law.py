@@ -17,7 +17,7 @@ from hypothesis import Phase, given, reject, settings
 from hypothesis.strategies import SearchStrategy
 
 from evictionary.spec_tests.harness.degenerate import KINDS, MATHEMATICS, REFUSAL
-from evictionary.spec_tests.harness.domain import Domain, OutsideDomain
+from evictionary.spec_tests.harness.domain import Domain, NothingToAsk, OutsideDomain
 
 SUITE = Path(__file__).resolve().parent.parent
 REQUIREMENTS_FOLDER = SUITE / "requirements"
@@ -125,7 +125,7 @@ def load_laws() -> dict[str, Law]:
     return LAWS
 
 
-# After so many inputs outside its domain, and none inside, nothing more is tried of a law.
+# After so many inputs outside the domain, and none inside, a law is not applicable.
 ENOUGH_OUTSIDE = 30
 
 
@@ -161,8 +161,6 @@ def law(
 
         @functools.wraps(test)
         def judging(impl: Any, **arguments: Any) -> None:
-            if impl.outside_of[name] >= ENOUGH_OUTSIDE:
-                reject()
             impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
             impl.asking = kind
             impl.drawn = impl.domain.fitted(arguments)
@@ -172,9 +170,9 @@ def law(
                 test(impl, **impl.drawn)
             except OutsideDomain as error:
                 impl.outside, asked = str(error), ENOUGH_OUTSIDE if error.always else 1
-                if drawn:
-                    reject()
-                raise
+                if not drawn or impl.outside_of[name] + asked >= ENOUGH_OUTSIDE:
+                    raise NothingToAsk(impl.outside) from None
+                reject()
             finally:
                 impl.outside_of[name] += asked
                 if examples:  # 64 long inputs, which the history would hold, are gigabytes
