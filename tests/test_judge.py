@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL
-from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
+from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAsk, OutsideDomain
 from evictionary.spec_tests.harness.implementation import load
-from evictionary.spec_tests.harness.law import load_laws
+from evictionary.spec_tests.harness.law import ENOUGH_OUTSIDE, load_laws
 
 ROOT = Path(__file__).parent.parent
 
@@ -174,6 +175,19 @@ def test_no_law_of_mathematics_asks_for_an_error() -> None:
 def test_numbers_that_a_dtype_cannot_hold_are_outside_of_what_is_asked() -> None:
     with pytest.raises(OutsideDomain, match="float16 cannot hold the numbers"):
         load("reference", dtype="float16").allowance("knorm.score", np.full((1, 1, 1, 64), 6e4))
+
+
+def test_a_law_that_finds_nothing_inside_a_domain_soon_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, tried = load("reference"), []
+
+    def outside(*args: object, **kwargs: object) -> None:
+        tried.append(args)
+        raise OutsideDomain("a size that it does not take")
+
+    monkeypatch.setattr(reference, "call", outside)
+    with pytest.raises(NothingToAsk, match="a size that it does not take"):
+        load_laws()["test_keydiff::test_scores_are_cosines"].test(settings(database=None))(impl=reference)
+    assert len(tried) == ENOUGH_OUTSIDE
 
 
 def test_a_domain_moves_what_was_drawn_inside_it() -> None:
