@@ -69,6 +69,14 @@ def test_exact_sums_stay_exact_in_every_order(dtype: str) -> None:
     assert float((numbers * numbers).sum()) == 11.25
 
 
+def test_a_quotient_that_is_exact_by_luck_is_rounded() -> None:
+    """A fifth of this sum of keys fits into float32; a fifth of the sum of the values, in another right form, does not."""
+    total = np.array([707.2161865234375])
+    assert (round_to(total / 5, "float32") == total / 5).all()
+    quotients = {float((Rounded.of(total, "float32", np.random.default_rng(seed)) / 5)[0]) for seed in range(6)}
+    assert len(quotients) > 1
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])  # half-precision numbers are summed in float32, these without error
 def test_a_cancelling_sum_scatters(dtype: str) -> None:
     numbers = round_to(np.array([1 / 3, 1 / 7, -1 / 3, -1 / 7]), dtype)
@@ -142,7 +150,7 @@ def test_a_mean_of_thousands_stays_in_the_range_of_float16() -> None:
     numbers = Rounded.of(np.full((2, 8191), 1000.0), "float16", np.random.default_rng(0))
     for mean in (numbers.mean(axis=-1), np.mean(numbers, axis=-1)):
         assert mean.dtype_name == "float16"
-        np.testing.assert_allclose(mean.view(np.ndarray), 1000, rtol=2**-10)
+        np.testing.assert_allclose(mean.view(np.ndarray), 1000, rtol=2**-9)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -4,8 +4,8 @@ The error that a correct implementation may make is not a constant: it depends o
 sums are taken. Running the reference itself in the arithmetic of the dtype measures it. Rounding at random (Monte Carlo arithmetic)
 shows what the digits of one lucky run hide: where a sum cancels, the random runs scatter.
 
-What is exact stays exact: a result that the dtype can represent is not rounded, and a sum of short dyadic numbers has no error
-in any order. So on hand-sized inputs the allowance is zero and the comparison is equality.
+What is exact in every right form stays exact: a short number is not rounded, and a sum of short dyadic numbers has no error in any
+order. So on hand-sized inputs the allowance is zero and the comparison is equality.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ class Rounded(np.ndarray):
         nearest = round_to(exact, self.dtype_name)
         if self.generator is None:
             return nearest
-        # float64 results carry no record of what was rounded away: only short numbers count as exact there.
-        representable = round_to(exact, "float32") if self.dtype_name == "float64" else nearest
-        step = np.where(exact == representable, 0, EPSILON[self.dtype_name] / 2)
+        step = np.where((exact == nearest) & _short(exact, self.dtype_name), 0, EPSILON[self.dtype_name] / 2)
         sign = 2.0 * self.generator.integers(0, 2, size=exact.shape, dtype=np.int8) - 1.0
         return np.where(step == 0, exact, round_to(exact * (1 + 2 * step * sign), self.dtype_name))
 
@@ -112,6 +110,20 @@ class Rounded(np.ndarray):
 
 
 _EXACT = {np.maximum, np.minimum, np.negative, np.absolute, np.sign, np.copysign, np.floor, np.ceil, np.positive}
+
+
+def _short(exact: np.ndarray, dtype: str) -> np.ndarray:
+    """Whether numbers need half of the bits of a dtype, or less. Those alone are exact in any right form.
+
+    Of float64 no record is left of what was rounded away. And where a quotient fits into float32 by luck, the same formula written
+    in another order rounds.
+    """
+    if dtype == "float64":
+        return exact == round_to(exact, "float32")
+    if dtype == "float32":
+        with np.errstate(over="ignore"):
+            return exact.astype(np.float32).view(np.uint32) & 0xFFF == 0
+    return np.ones(exact.shape, dtype=bool)
 
 
 def _plain(value: Any) -> Any:
