@@ -53,6 +53,18 @@ def judge(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+UNHALVED = """
+import numpy as np
+
+DOMAIN = {"head_dim": (128,), "length_multiple_of": 16, "group": (1,)}
+
+def score(k, v, mu, sigma, epsilon=0.02):
+    logits = (k @ mu[..., None])[..., 0] / np.sqrt(128) + ((k @ sigma) * k).sum(axis=-1) / 128
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return (weights / weights.sum(axis=-1, keepdims=True) + epsilon) * np.linalg.norm(v, axis=-1)
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "my_kernels"
@@ -92,6 +104,17 @@ def test_the_printed_repro_runs(folder: Path) -> None:
     shown = re.search(r"smallest input  keys = [\[ ]*(-?\d+\.\d{0,6})", output)
     assert shown, output
     assert shown[1] in program  # the repro has the input of the sentence
+
+
+def test_a_repro_of_large_arguments_asks_the_law_again(folder: Path) -> None:
+    """A covariance of 128 x 128 numbers, under names of the author's own."""
+    (folder / "expected_attention.py").write_text(UNHALVED)
+    output = judge("spec_tests/test_expected_attention.py", "--impl", str(folder), "-k", "halving_the_keys").stdout
+    program = printed_program(output)
+    assert max(map(len, program.splitlines())) < 300
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    expected, got = done.stdout.removeprefix("expected ").split("got     ")
+    assert expected.split() != got.split()
 
 
 def printed_program(output: str) -> str:

@@ -351,7 +351,7 @@ class _Run:
         line.message = "\n".join(each for each in lines if not any(part in each for part in hidden))
         line.message += _hint(told) if not matches else ""
         calls = implementation.calls
-        line.repro = _script(report.repro(implementation, calls[-1].function)) if calls else ""
+        line.repro = _script(report.repro(law, implementation)) if calls else ""
         if line.repro and self.assignment.interpret:
             line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
         line.misconceptions = [match.misconception for match in matches]

@@ -41,11 +41,21 @@ class UnusableImplementation(Exception):
 
 @dataclass
 class Call:
-    """One call that a law made: `keydiff.score`, its arguments by name, and what came back (None where it raised)."""
+    """One call that a law made: `keydiff.score`, its arguments by name, and what came back (None where it raised).
+
+    The first `positional` arguments were given by their position: an implementation may have names of its own for them.
+    """
 
     function: str
     arguments: dict[str, Any]
     result: Any = None
+    positional: int = 0
+
+    @property
+    def given(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as the law gave them: those by position, and those by name."""
+        given = list(self.arguments.items())
+        return [value for _, value in given[: self.positional]], dict(given[self.positional :])
 
 
 @dataclass(repr=False)
@@ -126,7 +136,7 @@ class Implementation:
         """Call `path` of the implementation: NumPy in (rounded to the dtype), NumPy out. The call is recorded."""
         stem, name = path.split(".")
         function = getattr(self.modules[stem], name)
-        call = Call(path, self._rounded_arguments(path, args, kwargs))
+        call = Call(path, self._rounded_arguments(path, args, kwargs), positional=len(args))
         if self.asking != REFUSAL and (reason := self.domain.excludes(call.arguments)):
             raise OutsideDomain(reason)
         if self.asking == MATHEMATICS and (reason := degenerate(path, call.arguments)):

@@ -11,12 +11,12 @@ import numpy as np
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.diagnosis import misconceptions, numbers_in
 from evictionary.spec_tests.harness.implementation import Implementation
-from evictionary.spec_tests.harness.law import Law
+from evictionary.spec_tests.harness.law import LAWS, Law
 from evictionary.spec_tests.harness.planted import Mutant
 from evictionary.spec_tests.harness.process import PREFIX
 from evictionary.spec_tests.harness.tolerance import Violation
 
-_MOST_PRINTED = 2**14  # numbers in an argument of a program that makes a call again; no short input has more
+_MOST_PRINTED = 128  # numbers in an argument of a program that makes a call again
 
 
 def sentence(law: Law, implementation: Implementation, error: BaseException, matches: list[Mutant] | None = None) -> str:
@@ -48,7 +48,7 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
         lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
-    if calls and (program := repro(implementation, calls[-1].function)):
+    if calls and (program := repro(law, implementation)):
         lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
     elif calls:
         drawn = ", ".join(
@@ -66,21 +66,22 @@ def _named(origin: str) -> str:
     return shlex.quote(origin) if program == origin else f"--exec {shlex.quote(program)}"
 
 
-def repro(implementation: Implementation, path: str) -> str:
-    """A program that makes the last recorded call of `path` again and prints it beside the reference.
+def repro(law: Law, implementation: Implementation) -> str:
+    """A program that makes the last recorded call again and prints it beside the reference.
 
-    Empty where it would be a page of numbers: those of a long input that a law made of its case.
+    Where it would be a page of numbers, since a law made a large input of its case, the program asks the law again; it is empty
+    where that is a page of numbers too.
     """
     call = implementation.calls[-1]
-    stem, name = path.split(".")
-    arguments = ", ".join(f"{key}={key}" for key in call.arguments)
+    path, (stem, name) = call.function, call.function.split(".")
+    arguments = ", ".join(key if place < call.positional else f"{key}={key}" for place, key in enumerate(call.arguments))
     cases = {key: value for key, value in implementation.drawn.items() if isinstance(value, Case)}
     literals = {
         key: _from_case(value, cases, implementation) or ("" if numbers_in(value) > _MOST_PRINTED else _literal(value))
         for key, value in call.arguments.items()
     }
     if not all(literals.values()):
-        return ""
+        return _asking(law, implementation)
     if any("case." in literal for literal in literals.values()):
         case = [f"case = {next(iter(cases.values()))!r}"]
     else:
@@ -99,6 +100,34 @@ def repro(implementation: Implementation, path: str) -> str:
             f'print("expected", oracle("{path}")({arguments}))',
             f'print("got     ", impl.{stem}.{name}({arguments}))',
         ]
+    )
+
+
+def _asking(law: Law, implementation: Implementation) -> str:
+    """A program that asks a law again with what it had drawn, and prints the last call of that function beside the reference."""
+    drawn = {name: value.item() if isinstance(value, np.generic) else value for name, value in implementation.drawn.items()}
+    if law.name not in LAWS or not all(map(_is_stated, drawn.values())):
+        return ""
+    path = implementation.calls[-1].function
+    stated = ", ".join(f"{name}={value!r}" for name, value in drawn.items())
+    return f"""\
+from contextlib import suppress
+from evictionary.spec_tests.harness.cases import Case
+from evictionary.spec_tests.harness.implementation import load, oracle
+from evictionary.spec_tests.harness.law import load_laws
+impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")
+with suppress(Exception):
+    load_laws()["{law.name}"].check(impl, {stated})
+call = [call for call in impl.calls if call.function == "{path}"][-1]
+args, kwargs = call.given
+print("expected", oracle(call.function)(*args, **kwargs))
+print("got     ", impl.{path}(*args, **kwargs))"""
+
+
+def _is_stated(value: Any) -> bool:
+    """Whether the repr of a value makes it again."""
+    return isinstance(value, Case | bool | int | float | str | None) or (
+        isinstance(value, list | tuple) and all(map(_is_stated, value))
     )
 
 
