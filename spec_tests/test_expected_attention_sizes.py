@@ -18,7 +18,7 @@ from evictionary.spec_tests.harness.by_hand import (
 )
 from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.test_expected_attention import SCORE, STATISTICS, widened
+from evictionary.spec_tests.test_expected_attention import SCORE, STATISTICS
 from evictionary.spec_tests.test_expected_attention_statistics import ROPE, before_rope, grouped, in_closed_form, rope_allowance
 
 RANK = 3
@@ -51,7 +51,7 @@ def test_queries_of_far_positions_turn_by_them(impl, case, position):
     allowed = [rope_allowance(impl, pick, mean, covariance, position=position) for pick in (0, 1)]
     allowed[1].check(got[1], f"the covariance at position {position}")
     extra = 1e-15 * position * np.abs(mean).max()  # the angles of two ways differ by the rounding of float64
-    widened(allowed[0], extra).check(got[0], f"the mean at position {position}", in_closed_form(mean, position, 512))
+    allowed[0].wider(extra).check(got[0], f"the mean at position {position}", in_closed_form(mean, position, 512))
 
 
 def log_expected(queries_mean, factor, keys):

@@ -14,7 +14,7 @@ from evictionary.spec_tests.harness.by_hand import causal_weights, lengths, line
 from evictionary.spec_tests.harness.cases import cases, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
-from evictionary.spec_tests.test_expected_attention import STATISTICS, grouped, statistics, widened
+from evictionary.spec_tests.test_expected_attention import STATISTICS, grouped, statistics
 
 ROPE = "expected_attention.average_rope"
 
@@ -34,7 +34,7 @@ def rope_allowance(impl, pick, mean, covariance, *, position, horizon=512, **set
     allowed = impl.allowance(ROPE, mean, covariance, pick=pick, position=position, horizon=horizon, **settings)
     size = 2 * np.abs(mean).max() if pick == 0 else 8 * np.abs(covariance).max()
     angle = EPSILON[ACCUMULATOR[impl.dtype]] * (position + horizon)
-    return widened(allowed, float(size) * (EPSILON[impl.dtype] + angle))
+    return allowed.wider(float(size) * (EPSILON[impl.dtype] + angle))
 
 
 @law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons, theta=st.sampled_from([10000.0, 500000.0, 100.0]))
@@ -113,7 +113,7 @@ def test_mean_and_covariance_are_turned_alike(impl, case, position, horizon):
         slack
         + 4 * float(np.abs(mean).max()) * rope_allowance(impl, 0, mean, covariance, position=position, horizon=horizon).largest
     )
-    widened(allowed, extra).check(turned, "the covariance", got[..., None] * got[..., None, :])
+    allowed.wider(extra).check(turned, "the covariance", got[..., None] * got[..., None, :])
 
 
 @law(
@@ -145,7 +145,7 @@ def statistics_allowance(impl, pick, queries):
     """
     largest, count = float(np.abs(queries).max()), queries.shape[-2]
     updates = largest * (count + 9) / 4 if pick == 0 else largest**2 * (3 * count + 84) / 4
-    return widened(impl.allowance(STATISTICS, queries, pick=pick), EPSILON[ACCUMULATOR[impl.dtype]] * updates)
+    return impl.allowance(STATISTICS, queries, pick=pick).wider(EPSILON[ACCUMULATOR[impl.dtype]] * updates)
 
 
 @law("EA-5", of=STATISTICS, case=cases())
@@ -164,7 +164,7 @@ def test_repeating_the_queries_changes_no_statistic(impl, case, seed):
     for pick, name in enumerate(("the mean", "the covariance")):
         allowed = statistics_allowance(impl, pick, case.keys[:, :, order])
         expected = impl.allowance(STATISTICS, case.keys, pick=pick).expected
-        widened(allowed, 1e-12 * float(np.abs(expected).max(initial=0))).check(got[pick], f"{name} of repeated queries", expected)
+        allowed.wider(1e-12 * float(np.abs(expected).max(initial=0))).check(got[pick], f"{name} of repeated queries", expected)
 
 
 @law("EA-5", of=(STATISTICS, "expected_attention.project_statistics"), case=cases(), seed=seeds())
@@ -179,7 +179,7 @@ def test_statistics_pass_through_a_linear_map(impl, case, seed):
         allowed = impl.allowance("expected_attention.project_statistics", mean, covariance, w_q, pick=pick)
         direct = impl.allowance(STATISTICS, hidden @ w_q.T, pick=pick).expected
         size = float(np.abs(hidden).max()) ** (1 + pick) * hidden.shape[-1] ** 2
-        widened(allowed, size * (2 * EPSILON[impl.dtype] + 1e-12)).check(got[pick], f"{name} of the projected states", direct)
+        allowed.wider(size * (2 * EPSILON[impl.dtype] + 1e-12)).check(got[pick], f"{name} of the projected states", direct)
 
 
 @law("EA-1", of="expected_attention_theory.project", seed=seeds(), shift=st.integers(0, 50))
@@ -194,13 +194,13 @@ def test_logits_depend_on_distance_alone(impl, seed, shift):
     for pick, name in enumerate(("the queries", "the keys", "the values")):
         allowed = impl.allowance(path, hidden, *weights, places, pick=pick)
         size = float(np.abs(allowed.expected).max()) * 2 * (EPSILON[impl.dtype] + angle)
-        widened(allowed, size).check(here[pick], name)
+        allowed.wider(size).check(here[pick], name)
         if pick < 2:
             error = np.abs(np.linalg.norm(there[pick], axis=-1) - np.linalg.norm(allowed.expected, axis=-1)).max()
             if error > 4 * (allowed.largest + size):
                 raise Violation(f"{name} change their length with the position by {error:.3g}", here[pick], there[pick])
         else:
-            widened(allowed, size).check(there[pick], "the values elsewhere")
+            allowed.wider(size).check(there[pick], "the values elsewhere")
     logits = [queries @ keys.T for queries, keys, _ in (here, there)]
     bound = 16 * float(np.abs(here[0]).max() * np.abs(here[1]).max()) * (8 * EPSILON[impl.dtype] + angle)
     if np.abs(logits[0] - logits[1]).max() > bound:
@@ -267,7 +267,7 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
     # The weights as the dtype holds them do not quite sum to 1, which 1 - a magnifies.
     short = EPSILON[impl.dtype] * weights.shape[-1] / (1 - weights.max()) ** 2 * float(np.abs(values).max() * np.abs(w_o).sum())
     got = impl.expected_attention_theory.removal_error(weights, values, w_o)
-    widened(allowed, 8 * short).check(got, "the removal error", expected)
+    allowed.wider(8 * short).check(got, "the removal error", expected)
 
 
 @law("EA-6", of="expected_attention.average_rotation", position=positions, horizon=horizons, dim=st.sampled_from([2, 4, 8]))

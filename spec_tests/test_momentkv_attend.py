@@ -34,7 +34,7 @@ def attending(impl, query, keys, values, kept, moments):
     of_each_query = Moments(*(field[:, :, None] for field in moments))
     estimate = momentkv.approximate_evicted(query.reshape(*keys.shape[:2], -1, query.shape[-1]), of_each_query)
     rounding = 2 * EPSILON[ACCUMULATOR[impl.dtype]] * float(np.abs(estimate).max(initial=0))
-    return allowed.wider(rounding, rounding)
+    return allowed.wider(rounding)
 
 
 def attend_in_loops(query, keys, values, kept, moments):

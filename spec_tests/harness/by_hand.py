@@ -84,7 +84,8 @@ def require_totals(got: Any, total: float, allowed: Allowance, what: str) -> Non
     """Raise Violation unless no number is negative and every row has this total, as softmax weights have 1."""
     require_numbers(got, allowed.expected.shape, what)
     totals = got.sum(axis=-1)
-    if (got < 0).any() or np.abs(totals - total).max() > got.shape[-1] * allowed.largest + 1e-12 * total:
+    error = float(np.abs(totals - total).max()) - 1e-12 * total
+    if (got < 0).any() or not allowed.covers(error / got.shape[-1], 0.0):
         raise Violation(f"{what} are negative somewhere, or do not sum to {total:g}", total, totals)
 
 

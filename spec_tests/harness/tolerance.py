@@ -65,9 +65,9 @@ class Allowance:
         """Whether a largest and a mean error are allowed."""
         return largest <= self.largest and mean <= self.mean
 
-    def wider(self, largest: float, mean: float) -> Allowance:
-        """The same numbers with so much more allowed."""
-        return Wider(self, largest, mean)
+    def wider(self, largest: float, mean: float | None = None) -> Allowance:
+        """The same numbers with so much more allowed, on average as much as at most unless `mean` says otherwise."""
+        return Wider(self, largest, largest if mean is None else mean)
 
     def check(self, got: Any, what: str = "the result", expected: np.ndarray | None = None) -> None:
         """Raise Violation unless `got` equals the expected numbers within the allowance."""
