@@ -69,7 +69,7 @@ def test_score_equals_plain_loops(impl, case, epsilon):
         logits = []
         for key in keys[item, head].tolist():
             linear = math.fsum(map(mul, mu, key))
-            quadratic = math.fsum(map(mul, key, (math.fsum(map(mul, entries, key)) for row in sigma)))
+            quadratic = math.fsum(map(mul, key, (math.fsum(map(mul, row, key)) for row in sigma)))
             logits.append(linear / math.sqrt(dim) + quadratic / (2 * dim))
         weights = [math.exp(logit - max(logits)) for logit in logits]
         for token, weight in enumerate(weights):

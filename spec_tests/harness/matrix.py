@@ -236,6 +236,7 @@ def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
     stored = json.loads(CONTROLS.read_text(encoding="utf-8")) if CONTROLS.exists() else {}
     goes_on = {name: stored.get(name) for name in of} == of
     first, found = (stored["seeds"], stored["alarms"]) if goes_on else (0, [])
+    of["mended"] = stored.get("mended", []) if goes_on else []  # written by hand
     console = Console()
     with Parallel(n_jobs=jobs, batch_size=4) as parallel:
         for seed in track(range(first, seeds), description=f"seeds from {first}", console=console):
