@@ -117,6 +117,15 @@ def test_a_repro_of_large_arguments_asks_the_law_again(folder: Path) -> None:
     assert expected.split() != got.split()
 
 
+def test_a_repro_of_a_refusal_prints_the_error_that_is_wanted(folder: Path) -> None:
+    silent = 'import numpy as np\nDOMAIN = {"head_dim": 128}\ndef score(keys):\n    return np.zeros(keys.shape[:-1])\n'
+    (folder / "keydiff.py").write_text(silent)
+    output = judge("spec_tests/test_keydiff.py", "--impl", str(folder), "--strict", "-k", "bad_shapes_are_refused").stdout
+    done = subprocess.run([sys.executable, "-c", printed_program(output)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("expected ValueError('keys: ")
+    assert "got     " in done.stdout
+
+
 def printed_program(output: str) -> str:
     """The lines below "to see it again, run"."""
     program = output.split("to see it again, run\n", 1)[1].split("  this law alone", 1)[0]

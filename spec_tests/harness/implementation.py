@@ -137,7 +137,7 @@ class Implementation:
         stem, name = path.split(".")
         function = getattr(self.modules[stem], name)
         call = Call(path, self._rounded_arguments(path, args, kwargs), positional=len(args))
-        if self.asking != REFUSAL and (reason := self.domain.excludes(call.arguments)):
+        if self.asking not in ("", REFUSAL) and (reason := self.domain.excludes(call.arguments)):
             raise OutsideDomain(reason)
         if self.asking == MATHEMATICS and (reason := degenerate(path, call.arguments)):
             raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")

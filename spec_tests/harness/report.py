@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.spec_tests.harness.cases import Case
+from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.diagnosis import misconceptions, numbers_in
 from evictionary.spec_tests.harness.implementation import Implementation
 from evictionary.spec_tests.harness.law import LAWS, Law
@@ -97,7 +98,7 @@ def repro(law: Law, implementation: Implementation) -> str:
             *(f"{key} = {literal}" for key, literal in literals.items() if "impl." not in literal),
             f'impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")',
             *(f"{key} = {literal}" for key, literal in literals.items() if "impl." in literal),
-            f'print("expected", oracle("{path}")({arguments}))',
+            _expecting(law, f'oracle("{path}")({arguments})'),
             f'print("got     ", impl.{stem}.{name}({arguments}))',
         ]
     )
@@ -110,8 +111,9 @@ def _asking(law: Law, implementation: Implementation) -> str:
         return ""
     path = implementation.calls[-1].function
     stated = ", ".join(f"{name}={value!r}" for name, value in drawn.items())
+    odd = "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
     return f"""\
-from contextlib import suppress
+{odd}from contextlib import suppress
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import load, oracle
 from evictionary.spec_tests.harness.law import load_laws
@@ -120,8 +122,14 @@ with suppress(Exception):
     load_laws()["{law.name}"].check(impl, {stated})
 call = [call for call in impl.calls if call.function == "{path}"][-1]
 args, kwargs = call.given
-print("expected", oracle(call.function)(*args, **kwargs))
+{_expecting(law, "oracle(call.function)(*args, **kwargs)")}
 print("got     ", impl.{path}(*args, **kwargs))"""
+
+
+def _expecting(law: Law, call: str) -> str:
+    """The line that prints what is expected; of a law of refusals that is the error."""
+    line = f'print("expected", {call})'
+    return f'try:\n    {line}\nexcept ValueError as error:\n    print("expected", repr(error))' if law.kind == REFUSAL else line
 
 
 def _is_stated(value: Any) -> bool:
