@@ -122,7 +122,7 @@ def test_a_repro_of_a_refusal_prints_the_error_that_is_wanted(folder: Path) -> N
     (folder / "keydiff.py").write_text(silent)
     output = judge("spec_tests/test_keydiff.py", "--impl", str(folder), "--strict", "-k", "bad_shapes_are_refused").stdout
     done = subprocess.run([sys.executable, "-c", printed_program(output)], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("expected ValueError('keys: ")
+    assert done.stdout.startswith("expected a ValueError: keys: ")
     assert "got     " in done.stdout
 
 
