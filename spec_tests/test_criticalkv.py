@@ -145,7 +145,7 @@ def test_the_defaults_are_those_of_the_public_codes(impl):
     # 1/9 of the attention of the first query of the window, pooled over 3, 4, 5, 5, 5, 5, 4 and 3 of 5 places, which keep their sum
     pooled = np.array([3, 4, 5, 5, 5, 5, 4, 3]) * 8 / 34 / 9
     expected = np.concatenate([np.maximum(pooled, pooled.mean()) + 1e-4, np.full(32, np.inf)])
-    allowed.wider(1e-12, 1e-12).check(got, "the score", expected[None, None])
+    allowed.wider(1e-12).check(got, "the score", expected[None, None])
 
 
 @law("CK-4", of=SCORE)
@@ -251,4 +251,4 @@ def long_importance(impl, case):
     pooled *= weights.sum(axis=-1, keepdims=True) / pooled.sum(axis=-1, keepdims=True)
     largest = pooled.reshape(*case.keys.shape[:2], -1, weights.shape[-1]).max(axis=2)
     expected = np.maximum(largest, largest.mean(axis=-1, keepdims=True))
-    return queries, expected, allowed.wider(1e-12, 1e-12)
+    return queries, expected, allowed.wider(1e-12)

@@ -65,7 +65,7 @@ def test_it_is_the_removal_error_of_expected_attention(impl, case, seed):
     weights = causal_weights(queries[:, :, -1:], keys)[:, :, 0]
     errors = removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2
     expected = np.where(np.isinf(allowed.expected), np.inf, over_group(errors, case.num_kv_heads))
-    wider = allowed.wider(1e-6 * float(np.abs(values).max() ** 2), 1e-6 * float(np.abs(values).max() ** 2))
+    wider = allowed.wider(1e-6 * float(np.abs(values).max() ** 2))
     wider.check(impl.dropkv.score(queries, case.keys, case.values, **settings), "the score", expected)
 
 
@@ -148,7 +148,7 @@ def test_the_defaults_are_those_of_the_public_code(impl):
         costs[:seen] += np.where(np.arange(seen) == 4, 8 / seen, 8 / seen / (seen - 1)) ** 2
     expected = np.array([costs[max(0, token - 3) : token + 4].sum() / 7 for token in range(40)])
     expected[8:] = np.inf
-    allowed.wider(1e-12, 1e-12).check(got, "the score", expected[None, None])
+    allowed.wider(1e-12).check(got, "the score", expected[None, None])
 
 
 @law("DK-2", of=SCORE)

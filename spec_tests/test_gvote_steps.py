@@ -240,7 +240,7 @@ def test_statistics_leave_the_sinks_out(impl, case, sink_size, pick, seed):
         if abs(by_hand - allowed.expected[item, channel]) > 1e-12 * (1 + max(map(abs, observed)) ** 2):
             raise Violation(f"the oracle's {name} differs from the plain loop", by_hand, allowed.expected[item, channel])
     more = updating_errors(impl.dtype, rounded[:, skipped:])[pick]
-    allowed = allowed.wider(more, more)
+    allowed = allowed.wider(more)
     allowed.check(impl.gvote.hidden_statistics(states, sink_size=sink_size)[pick], f"the {name}")
     changed = states.copy()
     changed[:, :skipped] = np.random.default_rng(seed).normal(size=changed[:, :skipped].shape)

@@ -64,7 +64,7 @@ def with_doubt(impl, allowed: Allowance, keys, share=1.0) -> Allowance:
     if EPSILON[impl.dtype] > 1e-4:  # in half precision an implementation may round the cosines too
         doubtful = keys.shape[2]
     slack = share * float(expected.max()) * np.expm1(2 * doubtful / keys.shape[2])
-    return allowed.wider(slack, slack)
+    return allowed.wider(slack)
 
 
 @law("RK-1", of=SIMILARITIES, case=cases())

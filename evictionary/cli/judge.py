@@ -90,7 +90,9 @@ def judge(
             options += ["--strict"] if strict else []
             options += [f"-k={law}"] if law else []
             jobs = jobs or (min(2, os.cpu_count() or 1) if device == "cpu" and not law else 1)
-            options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"] if jobs > 1 else []
+            if jobs > 1:
+                options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"]
+                os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the processes share the cores: none takes all for a product
             code = _run_pytest(laws, [str(law) for law in chosen], options, quiet=as_json)
             verdict = folder / "conformance.json"
             if as_json and verdict.is_file():
@@ -116,7 +118,6 @@ def _law_files(laws: Path, methods: list[str] | None) -> list[Path]:
 def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: bool) -> int:
     """Run pytest in this process with nothing of the project around it: not its configuration, its plugins or its cache."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the laws run side by side, and the products of NumPy want no core more
     import pytest
 
     alone = [f"--rootdir={laws.parent}", f"--config-file={os.devnull}", "--assert=plain", "-p", "no:cacheprovider"]

@@ -4,8 +4,8 @@ The error that a correct implementation may make is not a constant: it depends o
 sums are taken. Running the reference itself in the arithmetic of the dtype measures it. Rounding at random (Monte Carlo arithmetic)
 shows what the digits of one lucky run hide: where a sum cancels, the random runs scatter.
 
-What is exact in every right form stays exact: a short number is not rounded, and a sum of short dyadic numbers has no error in any
-order. So on hand-sized inputs the allowance is zero and the comparison is equality.
+What is exact in every right form stays exact: a short number is not rounded, nor a short sum of short dyadic numbers, which has no
+error in any order. So on hand-sized inputs the allowance is zero and the comparison is equality.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def repro(law: Law, implementation: Implementation) -> str:
     where that is a page of numbers too.
     """
     call = implementation.calls[-1]
-    path, (stem, name) = call.function, call.function.split(".")
+    path = call.function
     arguments = ", ".join(key if place < call.positional else f"{key}={key}" for place, key in enumerate(call.arguments))
     cases = {key: value for key, value in implementation.drawn.items() if isinstance(value, Case)}
     literals = {
@@ -96,10 +96,10 @@ def repro(law: Law, implementation: Implementation) -> str:
             "from evictionary.spec_tests.harness.implementation import load, oracle",
             *case,
             *(f"{key} = {literal}" for key, literal in literals.items() if "impl." not in literal),
-            f'impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")',
+            _loading(implementation),
             *(f"{key} = {literal}" for key, literal in literals.items() if "impl." in literal),
             _expecting(law, f'oracle("{path}")({arguments})'),
-            f'print("got     ", impl.{stem}.{name}({arguments}))',
+            f'print("got     ", impl.{path}({arguments}))',
         ]
     )
 
@@ -117,13 +117,17 @@ def _asking(law: Law, implementation: Implementation) -> str:
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import load, oracle
 from evictionary.spec_tests.harness.law import load_laws
-impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")
+{_loading(implementation)}
 with suppress(Exception):
     load_laws()["{law.name}"].check(impl, {stated})
 call = [call for call in impl.calls if call.function == "{path}"][-1]
 args, kwargs = call.given
 {_expecting(law, "oracle(call.function)(*args, **kwargs)")}
 print("got     ", impl.{path}(*args, **kwargs))"""
+
+
+def _loading(implementation: Implementation) -> str:
+    return f'impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")'
 
 
 def _expecting(law: Law, call: str) -> str:
