@@ -37,6 +37,14 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert [link for link in links if not (target := (page.parent / link).resolve()).exists() and target not in MADE] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_quotes_exists(page: Path) -> None:
+    """A formatter once took the mark of a quotation for Python and put spaces into it, and the page showed the mark."""
+    marks = re.findall(r"^ *--8 *<.*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    quoted = [re.fullmatch(r' *--8<-- "(\S+)"', mark) for mark in marks]
+    assert [mark for mark, match in zip(marks, quoted, strict=True) if not match or not (ROOT / match[1]).is_file()] == []
+
+
 GRADES = {"wrong", "imprecise", "typo", "not reproducible from the text"}
 
 
