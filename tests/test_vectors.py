@@ -114,6 +114,20 @@ def test_a_case_catches_the_mistakes_that_it_names_and_no_others(content: dict[s
             assert same != (name in case["catches"]), (case["id"], name)
 
 
+def test_mistakes_that_show_in_the_same_cases_get_one_that_tells_them_apart() -> None:
+    """Lengths other than 1 show the square and the wrong sign alike; of the length 1 the square is right."""
+    two, twice, one = (
+        vectors.Example("knorm.score", {"keys": keys}, {"keys": vectors.written(keys)})
+        for keys in (np.full((1, 1, 3, 1), 2.0), np.full((1, 1, 2, 1), 3.0), np.ones((1, 1, 4, 1)))
+    )
+    square, sign = (load_mutants()[f"knorm.{name}"] for name in ("squared_norm", "longest_kept"))
+    pool, chosen = vectors._Pool(), {"KN-1": [two]}
+    pool.examples["knorm.score"] = {example.key: example for example in (two, twice, one)}
+    pool.tell_apart([square, sign], chosen)
+    assert chosen == {"KN-1": [two, one]}
+    assert [one.catches(each) for each in (square, sign)] == [False, True]
+
+
 def test_a_checker_without_our_code_passes_the_right_one_and_names_the_mistake_of_a_wrong_one(folder: Path, tmp_path: Path) -> None:
     def checked(program: str, *dtype: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "mine.py").write_text(program)

@@ -1,8 +1,9 @@
 """Cases as JSON, for ports in languages that no Python reaches: inputs, what the reference gives for them, and the error allowed.
 
 The cases of a requirement are calls that its laws make of the reference: for each planted mistake the smallest that shows it, a few
-plain ones of several sizes, and the smallest degenerate and refused ones. Each case names the mistakes that it tells from the right
-answer at float32. docs/any_language.md describes the files, `vectors.schema.json` is their schema.
+plain ones of several sizes, the smallest degenerate and refused ones, and some that tell two mistakes apart. Each case names the
+mistakes that it tells from the right answer at float32. docs/any_language.md describes the files, `vectors.schema.json` is their
+schema.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DTYPES = ("float64", "float32")
 EXAMPLES, WIDE_EXAMPLES, LONGER_LOOK, WIDE, MOST_NUMBERS = 6, 2, 30, (64, 128), 1024
 
 
-@dataclass
+@dataclass(eq=False)
 class Example:
     """One call of a function of the reference, its arguments as a reader of the JSON gets them."""
 
@@ -228,26 +229,34 @@ def generate(laws: list[Law], advance: Callable[[str], None]) -> dict[str, dict[
     for law in laws:
         advance(law.sentence[:48])
         pool.draw(law)
-    content = {}
     # Other mistakes, such as a random number, show in memory and not in numbers.
     numeric = {law.requirement.id for law in laws_of()}
-    for requirement in dict.fromkeys(law.requirement for law in laws):
+    mutants: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in load_mutants().values():
+        if mutant.killed_by in numeric and not mutant.above:
+            mutants[mutant.of].append(mutant)
+    chosen: dict[str, dict[str, list[Example]]] = defaultdict(dict)
+    not_caught: dict[str, list[str]] = defaultdict(list)
+    requirements = dict.fromkeys(law.requirement for law in laws)
+    for requirement in requirements:
         advance(f"{requirement.id} {requirement.name}"[:48])
-        cases: list[dict[str, Any]] = []
-        not_caught: list[str] = []
-        mistakes: dict[str, str] = {}
         for function in sorted(function for each, function in pool.asked if each == requirement.id):
-            mutants = [
-                each for each in load_mutants().values() if each.of == function and each.killed_by in numeric and not each.above
-            ]
-            chosen = pool.plain(requirement.id, function)
-            for mutant in mutants:
+            chosen[function][requirement.id] = pool.plain(requirement.id, function)
+            for mutant in mutants[function]:
                 if mutant.killed_by == requirement.id:
                     smallest = pool.smallest(mutant)
-                    chosen += [smallest] if smallest else []
-                    not_caught += [] if smallest else [mutant.name]
-            for example in sorted({id(each): each for each in chosen}.values(), key=_simplest_first):
-                caught = [mutant for mutant in mutants if example.catches(mutant)]
+                    chosen[function][requirement.id] += [smallest] if smallest else []
+                    not_caught[requirement.id] += [] if smallest else [mutant.name]
+    for function, of_requirement in chosen.items():
+        if mutants[function]:
+            pool.tell_apart(mutants[function], of_requirement)
+    content = {}
+    for requirement in requirements:
+        cases: list[dict[str, Any]] = []
+        mistakes: dict[str, str] = {}
+        for function in sorted(function for function in chosen if requirement.id in chosen[function]):
+            for example in sorted({id(each): each for each in chosen[function][requirement.id]}.values(), key=_simplest_first):
+                caught = [mutant for mutant in mutants[function] if example.catches(mutant)]
                 mistakes |= {mutant.name: mutant.misconception for mutant in caught}
                 cases.append(
                     {"id": f"{requirement.id}/{len(cases) + 1}", **example.as_json(), "catches": [each.name for each in caught]}
@@ -260,7 +269,7 @@ def generate(laws: list[Law], advance: Callable[[str], None]) -> dict[str, dict[
                 "source": requirement.source,
                 "functions": sorted({case["function"] for case in cases}),
                 "mistakes": mistakes,
-                "not_caught": not_caught,
+                "not_caught": not_caught[requirement.id],
                 "cases": cases,
             }
     return content
@@ -302,6 +311,20 @@ class _Pool:
                     if call.function == mutant.of and (found := _example(call)) and found.catches(mutant):
                         return self.examples[mutant.of].setdefault(found.key, found)
         return None
+
+    def tell_apart(self, mutants: list[Mutant], chosen: dict[str, list[Example]]) -> None:
+        """Add generic calls to those of the requirements until no two mistakes that some call tells apart show in the same ones."""
+        before = [each for examples in chosen.values() for each in examples if each.kind == MATHEMATICS]
+        groups = [[mutant for mutant in mutants if any(each.catches(mutant) for each in before)]]
+        others = [each for each in self.examples[mutants[0].of].values() if each.kind == MATHEMATICS and each not in before]
+        for example in [*before, *sorted(others, key=_simplest_first)]:
+            parts = []
+            for group in groups:
+                caught = [each for each in group if example.catches(each)]
+                parts += [caught, [each for each in group if each not in caught]]
+                if all(parts[-2:]) and example in others:
+                    chosen[min(chosen, key=lambda requirement: requirement != caught[0].killed_by)].append(example)
+            groups = [part for part in parts if len(part) > 1]
 
     def plain(self, requirement: str, function: str) -> list[Example]:
         """Generic calls from small to large and one for each wide head; the smallest degenerate and the smallest refused one."""
