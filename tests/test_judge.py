@@ -144,6 +144,15 @@ def test_an_expected_failure_is_none_and_an_idle_line_is_told(file: Path, tmp_pa
     assert "KN-1 did not fail" in output
 
 
+def test_a_right_function_that_answers_in_float32_is_told_of_its_dtype(file: Path) -> None:
+    """A file of NumPy is judged in float64, where a kernel that computes in float32 is wrong in the eighth digit."""
+    file.write_text(UNCHECKED.replace("(keys):", "(keys):\n    keys = keys.astype(np.float32)") + DOMAIN)
+    law = ("--law", "test_heads_do_not_see_each_other")
+    said = "the dtype       it answers in float32 and is judged in float64; `--dtype float32` judges it in its own"
+    assert said in judge(file, *law, code=1)
+    assert "the dtype" not in judge(file, *law, "--dtype", "float32")
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

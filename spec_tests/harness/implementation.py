@@ -20,7 +20,7 @@ import pytest
 
 from evictionary import reference
 from evictionary.source import import_file
-from evictionary.spec_tests.harness.arithmetic import round_to
+from evictionary.spec_tests.harness.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.harness.process import PREFIX, SECONDS, Program, ProgramFailed
@@ -43,13 +43,15 @@ class UnusableImplementation(Exception):
 class Call:
     """One call that a law made: `keydiff.score`, its arguments by name, and what came back (None where it raised).
 
-    The first `positional` arguments were given by their position: an implementation may have names of its own for them.
+    The first `positional` arguments were given by their position: an implementation may have names of its own for them. dtype is
+    that of the numbers as they came back, empty where there are none.
     """
 
     function: str
     arguments: dict[str, Any]
     result: Any = None
     positional: int = 0
+    dtype: str = ""
 
     @property
     def given(self) -> tuple[list[Any], dict[str, Any]]:
@@ -154,7 +156,9 @@ class Implementation:
         named = {key: self.native(argument) for key, argument in kwargs.items()}
         with nullcontext() if self.origin.split(".")[0] in OWN else np.errstate(all="ignore"):
             try:
-                answer = to_numpy(function(*given, **named))
+                answer = function(*given, **named)
+                call.dtype = _dtype(answer)
+                answer = to_numpy(answer)
             except Exception as error:
                 _require_gpu(path, error)
                 raise
@@ -476,6 +480,14 @@ def _array_library(modules: dict[str, types.ModuleType]) -> str:
             if any(isinstance(used, types.ModuleType) and used.__name__ == "torch" for used in list(scope.values())):
                 return "torch"
     return "numpy"
+
+
+def _dtype(answer: Any) -> str:
+    """The floating-point dtype of an answer, or of the first entry that has one; empty where none has."""
+    if isinstance(answer, tuple):
+        return next(filter(None, map(_dtype, answer)), "")
+    name = str(getattr(answer, "dtype", "")).removeprefix("torch.")
+    return name if name in EPSILON else ""
 
 
 def to_numpy(value: Any) -> Any:

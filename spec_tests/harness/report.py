@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.diagnosis import misconceptions, numbers_in
@@ -46,6 +47,10 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
         lines.append(f"  what is wrong   {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         frame = traceback.extract_tb(error.__traceback__)[-1]
         lines.append(f"  raised in       {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}")
+    if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
+        lines.append(
+            f"  the dtype       it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in its own"
+        )
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
         lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
@@ -114,6 +119,7 @@ def _asking(law: Law, implementation: Implementation) -> str:
     odd = "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
     return f"""\
 {odd}from contextlib import suppress
+from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import load, oracle
 from evictionary.spec_tests.harness.law import load_laws
