@@ -124,6 +124,7 @@ def test_judge_asks_for_one_of_two() -> None:
     [
         ("./no-such-program", "the program ./no-such-program does not exist"),
         (str(ROOT / "README.md"), "README.md is not executable"),
+        (str(ROOT), f"the program {ROOT} is a folder"),
         ("'", "wanted a command line"),
         ("", "got an empty command line"),
         ("true", "the program true ended with exit code 0 (asked for hello)"),

@@ -197,6 +197,7 @@ def test_an_exception_of_the_implementation_is_located(folder: Path) -> None:
         ({"knorm.py": "def nothing(): pass"}, "provides no function of the contract"),
         ({"knorm.py": "import not_there"}, "importing it raised ModuleNotFoundError"),
         ({"knorm.py": "def score(:"}, "importing it raised SyntaxError"),
+        ({"knorm.py": "raise SystemExit(3)"}, "importing it raised SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_judged_is_an_error(folder: Path, content: dict[str, str], wanted: str) -> None:

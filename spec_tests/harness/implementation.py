@@ -458,7 +458,7 @@ def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleTyp
         name = f"_judged_{abs(hash(str(file)))}_{file.stem}"
         try:
             modules[file.stem] = import_file(name, file)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnusableImplementation(f"{file.name}: importing it raised {type(error).__name__}: {error}") from error
     return modules, None
 
@@ -466,7 +466,7 @@ def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleTyp
 def _import(name: str) -> types.ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnusableImplementation(f"{name}: importing it raised {type(error).__name__}: {error}") from error
 
 

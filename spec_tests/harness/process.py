@@ -302,8 +302,9 @@ def _words(command: str) -> list[str]:
     if not words:
         raise ProgramFailed("got an empty command line, wanted a program and its arguments")
     if shutil.which(words[0]) is None:
-        there = Path(words[0]).is_file()
-        raise ProgramFailed(f"the program {words[0]} {'is not executable' if there else 'does not exist'}")
+        there = Path(words[0])
+        found = "is a folder" if there.is_dir() else "is not executable" if there.is_file() else "does not exist"
+        raise ProgramFailed(f"the program {words[0]} {found}")
     return words
 
 
