@@ -18,7 +18,7 @@ from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 BUILT = ROOT / "build" / "lessons"
-LIMIT_IN_SECONDS = 60  # of processor time, for one lesson
+LIMIT_IN_SECONDS = 600  # for one cell, which hangs then; a lesson takes less than a minute on two cores that do nothing else
 SOURCES = ("reference", "optimized", "spec_tests", "evictionary")  # the code that a lesson may run or show
 JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
 
@@ -58,7 +58,7 @@ def is_built(lesson: Path) -> bool:
 def built(lesson: Path) -> Path:
     """The folder with a lesson's page, notebook and pictures, made now if there is none for this lesson and this code.
 
-    Raises LessonError if the lesson cannot be run, takes longer than LIMIT_IN_SECONDS, or has an exercise that is not right.
+    Raises LessonError if the lesson cannot be run, a cell takes longer than LIMIT_IN_SECONDS, or an exercise is not right.
     """
     folder = BUILT / lesson.stem
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def _run(notebook: Any, lesson: Path) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
-    client = NotebookClient(notebook, timeout=10 * LIMIT_IN_SECONDS, resources={"metadata": {"path": str(ROOT)}})
+    client = NotebookClient(notebook, timeout=LIMIT_IN_SECONDS, resources={"metadata": {"path": str(ROOT)}})
     try:
         embedded.install()
         client.execute(env=environment)
@@ -137,7 +137,7 @@ def _run(notebook: Any, lesson: Path) -> None:
 def judge_exercises(names: dict[str, Any]) -> None:
     """Called in the kernel of a lesson, at its end, with all its names: run the check of every exercise, untouched and solved.
 
-    Raises ValueError if there is no exercise, an untouched exercise passes, a solution fails, or the lesson has taken too long.
+    Raises ValueError if there is no exercise or an untouched exercise passes, and what a check raises if a solution fails.
     """
     exercises = [name.removeprefix("check_") for name in names if name.startswith("check_")]
     if not exercises:
@@ -149,6 +149,3 @@ def judge_exercises(names: dict[str, Any]) -> None:
         except Exception:
             continue
         raise ValueError(f"the untouched exercise {name} passes its check")
-    seconds = sum(os.times()[:4])  # of this process and its children; wall-clock time would include other work of the machine
-    if seconds > LIMIT_IN_SECONDS:
-        raise ValueError(f"the lesson took {seconds:.0f} s of processor time, wanted at most {LIMIT_IN_SECONDS}")
