@@ -132,6 +132,9 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
     window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
     if not np.isinf(scores[window]).all() or not np.isfinite(scores[~window]).all() or (scores < 0).any():
         raise Violation("the scores are not infinite in the window and finite before it", window, scores)
+    scores = impl.round(scores)  # as top-k gets them: a kernel in half precision may answer with float32 scores
+    if np.isinf(scores[~window]).any():
+        impl.unrepresentable()
     budget = min(length, window_size + int(share * length))
     check_selection(impl.selection.top_k(scores, budget), scores, budget, protected=window)
 

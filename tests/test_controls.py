@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from sampling import sampled
 
-from evictionary.spec_tests.harness.implementation import STEMS
-from evictionary.spec_tests.harness.matrix import alarms
+from evictionary.spec_tests.harness.implementation import STEMS, load
+from evictionary.spec_tests.harness.law import load_laws
+from evictionary.spec_tests.harness.matrix import alarms, outcome
 from evictionary.spec_tests.harness.planted import load_controls
 
 CONTROLS = load_controls()
@@ -40,6 +42,19 @@ SILENCED = [
 @pytest.mark.parametrize(("name", "dtype", "seed", "bare"), SILENCED)
 def test_an_alarm_that_was_mended_stays_silent(name: str, dtype: str, seed: int, bare: bool) -> None:
     assert alarms(name, dtype, seed=seed, max_examples=4, bare=bare) == []
+
+
+def test_scores_in_a_wider_dtype_than_their_selection_gets_are_no_mistake(tmp_path: Path) -> None:
+    """Kernels in half precision answer with float32 scores. A law compared the selection with those, and top-k had rounded ones."""
+    (tmp_path / "dropkv.py").write_text(
+        "from evictionary.optimized import dropkv\n\n\ndef score(*states, **settings):\n"
+        "    return dropkv.score(*(each.float() for each in states), **settings)\n"
+    )
+    (tmp_path / "selection.py").write_text("from evictionary.optimized.selection import top_k\n")
+    implementation = load(str(tmp_path), dtype="bfloat16")
+    law = load_laws()["test_dropkv::test_the_window_is_kept"]
+    assert [outcome(law, implementation, max_examples=10, seed=seed) for seed in (0, 1, 2)] == [("passed", "")] * 3
+    assert implementation.calls[-2].dtype == "float32"
 
 
 def test_every_method_has_three_controls() -> None:
