@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sampling import sampled
 
+from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import STEMS, load
 from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.matrix import alarms, outcome
@@ -55,6 +56,13 @@ def test_scores_in_a_wider_dtype_than_their_selection_gets_are_no_mistake(tmp_pa
     law = load_laws()["test_dropkv::test_the_window_is_kept"]
     assert [outcome(law, implementation, max_examples=10, seed=seed) for seed in (0, 1, 2)] == [("passed", "")] * 3
     assert implementation.calls[-2].dtype == "float32"
+
+
+def test_the_loops_of_a_law_may_round_large_logits() -> None:
+    """Queries and keys of a thousand have logits of millions, whose roundings the law took for an error of the oracle."""
+    case = Case(kind="huge", seed=8761, batch=2, num_kv_heads=3, group=4, length=16, head_dim=64, value_dim=64, num_queries=3)
+    law = load_laws()["test_keydiff_blocks::test_causal_attention_in_plain_loops"]
+    law.check(load("reference", dtype="float64"), case=case)
 
 
 def test_every_method_has_three_controls() -> None:
