@@ -41,6 +41,7 @@ def compressed(impl, case, kept):
 def check_attend(impl, case, seed, pick, what):
     """Raise Violation unless the output (pick 0) or the log-sum-exp (1) is that of loops over query heads and kept tokens."""
     kept = draw_mask(case.keys.shape[:3], seed)
+    kept[..., :1] |= ~kept.any(axis=-1, keepdims=True)  # nothing kept is an edge
     cache = compressed(impl, case, kept)
     allowed = impl.allowance("attention.attend", case.queries, cache, pick=pick)
     queries, keys, values = (impl.round(states) for states in (case.queries, case.keys, case.values))
@@ -67,14 +68,24 @@ def test_output_is_softmax_attention_over_the_kept_tokens(impl, case, seed):
 
 @law("ATT-2", of="attention.attend", case=CASES, seed=seeds())
 def test_log_sum_exp_is_that_of_the_scaled_logits(impl, case, seed):
-    """The second result is log sum_t exp(q . k_t / sqrt(D)), natural logarithm; -inf for a head that keeps nothing."""
+    """The second result is log sum_t exp(q . k_t / sqrt(D)), natural logarithm."""
     check_attend(impl, case, seed, 1, "the log-sum-exp")
 
 
-@law("ATT-3", of="attention.attend", case=CASES, seed=seeds())
+@law("ATT-2", of="attention.attend", kind="edge", case=CASES)
+def test_a_head_that_keeps_nothing_adds_nothing(impl, case):
+    """Its output is 0, not NaN, and its log-sum-exp -inf, so that a merge with another cache leaves the other."""
+    output, normaliser = impl.attention.attend(case.queries, compressed(impl, case, np.zeros(case.keys.shape[:3], dtype=bool)))
+    require_equal(output, np.zeros((*case.queries.shape[:3], case.values.shape[-1])), "the output over no token is not 0")
+    require_equal(normaliser, np.full(case.queries.shape[:3], -np.inf), "the log-sum-exp over no token is not -inf")
+
+
+@law("ATT-3", of="attention.attend", case=seeded_cases(min_length=2, max_length=33), seed=seeds())
 def test_two_disjoint_caches_merge_exactly(impl, case, seed):
     """Outputs over the kept and over the evicted tokens, weighted by their log-sum-exp, give attention over all tokens."""
     kept = draw_mask(case.keys.shape[:3], seed)
+    kept[..., :1] |= ~kept.any(axis=-1, keepdims=True)
+    kept[..., -1:] &= ~kept.all(axis=-1, keepdims=True)
     whole = compressed(impl, case, np.ones_like(kept))
     allowed = impl.allowance("attention.attend", case.queries, whole, pick=0)
     outputs, normalisers = zip(

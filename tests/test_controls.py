@@ -37,6 +37,7 @@ SILENCED = [
     ("momentkv.torch_widened", "float16", 2, True),
     ("triattention.torch_tables", "float32", 1, False),
     ("duo_attention.torch_estimate", "float32", 1, False),
+    ("attention.padded_storage", "float64", 118, False),
 ]
 
 

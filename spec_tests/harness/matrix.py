@@ -123,6 +123,8 @@ def _controls() -> list[str]:
     if not CONTROLS.exists():
         return []
     content = json.loads(CONTROLS.read_text(encoding="utf-8"))
+    mended = content.get("mended", [])
+    silent = f", beside {len(mended)} that were mended, each silent when run again" if mended else ""
     how = ["as it is, with the laws and variants of that time."]
     if "long_every" in content:
         how = [
@@ -134,11 +136,11 @@ def _controls() -> list[str]:
         f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, a",
         f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law,",
         *how,
-        f"{len(content['alarms'])} alarms in {content['runs']} runs",
+        f"{len(content['alarms'])} alarms in {content['runs']} runs{silent}",
         f"(`python -m spec_tests.harness.matrix --controls {content['seeds']}`).",
         "",
         *(f"- {alarm}" for alarm in content["alarms"]),
-        *(f"- Mended since, and silent when run again: {alarm}" for alarm in content.get("mended", [])),
+        *(f"- Mended: {alarm}" for alarm in mended),
     ]
 
 
