@@ -112,6 +112,8 @@ def test_a_repro_of_large_arguments_asks_the_law_again(folder: Path) -> None:
     output = judge("spec_tests/test_expected_attention.py", "--impl", str(folder), "-k", "halving_the_keys").stdout
     program = printed_program(output)
     assert max(map(len, program.splitlines())) < 300
+    imported = re.findall(r"^from \S+ import (.*)$", program, flags=re.MULTILINE)
+    assert [name for names in imported for name in names.split(", ") if program.count(name) < 2] == []
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     expected, got = done.stdout.removeprefix("expected ").split("got     ")
     assert expected.split() != got.split()

@@ -119,7 +119,6 @@ def _asking(law: Law, implementation: Implementation) -> str:
     odd = "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
     return f"""\
 {odd}from contextlib import suppress
-from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import load, oracle
 from evictionary.spec_tests.harness.law import load_laws
