@@ -15,32 +15,39 @@ from evictionary.reference.checks import as_count, as_fraction, require_window
 from .attention import grouped_logits, require_queries
 from .checks import require_states, working_dtype
 
-# Cosines at a time: a block of rows of the similarity matrix of one head.
-TILE = 2**21
+# Columns of the similarity matrix of one head at a time.
+BLOCK = 512
 
 
 def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     r"""RK-1..3: `R_j = softmax_j((1/T) sum_i S_ij)`, the cosines of the keys without the latest similar key of each row.
 
-    The T x T matrix is never stored: blocks of its rows are added up.
+    The sum over i of the cosines is one product of k_j's direction and the sum of all directions. The matrix is needed for the
+    latest similar keys alone: blocks of its columns, the last ones first, for the rows that have not found theirs.
 
     Args: keys [B, H_kv, T, D] (any leading axes), any strides; threshold, the cosine above which two keys are similar. Returns
-    [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2). Raises ValueError for unusable keys.
+    [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and on a CPU less where many keys are similar.
+    Raises ValueError for unusable keys.
     """
     require_states("keys", keys, "... T D")
     wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
     wide = wide / wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)  # the square of 1e30 overflows
     directions = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
     length = keys.shape[-2]
-    places = torch.arange(length, device=keys.device)
-    totals = directions.new_zeros(directions.shape[:2])
+    totals = (directions @ directions.sum(dim=-2)[..., None])[..., 0] - directions.square().sum(dim=-1)
     for of_head, total in zip(directions, totals, strict=True):
-        for rows in places.split(max(1, TILE // length)):
-            similarity = of_head[rows] @ of_head.mT
-            similarity[torch.arange(len(rows), device=keys.device), rows] = 0
+        rows = torch.arange(length, device=keys.device)
+        is_open = torch.ones_like(rows, dtype=torch.bool)
+        for columns in reversed(torch.arange(length, device=keys.device).split(BLOCK)):
+            similarity = of_head[rows] @ of_head[columns].mT
+            similarity.masked_fill_(rows[:, None] == columns, 0)
             # Decision: a row without a similar key loses nothing. The public code takes token 0 for its latest one.
-            latest = torch.where(similarity > threshold, places, -1).amax(dim=-1, keepdim=True)
-            total += similarity.masked_fill_(places == latest, 0).sum(dim=0)
+            latest, place = torch.where(similarity > threshold, columns, -1).max(dim=-1)
+            found = (latest >= 0) & is_open[rows]
+            total.index_add_(0, columns[place], torch.where(found, -similarity.gather(-1, place[:, None])[:, 0], 0))
+            is_open[rows] &= ~found
+            if not keys.is_cuda:  # a GPU would have to be waited for
+                rows = is_open.nonzero()[:, 0]
     return (totals / length).softmax(dim=-1).view(keys.shape[:-1])
 
 

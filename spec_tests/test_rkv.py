@@ -253,11 +253,15 @@ def test_copies_among_a_thousand_keys_are_counted(impl, case):
 
 @law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(lengths=(1025, 767), head_dims=(64, 80)))
 def test_only_the_latest_of_a_thousand_copies_is_forgiven(impl, case):
-    """All keys point one way: each row forgives the last key, the last row the one before. A factor e tells a forgiven key."""
+    """The first half of the keys points one way, the second another: each row forgives the last key of its half, and that key the
+    one before."""
     keys, count = np.zeros((1, case.num_kv_heads, case.length, case.head_dim)), case.length
-    keys[..., 0] = 2.0 ** (np.arange(count) % 3)
-    means = np.full(count, (count - 1) / count)
-    means[-2:] = (count - 2) / count, 0
+    half = count // 2
+    sizes = 2.0 ** (np.arange(count) % 3)
+    keys[..., :half, 0], keys[..., half:, 1] = sizes[:half], sizes[half:]
+    means = np.where(np.arange(count) < half, half - 1, count - half - 1) / count
+    for end, copies in ((half, half), (count, count - half)):
+        means[end - 2 : end] = (copies - 2) / count, 0
     expected = np.broadcast_to(np.exp(means) / np.exp(means).sum(), keys.shape[:3])
     require_near(impl.rkv.redundancy(keys), expected, rounding(impl) * expected, "the redundancy of copies")
 

@@ -100,6 +100,18 @@ def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> No
     assert "keydiff" in printed.stdout
 
 
+def test_a_log_file_shows_the_progress(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evictionary.cli.console.LOG_SECONDS", 0)
+    few = ["--methods", "keydiff", "--ratios", "0.5", "--depths", "0.5", "--tokens", 300]
+    done = invoke("demo", "--model", model_folder, "--output", tmp_path / "report.html", *few)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    total = len(lines) - 1
+    assert [line.split(": ")[0] for line in lines] == [f"{step} of {total}" for step in range(total + 1)]
+    assert lines[-1].endswith("writing the report") and "keydiff" in done.stderr
+    assessed = invoke("eval", "--model", model_folder, *few[:4], "--tasks", "passkey7", "--samples", 1, "--output", tmp_path)
+    assert "1 of " in assessed.stderr and " s left" in assessed.stderr
+
+
 def test_what_a_method_prints_is_not_in_the_json(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("print('loaded')\ndef score(keys):\n    print('scored')\n    return keys.sum(-1)\n")

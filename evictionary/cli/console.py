@@ -170,44 +170,59 @@ def require_folder(output: Path) -> None:
         raise UsageError(f"--output: got {output}, wanted a folder that can be written, or made")
 
 
+LOG_SECONDS = 30.0
+"""The least time between two lines of progress in a log file, which shows no bar."""
+
+
 @contextmanager
 def progress() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
-    """A progress bar on stderr, as (plan, advance): the number of steps, then what each step is about to do."""
+    """Progress on stderr, as (plan, advance): the number of steps, then what each step is about to do."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=messages, transient=True) as progress:
-        task = progress.add_task("preparing", total=None, completed=-1)
-        yield (
-            lambda steps: progress.update(task, total=steps),
-            lambda text: progress.update(task, advance=1, description=text),
-        )
+    with Bar(*columns, console=messages, transient=True) as bar:
+        task = bar.add_task("preparing", total=None, completed=-1)
+        log = _log()
+
+        def advance(text: str) -> None:
+            bar.update(task, advance=1, description=text)
+            step = bar.tasks[task]
+            log(f"{step.completed:.0f} of {step.total or 0:.0f}: {text}")
+
+        yield lambda steps: bar.update(task, total=steps), advance
 
 
 @contextmanager
 def measuring() -> Iterator[Callable[[Progress], None]]:
-    """A bar for measurements that are shared out, with the time left, on stderr; in a log file, a line every half minute."""
+    """Progress on stderr of measurements that are shared out, with the time left."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 
     with Bar(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), console=messages, transient=True) as bar:
         task = bar.add_task("loading the model", total=None)
-        told = time.monotonic()
+        log = _log()
 
         def advance(progress: Progress) -> None:
-            nonlocal told
-            left = (
-                f"{progress.seconds_left / 60:.0f} min left"
-                if progress.seconds_left > 90
-                else f"{progress.seconds_left:.0f} s left"
-            )
+            seconds = progress.seconds_left
+            left = f"{seconds / 60:.0f} min left" if seconds > 90 else f"{seconds:.0f} s left"
             bar.update(task, completed=progress.done, total=progress.total, description=f"{progress.text}; {left}")
-            if not messages.is_terminal and time.monotonic() - told > 30:
-                told = time.monotonic()
-                messages.print(f"{progress.done} of {progress.total}: {progress.text}; {left}", markup=False, soft_wrap=True)
+            log(f"{progress.done} of {progress.total}: {progress.text}; {left}")
 
         yield advance
+
+
+def _log() -> Callable[[str], None]:
+    """What prints a line of progress on stderr where that is a log file, if the line before it is old enough."""
+    told = time.monotonic()
+
+    def log(line: str) -> None:
+        nonlocal told
+        if not messages.is_terminal and time.monotonic() - told >= LOG_SECONDS:
+            told = time.monotonic()
+            messages.print(line, markup=False, soft_wrap=True)
+
+    return log
 
 
 def mebibytes(nbytes: float) -> str:
