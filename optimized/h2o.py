@@ -16,7 +16,7 @@ from .selection import top_k
 
 # Entries of the attention at a time, and channels that are converted to float32 at a time: they stay in the processor's cache.
 # However long the rows are, a tile has at least so many, since each tile reads the keys once more.
-TILE, CHANNELS, LEAST_ROWS = 2**19, 2**19, 64
+TILE, CHANNELS, LEAST_ROWS = 2**19, 2**19, 256
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -98,8 +98,11 @@ def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.T
     Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T) True in each row.
     Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half as in its experiments.
     """
-    budget = as_count("budget", budget, low=1)
-    scores = score(queries, keys)
+    return select_scored(score(queries, keys), budget=as_count("budget", budget, low=1))
+
+
+def select_scored(scores: torch.Tensor, *, budget: int) -> torch.Tensor:
+    """`select` of scores [B, H_kv, T] that are known."""
     length = scores.shape[-1]
     # Decision: the odd token of a budget goes to the recent half, so that a budget of 1 keeps the last token.
     recent = torch.arange(length, device=scores.device) >= length - (budget + 1) // 2

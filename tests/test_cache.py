@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation.questions import prefill
+from evictionary.optimized import h2o
 from evictionary.reference import keydiff as reference_keydiff
 from evictionary.reference import selection as reference_selection
 
@@ -196,6 +198,38 @@ def test_a_prefilled_cache_compresses_again_as_one_that_read_the_prompt(
     for one, other in zip(direct.layers, later.layers, strict=True):
         for ours, theirs in zip(one.contents(), other.contents(), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_h2o_adds_up_the_attention_of_the_prompt_while_it_is_computed(
+    prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products are computed once, where the model's own attention has no mask and no gradient; the result is the same."""
+    prompts = torch.cat([prompt.flip(1), prompt])
+    caches = {}
+    for attention in ("sdpa", "eager"):
+        model = tiny_llama(attn_implementation=attention)
+        full = cached(model, prompts, None, record=("queries",))
+        caches[attention, "later"] = EvictingCache.from_prefilled(model, full, "h2o", 0.5)
+        with monkeypatch.context() as patch:
+            if attention == "sdpa":
+                patch.setattr(h2o, "score", None)
+            caches[attention, "once"] = cached(model, prompts, "h2o", 0.5)
+    learning = tiny_llama()
+    differentiated = EvictingCache(learning, "h2o", 0.5)
+    learning(prompts, past_key_values=differentiated).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in learning.parameters())
+    wanted = caches["eager", "later"]
+    for cache in (*caches.values(), differentiated):
+        for layer, like in zip(cache.layers, wanted.layers, strict=True):
+            assert torch.equal(layer.positions, like.positions)
+            assert torch.allclose(layer.values, like.values, atol=1e-5)
+
+
+def test_h2o_refuses_a_prompt_that_is_not_finite(prompt: torch.Tensor) -> None:
+    model = tiny_llama()
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = math.nan
+    with pytest.raises(MethodError, match="values: got NaN or infinite numbers in layer 1"):
+        cached(model, prompt, "h2o", 0.5)
 
 
 def test_recorded_queries_go_with_their_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:

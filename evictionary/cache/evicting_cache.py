@@ -22,7 +22,7 @@ from evictionary.errors import MethodError, UsageError
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
 from evictionary.models.load import is_sliding, require_supported
-from evictionary.optimized import keydiff, momentkv
+from evictionary.optimized import h2o, keydiff, momentkv
 from evictionary.optimized.checks import is_finite
 from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.optimized.states import CompressedCache
@@ -283,7 +283,9 @@ class EvictingCache(Cache):
         if due and evicts_first and not is_prompt and queries.shape[2] == 1:
             self._compress_if_memory_allows(layer_index)
             due = False
-        if is_prompt:
+        if is_prompt and mask is None and one_pass.can_attend_and_score(self.method, scaled, *layer.slots()):
+            output = self._attend_and_score(layer_index, scaled)
+        elif is_prompt:
             output = attention(mask)
         elif layer.is_plain:
             output = attention(_mask(layer, queries))
@@ -292,6 +294,14 @@ class EvictingCache(Cache):
         if due:
             self._compress_if_memory_allows(layer_index)
         return output
+
+    def _attend_and_score(self, layer_index: int, queries: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """ATT-6 and H2-1: the attention of the prompt, and with it what each token received, for the compression that follows."""
+        keys, values = self.layers[layer_index].slots()
+        if keys.device.type == "cpu":
+            _require_finite(layer_index, keys, values)
+        output, self._captured[layer_index]["received"] = h2o.attend_and_score(queries, keys, values)
+        return output.transpose(1, 2).contiguous(), None
 
     # compression
 
@@ -368,6 +378,7 @@ class EvictingCache(Cache):
         """Compress a layer, or raise and change nothing."""
         layer = self.layers[layer_index]
         captured = self._captured.get(layer_index, {})
+        received = captured.pop("received", None)
         if self.record and layer.evicted_at == 0:
             self.recorded[layer_index] = {name: captured[name] for name in self.record}
         if self.method is None:
@@ -410,6 +421,8 @@ class EvictingCache(Cache):
         if layer.is_full and len(set(seen)) == 1:  # the method is called once, for all rows and heads
             if moments is None:
                 method = one_pass.copying(method, copies)
+            if received is not None:
+                method = one_pass.scored(method, received)
             is_keydiff = method.function is keydiff.score and method.head_budgets is None
             if is_keydiff and self.every and kernels_for("keydiff", keys):
                 anchor = one_pass.anchor_of(keys, layer.anchor, layer.seen - layer.evicted_at)
