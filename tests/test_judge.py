@@ -205,5 +205,9 @@ def test_a_domain_moves_what_was_drawn_inside_it() -> None:
     assert (moved["case"].head_dim, moved["case"].value_dim, moved["case"].group, moved["lag"]) == (128, 128, 4, 128)
     assert moved["case"].length % 16 == 0 and moved["case"].length >= 9 * 128 // 4
     assert not domain.excludes({"keys": moved["case"].keys, "values": moved["case"].values, "queries": moved["case"].queries})
+    some = Domain.parse(["head_dim=1,2,3,4"])
+    for seed in range(4):
+        moved = some.fitted({"pairs": Case(seed=seed, head_dim=6), "any": Case(seed=seed, head_dim=5)})
+        assert (moved["pairs"].head_dim % 2, moved["any"].head_dim % 2) == (0, 1)  # a law about RoPE asks for pairs of channels
     with pytest.raises(BadDomain, match="head_dim: got 'x'"):
         Domain.parse(["head_dim=x"])

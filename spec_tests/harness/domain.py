@@ -143,7 +143,9 @@ class Domain:
         def one(allowed: tuple[int, ...], drawn: int) -> int:
             return drawn if not allowed or drawn in allowed else allowed[case.seed % len(allowed)]
 
-        head_dim = one(self.head_dim, case.head_dim)
+        # RoPE turns pairs of channels: a law that wants pairs draws an even number, and gets one.
+        alike = tuple(size for size in self.head_dim if size % 2 == case.head_dim % 2)
+        head_dim = one(alike or self.head_dim, case.head_dim)
         # A kernel that says nothing of the values has as many channels for them as for the keys.
         value_dim = one(self.value_dim, case.value_dim) if self.value_dim or not self.head_dim else head_dim
         return replace(
