@@ -76,6 +76,18 @@ def sum_rows(queries_ptr, keys_ptr, highest_ptr, totals_ptr, group, num_queries,
 
 
 @triton.jit
+def tile_weights(
+    queries_ptr, keys_ptr, highest_ptr, totals_ptr, first, positions, num_queries, length, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The weights of a tile of queries of a head and a tile of keys, [BLOCK, BLOCK]; 0 beyond the last query."""
+    rows = first + tl.arange(0, BLOCK)
+    logits = tile_logits(queries_ptr, keys_ptr, rows, positions, num_queries, length, D, BLOCK)
+    highest = tl.load(highest_ptr + rows, mask=rows < num_queries, other=0.0)
+    total = tl.load(totals_ptr + rows, mask=rows < num_queries, other=float("inf"))
+    return tl.exp(logits - highest[:, None]) / total[:, None]
+
+
+@triton.jit
 def sum_columns(
     queries_ptr, keys_ptr, highest_ptr, totals_ptr, scores_ptr, group, num_queries, length, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -85,12 +97,9 @@ def sum_columns(
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     received = tl.zeros([BLOCK], dtype=tl.float32)
     for query_head in range(head * group, (head + 1) * group):
+        row = query_head * num_queries
+        queries, highest, totals = queries_ptr + row * D, highest_ptr + row, totals_ptr + row
         for first in range(0, num_queries, BLOCK):
-            rows = first + tl.arange(0, BLOCK)
-            own = queries_ptr + query_head * num_queries * D
-            logits = tile_logits(own, keys_ptr, rows, positions, num_queries, length, D, BLOCK)
-            # Beyond the last query the total is infinite, and the weight 0.
-            highest = tl.load(highest_ptr + query_head * num_queries + rows, mask=rows < num_queries, other=0.0)
-            total = tl.load(totals_ptr + query_head * num_queries + rows, mask=rows < num_queries, other=float("inf"))
-            received += tl.sum(tl.exp(logits - highest[:, None]) / total[:, None], axis=0)
+            weights = tile_weights(queries, keys_ptr, highest, totals, first, positions, num_queries, length, D, BLOCK)
+            received += tl.sum(weights, axis=0)
     tl.store(scores_ptr + head * length + positions, received / group, mask=positions < length)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .h2o import BLOCK, sum_rows, tile_logits
+from .h2o import BLOCK, sum_rows, tile_weights
 
 
 def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
@@ -37,13 +37,10 @@ def largest_weights(
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     for query_head in range(head * group, (head + 1) * group):
+        row = query_head * num_queries
+        queries, highest, totals = queries_ptr + row * D, highest_ptr + row, totals_ptr + row
         for first in range(0, num_queries, BLOCK):
-            rows = first + tl.arange(0, BLOCK)
-            own = queries_ptr + query_head * num_queries * D
-            logits = tile_logits(own, keys_ptr, rows, positions, num_queries, length, D, BLOCK)
-            # Beyond the last query the total is infinite, and the weight 0.
-            highest = tl.load(highest_ptr + query_head * num_queries + rows, mask=rows < num_queries, other=0.0)
-            total = tl.load(totals_ptr + query_head * num_queries + rows, mask=rows < num_queries, other=float("inf"))
-            largest = tl.maximum(largest, tl.max(tl.exp(logits - highest[:, None]) / total[:, None], axis=0))
+            weights = tile_weights(queries, keys_ptr, highest, totals, first, positions, num_queries, length, D, BLOCK)
+            largest = tl.maximum(largest, tl.max(weights, axis=0))
     text = length - num_queries  # the tokens of the replay come after the text, and have no score
     tl.store(scores_ptr + head * text + positions, largest, mask=positions < text)
