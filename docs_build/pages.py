@@ -30,6 +30,7 @@ from docs_build.entries import (
     stem_of,
 )
 from evictionary.evaluation import study
+from evictionary.methods.resolve import MOMENTS
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 from tutorials.build import heading, lessons, question
 
@@ -233,11 +234,11 @@ def retrieved(page: str, stem: str) -> str:
 
 
 def studied(page: str, part: str) -> str:
-    """A part of what the stored study says: `recommended`, `effects` or `table`; the last two of its final too: `finals.table`."""
+    """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two of its final too."""
     found = json.loads(study.STORED.read_text(encoding="utf-8"))
     if part.startswith("finals."):
         found, part = found["finals"], part.removeprefix("finals.")
-    return {"recommended": _recommended, "effects": _effects, "table": study.markdown}[part](found)
+    return {"recommended": _recommended, "corrected": _corrected, "effects": _effects, "table": study.markdown}[part](found)
 
 
 def _recommended(found: study.Summary) -> str:
@@ -248,6 +249,18 @@ def _recommended(found: study.Summary) -> str:
         cost = f"{entry['cost']:.3f} ({low:.3f} to {high:.3f})"
         prompts = sum(entry["prompts"].values())
         lines.append(f"| {entry['ratio']:.0%} | {prompts} | `{entry['method']}` | {cost} | {entry['exact']:.0%} | {names} |")
+    return "\n".join(lines)
+
+
+def _corrected(found: study.Summary) -> str:
+    """What MomentKV's correction changes behind each selection of the final, with one size for all heads and with AdaKV."""
+    cost = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
+    ratios = sorted({ratio for _, ratio in cost})
+    lines = ["| selection | " + " | ".join(f"{ratio:.0%} removed" for ratio in ratios) + " |", "|---|" + "--:|" * len(ratios)]
+    selections = dict.fromkeys(row["method"].partition("+")[0] for row in found["finals"]["rows"])
+    for name in (f"{selection}{allocator}" for selection in selections for allocator in ("", "+ada_kv")):
+        cells = [f"{cost[name, ratio]:.3f} to {cost[f'{name}+{MOMENTS}', ratio]:.3f}" for ratio in ratios]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
