@@ -147,7 +147,9 @@ def entries() -> dict[str, Entry]:
             PAGES[stem_of()[identifier]],
             reference,
             tuple(_in_layer("optimized", reference, identifier)),
-            tuple(_in_layer("optimized/kernels", reference, identifier)),
+            # the kernel to read, where no other one is needed
+            tuple(_in_layer("optimized/kernels", reference, identifier))
+            or tuple(_in_layer("optimized/teaching", reference, identifier)),
             tuple(law for law in laws if law.requirement.id == identifier),
             tuple(mutant for mutant in mutants if mutant.killed_by == identifier),
             tuple(errata().get(identifier, [])),

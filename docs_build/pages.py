@@ -50,6 +50,9 @@ def source_uri(path: str, name: str = "") -> str:
 
 
 def api_uri(definition: Definition) -> str:
+    """The place of a function in the pages of the API; of a kernel to read, which has none there, in its source."""
+    if definition.path.startswith("optimized/teaching/"):
+        return source_uri(definition.path, definition.name)
     return f"reference/api/{definition.path.removesuffix('.py')}.md#{definition.module}.{definition.name}"
 
 

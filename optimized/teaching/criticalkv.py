@@ -71,7 +71,7 @@ def score(
 def sum_projections(
     values_ptr, w_o_ptr, norms_ptr, num_kv_heads, group, length, hidden, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """norms[head, t] = sum of |W_o^g v_t| over the residual stream, the mean over the group. Grid: KV heads, tiles of tokens."""
+    """CK-1: norms[head, t] = sum of |W_o^g v_t| over the residual stream, mean over the group. Grid: KV heads, tiles of tokens."""
     head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -92,7 +92,7 @@ def sum_projections(
 
 @triton.jit
 def attend_window(queries_ptr, keys_ptr, weights_ptr, group, window, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """weights[query, t] = its attention to the tokens before the window. Grid: the queries of the window."""
+    """CK-2: weights[query, t] = its attention to the tokens before the window. Grid: the queries of the window."""
     row = tl.program_id(0).to(tl.int64)
     keys_ptr += row // window // group * length * D
     before, seen = length - window, length - window + row % window + 1

@@ -49,7 +49,7 @@ def tile_logits(query, keys_ptr, first, seen, D: tl.constexpr, BLOCK: tl.constex
 def drop_one(
     queries_ptr, keys_ptr, values_ptr, changes_ptr, group, window, length, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """changes[query, j] = the square of the change of the output without token j. Grid: the queries of the window."""
+    """DK-1: changes[query, j] = the square of the change of the output without token j. Grid: the queries of the window."""
     row = tl.program_id(0).to(tl.int64)
     head, seen = row // window // group, length - window + row % window + 1
     keys_ptr, values_ptr = keys_ptr + head * length * D, values_ptr + head * length * DV
@@ -88,7 +88,7 @@ def drop_one(
 
 @triton.jit
 def sum_queries(changes_ptr, summed_ptr, group, window, length, BLOCK: tl.constexpr):
-    """summed[head, t] = the sum of the changes of all queries of the group, over its heads. Grid: KV heads, tiles of tokens."""
+    """DK-2: summed[head, t] = the changes of all queries of the group, over its heads. Grid: KV heads, tiles of tokens."""
     head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

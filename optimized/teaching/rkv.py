@@ -21,7 +21,7 @@ BLOCK = 64  # tokens of a tile
 
 
 def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
-    r"""RK-1..3: keys [..., T, D] give the redundancy [..., T], which sums to 1."""
+    r"""RK-3: keys [..., T, D] give the redundancy [..., T], which sums to 1."""
     length, head_dim = keys.shape[-2:]
     totals, directions = keys.new_empty(keys.shape[:-1]), keys.new_empty(keys.shape)
     latest = torch.empty(keys.shape[:-1], dtype=torch.int32, device=keys.device)
@@ -75,7 +75,7 @@ def point(keys_ptr, directions_ptr, length, D: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def cosines(directions_ptr, rows, columns, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """S_ij of a tile of rows and a tile of columns, [BLOCK, BLOCK]; 0 for i = j and beyond the last token."""
+    """RK-1: S_ij of a tile of rows and a tile of columns, [BLOCK, BLOCK]; 0 for i = j and beyond the last token."""
     found = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     for first in range(0, D, 16):
         row_keys = load_channels(directions_ptr, rows, length, first, D)
@@ -86,7 +86,7 @@ def cosines(directions_ptr, rows, columns, length, D: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def find_latest(directions_ptr, latest_ptr, threshold, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """latest[head, i] = the last j with S_ij > threshold, or -1. Grid: heads, tiles of rows."""
+    """RK-2: latest[head, i] = the last j with S_ij > threshold, or -1. Grid: heads, tiles of rows."""
     head = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     latest = tl.full([BLOCK], -1, dtype=tl.int32)
@@ -99,7 +99,7 @@ def find_latest(directions_ptr, latest_ptr, threshold, length, D: tl.constexpr, 
 
 @triton.jit
 def sum_columns(directions_ptr, latest_ptr, totals_ptr, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """totals[head, j] = the sum of S_ij over the rows i whose latest is not j. Grid: heads, tiles of columns."""
+    """RK-3: totals[head, j] = the sum of S_ij over the rows i whose latest is not j. Grid: heads, tiles of columns."""
     head = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -113,7 +113,7 @@ def sum_columns(directions_ptr, latest_ptr, totals_ptr, length, D: tl.constexpr,
 
 @triton.jit
 def largest_logits(queries_ptr, keys_ptr, logits_ptr, group, window, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """logits[head, m, t] = max over the group of q_gm . k_t, t before the window. Grid: KV heads times queries, tiles of tokens."""
+    """RK-4: logits[head, m, t] = max over the group of q_gm . k_t. Grid: KV heads times queries, tiles of tokens."""
     row = tl.program_id(0).to(tl.int64)
     head, before, first = row // window, length - window, tl.program_id(1) * BLOCK
     largest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)

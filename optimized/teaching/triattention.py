@@ -27,7 +27,7 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
 
 @triton.jit
 def expect_logits(keys_ptr, direction_ptr, slack_ptr, rows_ptr, group, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """rows[query head, t] = qbar . k_t + sum_f slack_f |k_tf|, f the pairs of channels. Grid: query heads, tiles of tokens."""
+    """TA-3: rows[query head, t] = qbar . k_t + sum_f slack_f |k_tf|, f the pairs. Grid: query heads, tiles of tokens."""
     query_head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, pairs = positions < length, tl.arange(0, D // 2)
@@ -44,7 +44,7 @@ def expect_logits(keys_ptr, direction_ptr, slack_ptr, rows_ptr, group, length, D
 
 @triton.jit
 def standardise(rows_ptr, length, BLOCK: tl.constexpr):
-    """rows[query head] = (rows - their mean) / their standard deviation, of at least 1e-6. Grid: query heads."""
+    """TA-4: rows[query head] = (rows - their mean) / their standard deviation, of at least 1e-6. Grid: query heads."""
     rows_ptr += tl.program_id(0).to(tl.int64) * length
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for first in range(0, length, BLOCK):
