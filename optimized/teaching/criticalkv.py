@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .dropkv import tile_logits
 from .h2o import load_channels
 from .selection import top_k
 from .snapkv import average_pool
+from .tova import sum_powers, tile_logits
 
 BLOCK = 64  # tokens, and numbers of the residual stream, of a tile
 
@@ -97,13 +97,7 @@ def attend_window(queries_ptr, keys_ptr, weights_ptr, group, window, length, D: 
     keys_ptr += row // window // group * length * D
     before, seen = length - window, length - window + row % window + 1
     query = tl.load(queries_ptr + row * D + tl.arange(0, D))
-    highest = tl.full([], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([], dtype=tl.float32)
-    for first in range(0, seen, BLOCK):
-        logits = tile_logits(query, keys_ptr, first, seen, D, BLOCK)
-        higher = tl.maximum(highest, tl.max(logits, axis=0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher), axis=0)
-        highest = higher
+    highest, total = sum_powers(query, keys_ptr, seen, D, BLOCK)
     for first in range(0, before, BLOCK):
         positions = first + tl.arange(0, BLOCK)
         logits = tile_logits(query, keys_ptr, first, before, D, BLOCK)

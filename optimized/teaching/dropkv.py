@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .snapkv import average_pool
+from .tova import tile_logits
 
 BLOCK = 64  # tokens of a tile
 
@@ -34,15 +35,6 @@ def score(
         sum_queries[grid](changes, summed, group, window_size, length, BLOCK)
         scores[..., :before] = average_pool(summed, kernel_size)[..., :before]
     return scores
-
-
-@triton.jit
-def tile_logits(query, keys_ptr, first, seen, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The logits q . k_t of a tile of tokens of a head, [BLOCK]; -inf for those that the query does not see."""
-    positions = first + tl.arange(0, BLOCK)
-    addresses = keys_ptr + positions[:, None] * D + tl.arange(0, D)[None, :]
-    keys = tl.load(addresses, mask=(positions < seen)[:, None], other=0.0)
-    return tl.where(positions < seen, tl.sum(keys * query[None, :], axis=1), float("-inf"))
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch.nn.functional import max_pool1d
 
-from .dropkv import tile_logits
 from .h2o import load_channels
+from .tova import tile_logits
 
 BLOCK = 64  # tokens of a tile
 

@@ -32,30 +32,37 @@ def last_attention(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def tile_logits(query, keys_ptr, head, first, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The logits q . k_t of a tile of tokens, [BLOCK]; -inf beyond the last token, where the weight is then 0."""
+def tile_logits(query, keys_ptr, first, seen, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The logits q . k_t of a tile of tokens of a head, [BLOCK]; -inf for those that the query does not see."""
     positions = first + tl.arange(0, BLOCK)
-    addresses = keys_ptr + (head * length + positions)[:, None] * D + tl.arange(0, D)[None, :]
-    keys = tl.load(addresses, mask=(positions < length)[:, None], other=0.0)
-    return tl.where(positions < length, tl.sum(keys * query[None, :], axis=1), float("-inf"))
+    addresses = keys_ptr + positions[:, None] * D + tl.arange(0, D)[None, :]
+    keys = tl.load(addresses, mask=(positions < seen)[:, None], other=0.0)
+    return tl.where(positions < seen, tl.sum(keys * query[None, :], axis=1), float("-inf"))
+
+
+@triton.jit
+def sum_powers(query, keys_ptr, seen, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit s of a query, and the sum of exp(s_t - s) over the tokens that it sees."""
+    highest = tl.full([], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([], dtype=tl.float32)
+    for first in range(0, seen, BLOCK):
+        logits = tile_logits(query, keys_ptr, first, seen, D, BLOCK)
+        higher = tl.maximum(highest, tl.max(logits, axis=0))
+        # What has been summed so far counts from the old largest logit; it is brought to the new one.
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher), axis=0)
+        highest = higher
+    return highest, total
 
 
 @triton.jit
 def attend(queries_ptr, keys_ptr, weights_ptr, group, length, D: tl.constexpr, BLOCK: tl.constexpr):
     """weights[query head, t] = exp(s_t) / sum_u exp(s_u), s_t = q . k_t. Grid: query heads."""
     query_head = tl.program_id(0).to(tl.int64)
-    head = query_head // group  # the query heads of a group read the same KV head
+    keys_ptr += query_head // group * length * D  # the query heads of a group read the same KV head
     query = tl.load(queries_ptr + query_head * D + tl.arange(0, D))
-    highest = tl.full([], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([], dtype=tl.float32)
+    highest, total = sum_powers(query, keys_ptr, length, D, BLOCK)
     for first in range(0, length, BLOCK):
-        logits = tile_logits(query, keys_ptr, head, first, length, D, BLOCK)
-        higher = tl.maximum(highest, tl.max(logits, axis=0))
-        # What has been summed so far counts from the old largest logit; it is brought to the new one.
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher), axis=0)
-        highest = higher
-    for first in range(0, length, BLOCK):
-        logits = tile_logits(query, keys_ptr, head, first, length, D, BLOCK)
+        logits = tile_logits(query, keys_ptr, first, length, D, BLOCK)
         positions = first + tl.arange(0, BLOCK)
         tl.store(weights_ptr + query_head * length + positions, tl.exp(logits - highest) / total, mask=positions < length)
 
