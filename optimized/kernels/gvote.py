@@ -24,10 +24,11 @@ wave. The logits never take more memory than WORKSPACE, or one logit for each to
 Launches. `multiply` writes logits: the product of at most 64 query rows, the queries of a group, with 128 keys. Rows of up to
 8,192 logits are settled in registers, without a second read: `settle_short_rows` for the budgets, `rank_short_rows` for the
 votes. A longer row is cut into at most 64 chunks, by its length alone. `find_peaks` and eight times `weigh_chunks` find a
-nucleus, four bits at a time, by the mass below fifteen thresholds in one read, and `settle_long_rows` counts it; `count_chunks`,
-four times, and `rank_chunks` find the votes by the histograms of `selection`. `unite` writes or extends the mask. Nothing waits
-for the host. Masses of chunks are added in their order, and histograms are whole numbers: two runs agree in every bit, and so
-does a sequence in whatever batch it runs. float32 caches are multiplied in full float32, without tensor cores.
+nucleus, four bits at a time, by the mass below fifteen thresholds in one read; what lies below the bits that are known is carried
+along, and behind the fourth digit most tiles have no weight with these bits and are passed over. `settle_long_rows` counts the
+nucleus. `count_chunks`, four times, and `rank_chunks` find the votes by the histograms of `selection`. `unite` writes or extends
+the mask. Nothing waits for the host. Masses of chunks are added in their order, and histograms are whole numbers: two runs agree in
+every bit, and so does a sequence in whatever batch it runs. float32 caches are multiplied in full float32, without tensor cores.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool) -> torch.Te
         )
         return sizes
     chunk, chunks = _chunks(length)
-    peaks = floats(rows, count, chunks)
+    peaks, totals = floats(rows, count, chunks), floats(rows, count, chunks)
     # Each digit follows from the masses and the threshold of the digit before it.
     masses = [floats(rows, count, chunks, 16) for _ in range(2)]
     thresholds = [torch.empty(count, dtype=torch.int32, device=rows.device) for _ in range(2)]
@@ -156,12 +157,12 @@ def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool) -> torch.Te
     for digit in range(8):
         now, before = digit % 2, 1 - digit % 2
         weigh_chunks[grid](
-            rows, peaks, masses[before], masses[now], thresholds[before], thresholds[now],
+            rows, peaks, masses[before], masses[now], totals, thresholds[before], thresholds[now],
             *rows.stride(), length, chunk, chunks, digit, beyond,
-            FROM_LOGITS=from_logits, BLOCK=2048, MOST_CHUNKS=MOST_CHUNKS, num_warps=4,
+            FROM_LOGITS=from_logits, BLOCK=512, MOST_CHUNKS=MOST_CHUNKS, num_warps=4,
         )  # fmt: skip
     settle_long_rows[(count,)](
-        rows, peaks, masses[1], thresholds[1], sizes, *rows.stride(), length, chunks, beyond,
+        rows, peaks, masses[1], totals, thresholds[1], sizes, *rows.stride(), length, chunks, beyond,
         FROM_LOGITS=from_logits, BLOCK=4096, MOST_CHUNKS=MOST_CHUNKS, num_warps=8,
     )  # fmt: skip
     return sizes
@@ -309,58 +310,68 @@ def row_peak(peaks_ptr, row, chunks, MOST_CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def next_digit(masses_ptr, prefix, row, chunks, digit, beyond, MOST_CHUNKS: tl.constexpr):
-    """Return the threshold with one more digit, from the masses of `weigh_chunks`, and the mass that may be left out."""
+def next_digit(masses_ptr, totals_ptr, row, chunks, beyond, MOST_CHUNKS: tl.constexpr):
+    """Return the next digit of the threshold, from the masses of `weigh_chunks`, and the mass that may be left out."""
     slots = tl.arange(0, 16)
-    parts = tl.arange(0, MOST_CHUNKS)
-    offsets = (row * chunks + parts)[:, None] * 16 + slots[None, :]
-    masses = tl.sum(tl.load(masses_ptr + offsets, mask=(parts < chunks)[:, None], other=0.0), axis=0)
-    bound = beyond * tl.sum(tl.where(slots == 0, masses, 0.0), axis=0)
-    found = tl.sum(((slots > 0) & (masses <= bound)).to(tl.int32), axis=0)
-    return prefix | (found.to(tl.uint32) << (28 - 4 * digit)), bound
+    parts = row * chunks + tl.arange(0, MOST_CHUNKS)
+    inside = parts < (row + 1) * chunks
+    offsets = parts[:, None] * 16 + slots[None, :]
+    masses = tl.sum(tl.load(masses_ptr + offsets, mask=inside[:, None], other=0.0), axis=0)
+    bound = beyond * tl.sum(tl.load(totals_ptr + parts, mask=inside, other=0.0), axis=0)
+    return tl.sum(((slots > 0) & (masses <= bound)).to(tl.int32), axis=0), bound
 
 
 @triton.jit(do_not_specialize=["chunks", "digit", "beyond"])
 def weigh_chunks(
-    values_ptr, peaks_ptr, earlier_masses_ptr, masses_ptr, earlier_thresholds_ptr, thresholds_ptr,
+    values_ptr, peaks_ptr, earlier_masses_ptr, masses_ptr, totals_ptr, earlier_thresholds_ptr, thresholds_ptr,
     stride_row, stride_t, length, chunk, chunks, digit, beyond,
     FROM_LOGITS: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """masses[row, chunk, v] = the mass below the threshold whose next digit is v = 1 .. 15; v = 0: all of it. Grid: rows * chunks.
+    """masses[row, chunk, v] = the mass of a chunk below the threshold whose next digit is v = 0 .. 15. Grid: rows * chunks.
 
-    Digit 0 is the highest. thresholds[row] = the known digits; every program of a row computes them itself.
+    Digit 0 is the highest. thresholds[row] = the known digits; every program of a row computes them itself. totals[row, chunk] = all
+    of the mass, which digit 0 finds.
     """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
     prefix = tl.zeros([], dtype=tl.uint32)
+    base = tl.zeros([], dtype=tl.float32)
     if digit > 0:
         prefix = tl.load(earlier_thresholds_ptr + row).to(tl.uint32, bitcast=True)
-        prefix, _ = next_digit(earlier_masses_ptr, prefix, row, chunks, digit - 1, beyond, MOST_CHUNKS)
+        found, _ = next_digit(earlier_masses_ptr, totals_ptr, row, chunks, beyond, MOST_CHUNKS)
+        prefix |= found.to(tl.uint32) << (32 - 4 * digit)
+        base = tl.load(earlier_masses_ptr + program * 16 + found)
     if part == 0:
         tl.store(thresholds_ptr + row, prefix.to(tl.int32, bitcast=True))
     peak = row_peak(peaks_ptr, row, chunks, MOST_CHUNKS)
     slots = tl.arange(0, 16)
-    candidates = tl.where(slots == 0, 0xFFFFFFFF, prefix | (slots.to(tl.uint32) << (28 - 4 * digit)))
-    masses = tl.zeros([16], dtype=tl.float32)
+    masses = tl.zeros([16, BLOCK], dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
     end = tl.minimum((part + 1) * chunk, length)
     for first in range(part * chunk, end, BLOCK):
         values, inside = load_values(values_ptr + row * stride_row, first, end, stride_t, BLOCK)
         weights = as_weights(values, inside, peak, FROM_LOGITS)
-        below = weights.to(tl.uint32, bitcast=True)[None, :] < candidates[:, None]
-        masses += tl.sum(tl.where(below, weights[None, :], 0.0), axis=1)
-    tl.store(masses_ptr + program * 16 + slots, masses)
+        total += weights
+        # The next digit of a weight whose digits so far are the known ones. Another is 16 or more, above or in `base` already.
+        place = (weights.to(tl.uint32, bitcast=True) ^ prefix) >> (28 - 4 * digit)
+        if tl.min(place, axis=0) < 15:
+            masses += tl.where(place[None, :] < slots.to(tl.uint32)[:, None], weights[None, :], 0.0)
+    tl.store(masses_ptr + program * 16 + slots, base + tl.sum(masses, axis=1))
+    if digit == 0:
+        tl.store(totals_ptr + program, tl.sum(total, axis=0))
 
 
 @triton.jit(do_not_specialize=["chunks", "beyond"])
 def settle_long_rows(
-    values_ptr, peaks_ptr, masses_ptr, thresholds_ptr, sizes_ptr, stride_row, stride_t, length, chunks, beyond,
+    values_ptr, peaks_ptr, masses_ptr, totals_ptr, thresholds_ptr, sizes_ptr, stride_row, stride_t, length, chunks, beyond,
     FROM_LOGITS: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """sizes[row] = the size of the nucleus of a row, after eight `weigh_chunks`. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     peak = row_peak(peaks_ptr, row, chunks, MOST_CHUNKS)
     threshold = tl.load(thresholds_ptr + row).to(tl.uint32, bitcast=True)
-    threshold, bound = next_digit(masses_ptr, threshold, row, chunks, 7, beyond, MOST_CHUNKS)
+    found, bound = next_digit(masses_ptr, totals_ptr, row, chunks, beyond, MOST_CHUNKS)
+    threshold |= found.to(tl.uint32)
     heaviest = tl.full([], 1.0, dtype=tl.float32) if FROM_LOGITS else tl.where(peak > 0, peak, 0.0)
     threshold = tl.minimum(threshold, heaviest.to(tl.uint32, bitcast=True))
     below = tl.zeros([BLOCK], dtype=tl.float32)
