@@ -362,6 +362,15 @@ def test_queries_are_turned_back_from_near_and_far(theta: float) -> None:
         assert_close(ea.unrotated_statistics(queries, positions, theta), exact, bound)
 
 
+def test_carried_angles_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seventy-five tiles in one split: each carries the angles of the one before it, and the sixty-fifth begins anew."""
+    monkeypatch.setattr(KERNELS["expected_attention_statistics"], "LEAST_TOKENS_OF_A_SPLIT", 1200)
+    queries = drawn((1, 1, 1, 1, 1200, 16, 1)).keys
+    for positions in (torch.arange(5000, 6200), torch.cat([torch.arange(600), torch.arange(9000, 9600)])):
+        exact = ea.unrotated_statistics(queries.double(), positions)
+        assert_close(ea.unrotated_statistics(queries, positions), exact, 2e-5)
+
+
 def test_a_kept_anchor_does_not_drift() -> None:
     """60 steps of block prompt processing, a third of the keys alike: the sum that was kept scores as one taken afresh."""
     kept_keys, common = torch.randn(1, 2, 96, 64), torch.randn(64)

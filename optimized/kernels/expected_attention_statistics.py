@@ -4,15 +4,16 @@ They equal, in torch, `queries.mean(dim=-2)` and `torch.cov(queries.mT, correcti
 
 First launch, `sum_products`: one program adds up q - s and the products (q - s)(q - s)^T of one split of one head. The channels are
 taken as the two halves a and b that RoPE rotates into each other; b a^T is the transpose of a b^T, so three of four products are
-computed. Halves of 128 channels would take too many accumulators, so there each product has a program of its own. The shift s, the
-mean of a few queries spread over the sequence, is close to mu, so a large mu causes no cancellation: Sigma is
-sum / N - (mu - s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries, which adds 2^-9 / sqrt(N) of Sigma,
-far less than the statistical error sqrt(2 / N) of N queries.
+computed. Halves of 128 channels would take too many accumulators, as would the rotation of float32 queries; there each product has
+a program of its own. The shift s, the mean of a few queries spread over the sequence, is close to mu, so a large mu causes no
+cancellation: Sigma is sum / N - (mu - s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries, which adds
+2^-9 / sqrt(N) of Sigma, far less than the statistical error sqrt(2 / N) of N queries.
 
 Second launch, `finish_statistics`: the splits are added in their order. Their number follows from the number of heads, so the last
 bits may differ between batches, and are the same in every run.
 
-`unrotated_statistics` takes queries after RoPE, as attention uses them, and undoes the rotation in registers.
+`unrotated_statistics` takes queries after RoPE, as attention uses them, and undoes the rotation in registers. Where positions
+follow one another, as in a prompt, a program carries the angles from tile to tile.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from .tiles import at_head, dot_dtype, load_tile
 
 PROGRAMS_WANTED = 512
 LEAST_TOKENS_OF_A_SPLIT = 512
+REFRESH = tl.constexpr(64)  # tiles
 
 
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5, EA-L1: mean and covariance of queries before RoPE, as `optimized.expected_attention.query_statistics`."""
-    return _statistics(queries, None, None)
+    return _statistics(queries, None, None, None)
 
 
 def unrotated_statistics(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,18 +48,20 @@ def unrotated_statistics(queries: torch.Tensor, positions: torch.Tensor, theta: 
     turns = frequencies(queries.shape[-1], theta, device=queries.device) / (2 * math.pi)
     # The low 32 bits, as a signed number: a whole turn is 2^32, and wraps to 0.
     fractions = (torch.remainder(turns, 1) * 2**32).round().to(torch.int64).to(torch.int32)
-    return _statistics(queries, positions.expand(queries.shape[:-1]), fractions)
+    # The kernel reads the answer; the host does not wait for it.
+    contiguous = (positions.expand(*positions.shape[:-1], queries.shape[-2]).diff() == 1).all()
+    return _statistics(queries, positions.expand(queries.shape[:-1]), contiguous, fractions)
 
 
 def _statistics(
-    queries: torch.Tensor, positions: torch.Tensor | None, fractions: torch.Tensor | None
+    queries: torch.Tensor, positions: torch.Tensor | None, contiguous: torch.Tensor | None, fractions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch `sum_products` and `finish_statistics`; with positions and fractions, the rotation of the queries is undone first."""
     heads = as_heads(queries)
     batch, num_heads, length, head_dim = heads.shape
     count, half, odd = batch * num_heads, (head_dim + 1) // 2, head_dim % 2
     block_h = padded(half)
-    each = block_h > 64
+    each = block_h > 64 or (positions is not None and queries.dtype == torch.float32)
     # 16 bytes for each thread, from either half of the channels. Without tensor cores a product takes more registers.
     threads = 512 if queries.dtype == torch.float32 and not each else 256
     block_t = max(16, threads * 16 // queries.element_size() // block_h)
@@ -73,10 +77,10 @@ def _statistics(
     mean, covariance = floats(queries, count, head_dim), floats(queries, count, head_dim, head_dim)
     places = None if positions is None else as_heads(positions[..., None])[..., 0]
     sum_products[(count * splits, 3 if each else 1)](
-        heads, places, fractions, shifts, sums, products, *heads.stride(), *((0, 0, 0) if places is None else places.stride()),
-        num_heads, length, head_dim, split, splits,
+        heads, places, contiguous, fractions, shifts, sums, products,
+        *heads.stride(), *((0, 0, 0) if places is None else places.stride()), num_heads, length, head_dim, split, splits,
         BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries), ROTATED=places is not None, ODD=odd,
-        num_warps=warps(queries, threads), num_stages=2, **limit,
+        num_warps=warps(queries, threads), num_stages=2 if queries.dtype == torch.float32 else 3, **limit,
     )  # fmt: skip
     finish_statistics[(count, 3, triton.cdiv(half, 16))](
         shifts, sums, products, mean, covariance, length, head_dim, splits,
@@ -103,27 +107,55 @@ def cos_and_sin(fraction):
 
 
 @triton.jit
-def load_pairs(
-    base, positions_ptr, fractions_ptr, position_stride_n, stride_n, stride_d, tokens, end, head_dim,
-    BLOCK_H: tl.constexpr, ROTATED: tl.constexpr, ODD: tl.constexpr,
-):  # fmt: skip
-    """Load queries as their channels 0 .. D/2-1 and D/2 .. D-1, before RoPE, 0 from `end` on: float32 [tokens, BLOCK_H] twice."""
+def load_pairs(base, stride_n, stride_d, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
+    """Load queries as their channels 0 .. D/2-1 and D/2 .. D-1, 0 from `end` on: float32 [tokens, BLOCK_H] twice."""
     half = (head_dim + ODD) // 2
     pairs = tl.arange(0, BLOCK_H)
     first = load_tile(base, tokens, pairs, tokens < end, stride_n, stride_d, half)
-    second = load_tile(base, tokens, half + pairs, tokens < end, stride_n, stride_d, head_dim)
-    if ROTATED:
-        # A product of 32-bit integers drops the whole turns; read as signed, it lies within half a turn.
-        position = tl.load(positions_ptr + tokens * position_stride_n, mask=tokens < end, other=0).to(tl.int32)
-        fraction = tl.load(fractions_ptr + pairs, mask=pairs < half, other=0)
-        cos, sin = cos_and_sin(position[:, None] * fraction[None, :])
-        first, second = first * cos + second * sin, second * cos - first * sin
-    return first, second
+    return first, load_tile(base, tokens, half + pairs, tokens < end, stride_n, stride_d, head_dim)
+
+
+@triton.jit
+def load_rotation(positions_ptr, fractions_ptr, position_stride_n, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
+    """Return cos and sin of RoPE's angles at the positions of `tokens`: float32 [tokens, BLOCK_H] twice."""
+    position = tl.load(positions_ptr + tokens.to(tl.int64) * position_stride_n, mask=tokens < end, other=0).to(tl.int32)
+    pairs = tl.arange(0, BLOCK_H)
+    fraction = tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0)
+    # A product of 32-bit integers drops the whole turns; read as signed, it lies within half a turn.
+    return cos_and_sin(position[:, None] * fraction[None, :])
+
+
+@triton.jit
+def turn(cos, sin, first, second):
+    """Rotate pairs of channels back by the angles with this cos and sin."""
+    return first * cos + second * sin, second * cos - first * sin
+
+
+@triton.jit
+def add_products(
+    first, second, first_shift, second_shift, inside, first_sum, second_sum, aa, ab, bb, which,
+    EACH: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Add the queries of a tile, less the shift, to the two sums, and their products to the three sums of products."""
+    first = tl.where(inside[:, None], first - first_shift[None, :], 0.0)
+    second = tl.where(inside[:, None], second - second_shift[None, :], 0.0)
+    first_sum += first
+    second_sum += second
+    # Halved, since a difference of two float16 numbers may be twice the largest float16.
+    a, b = (first * 0.5).to(DOT_DTYPE), (second * 0.5).to(DOT_DTYPE)
+    if EACH:
+        left, right = tl.where(which == 2, b, a), tl.where(which == 0, a, b)
+        aa = tl.dot(tl.trans(left), right, acc=aa, input_precision="ieee")
+    else:
+        aa = tl.dot(tl.trans(a), a, acc=aa, input_precision="ieee")
+        ab = tl.dot(tl.trans(a), b, acc=ab, input_precision="ieee")
+        bb = tl.dot(tl.trans(b), b, acc=bb, input_precision="ieee")
+    return first_sum, second_sum, aa, ab, bb
 
 
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_products(
-    queries_ptr, positions_ptr, fractions_ptr, shifts_ptr, sums_ptr, products_ptr,
+    queries_ptr, positions_ptr, contiguous_ptr, fractions_ptr, shifts_ptr, sums_ptr, products_ptr,
     stride_b, stride_h, stride_n, stride_d, position_stride_b, position_stride_h, position_stride_n,
     num_heads, length, head_dim, split, splits,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, EACH: tl.constexpr, DOT_DTYPE: tl.constexpr,
@@ -135,15 +167,15 @@ def sum_products(
     program takes one of them.
     """
     program = tl.program_id(0).to(tl.int64)
-    head, part = program // splits, program % splits
+    head, part = program // splits, (program % splits).to(tl.int32)
     base = at_head(queries_ptr, head, num_heads, stride_b, stride_h)
-    if ROTATED:
-        positions_ptr = at_head(positions_ptr, head, num_heads, position_stride_b, position_stride_h)
     # The shift: the mean of queries at even distances, the same for all programs of a head.
     sample = tl.arange(0, BLOCK_T).to(tl.int64) * length // BLOCK_T
-    first, second = load_pairs(
-        base, positions_ptr, fractions_ptr, position_stride_n, stride_n, stride_d, sample, length, head_dim, BLOCK_H, ROTATED, ODD
-    )
+    first, second = load_pairs(base, stride_n, stride_d, sample, length, head_dim, BLOCK_H, ODD)
+    if ROTATED:
+        positions_ptr = at_head(positions_ptr, head, num_heads, position_stride_b, position_stride_h)
+        cos, sin = load_rotation(positions_ptr, fractions_ptr, position_stride_n, sample, length, head_dim, BLOCK_H, ODD)
+        first, second = turn(cos, sin, first, second)
     first_shift, second_shift = tl.sum(first, axis=0) / BLOCK_T, tl.sum(second, axis=0) / BLOCK_T
     end = tl.minimum((part + 1) * split, length)
     first_sum = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
@@ -152,25 +184,31 @@ def sum_products(
     ab = tl.zeros([BLOCK_H, BLOCK_H], dtype=tl.float32)
     bb = tl.zeros([BLOCK_H, BLOCK_H], dtype=tl.float32)
     which = tl.program_id(1)
-    for start in range(part * split, end, BLOCK_T):
-        tokens = start + tl.arange(0, BLOCK_T)
-        inside = (tokens < end)[:, None]
-        first, second = load_pairs(
-            base, positions_ptr, fractions_ptr, position_stride_n, stride_n, stride_d, tokens, end, head_dim, BLOCK_H, ROTATED, ODD
-        )
-        first = tl.where(inside, first - first_shift[None, :], 0.0)
-        second = tl.where(inside, second - second_shift[None, :], 0.0)
-        first_sum += first
-        second_sum += second
-        # Halved, since a difference of two float16 numbers may be twice the largest float16.
-        a, b = (first * 0.5).to(DOT_DTYPE), (second * 0.5).to(DOT_DTYPE)
-        if EACH:
-            left, right = tl.where(which == 2, b, a), tl.where(which == 0, a, b)
-            aa = tl.dot(tl.trans(left), right, acc=aa, input_precision="ieee")
-        else:
-            aa = tl.dot(tl.trans(a), a, acc=aa, input_precision="ieee")
-            ab = tl.dot(tl.trans(a), b, acc=ab, input_precision="ieee")
-            bb = tl.dot(tl.trans(b), b, acc=bb, input_precision="ieee")
+    if ROTATED:
+        # The angles of a tile are those of the tile before it and one step: four products in place of two series. Errors add up, so
+        # a stretch of REFRESH tiles begins with the series. Where positions do not follow one another, each tile is a stretch.
+        pairs = tl.arange(0, BLOCK_H)
+        step_cos, step_sin = cos_and_sin(tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0) * BLOCK_T)
+        stretch = tl.where(tl.load(contiguous_ptr), REFRESH * BLOCK_T, BLOCK_T)
+        for begin in range(part * split, end, stretch):
+            tokens = begin + tl.arange(0, BLOCK_T)
+            cos, sin = load_rotation(positions_ptr, fractions_ptr, position_stride_n, tokens, end, head_dim, BLOCK_H, ODD)
+            for start in range(begin, tl.minimum(begin + stretch, end), BLOCK_T):
+                tokens = start + tl.arange(0, BLOCK_T)
+                first, second = load_pairs(base, stride_n, stride_d, tokens, end, head_dim, BLOCK_H, ODD)
+                first, second = turn(cos, sin, first, second)
+                sin, cos = turn(step_cos[None, :], step_sin[None, :], sin, cos)
+                first_sum, second_sum, aa, ab, bb = add_products(
+                    first, second, first_shift, second_shift, tokens < end, first_sum, second_sum, aa, ab, bb,
+                    which, EACH, DOT_DTYPE,
+                )  # fmt: skip
+    else:
+        for start in range(part * split, end, BLOCK_T):
+            tokens = start + tl.arange(0, BLOCK_T)
+            first, second = load_pairs(base, stride_n, stride_d, tokens, end, head_dim, BLOCK_H, ODD)
+            first_sum, second_sum, aa, ab, bb = add_products(
+                first, second, first_shift, second_shift, tokens < end, first_sum, second_sum, aa, ab, bb, which, EACH, DOT_DTYPE
+            )
     half = (head_dim + ODD) // 2
     square = half * half
     rows, columns = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_H)

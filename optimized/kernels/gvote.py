@@ -329,8 +329,8 @@ def weigh_chunks(
 ):  # fmt: skip
     """masses[row, chunk, v] = the mass of a chunk below the threshold whose next digit is v = 0 .. 15. Grid: rows * chunks.
 
-    Digit 0 is the highest. thresholds[row] = the known digits; every program of a row computes them itself. totals[row, chunk] = all
-    of the mass, which digit 0 finds.
+    Digit 0 is the highest. thresholds[row] = the known digits; every program of a row computes them itself. Digit 0 also writes
+    totals[row, chunk] = the whole mass.
     """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
