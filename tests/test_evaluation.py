@@ -92,8 +92,11 @@ def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_fol
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines = evaluation.run(plan_for(model_folder), tmp_path, jobs=2)
+    told: list[evaluation.Progress] = []
+    lines = evaluation.run(plan_for(model_folder), tmp_path, jobs=2, advance=told.append)
     assert without_seconds(lines) == without_seconds(finished[1])
+    # A process hands over a whole prompt: told line by line, the first would seem to have taken all of the time.
+    assert [each.done for each in told] == [5, 10]
 
 
 @pytest.mark.slow

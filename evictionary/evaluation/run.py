@@ -211,14 +211,16 @@ def share(
             raise UsageError(f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for {model}")
         work = missing(found)
         total = sum(len(each) for _, each in work)
-        start = time.perf_counter()
-        for done, line in enumerate(_measured(lines_of, model, work, jobs, dask), start=1):
-            append(path, line)
-            found[identify(line)] = line
-            advance(Progress(done, total, text(line), (time.perf_counter() - start) / done * (total - done)))
-        lines = sorted(found.values(), key=order)
-        rewrite(path, lines)
-    return lines
+        start, done = time.perf_counter(), 0
+        for lines in _measured(lines_of, model, work, jobs, dask):
+            for line in lines:
+                append(path, line)
+                found[identify(line)] = line
+            done += len(lines)
+            advance(Progress(done, total, text(lines[-1]), (time.perf_counter() - start) / done * (total - done)))
+        every = sorted(found.values(), key=order)
+        rewrite(path, every)
+    return every
 
 
 def label(line: Mapping[str, Any]) -> str:
@@ -409,19 +411,19 @@ def loaded(model_name: str) -> tuple[Any, Any]:
 
 def _measured(
     lines_of: LinesOf, model_name: str, work: Sequence[tuple[Any, Sequence[Any]]], jobs: int, dask: str | None
-) -> Iterator[Line]:
+) -> Iterator[Sequence[Line]]:
+    """The lines as they come: each by itself from this process, those of a whole unit from another one."""
     if not work:
         return
     if jobs == 1 and dask is None:
         for unit, wanted in work:
-            yield from lines_of(model_name, unit, wanted)
+            yield from ([line] for line in lines_of(model_name, unit, wanted))
         return
     with _workers(jobs, dask):
         parallel = joblib.Parallel(return_as="generator_unordered", batch_size=1)
         calls = (joblib.delayed(_whole_unit)(lines_of, model_name, unit, wanted) for unit, wanted in work)
         try:
-            for lines in parallel(calls):
-                yield from lines
+            yield from parallel(calls)
         except BrokenProcessPool as error:
             raise OSError(
                 "a worker process died, perhaps for lack of memory: the same command goes on, with fewer --jobs"
