@@ -50,8 +50,8 @@ def source_uri(path: str, name: str = "") -> str:
 
 
 def api_uri(definition: Definition) -> str:
-    """The place of a function in the pages of the API; of a kernel to read, which has none there, in its source."""
-    if definition.path.startswith("optimized/teaching/"):
+    """The place of a function in the pages of the API, or in its source where the API has no page of it."""
+    if posixpath.dirname(definition.path) not in LAYERS:
         return source_uri(definition.path, definition.name)
     return f"reference/api/{definition.path.removesuffix('.py')}.md#{definition.module}.{definition.name}"
 
