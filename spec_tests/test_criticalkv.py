@@ -89,6 +89,14 @@ def test_pooling_takes_nothing_from_the_ends(impl):
         raise Violation("the pooled attention has lost a part of its sum", [[[0.5]]], got)
 
 
+@law("CK-3", of=IMPORTANCE, kind="edge")
+def test_a_query_that_sees_the_window_alone_says_nothing(impl):
+    """The key of the window outweighs the others by e^2000: their importance is 0, where 0/0 would be NaN."""
+    keys = np.array([[[[-1000.0], [-1000], [1000]]]])
+    got = impl.criticalkv.importance(np.ones((1, 1, 1, 1)), keys, window_size=1, kernel_size=1)
+    require_equal(got, np.zeros((1, 1, 2)), "the importance of tokens without attention is not 0")
+
+
 def second_stage(impl, queries, case, w_o, **settings):
     """The allowance of the scores when nothing is chosen by attention alone: a budget of 1 has no first half."""
     return impl.allowance(SCORE, queries, case.keys, case.values, w_o, budget=1, **settings)

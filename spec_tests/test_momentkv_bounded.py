@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -145,14 +148,14 @@ def test_the_mass_is_between_its_bounds(impl, case, scale):
 
 @law("MB-3", of=MASS)
 def test_two_ends_of_the_range_are_the_chord_itself(impl):
-    """Three keys 0 and one key 2: the upper bound is log(3 + e^2) itself, the lower one log 4 + 1/2; nothing evicted: -inf."""
-    keys = np.array([[[[0.0], [0], [0], [2]], [[0.0]] * 4]])
-    evicted = np.array([[[True] * 4, [False] * 4]])
+    """Keys 0, 0, 0, 2: the upper bound is log(3 + e^2) itself, the lower one log 4 + 1/2. No key: -inf. One key 2: both are 2."""
+    keys = np.array([[[[0.0], [0], [0], [2]], [[0.0]] * 4, [[0.0], [0], [0], [2]]]])
+    evicted = np.array([[[True] * 4, [False] * 4, [False] * 3 + [True]]])
     moments, bounds = moments_of(keys, keys, evicted), bounds_of(keys, keys, evicted)
-    lower, upper = impl.momentkv_bounded.log_partition_bounds(np.ones((1, 2, 1)), moments, bounds)
-    wanted = np.array([[np.log(4) + 0.5, -np.inf]]), np.array([[np.log(3 + np.exp(2)), -np.inf]])
+    lower, upper = impl.momentkv_bounded.log_partition_bounds(np.ones((1, 3, 1)), moments, bounds)
+    wanted = np.array([[np.log(4) + 0.5, -np.inf, 2]]), np.array([[np.log(3 + np.exp(2)), -np.inf, 2]])
     if not all(np.allclose(got, each, rtol=1e-2) for got, each in zip((lower, upper), wanted, strict=True)):
-        raise Violation("the bounds of three keys 0 and one key 2", np.stack(wanted), np.stack([lower, upper]))
+        raise Violation("the bounds of three keys 0 and one key 2, of none and of one", np.stack(wanted), np.stack([lower, upper]))
 
 
 @law("MB-4", of=BOX, case=short_cases, shift=shifts, scale=scales)
@@ -177,6 +180,17 @@ def test_two_tokens_reach_the_side_of_the_box(impl):
     wanted = np.array([[[0.0], [1 - np.sinh(0.5)]]])
     if np.abs(low - wanted).max() > 0.02 or np.abs(high - (2 - wanted)).max() > 0.02:
         raise Violation("the box of two tokens", np.stack([wanted, 2 - wanted]), np.stack([low, high]))
+
+
+@law("MB-4", of=BOX)
+def test_the_box_of_no_token_is_zero(impl):
+    """Where nothing was evicted both sides are 0, a number that a sum can take."""
+    keys, values = np.zeros((1, 1, 2, 1)), np.array([[[[1.0], [3]]]])
+    got = impl.momentkv_bounded.evicted_bounds(
+        np.ones((1, 1, 1)), momentkv.no_moments(keys, values), momentkv_bounded.no_bounds(keys, values)
+    )
+    for side in got:
+        require_equal(side, np.zeros((1, 1, 1)), "a side of the box of no token is not 0")
 
 
 @law("MB-5", of=ESTIMATE, case=short_cases, shift=shifts, scale=scales)
@@ -237,6 +251,60 @@ def test_it_is_never_worse_than_no_correction(impl, case, seed, shift, scale):
     allowed.check(got, "the output")
     slack = slack_of(allowed, arguments[2])
     require_no_farther(got, retained, full, slack, "the output is farther from full attention than no correction")
+
+
+ends = st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0])
+tokens = st.tuples(ends, ends, ends)  # a key of one channel, and a value of two
+queries = st.sampled_from([0.5, 1.0, -2.0])
+
+
+def safe_share(step, corners):
+    """The largest share of a step, up to all of it, that leads no farther from any corner, by halving."""
+
+    def is_safe(share):
+        return all(math.dist([share * move for move in step], corner) <= math.hypot(*corner) + 1e-15 for corner in corners)
+
+    safe, unsafe = 0.0, 1.0
+    if is_safe(unsafe):
+        return unsafe
+    for _ in range(60):
+        middle = (safe + unsafe) / 2
+        safe, unsafe = (middle, unsafe) if is_safe(middle) else (safe, middle)
+    return safe
+
+
+def outputs_by_hand(query, kept, gone):
+    """MB-6 and MB-7 from the tokens themselves, with plain numbers: one retained token, so f_R is its value."""
+    count, logits = len(gone), [query * key for key, *_ in gone]
+    mean, least, largest = sum(logits) / count, min(logits), max(logits)
+    share = (mean - least) / (largest - least) if largest > least else 0.0
+    masses = count * math.exp(mean), count * ((1 - share) * math.exp(least) + share * math.exp(largest))
+    weights = [mass / (mass + math.exp(query * kept[0])) for mass in masses]
+    sides, step = [], []
+    for retained, column in zip(kept[1:], list(zip(*gone, strict=True))[1:], strict=True):
+        middle = sum(column) / count
+        radius = math.sqrt((max(column) - middle) * (middle - min(column))) * math.sinh((largest - least) / 2)
+        low, high = max(min(column), middle - radius) - retained, min(max(column), middle + radius) - retained
+        sides.append((min(weight * low for weight in weights), max(weight * high for weight in weights)))
+        slope = sum((logit - mean) * (value - middle) for logit, value in zip(logits, column, strict=True)) / count
+        step.append(min(max(weights[0] * (middle + slope - retained), sides[-1][0]), sides[-1][1]))
+    safe = safe_share(step, list(itertools.product(*sides)))
+    moved = [min(max(safe * move, low), high) for move, (low, high) in zip(step, sides, strict=True)]
+    return [[retained + move for retained, move in zip(kept[1:], moves, strict=True)] for moves in (step, moved)]
+
+
+@law("MB-7", of=(ATTEND, CERTIFIED), kept=tokens, gone=st.lists(tokens, min_size=1, max_size=3), query=queries)
+def test_no_corner_of_the_box_allows_more(impl, kept, gone, query):
+    """The bounded output and the certified one of a few tokens by plain numbers: corner by corner, a larger share might hurt."""
+    rows = np.array([kept, *gone])[None, None]
+    keys, values, evicted = rows[..., :1], rows[..., 1:], np.arange(rows.shape[2])[None, None] > 0
+    held = moments_of(keys, values, evicted), bounds_of(keys, values, evicted)
+    arguments = np.full((1, 1, 1), query), keys, values, ~evicted, *held
+    for path, expected in zip((ATTEND, CERTIFIED), outputs_by_hand(query, kept, gone), strict=True):
+        allowed = impl.allowance(path, *arguments)
+        allowed.check(getattr(impl.momentkv_bounded, path.split(".")[1])(*arguments), "the output")
+        if np.abs(allowed.expected - expected).max() > 1e-6:
+            raise Violation("the output differs from that of plain numbers", np.array([[expected]]), allowed.expected)
 
 
 @law("MB-7", of=CERTIFIED)

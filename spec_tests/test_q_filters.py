@@ -53,6 +53,14 @@ def test_the_majority_decides_and_not_the_sum(impl):
 
 
 @law("QF-1", of=DIRECTION)
+def test_the_length_of_a_query_has_no_vote(impl):
+    """Three queries (1/2, 0) and two (-3/4, 0), in either order and turned around: short queries decide by their number."""
+    queries = np.array([[0.5, 0], [0.5, 0], [0.5, 0], [-0.75, 0], [-0.75, 0]])
+    got = impl.q_filters.main_direction(np.stack([queries, queries[::-1], -queries, -queries[::-1]]))
+    require_near(got, np.array([[1.0, 0], [1, 0], [-1, 0], [-1, 0]]), error(impl), "the direction")
+
+
+@law("QF-1", of=DIRECTION)
 def test_the_direction_is_not_that_of_the_mean(impl):
     """(1, 3), (1, 3), (1, -3): the mean is (1, 1), but the channel of the threes holds most of the squares."""
     got = impl.q_filters.main_direction(np.array([[1.0, 3], [1, 3], [1, -3]]))

@@ -101,6 +101,14 @@ def test_protected_tokens_are_kept_first(impl, scores, data):
     check_selection(got, row, count, protected=protected[None, None])
 
 
+@law("SEL-4", of="selection.top_k")
+def test_each_row_protects_its_own(impl):
+    """Six rows protect the same token with a budget of one: one token in each row, however many rows there are."""
+    protected = np.array([[[False, False, True]] * 3] * 2)
+    got = impl.selection.top_k(np.zeros((2, 3, 3)), 1, protected)
+    require_equal(got, protected, "a row does not keep the one token that it protects")
+
+
 def not_counted(impl) -> str:
     return "" if impl.reads_numbers else f"on {impl.device} nobody waits for the number of protected tokens"
 
