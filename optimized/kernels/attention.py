@@ -35,7 +35,7 @@ import triton.language as tl
 
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, outputs, padded
+from .launching import floats, is_amd, outputs, padded, warps
 from .strided import load_row, strided
 from .tiles import at_head, dot_dtype, load_queries, load_tile
 
@@ -148,7 +148,8 @@ def _attend(
     merge_chunks[(heads * rows,)](
         strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
         num_kv_heads, num_queries, rows, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, MOMENTS=moments is not None, BLOCK_D=32, BLOCK_DV=padded(value_dim), num_warps=8,
+        STORED=cache is not None, MOMENTS=moments is not None, BLOCK_D=32, BLOCK_DV=padded(value_dim),
+        num_warps=warps(queries, 256),
     )  # fmt: skip
     return output.to(queries.dtype), log_sum_exp
 
@@ -159,7 +160,8 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
     if queries.dtype == torch.float32:
         tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8, "num_stages": 2}
     elif rows > 32 and not wide:
-        tile = {"BLOCK_ROWS": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": 3}
+        # Three tiles in flight do not fit into the 64 KB of an AMD GPU.
+        tile = {"BLOCK_ROWS": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": 2 if is_amd(queries) else 3}
     else:
         tile = {"BLOCK_ROWS": min(32, padded(rows)), "BLOCK_T": 32 if wide else 64, "num_warps": 4, "num_stages": 2 if wide else 3}
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}

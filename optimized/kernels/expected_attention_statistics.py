@@ -68,6 +68,8 @@ def _statistics(
     # Two programs on a multiprocessor; left alone, the compiler takes a few registers more. With rotations it would spill some.
     limited = positions is None and block_h == 64 and queries.dtype != torch.float32
     limit = register_limit(queries, 128) if limited else {}
+    # Tiles in flight: one program on a multiprocessor needs more than two. The products of float32 take longer than its loads.
+    stages = 2 if positions is None else 1 if queries.dtype == torch.float32 else 3
     wanted = PROGRAMS_WANTED // (2 if each else 1)
     split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, wanted // count)))
     split = triton.cdiv(split, block_t) * block_t
@@ -80,7 +82,7 @@ def _statistics(
         heads, places, contiguous, fractions, shifts, sums, products,
         *heads.stride(), *((0, 0, 0) if places is None else places.stride()), num_heads, length, head_dim, split, splits,
         BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries), ROTATED=places is not None, ODD=odd,
-        num_warps=warps(queries, threads), num_stages=2 if queries.dtype == torch.float32 else 3, **limit,
+        num_warps=warps(queries, threads), num_stages=stages, **limit,
     )  # fmt: skip
     finish_statistics[(count, 3, triton.cdiv(half, 16))](
         shifts, sums, products, mean, covariance, length, head_dim, splits,
