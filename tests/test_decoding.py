@@ -12,6 +12,7 @@ import importlib
 import math
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from evictionary.optimized import attention
 from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
 
 pytest.importorskip("triton")
+driver = importlib.import_module("triton.runtime.driver").driver
 kernels = importlib.import_module("evictionary.optimized.kernels.attention")
 
 PROMPT, BUDGET, STEPS = 1200, 600, 20
@@ -82,6 +84,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
             if "Grid" in (getattr(getattr(value, "fn", None), "__doc__", None) or ""):
                 monkeypatch.setattr(module, name, Launches(name, found))
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda query, *_, **__: torch.zeros_like(query))
+    # The launchers ask for the kind of GPU.
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda", arch=90)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"), raising=False)
     return found
 
