@@ -346,19 +346,18 @@ def weigh_chunks(
     peak = row_peak(peaks_ptr, row, chunks, MOST_CHUNKS)
     slots = tl.arange(0, 16)
     masses = tl.zeros([16, BLOCK], dtype=tl.float32)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
     end = tl.minimum((part + 1) * chunk, length)
     for first in range(part * chunk, end, BLOCK):
         values, inside = load_values(values_ptr + row * stride_row, first, end, stride_t, BLOCK)
         weights = as_weights(values, inside, peak, FROM_LOGITS)
-        total += weights
         # The next digit of a weight whose digits so far are the known ones. Another is 16 or more, above or in `base` already.
         place = (weights.to(tl.uint32, bitcast=True) ^ prefix) >> (28 - 4 * digit)
         if tl.min(place, axis=0) < 15:
             masses += tl.where(place[None, :] < slots.to(tl.uint32)[:, None], weights[None, :], 0.0)
-    tl.store(masses_ptr + program * 16 + slots, base + tl.sum(masses, axis=1))
-    if digit == 0:
-        tl.store(totals_ptr + program, tl.sum(total, axis=0))
+    below = base + tl.sum(masses, axis=1)
+    tl.store(masses_ptr + program * 16 + slots, below)
+    if digit == 0:  # of a number without a sign it is 7 at most, so that all of the mass is below 15
+        tl.store(totals_ptr + program, tl.sum(tl.where(slots == 15, below, 0.0), axis=0))
 
 
 @triton.jit(do_not_specialize=["chunks", "beyond"])
