@@ -12,8 +12,8 @@ from .kernels.launching import kernels_for
 
 # Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
 SAFE_NORMS = (1e-15, 1e18)
-# Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
-BLOCK = 2**18
+# Channels that are converted to float32 at a time: few enough for the copy to stay in the last cache, enough to call torch seldom.
+BLOCK = 2**20
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
