@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.timing import RESULTS, ROOT, after, exponent, interleaved, provenance, ratio, seconds, spread, write_json
+from benchmarks.timing import RESULTS, ROOT, after, exponent, interleaved, provenance, ratio, seconds, write_json
 
 KVPRESS = "0.5.5"
 TOKENS = (1024, 4096, 16384, 65536)
@@ -126,13 +126,13 @@ def pairs(
 
 
 def floor(pair: Pair, clock: Callable[[], float]) -> float:
-    """Seconds that the bytes and the multiplications of a pair take on this machine, the larger of the two: medians of five."""
+    """Seconds that the bytes and the multiplications of a pair take on this machine, the larger of the two: the least of twenty."""
     import torch
 
     source, square = torch.ones(pair.bytes // 4), torch.ones(1024, 1024)
     source.sum(), square @ square
-    read = spread([seconds(lambda: source.sum(), clock) for _ in range(5)]).p50
-    product = spread([seconds(lambda: square @ square, clock) for _ in range(5)]).p50
+    read = min(seconds(lambda: source.sum(), clock) for _ in range(20))
+    product = min(seconds(lambda: square @ square, clock) for _ in range(20))
     return max(read, product * pair.flops / (2 * 1024**3))
 
 
