@@ -123,6 +123,49 @@ def test_methods_keep_a_fixed_budget_while_decoding(model: LlamaForCausalLM, met
     assert all(len(set(row)) == 10 and row == sorted(row) for row in positions_of(cache.layers[1]))
 
 
+def random_survivors(model: LlamaForCausalLM, every: int, seed: int, length: int = 28, rows: int = 64) -> np.ndarray:
+    """How many of the heads of all rows hold each position, after 12 tokens and then one by one, with a budget of 8."""
+    states = torch.randn(rows, 2, length, 8, generator=torch.Generator().manual_seed(seed))
+    with EvictingCache(model, "random", budget=8, every=every, seed=seed) as cache:
+        for tokens in states.split([12, *[1] * (length - 12)], dim=2):
+            cache.layers[0].update(tokens, tokens)
+            if cache.layers[0].evicted_at == 0 or cache._is_due(cache.layers[0]):
+                cache._compress(0)
+        return np.bincount(cache.layers[0].positions.flatten().numpy(), minlength=length)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_random_keeps_each_token_offered_with_one_probability(model: LlamaForCausalLM, every: int) -> None:
+    """Each compression keeps 8 of 12 tokens, or 8 of 9 with each new one: a token stays with the product of its chances."""
+    counts = sum(random_survivors(model, every, seed) for seed in range(8))
+    heads = 8 * 64 * 2
+    compressions = np.array([(28 - max(position + 1, 12)) // every for position in range(28)])
+    chance = (8 / (8 + every)) ** compressions * np.where(np.arange(28) < 12, 8 / 12, 1)
+    chance[12:] *= 8 / (8 + every)  # a new token may be the one that goes
+    assert (abs(counts - heads * chance) <= 4.5 * np.sqrt(heads * chance * (1 - chance)) + 1e-9).all()
+
+
+@pytest.mark.parametrize("method", ["random", "random+ada_kv", "gvote"])
+def test_what_is_drawn_is_drawn_again_by_a_copy_a_file_and_another_run(
+    tmp_path: Path, model: LlamaForCausalLM, method: str
+) -> None:
+    cache = EvictingCache(model, method, 0.5, every=4, seed=3)
+    read_in(model, cache, [20, 4])
+    cache.save(tmp_path / "cache")
+    others = [
+        copy.deepcopy(cache),
+        EvictingCache.load(tmp_path / "cache", model),
+        EvictingCache(model, method, 0.5, every=4, seed=3),
+    ]
+    read_in(model, others[2], [20, 4])
+    for each in (cache, *others):
+        read(model, IDS[:, 24:28], each)
+        assert positions_of(each.layers[1]) == positions_of(cache.layers[1])
+        each.close()
+    if method == "random+ada_kv":  # heads that are scored alone do not draw the same numbers
+        assert len(set(map(tuple, positions_of(cache.layers[1])))) == 2
+
+
 def first_layer_with_queries(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values of the first layer."""
     whole = cached(model, IDS, None, record=("queries",))

@@ -185,7 +185,11 @@ class Method:
         if static is not None:
             options["sink_size"] = static
         if "generator" in inputs or "sampled_queries" in inputs:
-            available["generator"] = torch.Generator().manual_seed(request.seed * 1_000_003 + request.layer_index)
+            # drawn anew at each compression, and by each head that is scored alone; `seen` needs no state to be saved with a cache
+            place = 0 if request.is_prompt else seen
+            head = piece.heads.start or 0 if "generator" in inputs else 0
+            mixed = request.seed * 1_000_003 + request.layer_index + place * 2_654_435_761 + head * 40_503
+            available["generator"] = torch.Generator().manual_seed(mixed % 2**64)
         for name in inputs:
             if name not in available and request.supply is not None:
                 available |= request.supply(name, available, seen)
