@@ -34,6 +34,12 @@ from evictionary.reference import rope as reference_rope
 from evictionary.reference import selection as reference_selection
 
 
+@pytest.fixture(scope="module")
+def deep_model() -> LlamaForCausalLM:
+    """Eight layers, so that a pyramid has steps."""
+    return tiny_llama(num_hidden_layers=8)
+
+
 def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of the first layer, which no eviction changes."""
     full = DynamicCache()
@@ -403,6 +409,28 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
         assert (layer.moments is not None) == ("moments" in method)
         if layer.moments is not None:
             assert (layer.moments.count + layer.lengths == 45).all()
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.4, 0.5, 0.9])
+@pytest.mark.parametrize("method", ["knorm+pyramid_kv", "snapkv+pyramid_kv", "snapkv+ada_kv+pyramid_kv", "lagkv+pyramid_kv"])
+def test_a_pyramid_removes_what_is_asked_and_leaves_every_layer_its_window(
+    deep_model: LlamaForCausalLM, method: str, ratio: float
+) -> None:
+    """Of a prompt, and again while decoding."""
+    cache = EvictingCache(deep_model, method, ratio, small(method), every=5)
+    for sizes in ([50], [5]):
+        read_in(deep_model, cache, sizes, IDS[:, cache.get_seq_length() :])
+        seen = cache.get_seq_length()
+        kept = [int(layer.lengths.sum()) for layer in cache.layers]
+        asked = reference_selection.budget(seen, ratio)
+        if "lagkv" in method:  # whole partitions alone
+            assert kept == sorted(kept, reverse=True) and max(kept) <= 2 * seen
+        else:
+            assert sum(kept) == 2 * len(kept) * asked
+        if "snapkv" in method:
+            window = list(range(seen - 4, seen))
+            assert all(row[-4:] == window for layer in cache.layers for row in positions_of(layer))
+    cache.close()
 
 
 def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) -> None:

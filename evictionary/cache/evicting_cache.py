@@ -324,7 +324,7 @@ class EvictingCache(Cache):
     def _amounts(self, layer_index: int, seen: int) -> list[int]:
         """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
         assert self.method is not None
-        request = Request(self.compression_ratio, self.budget, layer_index=layer_index, num_layers=len(self.layers))
+        request = Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers))
         paddings = [0] if self._padding is None else self._padding.tolist()
         return [self.method._amount(seen - padding, request) for padding in paddings]
 

@@ -147,7 +147,9 @@ class Method:
         amount = tokens_to_keep(seen, request.compression_ratio, request.budget)
         if self.layer_budgets is None or amount == seen:
             return amount
-        return self.layer_budgets(amount, request.num_layers)[request.layer_index]
+        window = request.options.get("window_size", self.options.get("window_size", 0))
+        known = _accepted(self.layer_budgets, {"length": seen, "window_size": window})
+        return self.layer_budgets(amount, request.num_layers, **known)[request.layer_index]
 
     def _of_piece(
         self, states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], request: Request, seen: int
