@@ -21,7 +21,7 @@ from evictionary.cache.model_hooks import Attention, attention_modules, output_p
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
-from evictionary.models.load import is_sliding, require_supported
+from evictionary.models.load import is_sliding, require_supported, unwrapped
 from evictionary.optimized import h2o, keydiff, momentkv
 from evictionary.optimized.checks import is_finite
 from evictionary.optimized.kernels.launching import kernels_for
@@ -42,11 +42,12 @@ class EvictingCache(Cache):
     and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored ragged, without
     padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
 
-    Args: model, a decoder with rotary positions; method, a name, a `path/to/file.py[:function]`, a composition such as
-    `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything; compression_ratio, the fraction to remove of all tokens seen,
-    in [0, 1), or budget, the tokens to keep in each head, which replaces the ratio; options, the method's own; every, 0 for the
-    prompt alone, by default the method's own value (MomentKV: 1); seed, for methods that draw; record, states ("queries",
-    "hidden_states") to keep for `from_prefilled`.
+    Args: model, a decoder with rotary positions, also inside of a wrapper such as PEFT's; method, a name, a
+    `path/to/file.py[:function]`, a composition such as `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything;
+    compression_ratio, the fraction to remove of all tokens seen, in [0, 1), or budget, the tokens to keep in each head, which
+    replaces the ratio; options, the method's own; every, 0 for the prompt alone, by default the method's own value (MomentKV: 1);
+    seed, for methods that draw; record, states ("queries", "hidden_states") to keep for `from_prefilled`. Caches of one model may
+    be used in several threads, each cache in one.
     Raises UsageError for an argument that cannot be used.
     """
 
@@ -74,6 +75,7 @@ class EvictingCache(Cache):
         seed: int = 0,
         record: Iterable[str] = (),
     ) -> None:
+        model = unwrapped(model)
         require_supported(model)
         self.method, self.options, self.every = checked(method, compression_ratio, options, budget, every)
         self.compression_ratio = compression_ratio
@@ -638,6 +640,7 @@ class EvictingCache(Cache):
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
         """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a model that does not fit."""
+        model = unwrapped(model)
         settings, tensors = file.read(path, str(model.device))
         cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
         file.restore(cache, model, settings, tensors, path)
