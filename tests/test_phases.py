@@ -172,6 +172,53 @@ def test_what_is_drawn_is_drawn_again_by_a_copy_a_file_and_another_run(
         assert len(set(map(tuple, positions_of(cache.layers[1])))) == 2
 
 
+COMPOSED = [
+    "snapkv+ada_kv",
+    "keydiff+moments",
+    "knorm+ada_kv+moments",
+    "momentkv+ada_kv",
+    "knorm+pyramid_kv",
+    "momentkv+pyramid_kv",
+]
+
+
+@pytest.mark.parametrize("amount", [{"compression_ratio": 0.5}, {"budget": 20}], ids=["half", "20"])
+@pytest.mark.parametrize("method", [*catalogue.names(), "random", *COMPOSED])
+def test_each_stored_key_is_the_key_of_the_position_it_claims(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str, amount: dict[str, Any]
+) -> None:
+    """In all layers, after a prompt, blocks and single tokens, of rows with padding too; no position is claimed twice."""
+    handed: dict[int, list[torch.Tensor]] = {}
+    own = EvictingCache.update
+
+    def update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any) -> Any:
+        if not cache._replaying:
+            handed.setdefault(layer, []).append(keys)
+        return own(cache, keys, values, layer, *rest, **named)
+
+    monkeypatch.setattr(EvictingCache, "update", update)
+    found = resolve(method)
+    once = (
+        "prompt_only" in found.traits
+        or found.reads & {"gates", "replay_keys"}
+        or ("recursive" in found.traits and "budget" in amount)
+    )
+    for every in [0] if once else [0, 1, 4]:
+        ids, given = padded(*((16,) if every == 1 or "replay_keys" in found.reads else (16, 11)), width=16)
+        cache = EvictingCache(model, method, options=small(method), every=every, **amount)
+        handed.clear()
+        read(model, ids, cache, **given)
+        for step in range(1, 11):
+            read(model, ids[:, step : step + 1], cache, **after(given, step))
+            for index, layer in enumerate(cache.layers):
+                keys, _, positions, filled = layer.contents()
+                wanted = torch.cat(handed[index], dim=2).gather(2, positions[..., None].expand(-1, -1, -1, 8).long())
+                assert torch.equal(keys[filled], wanted[filled])
+                rising = positions.masked_fill(~filled, -1)
+                assert ((rising[..., 1:] > rising[..., :-1]) | ~filled[..., 1:]).all()
+        cache.close()
+
+
 def first_layer_with_queries(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values of the first layer."""
     whole = cached(model, IDS, None, record=("queries",))

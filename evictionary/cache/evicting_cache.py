@@ -345,10 +345,10 @@ class EvictingCache(Cache):
         """MK-A1: the attention of the waiting token, [B, H_q, D_v], which takes the slot of the evicted token."""
         layer = self.layers[layer_index]
         new_key, new_value = layer.waiting
-        layer.waiting = None
         if new_key.device.type == "cpu":
             _require_finite(layer_index, new_key, new_value)
         keys, values, positions = layer.slots_to_replace()
+        layer.waiting = None
         output = momentkv.step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, layer.seen - 1)
         layer.evicted_at = layer.seen
         return output
