@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import IDS, generate, padded, small
+from reading import IDS, cached, generate, padded, read, small
 from transformers import AttentionInterface, LlamaForCausalLM
 
 from evictionary.cache.evicting_cache import EvictingCache
@@ -112,3 +115,49 @@ def test_threads_that_start_together_leave_the_model_as_it_was(model: LlamaForCa
 
     with ThreadPoolExecutor(len(METHODS)) as pool:
         assert list(pool.map(run, METHODS)) == [[True] * 4] * len(METHODS)
+
+
+@pytest.mark.parametrize("method", ["knorm+ada_kv", "keydiff+moments", "momentkv"])
+def test_another_model_object_reads_nothing_from_a_cache_that_needs_its_model(
+    tmp_path: Path, model: LlamaForCausalLM, method: str
+) -> None:
+    """A cell of a notebook that is run twice: the same weights, and another object, whose attention would see a part."""
+    first = tiny_llama()
+    cache = cached(first, IDS, method, 0.5)
+    cache.save(tmp_path / "cache")
+    wanted = read(first, IDS[:, :3], copy.deepcopy(cache))
+    for other in (model, None):
+        if other is None:
+            del first
+            gc.collect()
+        with pytest.raises(
+            RuntimeError, match=r"cache: got tokens of another model, wanted those of the model object .* loaded again"
+        ):
+            read(model, IDS[:, :3], cache)
+        assert cache.get_seq_length() == 60
+    with EvictingCache.load(tmp_path / "cache", model) as loaded:
+        assert torch.equal(read(model, IDS[:, :3], loaded), wanted)
+
+
+@pytest.mark.parametrize(("method", "every"), [("keydiff", 0), ("keydiff", 4), ("knorm+ada_kv", 0), ("momentkv", 1)])
+@pytest.mark.parametrize("prompt", [False, True])
+def test_a_forward_that_was_interrupted_is_noticed_by_the_next(
+    model: LlamaForCausalLM, method: str, every: int, prompt: bool
+) -> None:
+    cache = EvictingCache(model, method, 0.5, every=every)
+    if not prompt:
+        read(model, IDS, cache)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with model.model.layers[0].mlp.register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        read(model, IDS[:, :5], cache)
+    with pytest.raises(
+        RuntimeError, match="cache: got layers that have read .* tokens, wanted one number: a forward was interrupted"
+    ):
+        read(model, IDS[:, :5], cache)
+    cache.reset()
+    read(model, IDS, cache)
+    assert cache.tokens_kept == 30
+    cache.close()

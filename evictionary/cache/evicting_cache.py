@@ -58,6 +58,7 @@ class EvictingCache(Cache):
     _calibrated: dict[int, calibration.State]
     _finalizer: Any
     _replaying: bool
+    _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
     _is_warned: bool
     _names: frozenset[str]
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
@@ -157,10 +158,13 @@ class EvictingCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
         layer = self.layers[layer_idx]
+        if layer_idx == 0:
+            self._require_its_own_forward()
         if layer_idx in self._handed:
             raise RuntimeError(
-                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them; "
-                "does the model change the keys after they are cached, or was the attention implementation changed in between?"
+                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them; does "
+                "the model change the keys after they are cached, was its attention implementation changed in between, or was a "
+                "forward interrupted? A cache after reset() waits for a new prompt"
             )
         if self._replaces_a_token(layer_idx, key_states):
             layer.waiting = keys, values = key_states, value_states
@@ -179,8 +183,24 @@ class EvictingCache(Cache):
                 raise RuntimeError(f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their queries")
         return keys, values
 
+    def _require_its_own_forward(self) -> None:
+        """Raise RuntimeError after an interrupted forward, or where an open cache reads tokens that its model has not announced."""
+        read = sorted({layer.get_seq_length() for layer in self.layers})
+        if len(read) > 1:
+            raise RuntimeError(
+                f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a forward was "
+                "interrupted or failed; use a copy from before it, or cache.reset() and the prompt again"
+            )
+        if self._finalizer.alive and not self._is_announced:
+            raise RuntimeError(
+                "cache: got tokens of another model, wanted those of the model object that it was made with: a model that was "
+                "loaded again is another one; cache.save(path) and EvictingCache.load(path, model) take a cache to it"
+            )
+        self._is_announced = False
+
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
         """Take the padding and positions of a forward that will read `length` tokens of each row; model_hooks.py calls this."""
+        self._is_announced = True
         seen = self.get_seq_length()
         if seen == 0:
             if padding is not None and int(padding.max()) >= length:
@@ -540,6 +560,7 @@ class EvictingCache(Cache):
         self._padding = None
         self._counts_padding = False
         self._replaying = False
+        self._is_announced = False
         self.peak_tokens = 0
         self._is_warned = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
