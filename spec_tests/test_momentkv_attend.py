@@ -35,7 +35,7 @@ from evictionary.spec_tests.test_momentkv import (
     whole,
 )
 
-ATTEND = "momentkv.attend"
+ATTEND, PARTITION = "momentkv.attend", "momentkv.log_evicted_partition"
 
 
 def attending(impl, query, keys, values, kept, moments):
@@ -326,12 +326,12 @@ def test_the_approximation_is_affine_in_the_query(impl, case, seed):
     impl.agrees("momentkv.approximate_evicted", np.zeros_like(query), moments)
 
 
-@law("MK-11", of="momentkv.log_evicted_partition", case=cases(), seed=seeds())
+@law("MK-11", of=PARTITION, case=cases(), seed=seeds())
 def test_the_evicted_partition_is_the_count_at_the_mean_key(impl, case, seed):
     """log n_e + q . kbar / sqrt(d), also summed up key by key, and -inf where nothing was evicted."""
-    path, (query, _, _, moments) = "momentkv.log_evicted_partition", situation(impl, case, seed)
+    query, _, _, moments = situation(impl, case, seed)
     query = query[:, :: query.shape[1] // case.keys.shape[1]]
-    allowed = impl.allowance(path, query, moments)
+    allowed = impl.allowance(PARTITION, query, moments)
     got = impl.momentkv.log_evicted_partition(query, moments)
     allowed.check(got, "the logarithm of the estimate")
     evicted, query = some(case, seed, case.next_keys.shape[:3]), impl.round(query)
