@@ -20,7 +20,7 @@ import pytest
 from grader_tools import child_of, judged, verdicts, written
 
 from evictionary.classroom import attacks, grading, seccomp, worker
-from evictionary.classroom.child import ChildDied, closed
+from evictionary.classroom.child import ChildDied, StudentError, closed
 from evictionary.classroom.synthetic import SOLUTION
 
 
@@ -41,6 +41,21 @@ def test_the_filter_of_system_calls() -> None:
     assert seccomp.refused("x86_64")["socket"] == 41
     assert seccomp.refused("aarch64")["socket"] == 198
     assert seccomp.program("riscv64") == b""
+
+
+def test_an_error_carries_five_hundred_characters_out_in_all(tmp_path: Path) -> None:
+    """A forged frame has three texts; each may be as long as one of the student's messages, and all may not."""
+    forged = attacks.SOURCES["a frame of three long messages"]
+    with child_of(tmp_path, forged) as child, pytest.raises(StudentError, match="xxx") as error:
+        child.call("anchor", np.ones((1, 1, 2, 2)))
+    assert str(error.value).count("x") <= 500
+
+
+def test_what_the_code_tried_is_written_down(tmp_path: Path) -> None:
+    source = "import os\n\n\ndef anchor(keys):\n    try:\n        open('/etc/passwd')\n    except OSError:\n        os.kill(1, 0)\n"
+    result = judged("keydiff", source, examples=1, explain=False)
+    assert result.notes == ["the code tried: open /etc/passwd, os.kill"]
+    assert judged("keydiff", SOLUTION.read_text(encoding="utf-8"), examples=1).notes == []
 
 
 def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
