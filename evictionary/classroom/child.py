@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -283,6 +284,23 @@ class Child:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+# What a student's code can do where a wall is missing, after it removes the audit hook.
+OPEN = {
+    "landlock": "read the seed file, the submissions and your home, and change or delete submissions and grades",
+    "system calls": "send what it reads over the network, and slow or end other programs of yours",
+    "limits": "fill the memory and the disk",
+}
+
+
+def walls_here() -> dict[str, Any]:
+    """The walls that stand around a child on this machine: one with an empty file says so."""
+    with tempfile.TemporaryDirectory(prefix="evictionary-") as folder:
+        os.chmod(folder, 0o755)
+        (empty := Path(folder) / "empty.py").touch()
+        with Child(empty, "empty") as child:
+            return child.walls
 
 
 def _student_error(reply: dict[str, Any]) -> StudentError:

@@ -298,9 +298,12 @@ def become_nobody(readable: list[str]) -> bool:
     """Become the user nobody: the limit on processes does not bind root. Stay root if that user cannot read the files."""
     if not reaches(NOBODY, readable):
         return False
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    try:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    except PermissionError:  # a container that took this right from root
+        return False
     return True
 
 
