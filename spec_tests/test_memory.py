@@ -106,8 +106,7 @@ def answer(impl: Implementation, path: str, arguments: dict[str, Any]) -> Any:
 
 
 def function_of(impl: Implementation, path: str) -> Callable[..., Any]:
-    stem, name = path.split(".")
-    return getattr(impl.modules[stem], name)
+    return impl.function(path)
 
 
 def leaves(value: Any) -> list[Any]:
