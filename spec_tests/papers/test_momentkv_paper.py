@@ -329,7 +329,7 @@ def test_for_many_gaussian_logits_the_ratio_is_exponential_in_the_variance():
 
 @law("MK-S6")
 def test_a_large_spread_does_not_follow_the_formula_of_a_small_one():
-    """Logits +-10: 1 + Var / 2 is 51, and Z_E / Zhat_E is cosh 10 = 11,013. For -1, 1/2, 1/2 the ratio is the smaller of the two."""
+    """Logits +-10: 1 + Var / 2 is 51, and Z_E / Zhat_E is cosh 10 = 11,013. For -1, 1/2, 1/2 the ratio is the smaller."""
     query = np.ones(1)
     for logits, formula, ratio in (([10.0, -10], 51, 11_013.2), ([-1, 0.5, 0.5], 1.25, 1.2218)):
         keys = np.array(logits)[:, None]
