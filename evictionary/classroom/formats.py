@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from evictionary.classroom.child import visible
 
-SCHEMA = "evictionary/grade/3"
+SCHEMA = "evictionary/grade/4"
 SCHEMAS = Path(__file__).parent / "schemas"
 
 

@@ -234,6 +234,9 @@ def grade(
         bool, typer.Option(help="Draw sink size, lag size and epsilon from the id in each archive, or its name.")
     ] = False,
     student: Annotated[str | None, typer.Option(help="The student's id for a single submission; its file name by default.")] = None,
+    without_walls: Annotated[
+        bool, typer.Option("--without-walls", help="Grade even where the walls around a student's code are missing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Grade submissions with secret seeds: write grade.json for each, and the files that course platforms read.
@@ -267,6 +270,7 @@ def grade(
                 style="yellow",
                 markup=False,
             )
+        missing = _missing_walls(without_walls)
         secret = _secret(seed_file)
         with _writing("--output", output, "a folder that can be written"):
             output.mkdir(parents=True, exist_ok=True)
@@ -280,8 +284,10 @@ def grade(
             except KeyboardInterrupt:
                 messages.print(f"Stopped. {_GO_ON if seed_file else _BEGIN_ANEW}", style="yellow")
                 raise typer.Exit(130) from None
-        result = classes.summary(grades) | {
+        result = classes.summary(grades)
+        result |= {
             "left_out": [str(path) for path in left_out],
+            "walls_missing": sorted({*result["walls_missing"], *missing}),
             "seconds": round(time.monotonic() - started, 1),
         }
         (output / submissions.SUMMARY).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -293,6 +299,23 @@ def grade(
 
 _GO_ON = "The finished grades are written; the same command goes on from there."
 _BEGIN_ANEW = "Without a --seed-file the next run begins anew."
+
+
+def _missing_walls(without: bool) -> list[str]:
+    """The walls that are missing here. Raises UsageError if code could do harm and the instructor does not say `without`."""
+    from evictionary.classroom import child
+
+    walls = child.walls_here()
+    harm = [f"no {name}: it could {what}" for name, what in child.OPEN.items() if not walls.get(name)]
+    told = f"A student's code has too few walls around it on this machine ({'; '.join(harm)})."
+    if harm and not without:
+        raise UsageError(
+            f"--without-walls: {told} Nothing was run. Grade each submission in a container of its own "
+            "(docs/classroom/container.md), or give --without-walls if there is nothing here to lose"
+        )
+    if harm:
+        messages.print(told, style="yellow", markup=False)
+    return [name for name, stands in walls.items() if not stands]
 
 
 def _of_one(student: str, paths: list[Path]) -> Path:
@@ -354,5 +377,5 @@ def _print_class(result: dict[str, Any], output: Path) -> None:
         console.print(f"Handed in under an id that another one has too: {_few(result['one_id'])}", style="yellow", markup=False)
     if result["walls_missing"]:
         missing = ", ".join(result["walls_missing"])
-        console.print(f"Walls missing here: {missing}. Grade in a container; docs/classroom/isolation.md says why.", style="yellow")
+        console.print(f"Walls missing here: {missing}. docs/classroom/isolation.md says what is open then.", style="yellow")
     console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")
