@@ -76,7 +76,10 @@ def require_supported(model: PreTrainedModel) -> None:
             f"model: got {name} with layers of {', '.join(sorted(others))}; wanted full or sliding attention in every layer"
         )
     if getattr(config, "rope_parameters", None) is None:
-        raise UsageError(f"model: got {name}, which has no rotary positions (RoPE); wanted a model that has them")
+        raise UsageError(
+            f"model: got {name}, whose configuration has no rope_parameters: it has no rotary positions (RoPE), or an attention of "
+            "its own that no cache can watch; wanted a model with them"
+        )
     if all(is_sliding(config, index) for index in range(config.num_hidden_layers)):
         raise UsageError(
             f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some"
