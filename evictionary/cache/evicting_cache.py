@@ -532,7 +532,7 @@ class EvictingCache(Cache):
         def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
             model, source = self._model(), CAPTURED_FOR.get(name)
             if model is not None and name == "w_o":
-                w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"].dtype)
+                w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"])
                 return {name: self._of_heads(w_o[None], layer_index, states["kv_heads"])[0]}
             if model is not None and name in CALIBRATED and self._calibrated:
                 state = self._calibrated[layer_index]
@@ -707,8 +707,16 @@ class EvictingCache(Cache):
         """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a model that does not fit."""
         model = unwrapped(model)
         settings, tensors = file.read(path, str(model.device))
-        cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
-        file.restore(cache, model, settings, tensors, path)
+        cache = None
+        try:
+            cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
+            file.restore(cache, model, settings, tensors, path)
+        except (KeyError, TypeError) as error:
+            if cache is not None:
+                cache.close()
+            raise UsageError(
+                f"path: got {path}, wanted a file with every setting and tensor of a cache; it lacks {error}"
+            ) from None
         cache._close_if_settled()
         return cache
 

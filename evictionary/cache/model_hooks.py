@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictionary.errors import UsageError
+from evictionary.models.load import loaded
 
 PREFIX = "evictionary_"
 
@@ -95,7 +96,7 @@ def output_projection(model: PreTrainedModel, module: Any) -> torch.Tensor:
     projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
     if projection is None:
         raise UsageError(f"model: {type(module).__name__} has no o_proj or dense, which this method reads")
-    weight = projection.weight.detach().T
+    weight = loaded(projection, "weight").detach().T
     return weight.reshape(model.config.get_text_config().num_attention_heads, -1, weight.shape[-1])
 
 
