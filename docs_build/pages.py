@@ -438,13 +438,16 @@ def filled(page: str, markdown: str) -> str:
 
 def linked(page: str, markdown: str) -> str:
     """The page with links added: ids to their equations, tests to their lines, files of the repository to their pages."""
-    lines, fenced = [], ""
+    lines, fenced, before = [], "", ""
     for line in markdown.splitlines():
         fence = re.match(r"\s*(`{3,}|~{3,})", line)
         if fence and (not fenced or line.strip() == fenced):
             fenced = "" if fenced else fence.group(1)
-        elif not fenced and not line.startswith(("    ", "<")):
-            line = line if line.startswith("#") else _linked_line(page, line)
+        elif not fenced and not line.startswith(("    ", "<", "#")):
+            if re.match(r"[^\[\]]*\]\(", line) and re.search(r"\[[^\[\]]*$", before):
+                lines.pop()  # the text of this link began on the line before
+                line = f"{before}\n{line}"
+            before, line = line, _linked_line(page, line)
         lines.append(line)
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,7 @@ from docs_build import entries as site
 from docs_build import hooks, kills, pages
 from evictionary.spec_tests.harness.implementation import STEMS
 from evictionary.spec_tests.harness.law import REQUIREMENTS
+from evictionary.spec_tests.harness.planted import load_mutants
 
 DOCS = site.ROOT / "docs"
 METHOD_PAGES = sorted(set(site.PAGES.values()))
@@ -176,6 +177,16 @@ def test_every_method_is_in_the_table_and_has_a_page() -> None:
     methods = [stem for stem in STEMS if "METHOD = " in (site.ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8")]
     assert [stem for stem in methods if stem not in site.PAGES] == []
     assert table.count("\n") + 1 == 2 + len(methods) + 2  # a head of two lines, and two allocators
+    compared = (DOCS / "reference" / "comparison.md").read_text(encoding="utf-8")
+    assert f"{len(methods)} methods and 2 allocators" in compared
+
+
+def test_no_page_states_a_number_of_planted_mistakes_that_the_bank_does_not_have() -> None:
+    planted = len(load_mutants())
+    for page in sorted(DOCS.rglob("*.md")):
+        for told in re.findall(r"([\d,]{3,}) (?:of \d+ )?planted mistakes", page.read_text(encoding="utf-8")):
+            assert int(told.replace(",", "")) == planted, page.name
+    assert f"{planted} killed, 0 survived, 0 crashed, 0 timed out, of {planted}." in (DOCS / "kill_matrix.md").read_text()
 
 
 def test_a_source_page_holds_the_file_and_an_anchor_for_each_function() -> None:
@@ -198,6 +209,12 @@ def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
         "[`spec_tests/test_knorm.py::test_score_is_minus_the_norm`](source/spec_tests/test_knorm.md#test_score_is_minus_the_norm) "
         "[a file](source/spec_tests/law.md) UTF-8\n"
     )
+
+
+def test_a_link_whose_text_is_broken_over_two_lines_stays_one_link() -> None:
+    text = "See KD-8 and [the entry\nKD-8](../errata.md#kd-8). KD-8\n"
+    linked = "[KD-8](../methods/keydiff.md#kd-8)"
+    assert pages.linked("lessons/a.md", text) == f"See {linked} and [the entry\nKD-8](../errata.md#kd-8). {linked}\n"
 
 
 def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:

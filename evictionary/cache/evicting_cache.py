@@ -21,7 +21,7 @@ from evictionary.cache.model_hooks import Attention, attention_modules, output_p
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
-from evictionary.models.load import is_sliding, require_supported
+from evictionary.models.load import is_sliding, require_supported, unwrapped
 from evictionary.optimized import h2o, keydiff, momentkv
 from evictionary.optimized.checks import is_finite
 from evictionary.optimized.kernels.launching import kernels_for
@@ -42,11 +42,12 @@ class EvictingCache(Cache):
     and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored ragged, without
     padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
 
-    Args: model, a decoder with rotary positions; method, a name, a `path/to/file.py[:function]`, a composition such as
-    `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything; compression_ratio, the fraction to remove of all tokens seen,
-    in [0, 1), or budget, the tokens to keep in each head, which replaces the ratio; options, the method's own; every, 0 for the
-    prompt alone, by default the method's own value (MomentKV: 1); seed, for methods that draw; record, states ("queries",
-    "hidden_states") to keep for `from_prefilled`.
+    Args: model, a decoder with rotary positions, also inside of a wrapper such as PEFT's; method, a name, a
+    `path/to/file.py[:function]`, a composition such as `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything;
+    compression_ratio, the fraction to remove of all tokens seen, in [0, 1), or budget, the tokens to keep in each head, which
+    replaces the ratio; options, the method's own; every, 0 for the prompt alone, by default the method's own value (MomentKV: 1);
+    seed, for methods that draw; record, states ("queries", "hidden_states") to keep for `from_prefilled`. Caches of one model may
+    be used in several threads, each cache in one.
     Raises UsageError for an argument that cannot be used.
     """
 
@@ -57,6 +58,7 @@ class EvictingCache(Cache):
     _calibrated: dict[int, calibration.State]
     _finalizer: Any
     _replaying: bool
+    _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
     _is_warned: bool
     _names: frozenset[str]
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
@@ -74,6 +76,7 @@ class EvictingCache(Cache):
         seed: int = 0,
         record: Iterable[str] = (),
     ) -> None:
+        model = unwrapped(model)
         require_supported(model)
         self.method, self.options, self.every = checked(method, compression_ratio, options, budget, every)
         self.compression_ratio = compression_ratio
@@ -155,10 +158,13 @@ class EvictingCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
         layer = self.layers[layer_idx]
+        if layer_idx == 0:
+            self._require_its_own_forward()
         if layer_idx in self._handed:
             raise RuntimeError(
-                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them; "
-                "does the model change the keys after they are cached, or was the attention implementation changed in between?"
+                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them; does "
+                "the model change the keys after they are cached, was its attention implementation changed in between, or was a "
+                "forward interrupted? A cache after reset() waits for a new prompt"
             )
         if self._replaces_a_token(layer_idx, key_states):
             layer.waiting = keys, values = key_states, value_states
@@ -177,8 +183,24 @@ class EvictingCache(Cache):
                 raise RuntimeError(f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their queries")
         return keys, values
 
+    def _require_its_own_forward(self) -> None:
+        """Raise RuntimeError after an interrupted forward, or where an open cache reads tokens that its model has not announced."""
+        read = sorted({layer.get_seq_length() for layer in self.layers})
+        if len(read) > 1:
+            raise RuntimeError(
+                f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a forward was "
+                "interrupted or failed; use a copy from before it, or cache.reset() and the prompt again"
+            )
+        if self._finalizer.alive and not self._is_announced:
+            raise RuntimeError(
+                "cache: got tokens of another model, wanted those of the model object that it was made with: a model that was "
+                "loaded again is another one; cache.save(path) and EvictingCache.load(path, model) take a cache to it"
+            )
+        self._is_announced = False
+
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
         """Take the padding and positions of a forward that will read `length` tokens of each row; model_hooks.py calls this."""
+        self._is_announced = True
         seen = self.get_seq_length()
         if seen == 0:
             if padding is not None and int(padding.max()) >= length:
@@ -324,7 +346,7 @@ class EvictingCache(Cache):
     def _amounts(self, layer_index: int, seen: int) -> list[int]:
         """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
         assert self.method is not None
-        request = Request(self.compression_ratio, self.budget, layer_index=layer_index, num_layers=len(self.layers))
+        request = Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers))
         paddings = [0] if self._padding is None else self._padding.tolist()
         return [self.method._amount(seen - padding, request) for padding in paddings]
 
@@ -343,10 +365,10 @@ class EvictingCache(Cache):
         """MK-A1: the attention of the waiting token, [B, H_q, D_v], which takes the slot of the evicted token."""
         layer = self.layers[layer_index]
         new_key, new_value = layer.waiting
-        layer.waiting = None
         if new_key.device.type == "cpu":
             _require_finite(layer_index, new_key, new_value)
         keys, values, positions = layer.slots_to_replace()
+        layer.waiting = None
         output = momentkv.step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, layer.seen - 1)
         layer.evicted_at = layer.seen
         return output
@@ -538,6 +560,7 @@ class EvictingCache(Cache):
         self._padding = None
         self._counts_padding = False
         self._replaying = False
+        self._is_announced = False
         self.peak_tokens = 0
         self._is_warned = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
@@ -638,6 +661,7 @@ class EvictingCache(Cache):
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
         """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a model that does not fit."""
+        model = unwrapped(model)
         settings, tensors = file.read(path, str(model.device))
         cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
         file.restore(cache, model, settings, tensors, path)

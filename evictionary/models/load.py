@@ -51,6 +51,18 @@ def _quiet_transformers() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model inside of a wrapper, such as that of PEFT or torch.compile. Raises UsageError where there is none.
+
+    A wrapper answers to the names of its model, but its own forward may call the model's parts past the hooks of a cache.
+    """
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    found = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise UsageError(f"model: got {type(model).__name__}, wanted a transformers model, or a module with one inside")
+    return found
+
+
 def require_supported(model: PreTrainedModel) -> None:
     """Raise UsageError unless the model is a decoder with rotary positions and full attention in at least one layer."""
     name = type(model).__name__
