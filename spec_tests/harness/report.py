@@ -34,13 +34,13 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
     calls = implementation.calls
     if calls:
         small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
-        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + _indented(_arguments(calls[-1].arguments)))
+        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + indented(arguments(calls[-1].arguments)))
     if isinstance(error, Violation):
         lines.append(f"  what is wrong   {error.message}")
         if error.expected is not None:
-            lines.append("  expected        " + _indented(_show(error.expected)))
+            lines.append("  expected        " + indented(_show(error.expected)))
         if error.got is not None:
-            lines.append("  got             " + _indented(_show(error.got)))
+            lines.append("  got             " + indented(_show(error.got)))
         if worst := _worst(error.expected, error.got):
             lines.append(f"  worst           {worst}")
     else:
@@ -56,7 +56,7 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
         lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
     if calls and (program := repro(law, implementation)):
         lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
-    elif calls:
+    elif calls and implementation.drawn:
         drawn = ", ".join(
             f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray)
         )
@@ -196,8 +196,9 @@ def _worst(expected: Any, got: Any) -> str:
     return f"at [{place}]: expected {expected[at]!s}, got {got[at]!s}; {np.count_nonzero(apart)} of {apart.size} differ"
 
 
-def _arguments(arguments: dict[str, Any]) -> str:
-    return "\n".join(f"{name} = {_show(value)}" for name, value in arguments.items())
+def arguments(given: dict[str, Any]) -> str:
+    """The arguments of a call, a line each; of large arrays the ends."""
+    return "\n".join(f"{name} = {_show(value)}" for name, value in given.items())
 
 
 def _show(value: Any) -> str:
@@ -209,5 +210,6 @@ def _show(value: Any) -> str:
     return str(value)
 
 
-def _indented(text: str) -> str:
+def indented(text: str) -> str:
+    """The lines after the first, moved to the column of the first."""
     return text.replace("\n", "\n" + " " * 18)
