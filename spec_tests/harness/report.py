@@ -37,9 +37,9 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
     if isinstance(error, Violation):
         lines.append(f"  what is wrong   {error.message}")
         if error.expected is not None:
-            lines.append("  expected        " + _indented(_show(error.expected)))
+            lines.append("  expected        " + indented(_show(error.expected)))
         if error.got is not None:
-            lines.append("  got             " + _indented(_show(error.got)))
+            lines.append("  got             " + indented(_show(error.got)))
         if worst := _worst(error.expected, error.got):
             lines.append(f"  worst           {worst}")
     else:
@@ -55,10 +55,10 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
         lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
     if calls:
         small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
-        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + _indented(_shortened(_arguments(calls[-1].arguments))))
+        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + indented(_shortened(arguments(calls[-1].arguments))))
     if calls and (program := repro(law, implementation)):
         lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
-    elif calls:
+    elif calls and implementation.drawn:
         drawn = ", ".join(
             f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray)
         )
@@ -236,8 +236,9 @@ def _shortened(text: str) -> str:
     return "\n".join([*first, *([f"... {more} lines more"] if more > 0 else [])])
 
 
-def _arguments(arguments: dict[str, Any]) -> str:
-    return "\n".join(f"{name} = {_show(value)}" for name, value in arguments.items())
+def arguments(given: dict[str, Any]) -> str:
+    """The arguments of a call, a line each; of large arrays the ends."""
+    return "\n".join(f"{name} = {_show(value)}" for name, value in given.items())
 
 
 def _show(value: Any) -> str:
@@ -249,5 +250,6 @@ def _show(value: Any) -> str:
     return str(value)
 
 
-def _indented(text: str) -> str:
+def indented(text: str) -> str:
+    """The lines after the first, moved to the column of the first."""
     return text.replace("\n", "\n" + " " * 18)
