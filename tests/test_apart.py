@@ -24,7 +24,7 @@ DEADLY = {
     "cache": ("def compress(keys, *_):\n    raise MemoryError(7)\n", "out of memory at ", "CACHE-1"),
     "h2o": ("import sys\ndef score(*_):\n    sys.exit()\n", "it ended the process: sys.exit(None)", "H2-1"),
 }
-ONE_OF_EACH = ("cosine_to_the_anchor", "minus_the_norm", "budget_is_the_exact_floor", "test_the_cache_holds", "h2o and columns")
+ONE_OF_EACH = ("cosine_to_the_anchor", "minus_the_norm", "budget_is_the_exact_floor", "test_the_cache_holds", "received_from_all_queries")
 
 
 def judge(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
