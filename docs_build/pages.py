@@ -430,8 +430,8 @@ MARKERS: dict[str, Callable[..., str]] = {
 def filled(page: str, markdown: str) -> str:
     """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by their content.
 
-    A marker that is indented, as in a tab, is replaced by lines with the same indent. What stands below one, up to `<!-- end -->`, is
-    for readers of the file itself (`docs_build.contract`), and is replaced with it.
+    A marker that is indented, as in a tab, is replaced by lines with the same indent. What stands below one, up to `<!-- end -->`,
+    is for readers of the file itself (`docs_build.contract`), and is replaced with it.
     """
 
     def fill(match: re.Match[str]) -> str:
