@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
+import re
 import tarfile
 import zipfile
 from concurrent.futures.process import BrokenProcessPool
@@ -195,6 +198,87 @@ def test_a_bad_name_costs_one_submission(tmp_path: Path) -> None:
     assert classes.find([handed_in / "eve"], "keydiff.py") == {"eve": handed_in / "eve"}
 
 
+def test_two_submissions_of_one_name_cost_that_student_alone(tmp_path: Path) -> None:
+    handed_in = tmp_path / "in"
+    for folder in ("kim", "lee"):
+        (handed_in / folder).mkdir(parents=True)
+    files = "ada.py", "ada.zip", "bob.py", "bob.ipynb", "eve.ipynb", "dan.py.txt", "kim/Keydiff.py", "lee/a.zip", "lee/b.zip"
+    for name in files:
+        written(handed_in, name=name)
+    left_out: list[Path] = []
+    found = classes.find([handed_in], "keydiff.py", leave_out=left_out.append)
+    assert sorted(found) == ["ada", "bob", "dan", "eve", "kim", "lee"]
+    assert [path.name for path in left_out] == ["bob.ipynb"]
+    told = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 1)}
+    assert told == {
+        "bob": "",
+        "ada": "more than one submission has this name: ada.py, ada.zip",
+        "dan": "dan.py.txt is a text file: call it keydiff.py, and hand that in",
+        "eve": "eve.ipynb is a notebook: write the functions into a file keydiff.py, and hand that in",
+        "kim": "there is no file keydiff.py; there is 'Keydiff.py'",
+        "lee": "there is no file keydiff.py, and 2 archives: a.zip, b.zip; wanted one",
+    }
+    assert all((tmp_path / "grades" / student / "grade.json").exists() for student in found)
+
+
+def test_names_that_one_folder_may_hold_twice_are_said() -> None:
+    grade = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0, "personal_id": "", "notes": []}
+    names = ["ada", "Ada", "ada ", "a\u030ada", "\u00e5da", "bob"]
+    assert classes.summary([grade | {"student": name} for name in names])["alike"] == sorted(names[:-1])
+
+
+def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
+    """Every platform takes a table of ids and points, and every spreadsheet computes what begins as a formula does."""
+    grade = graded("def anchor(keys):\n    raise RuntimeError('=1+1')\n", tmp_path)
+    named = [grade | {"student": name} for name in ('=HYPERLINK("http://a.b","x")', "--help", " @ada", "bob", 'eve, "the" second')]
+    rows = list(csv.DictReader(io.StringIO(classes.gradebook([*named, grade | {"student": "kim", "error": "=no\nfile"}]))))
+    assert {row["id"] for row in rows} == {'\'=HYPERLINK("http://a.b","x")', "'--help", "' @ada", "bob", 'eve, "the" second', "kim"}
+    assert {(row["points"], row["of"]) for row in rows} == {("0", "100")}
+    assert [row["comment"] for row in rows if row["id"] == "kim"] == ["'=no file"]
+    result = invoke("gradebook", tmp_path / "grades", "--json")
+    assert json.loads(result.stdout)["distribution"] == {"0": 1}
+    table = (tmp_path / "grades" / "gradebook.csv").read_text(encoding="utf-8")
+    assert table.startswith('id,points,of,comment\nada,0,100,"anchor: failed')
+    assert invoke("gradebook", tmp_path).exit_code == 2
+
+
+def test_a_page_for_people_says_whose_it_is(tmp_path: Path) -> None:
+    grade = graded("", tmp_path, 1, ("markdown",))
+    page = (tmp_path / "grades" / "ada" / "grade.md").read_text(encoding="utf-8")
+    assert f"Student ada, file ada.py (SHA-256 {grade['source_sha256'][:16]}), graded {grade['graded_at']}." in page
+
+
+def test_code_that_a_reader_does_not_see_is_noted(tmp_path: Path) -> None:
+    hidden = b"# coding: utf-7\n# +AAo-raise OSError\n"
+    assert graded(hidden, tmp_path)["notes"] == ["the file is in utf-7, not in UTF-8: what a reader sees as a comment may be code"]
+    turned = "# \u202e eil\u2066\n"
+    told = "the file has marks that change the order in which its text is shown: U+202E, U+2066"
+    assert graded(turned, tmp_path)["notes"] == [told]
+    assert graded("# coding: latin-1x\n", tmp_path)["notes"] == []
+    assert graded("\ufeff# -*- coding: utf-8 -*-\n# \u05d0 \u0627\n", tmp_path)["notes"] == []
+
+
+def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> None:
+    path, secret = (
+        written(tmp_path, "def anchor(keys):\n    return keys[..., 0, :]\n"),
+        written(tmp_path, "nobody guesses", "secret"),
+    )
+    settings = ("--assignment", "keydiff", "--seed-file", secret)
+    assert invoke("grade", path, *settings, "--output", tmp_path / "grades", "--examples", 1).exit_code == 0
+    texts = [each.read_text(encoding="utf-8") for each in (tmp_path / "grades" / "ada").iterdir()]
+    assert len(texts) == 1 + len(formats.FORMATS)
+    for text in texts:
+        assert "evictionary judge" not in text
+        scripts = text.count("harness.implementation import load")
+        assert text.count("this runs the student") + text.count("This runs the student") == scripts
+    (command,) = {found for text in texts for found in re.findall(r"evictionary (grade \S+ --assignment keydiff --law \w+)", text)}
+    words = command.split()
+    for source, code, told in ((path, 1, "smallest input"), (SOLUTION, 0, "passed: The anchor is")):
+        one = invoke(words[0], source, *words[2:], *settings[2:])
+        assert (one.exit_code, told in one.stdout) == (code, True)
+    assert "wanted one of test_a_zero_key" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+
+
 @pytest.mark.parametrize("upload", ["nothing", "wrong.py", "essay.docx"])
 def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, tmp_path: Path) -> None:
     (tmp_path / "submission").mkdir()
@@ -203,7 +287,8 @@ def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, tmp_path
     arguments = ("--assignment", "keydiff", "--student", "student", "--format", "gradescope", "--output", tmp_path / "grades")
     assert invoke("grade", tmp_path / "submission", *arguments).exit_code == 0
     result = json.loads((tmp_path / "grades" / "student" / "results.json").read_text(encoding="utf-8"))
-    assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
+    assert (result["score"], result["output"][:26]) == (0, "there is no file keydiff.py"[:26])
+    assert ("there is 'wrong.py'" in result["output"]) == (upload == "wrong.py")
 
 
 def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +309,7 @@ def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: py
         (fewer, order()),
         (fewer, replace(order(), seconds=3)),
     ):
-        monkeypatch.setattr(assignments, "load", lambda name, loaded=loaded: loaded)
+        monkeypatch.setattr(assignments, "load", lambda *_, loaded=loaded: loaded)
         list(classes.run(limits, {"ada": path}, tmp_path / "grades", 1))
     assert asked == [100, 105, 100, 100]
 
@@ -236,7 +321,7 @@ def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
             packed.writestr(name, SOLUTION.read_bytes())
     grade = classes.grade_one(order(), "mallory", tmp_path / "mallory.zip")
     assert grade["score"] == 0
-    assert "No module named 'helper'" in grade["lines"][0]["reason"]
+    assert "helper: this assignment is for NumPy only" in grade["lines"][0]["reason"]
 
 
 def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +403,8 @@ def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
 def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = tmp_path / "w[1]"
     started = invoke("start", "lagkv", "--work", work, "--student", "ada")
-    assert f"evictionary check lagkv --work {work} --student ada" in started.stdout
+    assert f"evictionary check lagkv --work {work}\n" in started.stdout
+    assert (work / "student.txt").read_text(encoding="utf-8") == "ada\n"
     assert "results must be float64 too" in started.stdout
     begun = json.loads(invoke("start", "keydiff", "--work", work, "--json").stdout)
     assert begun["file"] == str(work / "keydiff.py")
