@@ -592,7 +592,14 @@ def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path
     written(tmp_path, name=Path(one.file).name)
     (tmp_path / Path(one.file).parent).mkdir(exist_ok=True)
     written(tmp_path, name=one.file)
-    assert invoke("check", name, "--work", tmp_path).exit_code == 2
+    checked = invoke("check", name, "--work", tmp_path)
+    assert checked.exit_code == 2
+    if one.interpret:  # no time is taken where there is no torch to take it with
+        assert "pip install 'evictionary[torch]'" in " ".join(checked.stdout.split()).replace(
+            "'evictionary [torch]'", "'evictionary[torch]'"
+        )
+        assert "GPU" not in checked.stdout
+        assert "pip install 'evictionary[torch]'" in invoke("start", name, "--work", tmp_path / "other").stdout
 
 
 def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from markdown_it import MarkdownIt
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
+from evictionary.classroom.child import StudentError
 from evictionary.classroom.synthetic import SOLUTION, bundled
+from evictionary.errors import UsageError
 from evictionary.spec_tests.harness.planted import load_mutants
 
 # What is written
@@ -277,6 +279,141 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
         one = invoke(words[0], source, *words[2:], *settings[2:])
         assert (one.exit_code, told in one.stdout) == (code, True)
     assert "wanted one of test_a_zero_key" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+
+
+def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> float:
+        raise StudentError("CompilationError", "at 3:5 [/bold]", "")
+
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(grading, "gpu_milliseconds", fails)
+    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: grading.empty(assignment))
+    assert invoke("start", "kernel", "--work", tmp_path).exit_code == 0
+    checked = invoke("check", "kernel", "--work", tmp_path)
+    assert "On a GPU: the kernel fails, although the interpreter runs it: CompilationError: at 3:5 [/bold]" in checked.stdout
+    assert checked.exit_code == 1
+
+
+def manifest(student: str) -> str:
+    return json.dumps({"student": student})
+
+
+def test_the_constants_are_those_of_an_id_that_the_course_knows(tmp_path: Path) -> None:
+    """A student could try ids until one has the constants of somebody's file."""
+    with zipfile.ZipFile(tmp_path / "eve.zip", "w") as packed:
+        packed.writestr(submissions.MANIFEST, manifest("eve-95"))
+    told = "the constants are those of 'eve-95', an id that the student wrote; the submission is named 'eve'"
+    assert submissions.personal_id(tmp_path / "eve.zip", "eve") == ("eve-95", told)
+    for roster, wanted in (
+        ({"ada", "eve"}, ("eve", "the archive says 'eve-95', and the submission is named 'eve'")),
+        ({"ada", "eve-95"}, ("eve-95", "")),
+        ({"ada"}, ("eve", "the archive says 'eve-95', and the roster does not have it; the submission is named 'eve'")),
+    ):
+        assert submissions.personal_id(tmp_path / "eve.zip", "eve", roster) == wanted
+    assert submissions.personal_id(tmp_path / "bob.zip", "bob", {"ada"}) == ("bob", "'bob' is not on the roster")
+    # A platform may unpack the archive, and name all submissions alike.
+    (tmp_path / "submission").mkdir()
+    written(tmp_path / "submission", manifest("ada"), submissions.MANIFEST)
+    written(tmp_path / "submission", name="lagkv.py")
+    assert submissions.personal_id(tmp_path / "submission", "student", {"ada"}) == ("ada", "")
+    # The command names those whom the instructor should ask, and draws nothing from an id that is not the course's.
+    roster, secret = written(tmp_path, "id,name\nada,Ada L.\n", "roster.csv"), written(tmp_path, "nobody guesses", "secret")
+    settings = ("--assignment", "lagkv", "--seed-file", secret, "--output", tmp_path / "grades", "--personal", "--examples", 1)
+    with zipfile.ZipFile(tmp_path / "eve.zip", "a") as packed:
+        packed.writestr("lagkv.py", "")
+    for more, personal_id in ((), "eve-95"), (("--roster", roster), "eve"):
+        result = invoke("grade", tmp_path / "eve.zip", *settings, *more, "--json")
+        assert json.loads((tmp_path / "grades" / "eve" / "grade.json").read_text(encoding="utf-8"))["personal_id"] == personal_id
+        assert "'eve-95'" in json.loads(result.stdout)["notes"]["eve"][0]
+
+
+WRONG_ASSIGNMENTS = (
+    ('needs = ["score"]', 'needs = ["scor"]', "step 'symmetries': needs: got 'scor', wanted a step before it: anchor, score"),
+    ("points = 15", "points = -40", "step 'anchor': points: got -40, wanted at least 1"),
+    ("points = 15", "points = 2.5", "step 'anchor': points: got 2.5, wanted a whole number"),
+    ("points = 15", "points = true", "step 'anchor': points: got True, wanted a whole number"),
+    ('name = "score"', 'name = "anchor"', "step 'anchor': name: got 'anchor', wanted a name that no other step has"),
+    ('requirement = "KD-7"', 'requirement = "TV-1"', "step 'pairwise': requirement: got 'TV-1', wanted the id of a requirement"),
+    (
+        "::test_scores_are_cosines",
+        "::test_score_are_cosine",
+        "wanted a law of the suite, such as test_keydiff::test_scores_are_cosines",
+    ),
+    ('library = "numpy"', 'library = "jax"', "library: got 'jax', wanted numpy or torch"),
+    ("points = 15", 'points = 15\ncheck = "vote"', "step 'anchor': check: got 'vote', wanted a check"),
+    ("points = 15", 'points = 15\ncatches = ["a.b"]', "step 'anchor': catches: got 'a.b', wanted a planted mistake"),
+    ("points = 15", "point = 15", "step 'anchor': got 'point', wanted some of name, requirement"),
+    ('title = "KeyDiff by hand"', "", "got no title"),
+    ('file = "keydiff.py"', 'file = "../keydiff.py"', "file: got '../keydiff.py'"),
+    ("[[step]]", "[[step]", "wanted a TOML file"),
+    ("[[step]]", "[[steps]]", "got no step"),
+)
+
+
+def test_a_mistake_in_an_assignment_is_a_sentence(tmp_path: Path) -> None:
+    text = (assignments.load("keydiff").folder / "assignment.toml").read_text(encoding="utf-8")
+    own = tmp_path / "keydiff"
+    own.mkdir()
+    written(own, name="starter.py")
+    for right, wrong, told in WRONG_ASSIGNMENTS:
+        written(own, text.replace(right, wrong, 1) if right != "[[step]]" else text.replace(right, wrong), "assignment.toml")
+        with pytest.raises(UsageError, match=re.escape(told)):
+            assignments.load("keydiff", tmp_path)
+    written(own, text, "assignment.toml")
+    assert assignments.load("keydiff", tmp_path).steps == assignments.load("keydiff").steps
+
+
+def test_an_assignment_of_the_instructors_own_is_tried_and_graded(tmp_path: Path) -> None:
+    """The page for instructors has it; its reference is a method that no assignment of the project has."""
+    page = (transcript.FOLDER / "instructor.md").read_text(encoding="utf-8")
+    toml, starter = re.findall(
+        r'^```\w+ title="mine/tova/(?:assignment.toml|starter.py)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE
+    )
+    (tmp_path / "mine" / "tova").mkdir(parents=True)
+    written(tmp_path / "mine" / "tova", toml, "assignment.toml")
+    written(tmp_path / "mine" / "tova", starter, "starter.py")
+    mine, work = ("--assignments", tmp_path / "mine"), ("--work", tmp_path / "work")
+    tried = invoke("grade", "--try", "--assignment", "tova", *mine, "--examples", 2)
+    assert (tried.exit_code, tried.stdout) == (0, "the reference: 100 points, wanted 100\nthe starter file: 0 points, wanted 0\n")
+    assert "evictionary check tova --work" in invoke("start", "tova", *mine, *work).stdout
+    assert invoke("check", "tova", *mine, *work).exit_code == 1
+    assert invoke("submit", "tova", *mine, *work, "--output", tmp_path / "ada.zip").exit_code == 0
+    graded = (
+        "grade",
+        tmp_path / "ada.zip",
+        "--assignment",
+        "tova",
+        *mine,
+        "--output",
+        tmp_path / "grades",
+        "--examples",
+        1,
+        "--json",
+    )
+    assert json.loads(invoke(*graded).stdout)["distribution"] == {"0": 1}
+    one = tmp_path / "mine" / "tova" / "starter.py"
+    assert invoke("grade", one, "--try", "--assignment", "tova", *mine, "--examples", 1).exit_code == 1
+
+
+def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
+    work = ("--work", tmp_path)
+    invoke("start", "keydiff", *work, "--student", "ada")
+    packed = invoke("submit", "keydiff", *work, "--output", tmp_path / "ada.zip", "--json")
+    assert "keydiff.py is still the starter file" in packed.stderr and not json.loads(packed.stdout)["begun"]
+    with zipfile.ZipFile(tmp_path / "ada.zip") as archive:
+        assert json.loads(archive.read(submissions.MANIFEST))["student"] == "ada"  # remembered since `start`
+    written(tmp_path, SOLUTION.read_bytes(), "keydiff.py")
+    packed = invoke("submit", "keydiff", *work, "--output", tmp_path / "ada.zip", "--json")
+    assert (packed.stderr, json.loads(packed.stdout)["begun"]) == ("", True)
+
+
+def test_the_help_names_every_assignment() -> None:
+    for command in ("start", "check", "submit"):
+        told = " ".join(invoke(command, "--help").stdout.split())
+        assert all(name in told for name in assignments.names())
 
 
 @pytest.mark.parametrize("upload", ["nothing", "wrong.py", "essay.docx"])
