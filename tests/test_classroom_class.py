@@ -7,8 +7,11 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 from grader_tools import EVERY_FORMAT, graded, invoke, order, written
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
+from test_pages import blocks, commands
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments
@@ -366,36 +370,26 @@ def test_a_mistake_in_an_assignment_is_a_sentence(tmp_path: Path) -> None:
     assert assignments.load("keydiff", tmp_path).steps == assignments.load("keydiff").steps
 
 
+def of_the_page(folder: Path) -> None:
+    """Write the files that the page for instructors shows."""
+    page = (transcript.FOLDER / "instructor.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        written(folder, text, name)
+
+
 def test_an_assignment_of_the_instructors_own_is_tried_and_graded(tmp_path: Path) -> None:
     """The page for instructors has it; its reference is a method that no assignment of the project has."""
-    page = (transcript.FOLDER / "instructor.md").read_text(encoding="utf-8")
-    toml, starter = re.findall(
-        r'^```\w+ title="mine/tova/(?:assignment.toml|starter.py)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE
-    )
-    (tmp_path / "mine" / "tova").mkdir(parents=True)
-    written(tmp_path / "mine" / "tova", toml, "assignment.toml")
-    written(tmp_path / "mine" / "tova", starter, "starter.py")
+    of_the_page(tmp_path)
     mine, work = ("--assignments", tmp_path / "mine"), ("--work", tmp_path / "work")
     tried = invoke("grade", "--try", "--assignment", "tova", *mine, "--examples", 2)
     assert (tried.exit_code, tried.stdout) == (0, "the reference: 100 points, wanted 100\nthe starter file: 0 points, wanted 0\n")
     assert "evictionary check tova --work" in invoke("start", "tova", *mine, *work).stdout
     assert invoke("check", "tova", *mine, *work).exit_code == 1
     assert invoke("submit", "tova", *mine, *work, "--output", tmp_path / "ada.zip").exit_code == 0
-    graded = (
-        "grade",
-        tmp_path / "ada.zip",
-        "--assignment",
-        "tova",
-        *mine,
-        "--output",
-        tmp_path / "grades",
-        "--examples",
-        1,
-        "--json",
-    )
-    assert json.loads(invoke(*graded).stdout)["distribution"] == {"0": 1}
-    one = tmp_path / "mine" / "tova" / "starter.py"
-    assert invoke("grade", one, "--try", "--assignment", "tova", *mine, "--examples", 1).exit_code == 1
+    settings = ("--assignment", "tova", *mine, "--output", tmp_path / "grades", "--examples", 1)
+    assert json.loads(invoke("grade", tmp_path / "ada.zip", *settings, "--json").stdout)["distribution"] == {"0": 1}
+    assert invoke("grade", tmp_path / "mine" / "tova" / "starter.py", "--try", *settings).exit_code == 1
 
 
 def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
@@ -486,6 +480,88 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
 @pytest.mark.slow
 def test_the_transcript_of_the_docs_is_what_happens() -> None:
     assert transcript.PAGE.read_text(encoding="utf-8") == transcript.run()
+
+
+def test_the_transcript_begins_as_the_commands_do() -> None:
+    assert transcript.PAGE.read_text(encoding="utf-8").startswith(transcript.run(transcript.WAY[:2]).rstrip("\n"))
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Runs lines of a page in a folder with what they name; `docker` checks its options and runs the command by itself."""
+    bin, handed_in = tmp_path / "bin", tmp_path / "handed_in"
+    for each in (bin, handed_in):
+        each.mkdir()
+    written(bin, f'#!/bin/sh\nexec {sys.executable} -m evictionary "$@"\n', "evictionary").chmod(0o755)
+    written(bin, f"#!{sys.executable}\n{DOCKER}", "docker").chmod(0o755)
+    written(handed_in, "def anchor(keys):\n    return keys[..., 0, :]\n", "bob.py")
+    written(handed_in, name="eve.docx")
+    written(tmp_path, bundled("tova"), "solution.py")
+    written(tmp_path, "nobody guesses this", "secret")
+    submissions.pack(assignments.load("keydiff"), written(tmp_path, name="keydiff.py").parent, tmp_path / "ada.zip", "ada")
+    of_the_page(tmp_path)
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+    def run(lines: str) -> str:
+        done = subprocess.run(["bash", "-e", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+DOCKER = """
+import os, sys
+words = sys.argv[sys.argv.index("run") + 1:]
+end = words.index("evictionary-grader")
+options, words = words[:end], words[end + 1:]
+assert {"--rm", "--read-only", "--network", "none", "--cap-drop", "ALL", "no-new-privileges"} <= set(options), options
+volumes = [options[n + 1].split(":") for n, word in enumerate(options) if word == "--volume"]
+(source, inside, mode), (grades, out) = volumes
+assert mode == "ro" and out == "/out/" + os.path.basename(grades)
+words = [os.path.dirname(grades) if word == "/out" else word.replace(inside, source) for word in words]
+os.execvp("evictionary", ["evictionary", *words])
+"""
+
+
+@pytest.mark.slow  # the fast test beside it, in test_pages.py, asks whether each command is understood
+def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], tmp_path: Path) -> None:
+    page = transcript.FOLDER / "instructor.md"
+    grade, one, law, tried, solution = (each for each in commands(page) if re.search(r"--(seed-file|try)", each))
+    shell(f"{grade} --examples 1")
+    assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == ["bob", "gradebook.csv", "summary.json"]
+    shell(f"{one} --examples 1")
+    assert {each.name for each in (tmp_path / "grades" / "ada").iterdir()} == {"grade.json", "results.json", "junit.xml"}
+    assert "mu is the mean of the unit keys." in shell(f"! {law} --examples 1")
+    assert "the reference: 100 points" in shell(f"{tried} --examples 1")
+    assert "the right answer: 100 points" in shell(f"{solution} --examples 1")
+    assert "2 submissions" in shell("evictionary gradebook grades")
+
+
+@pytest.mark.slow
+def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], str], tmp_path: Path) -> None:
+    for folder in ("submission", "source", "results"):
+        (tmp_path / "autograder" / folder).mkdir(parents=True)
+    written(tmp_path / "autograder" / "source", "nobody guesses this", "secret")
+    (script,) = (each for each in blocks(transcript.FOLDER / "formats.md", "") if "results.json" in each)
+    shell(script.replace("/autograder", f"{tmp_path}/autograder").replace("/tmp/grades", f"{tmp_path}/graded"))
+    result = json.loads((tmp_path / "autograder" / "results" / "results.json").read_text(encoding="utf-8"))
+    assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
+    (tmp_path / "handed_in" / "bob.py").write_text("not Python", encoding="utf-8")
+    (script,) = blocks(transcript.FOLDER / "container.md", "bash")
+    assert "2 submissions" in shell(script)
+    assert {each.name for each in (tmp_path / "grades").iterdir()} == {"bob", "eve.docx", "gradebook.csv", "summary.json"}
+
+
+def test_the_dockerfile_has_the_form_of_one() -> None:
+    """No daemon is needed for this: each instruction is one, what is copied is there, and the page builds this file."""
+    path, page = Path(classes.__file__).parent / "Dockerfile", (transcript.FOLDER / "container.md").read_text(encoding="utf-8")
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    words = ["FROM", "WORKDIR", "COPY", "RUN", "FROM", "COPY", "ARG", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"]
+    assert [line[0] for line in lines] == words
+    assert lines[0][2:] == ["AS", lines[5][1].removeprefix("--from=")]
+    assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in page
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
