@@ -36,7 +36,7 @@ from tutorials.build import heading, lessons, question
 
 LAYERS = ("reference", "optimized", "optimized/kernels")
 SOURCES = ("reference", "optimized", "spec_tests")
-ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+|[A-Z]{2}-[A-Z])(?![\w`]|-\w)")
+ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
 
 
 def relative(page: str, target: str) -> str:
@@ -57,8 +57,10 @@ def api_uri(definition: Definition) -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown, with special characters escaped."""
-    return re.sub(r"([\\`*_{}\[\]#|$])", r"\\\1", text).replace("<", "&lt;")
+    """Plain text as Markdown, with special characters escaped; what stands in backticks is code and stays so."""
+    parts = re.split(r"(`[^`]+`)", text)
+    parts[::2] = [re.sub(r"([\\`*_{}\[\]#|$])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
+    return "".join(parts)
 
 
 def link_to(page: str, identifier: str) -> str:
@@ -71,8 +73,8 @@ def _sentence(statement: str) -> str:
     return statement[0].upper() + statement[1:] if re.match(r"[a-z]{2,}[ ,:;-]|a ", statement) else statement
 
 
-def _verdict(word: str) -> str:
-    return f'<span class="verdict verdict-{word}">{word}</span>'
+def _verdict(words: str) -> str:
+    return " ".join(f'<span class="verdict verdict-{word.partition(" ")[0]}">{word}</span>' for word in words.split(", "))
 
 
 def _named(page: str, found: Iterable[Definition]) -> str:

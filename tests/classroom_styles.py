@@ -111,7 +111,8 @@ class Inside:
         native = self.in_torch if hasattr(self.module, "torch") else copy.deepcopy
         try:
             with worker.changed_launches() if change_launches else nullcontext():
-                result = getattr(self.module, name)(*map(native, args), **{key: native(value) for key, value in kwargs.items()})
+                named = {key: native(value) for key, value in kwargs.items()}
+                result = worker.answer(getattr(self.module, name), [*map(native, args)], named)
         except ValueError:
             raise
         except Exception as error:

@@ -452,7 +452,7 @@ def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
             packed.writestr(name, SOLUTION.read_bytes())
     grade = classes.grade_one(order(), "mallory", tmp_path / "mallory.zip")
     assert grade["score"] == 0
-    assert "No module named 'helper'" in grade["lines"][0]["reason"]
+    assert "helper: this assignment is for NumPy only" in grade["lines"][0]["reason"]
 
 
 def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from conftest import tiny_llama
 from reading import IDS, after, cached, generate, masked_logits, padded, places, positions_of, read, read_in, small
 from transformers import DynamicCache, LlamaForCausalLM
 
-from evictionary.cache import future_queries, layers, partial_attention
+from evictionary.cache import file, future_queries, layers, partial_attention
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules, output_projection
@@ -688,6 +689,71 @@ def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) ->
     cache.save(tmp_path / "cache")
     with pytest.raises(UsageError, match="wanted the model of the cache"):
         EvictingCache.load(tmp_path / "cache", tiny_llama(num_hidden_layers=3))
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv"])
+def test_a_file_that_was_changed_or_lacks_something_is_refused(tmp_path: Path, model: LlamaForCausalLM, method: str) -> None:
+    path = tmp_path / "cache"
+    cache = cached(model, IDS, method, 0.5)
+    cache.save(path)
+    cache.close()
+    whole = path.read_bytes()
+    for place in (len(whole) // 2, len(whole) - 3, len(whole) - 40 * 8):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(UsageError, match="with other contents than its checksum says"):
+            EvictingCache.load(path, model)
+    path.write_bytes(whole)
+    settings, tensors = file.read(path, "cpu")
+    for name in settings.keys() - {"schema"}:
+        file.write_tensors("path", path, {key: value for key, value in settings.items() if key != name}, tensors)
+        with pytest.raises(UsageError, match=f"wanted a file with every setting and tensor of a cache; it lacks '{name}'"):
+            EvictingCache.load(path, model)
+    for name in tensors.keys() - {"0._kept_positions", "1._kept_positions"}:
+        file.write_tensors("path", path, settings, {key: tensor for key, tensor in tensors.items() if key != name})
+        with pytest.raises(UsageError, match="wanted a file with every setting and tensor of a cache; it lacks"):
+            EvictingCache.load(path, model)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv", "expected_attention"])
+@pytest.mark.parametrize(("one", "other"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_the_same_weights_in_another_dtype_are_the_same_model(
+    tmp_path: Path, method: str, one: torch.dtype, other: torch.dtype
+) -> None:
+    source = tiny_llama().bfloat16().to(one)
+    with cached(source, IDS, method, 0.5, every=4) as cache:
+        cache.save(tmp_path / "cache")
+    target = tiny_llama().bfloat16().to(other)
+    with EvictingCache.load(tmp_path / "cache", target) as loaded:
+        assert loaded.layers[0].keys.dtype == other
+        assert read(target, IDS[:, :4], loaded).isfinite().all()
+        assert loaded.tokens_kept == 32
+
+
+def test_one_number_of_one_weight_makes_another_model(model: LlamaForCausalLM) -> None:
+    before = file.fingerprint(model)
+    for name, weight in model.named_parameters():
+        with torch.no_grad():
+            place = (-2,) * weight.ndim
+            kept = weight[place].clone()
+            weight[place] = kept + 1
+            assert file.fingerprint(model) != before, name
+            weight[place] = kept
+    assert file.fingerprint(model) == before
+
+
+def test_weights_that_are_on_the_disk_are_read_from_there(model: LlamaForCausalLM) -> None:
+    """As accelerate leaves them: on the device meta, with a map beside; without a map a sentence says so."""
+    offloaded = tiny_llama()
+    projection: Any = offloaded.model.layers[1].self_attn.o_proj
+    own = {"weight": projection.weight.data}
+    projection.weight = torch.nn.Parameter(torch.empty_like(own["weight"], device="meta"))
+    with pytest.raises(UsageError, match=r"model: got Linear without numbers in its weight \(device meta\)"):
+        file.fingerprint(offloaded)
+    projection._hf_hook = SimpleNamespace(hooks=[SimpleNamespace(weights_map=own)])
+    assert file.fingerprint(offloaded) == file.fingerprint(model)
+    assert torch.equal(
+        output_projection(offloaded, attention_modules(offloaded)[1]), output_projection(model, attention_modules(model)[1])
+    )
 
 
 def test_a_ragged_cache_can_be_cropped_back_to_the_compression(model: LlamaForCausalLM) -> None:

@@ -103,6 +103,7 @@ class EvictingCache(Cache):
             isinstance(layer, EvictingLayer) for layer in layers
         ):
             raise UsageError("model: got layers with a sliding window, wanted full attention in all to read the prompt twice")
+        self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
         self._wait()
@@ -159,12 +160,15 @@ class EvictingCache(Cache):
         """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
         layer = self.layers[layer_idx]
         if layer_idx == 0:
-            self._require_its_own_forward()
+            self._require_its_own_forward(key_states.shape[-2])
+        if isinstance(layer, EvictingLayer) and key_states.dtype != value_states.dtype:
+            # under torch.autocast keys leave RoPE wider than values, and the attention casts both to the narrower dtype
+            dtype = min(key_states.dtype, value_states.dtype, key=lambda each: each.itemsize)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if layer_idx in self._handed:
             raise RuntimeError(
-                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them; does "
-                "the model change the keys after they are cached, was its attention implementation changed in between, or was a "
-                "forward interrupted? A cache after reset() waits for a new prompt"
+                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them: the "
+                "forward before was interrupted; wanted a copy from before it, or cache.reset() and the prompt again"
             )
         if self._replaces_a_token(layer_idx, key_states):
             layer.waiting = keys, values = key_states, value_states
@@ -183,8 +187,27 @@ class EvictingCache(Cache):
                 raise RuntimeError(f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their queries")
         return keys, values
 
-    def _require_its_own_forward(self) -> None:
-        """Raise RuntimeError after an interrupted forward, or where an open cache reads tokens that its model has not announced."""
+    def get_mask_sizes(self, *arguments: Any, **named: Any) -> tuple[int, int]:
+        """The sizes of a layer's mask. Raises UsageError for a forward without a token, which no model can read."""
+        length = arguments[0] if arguments else named["query_length"]
+        if length == 0:
+            raise UsageError(
+                f"prompt: got no new token after the {self.get_seq_length()} that the cache has read, wanted one: generate() takes "
+                "its input for the whole text so far; another prompt needs another cache, or cache.reset() before it"
+            )
+        return super().get_mask_sizes(*arguments, **named)
+
+    def _require_its_own_forward(self, new: int) -> None:
+        """Raise RuntimeError after an interrupted forward, or where an open cache reads tokens that its model has not announced.
+
+        Warns, once, where the text becomes longer than what the model was made for.
+        """
+        if self._longest is not None and self.get_seq_length() <= self._longest < self.get_seq_length() + new:
+            warnings.warn(
+                f"the text is now longer than the model's context of {self._longest} tokens: evicted tokens count, for the later "
+                "ones keep their positions",
+                stacklevel=2,
+            )
         read = sorted({layer.get_seq_length() for layer in self.layers})
         if len(read) > 1:
             raise RuntimeError(
@@ -214,20 +237,26 @@ class EvictingCache(Cache):
             raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
 
     def see_end(self, tokens: torch.Tensor) -> None:
-        """After the prompt let the model read its tokens again; model_hooks.py calls this for a method that asks for it.
+        """After the prompt let the model read its tokens again, for a method that asks for it; model_hooks.py calls this.
 
-        Each layer compresses while it reads them, and gives them back before. They follow the prompt without an instruction, which
-        no cache could write in the words of a model's tokenizer.
+        Raises UsageError for a model that no method can watch, before a token is drawn from its first logits. Each layer compresses
+        while it reads the tokens, and gives them back before. They follow the prompt without an instruction, which no cache could
+        write in the words of a model's tokenizer.
         """
         model = self._model()
-        if model is None or self._replaying or any(layer.evicted_at for layer in self.layers):
+        if self._handed and model is not None:
+            self.close()
+            raise UsageError(
+                f"model: got {type(model).__name__}, which gives its attention other keys than the cache returned, so no method "
+                "can see its queries; wanted another model"
+            )
+        if model is None or not self._names & REPLAYED or self._replaying or any(layer.evicted_at for layer in self.layers):
             return
         try:
-            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-            if longest is not None and 2 * tokens.shape[1] > longest:
+            if self._longest is not None and 2 * tokens.shape[1] > self._longest:
                 raise UsageError(
-                    f"prompt: got {tokens.shape[1]} tokens, wanted at most half of the model's context of {longest}: the prompt is "
-                    "read twice"
+                    f"prompt: got {tokens.shape[1]} tokens, wanted at most half of the model's context of {self._longest}: the "
+                    "prompt is read twice"
                 )
             if self._padding is not None:
                 raise UsageError("attention_mask: got padding, wanted prompts of one length: the prompt is read twice")
@@ -258,8 +287,24 @@ class EvictingCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the attention of a layer, and compress the layer when it is due; model_hooks.py calls this.
 
-        Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask.
+        Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask. Under
+        torch.autocast that one alone runs with it.
         """
+        kind = queries.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._attend(layer_index, module, queries, mask, attention)
+        dtype = torch.get_autocast_dtype(kind)
+
+        def as_the_model_does(mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+            with torch.autocast(kind, dtype=dtype):
+                return attention(mask)
+
+        with torch.autocast(kind, enabled=False):
+            return self._attend(layer_index, module, queries.to(self.layers[layer_index].dtype), mask, as_the_model_does)
+
+    def _attend(
+        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         del self._handed[layer_index]
         layer = self.layers[layer_index]
         factor = future_queries.logit_factor(module, queries.shape[-1])
@@ -487,7 +532,7 @@ class EvictingCache(Cache):
         def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
             model, source = self._model(), CAPTURED_FOR.get(name)
             if model is not None and name == "w_o":
-                w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"].dtype)
+                w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"])
                 return {name: self._of_heads(w_o[None], layer_index, states["kv_heads"])[0]}
             if model is not None and name in CALIBRATED and self._calibrated:
                 state = self._calibrated[layer_index]
@@ -573,8 +618,7 @@ class EvictingCache(Cache):
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this cache is gone")
-        wanted = {"hidden_states": "hidden_states" in self._names, "ends": bool(self._names & REPLAYED)}
-        self._finalizer = weakref.finalize(self, watch(self, model, **wanted))
+        self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
 
     def _close_if_settled(self) -> None:
         """Stop watching the model once its own attention can do the rest."""
@@ -663,8 +707,16 @@ class EvictingCache(Cache):
         """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a model that does not fit."""
         model = unwrapped(model)
         settings, tensors = file.read(path, str(model.device))
-        cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
-        file.restore(cache, model, settings, tensors, path)
+        cache = None
+        try:
+            cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
+            file.restore(cache, model, settings, tensors, path)
+        except (KeyError, TypeError) as error:
+            if cache is not None:
+                cache.close()
+            raise UsageError(
+                f"path: got {path}, wanted a file with every setting and tensor of a cache; it lacks {error}"
+            ) from None
         cache._close_if_settled()
         return cache
 

@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictionary.errors import UsageError
+from evictionary.models.load import loaded
 
 PREFIX = "evictionary_"
 
@@ -48,10 +49,10 @@ _lock = threading.RLock()
 """Held while a cache starts or stops watching. The same thread may come again, where the garbage collector deletes a cache."""
 
 
-def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False, ends: bool = False) -> Callable[[], None]:
+def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
     """Show `cache` the forwards of `model`, and let it compute the attention, until the returned function is called.
 
-    hidden_states and ends say whether the cache wants to see those, and the end of a forward.
+    hidden_states says whether the cache wants to see those.
     Nothing here keeps the cache alive. Raises UsageError for a model whose attention is fixed.
     """
     reference: weakref.ref[Any] = weakref.ref(cache)
@@ -64,8 +65,7 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
     hook = _hidden_states_hook(reference)
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     handles.append(model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True))
-    if ends:
-        handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
+    handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
 
     def stop() -> None:
         for handle in handles:
@@ -96,7 +96,7 @@ def output_projection(model: PreTrainedModel, module: Any) -> torch.Tensor:
     projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
     if projection is None:
         raise UsageError(f"model: {type(module).__name__} has no o_proj or dense, which this method reads")
-    weight = projection.weight.detach().T
+    weight = loaded(projection, "weight").detach().T
     return weight.reshape(model.config.get_text_config().num_attention_heads, -1, weight.shape[-1])
 
 
@@ -112,7 +112,14 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         tokens = _tokens(arguments, named)
         if tokens is None:
             return
-        require_prompt(tokens.shape[1], longest)
+        attention = model.config._attn_implementation
+        if attention not in _underlying:
+            raise UsageError(
+                f"model: got the attention {attention}, chosen after the cache was made; wanted model.set_attn_implementation() "
+                "before EvictingCache(model)"
+            )
+        if tokens.shape[1] or not watcher.get_seq_length():
+            require_prompt(tokens.shape[1], longest)
         mask = named.get("attention_mask")
         padding = None
         # on a GPU only the prompt is looked at: to read the mask of each later token would wait for the GPU
@@ -244,11 +251,11 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
             asked = module if underlying in ("sdpa", "eager") else _under_its_own_name(module, underlying)
             return function(asked, query, key, value, mask, *rest, **named)
 
-        index = _layer_index(module)
+        index = getattr(module, "layer_idx", None)  # that of an image or of sound has none
         with _lock:
             caches = list(_watching)
         for cache in caches:
-            if cache.handed(index, key):
+            if index is not None and cache.handed(index, key):
                 return cache.attend(index, module, query, attention_mask, model_attention)
         return model_attention(attention_mask)
 

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import pickle
+import re
 import shutil
 import tempfile
 import time
@@ -29,6 +30,7 @@ from evictionary.classroom.child import Child, ChildDied, StudentError, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
+from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.diagnosis import differs, misconceptions
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import Law, load_laws
@@ -167,11 +169,14 @@ def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
         missing = [name for name in step.needs if verdicts.get(name) != "passed"]
         if missing:
             line.reason = f"needs {', '.join(missing)} first"
-        elif run.unloadable:
-            line.verdict, line.reason, line.message = "failed", run.unloadable, run.unloadable
-        else:
+        elif not run.unloadable:
             explained = run.judge(step, line, result, explained)
         verdicts[step.name] = line.verdict
+    if run.unloadable:
+        for line in (each for each in result.lines if not each.laws):
+            line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"
+        told = f"{run.unloadable}. No step is judged before it can."
+        result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=run.unloadable, message=told))
 
 
 def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
@@ -305,10 +310,12 @@ class _Run:
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
                         died = message.startswith(ChildDied.__name__)
-                        message = message.removeprefix(f"{ChildDied.__name__}: ")
+                        message = _plain(message)
+                        if died and "SIGSEGV" in message:
+                            message += ": a load or a store outside of an array. Does each have its mask?"
                         is_whole = bool(missing) or died or word == "timed out"  # the message says it all
                         line.reason = message if is_whole else law.sentence
-                        line.message = message
+                        line.message = message if is_whole else _stated(law, implementation, message)
                         failing = None if is_whole else law
                 if line.laws and all(word == "passed" for word in line.laws.values()):
                     line.verdict, line.points = "passed", step.points
@@ -317,7 +324,7 @@ class _Run:
             line.reason = line.message = str(error)
             is_late = isinstance(error, ChildDied) and error.is_late
             if not loaded and not (is_late and patience == 1):
-                self.unloadable = line.reason = line.message = f"your file cannot be loaded: {error}"
+                self.unloadable = f"your file cannot be loaded: {error}"
             return None, is_late
 
     def implementation(self, child: Child, step: Step) -> Implementation:
@@ -360,16 +367,28 @@ class _Run:
             return
         matches = misconceptions(law, implementation)
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
-        lines = report.sentence(law, implementation, told, matches).replace(f"{StudentError.__name__}: ", "").splitlines()
+        lines = _plain(report.sentence(law, implementation, told, matches)).splitlines()
         # A student cannot open the grader's own files, nor run its own laws.
         hidden = ("classroom/", "this law alone") if law.name.startswith(checks.OWN) else ("classroom/",)
         line.message = "\n".join(each for each in lines if not any(part in each for part in hidden))
-        line.message += _hint(told) if not matches else ""
+        line.message += _hint(told, law) if not matches else ""
         calls = implementation.calls
         line.repro = report.repro(law, implementation) if calls else ""
         if line.repro and self.assignment.interpret:
             line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
         line.misconceptions = [match.misconception for match in matches]
+
+
+def _plain(message: str) -> str:
+    """A message without the names of our own exceptions."""
+    return re.sub(rf"\b({StudentError.__name__}|{ChildDied.__name__}): ", "", message)
+
+
+def _stated(law: Law, implementation: Implementation, message: str) -> str:
+    """The law that fails, the input of the last call, and what is wrong, as long as nothing smaller has been looked for."""
+    shown = report.indented(report.arguments(implementation.calls[-1].arguments)) if implementation.calls else ""
+    own = [f"  the law         {law.sentence}", f"  an input        {shown}" if shown else "", f"  what is wrong   {message}"]
+    return "\n".join(filter(None, own))
 
 
 TWO_ANSWERS = (
@@ -396,8 +415,10 @@ def _last_the_one_that_failed(calls: list[Call], dtype: str) -> None:
             return
 
 
-def _hint(told: BaseException) -> str:
-    """What an error in the last digits comes from: expected and got look alike when they are printed."""
+def _hint(told: BaseException, law: Law) -> str:
+    """What an error in the last digits comes from, because expected and got look alike when they are printed; how one refuses."""
+    if law.kind == REFUSAL and isinstance(told, StudentError):
+        return "\n  wanted          a ValueError: bad input is refused by `raise ValueError(...)`, not by assert or by chance"
     expected, got = (np.asarray(getattr(told, name, None)) for name in ("expected", "got"))
     if {expected.dtype.kind, got.dtype.kind} != {"f"} or expected.shape != got.shape:
         return ""
@@ -450,6 +471,10 @@ def _require_form(name: str, answer: Any, by_paper: Any, args: tuple[Any, ...], 
             raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
         return
     for part, right in zip(got, wanted, strict=False):
+        if isinstance(right, int) and not isinstance(part, int | np.integer):
+            raise _WrongForm(
+                f"{name} returned {part!r}, a {type(part).__name__}; wanted a whole number, such as {right}", right, part
+            )
         if np.shape(part) != np.shape(right):
             raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(right)}", None, shown)
         if 0 < _precision(part) < min(_precision(right), max(map(_precision, args), default=0)):

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import io
+import itertools
 import json
 import linecache
 import os
@@ -226,17 +227,21 @@ _DENIED = (
 )  # fmt: skip
 
 
-LIBRARIES = ("torch", "triton", "jax", "cupy", "tensorflow", "mlx")
+THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}  # what a file may import beside the standard library
 
 
-def guard(readable: list[str], banned: list[str], foreign: tuple[str, ...] = ()) -> list[str]:
+def guard(readable: list[str], banned: list[str], library: str, file: str) -> list[str]:
     """Refuse, by an audit hook, actions that no scorer needs: the oracle, other people's files, writing, programs, the network.
 
     The hook gives clear messages. A student who knows the interpreter well can evade it; then the other protections hold.
-    foreign are array libraries that the assignment does not use. The list that is returned names what the code tries from now on.
+    library is that of the assignment: its file may import that and the standard library. What torch imports itself is its affair.
+    The list that is returned names what the code tries from now on.
     """
     roots = tuple(os.path.realpath(path) + os.sep for path in readable)
     closed, denied = frozenset(banned), _DENIED  # own references: a student can replace a module's names
+    there, frame_of = sys.stdlib_module_names.union(THERE[library]), sys._getframe
+    only = "torch, Triton and NumPy are there" if library == "torch" else "this assignment is for NumPy only"
+    only += f" (and Python's own modules); of your files only {os.path.basename(file)} is handed in"
     tried: list[str] = []
 
     def refusal(what: str, told: str) -> PermissionError:
@@ -245,11 +250,13 @@ def guard(readable: list[str], banned: list[str], foreign: tuple[str, ...] = ())
         return PermissionError(told)
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "import" and arguments[0].split(".")[0] in foreign:
-            raise ImportError(f"{arguments[0]}: this assignment is for NumPy only")
         if event == "import" and arguments[0].split(".")[0] in closed:
             refusal(f"import {arguments[0]}", "")
             raise ImportError(f"{arguments[0]}: not there while your code is judged")
+        if event == "import" and (library == "numpy" or frame_of(1).f_code.co_filename == file):
+            top = arguments[0].split(".")[0]
+            if top not in there and not top.startswith("_sysconfigdata"):
+                raise ImportError(f"{arguments[0]}: {only}")
         if event == "open" and isinstance(arguments[0], str | bytes):
             path, mode, flags = os.fsdecode(arguments[0]), arguments[1], arguments[2]
             if (isinstance(mode, str) and set(mode) & set("wax+")) or (
@@ -338,14 +345,24 @@ def load(path: str, stem: str) -> Any:
     return module
 
 
+HINTS = (  # a part of an error, and what it comes from
+    ("BdbQuit", "there is no terminal here: take the breakpoint out, and run the script that `check` writes"),
+    ("EOF when reading", "nobody types anything here: take input() out"),
+    ("'grid_idx'", "a kernel is launched with its grid, as kernel[grid](...)"),
+    ("grid_dim", "a kernel is launched with its grid, as kernel[grid](...)"),
+)
+
+
 def describe(error: BaseException, path: str) -> dict[str, Any]:
     """An exception as the parent shows it: its type, its message and the last line of the student's file in it."""
     # Not by extract_tb: it opens the files of all frames, and the audit hook would write that down as tried by the student.
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
     place = f"{os.path.basename(path)}:{lines[-1]}: {linecache.getline(path, lines[-1]).strip()}" if lines else ""
+    message = f"{type(error).__name__} {error}"
+    hint = next((hint for part, hint in HINTS if part in message), "")
     return {
         "error": type(error).__name__,
-        "message": str(error)[:2000],
+        "message": ": ".join(each for each in (str(error)[:2000], hint) if each),
         "place": place,
         "value_error": isinstance(error, ValueError),
     }
@@ -366,6 +383,29 @@ def changed_launches() -> Iterator[None]:
         yield
     finally:
         InterpreterBuilder.create_masked_store, InterpreterBuilder.create_atomic_rmw = store, add
+
+
+def numbers(value: Any) -> Any:
+    """The bytes of an array, of each array of a tuple in turn; anything else as it is."""
+    if isinstance(value, tuple):
+        return [numbers(entry) for entry in value]
+    return value.detach().cpu().numpy().tobytes() if hasattr(value, "detach") else getattr(value, "tobytes", lambda: value)()
+
+
+def answer(function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    """Call a function. Raises TypeError if it returns nothing, or has written into an argument by then."""
+    code = getattr(function, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code else ()
+    named = itertools.zip_longest(names[: len(arguments)], range(1, 1 + len(arguments)))
+    given = dict(zip((name or f"argument {place}" for name, place in named), arguments, strict=True)) | keywords
+    before = {name: numbers(value) for name, value in given.items()}
+    result = function(*arguments, **keywords)
+    called = getattr(function, "__name__", "the function")
+    if result is None:
+        raise TypeError(f"{called} returned None: is there a return?")
+    if written := [name for name, value in given.items() if numbers(value) != before[name]]:
+        raise TypeError(f"{called} writes into {', '.join(written)}, which others still need: work on a copy")
+    return result
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -402,7 +442,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         walls["limits"] = limit(setup["cpu_seconds"], setup["memory"])
         walls["landlock"] = landlock(readable, [site])
         walls["system calls"] = filter_calls(bytes.fromhex(setup["filter"]))
-        tried = guard([*readable, site + os.sep + "__pycache__"], banned, LIBRARIES if setup["library"] == "numpy" else ())
+        tried = guard([*readable, site + os.sep + "__pycache__"], banned, setup["library"], path)
     reply({"walls": walls})
     try:
         module = load(path, setup["stem"])
@@ -427,14 +467,14 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         try:
             arguments = [as_native(decode(entry, arrays, named)) for entry in message["arguments"]]
             keywords = {name: as_native(decode(entry, arrays, named)) for name, entry in message["keywords"].items()}
-            function = functools.partial(getattr(module, message["call"]), *arguments, **keywords)
+            function = getattr(module, message["call"])
             if message.get("time"):
                 from triton.testing import do_bench
 
-                result = do_bench(function, return_mode="median")
+                result = do_bench(functools.partial(function, *arguments, **keywords), return_mode="median")
             else:
                 with changed_launches() if message.get("change launches") else contextlib.nullcontext():
-                    result = function()
+                    result = answer(function, arguments, keywords)
             found: list[Any] = []
             content = encode(result, found)
         except BadFrame as error:

@@ -33,8 +33,8 @@ def judge(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(parser=number, metavar="SECONDS", help="How long a program may take for one call.")
-    ] = 30.0,
+        float, typer.Option(parser=number, metavar="SECONDS", help="How long a function or a program may take for one call.")
+    ] = 60.0,
     methods: Annotated[
         list[str] | None, typer.Option("--method", help="Judge these methods only, such as keydiff; by default all that are there.")
     ] = None,
@@ -75,7 +75,9 @@ def judge(
             raise UsageError(f"path: got {path} and --exec {command}, wanted one of the two")
         if not timeout > 0:
             raise UsageError(f"--timeout: got {timeout:g}, wanted more than 0 seconds")
-        judged = [f"--impl={path}"] if command is None else [f"--exec={command}", f"--exec-timeout={timeout}"]
+        if path is not None and path.endswith((".py", "/")) and not Path(path).exists():
+            raise UsageError(f"{path}: no such file or folder")
+        judged = [f"--impl={path}" if command is None else f"--exec={command}", f"--call-timeout={timeout}"]
         if report is not None:
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))
@@ -90,8 +92,8 @@ def judge(
             options += ["--strict"] if strict else []
             options += [f"-k={law}"] if law else []
             jobs = jobs or (min(2, os.cpu_count() or 1) if device == "cpu" and not law else 1)
+            options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"]
             if jobs > 1:
-                options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"]
                 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the processes share the cores: none takes all for a product
             code = _run_pytest(laws, [str(law) for law in chosen], options, quiet=as_json)
             verdict = folder / "conformance.json"

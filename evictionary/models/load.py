@@ -63,6 +63,18 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return found
 
 
+def loaded(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """A weight of a module, also one that accelerate left on the disk. Raises UsageError for one that is nowhere."""
+    weight = getattr(module, name)
+    if weight.device.type != "meta":
+        return weight
+    hook = getattr(module, "_hf_hook", None)
+    found = next((each.weights_map for each in (hook, *getattr(hook, "hooks", ())) if getattr(each, "weights_map", None)), None)
+    if found is None:
+        raise UsageError(f"model: got {type(module).__name__} without numbers in its {name} (device meta), wanted loaded weights")
+    return found[name]
+
+
 def require_supported(model: PreTrainedModel) -> None:
     """Raise UsageError unless the model is a decoder with rotary positions and full attention in at least one layer."""
     name = type(model).__name__
@@ -76,7 +88,10 @@ def require_supported(model: PreTrainedModel) -> None:
             f"model: got {name} with layers of {', '.join(sorted(others))}; wanted full or sliding attention in every layer"
         )
     if getattr(config, "rope_parameters", None) is None:
-        raise UsageError(f"model: got {name}, which has no rotary positions (RoPE); wanted a model that has them")
+        raise UsageError(
+            f"model: got {name}, whose configuration has no rope_parameters: it has no rotary positions (RoPE), or an attention of "
+            "its own that no cache can watch; wanted a model with them"
+        )
     if all(is_sliding(config, index) for index in range(config.num_hidden_layers)):
         raise UsageError(
             f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some"

@@ -29,7 +29,7 @@ KINDS = (
     "sinks",
 )
 # Kinds of long inputs alone: what they show takes thousands of tokens, or they say more of scores than of states.
-LONG_KINDS = ("moving_mean", "one_bin", "minute", "vast", "saturated")
+LONG_KINDS = ("moving_mean", "one_bin", "minute", "vast", "saturated", "small")
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -
             return 1 + 2.0**-11 * np.abs(np.tanh(states))
         case "minute":  # where an epsilon that is added for safety, 1e-6 or so, is no longer small
             return states * 1e-7
+        case "small":  # norms of some 2e-4, below those of any model
+            return states * 2.0**-15
         case "vast":
             return states * 1e4
         case "saturated":  # nine of ten are 0, as scores that are cut off: more equal ones than 16 bits count

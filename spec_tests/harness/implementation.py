@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -20,6 +21,7 @@ import pytest
 
 from evictionary import reference
 from evictionary.source import import_file
+from evictionary.spec_tests.harness.apart import WATCH
 from evictionary.spec_tests.harness.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
@@ -134,10 +136,16 @@ class Implementation:
         """Return float64 numbers that the dtype under test represents exactly, so that both sides see the same input."""
         return round_to(np.asarray(array, dtype=np.float64), self.dtype)
 
-    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `path` of the implementation: NumPy in (rounded to the dtype), NumPy out. The call is recorded."""
+    def function(self, path: str) -> Callable[..., Any]:
+        """The function `path` of the implementation, as it is; a program looks after its time itself, any other is watched."""
         stem, name = path.split(".")
         function = getattr(self.modules[stem], name)
+        return function if self.array_library == "exec" else functools.partial(WATCH.call, path, function)
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `path` of the implementation: NumPy in (rounded to the dtype), NumPy out. The call is recorded."""
+        name = path.split(".")[1]
+        function = self.function(path)
         call = Call(path, self._rounded_arguments(path, args, kwargs), positional=len(args))
         if self.asking not in ("", REFUSAL) and (reason := self.domain.excludes(call.arguments)):
             raise OutsideDomain(reason)
@@ -367,6 +375,18 @@ def load(
     if device != "cpu" and (reason := _no_device(library, device)):
         raise UnusableImplementation(f"{target}: --device {device}: {reason}")
     return implementation
+
+
+def load_each(target: str, dtypes: list[str | None], domain: Domain, **options: Any) -> list[Implementation]:
+    """The implementation at each dtype that was asked for, or else at each that it names in its domain."""
+    if dtypes == [None]:
+        first = load(target, domain=domain, **options)
+        return [first, *(load(target, dtype=dtype, domain=domain, **options) for dtype in first.domain.dtype[1:])]
+    found = [load(target, dtype=dtype, domain=domain, **options) for dtype in dtypes]
+    for each in found:
+        if each.domain.dtype and each.dtype not in each.domain.dtype:
+            raise UnusableImplementation(f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})")
+    return found
 
 
 CONVENTIONS = {

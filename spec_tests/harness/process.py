@@ -34,7 +34,7 @@ PROTOCOL = 1
 PREFIX = "exec:"
 """What a target of `load` begins with where the rest of it is a command line."""
 
-SECONDS = 30.0
+SECONDS = 60.0
 STARTS = 10
 LONGEST_LINE = 2**20
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4", "bool": "u1"}

@@ -1,0 +1,141 @@
+"""A bank of files that once had full marks or a message that misled: each loses its step now, and its author is told why.
+
+A file is the right one of its assignment and some code at its end, where `right` is the right function.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import pytest
+from grader_tools import judged
+
+from evictionary.classroom import assignment as assignments
+from evictionary.classroom import grading
+from evictionary.classroom.inputs import decided_by
+from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
+from evictionary.spec_tests.harness.law import load_laws
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One file: its assignment, the step that it has to lose, the wrong function and its body, and words of what is told."""
+
+    assignment: str
+    step: str
+    function: str
+    body: str
+    told: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.assignment} {self.step}: {self.body[:60]}"
+
+    @property
+    def source(self) -> str:
+        stem = assignments.load(self.assignment).stem
+        right = SOLUTION.read_text(encoding="utf-8") if stem == "keydiff" else bundled(stem)
+        head = f"\n\nimport numpy as np\n\nright = {self.function}\n\n\ndef {self.function}"
+        return f"{right}{head}{self.body}\n"
+
+    def line(self, **settings: object) -> grading.Line:
+        """The line of the step, asked without those that it needs."""
+        one = assignments.load(self.assignment)
+        steps = tuple(replace(each, needs=()) for each in one.steps if each.name == self.step)
+        return grading.judge(
+            self.source.encode(), replace(one, steps=steps), **{"secret": b"a secret", "examples": 3, **settings}
+        ).lines[-1]
+
+
+PASSED_ON = "length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size"
+MESSAGES = (
+    Wrong("keydiff", "score", "score", "(keys): out = right(keys); keys /= 2; return out", "score writes into keys"),
+    Wrong("lagkv", "score", "score", "(*parts): out = right(*parts); parts[1][:] = 0; return out", "writes into argument 2"),
+    Wrong(
+        "momentkv", "update", "update", "(sums, *rest): new = right(sums, *rest); sums[0][:] += 1; return new", "writes into sums"
+    ),
+    Wrong("keydiff", "anchor", "anchor", "(keys): right(keys)", "anchor returned None: is there a return?"),
+    Wrong("keydiff", "anchor", "anchor", "(keys): breakpoint(); return right(keys)", "there is no terminal here"),
+    Wrong("keydiff", "anchor", "anchor", "(keys): input(); return right(keys)", "take input() out"),
+    Wrong(
+        "keydiff", "edges", "score", "(keys): assert np.isfinite(keys).all(); return right(keys)", "wanted          a ValueError"
+    ),
+    Wrong("lagkv", "length", "retained_length", "(length, **rest): return float(right(length, **rest))", "a float; wanted a whole"),
+    Wrong(
+        "lagkv",
+        "defaults",
+        "retained_length",
+        f"(length, *, keep_ratio, sink_size=9, lag_size=1024): return right({PASSED_ON})",
+        "retained_length(2063, keep_ratio=0.5) = ",
+    ),
+)
+
+
+@pytest.mark.parametrize("wrong", MESSAGES, ids=str)
+def test_a_wrong_file_loses_its_step_and_is_told_why(wrong: Wrong) -> None:
+    line = wrong.line()
+    assert line.verdict == "failed"
+    assert wrong.told in line.message
+    assert "StudentError" not in line.message
+    assert not re.search(r"made of\s*$", line.message, re.MULTILINE)
+    assert len(line.message) < 3000, "thousands of tokens are no explanation"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("import helpers", "of your files only keydiff.py is handed in"),
+        ("import matplotlib.pyplot as plt", "matplotlib.pyplot: this assignment is for NumPy only"),
+        ("def anchor(keys):\n    pass\n\n\nfrom sympy import sqrt", "sympy: this assignment is for NumPy only"),
+        ("def score(keys:", "SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_has_a_line_of_its_own(source: str, told: str) -> None:
+    result = judged("keydiff", source)
+    assert (result.score, result.lines[0].name, result.lines[0].read) == (0, "file", "")
+    assert told in result.lines[0].message
+    assert {line.verdict for line in result.lines[1:]} == {"not judged yet"}
+
+
+@pytest.mark.slow
+def test_a_kernels_file_imports_what_the_grader_has_and_nothing_else() -> None:
+    for library, told in (
+        ("sympy", "sympy: torch, Triton and NumPy are there"),
+        ("fractions, triton.language", "score in keydiff.py"),
+    ):
+        assert told in judged("kernel", f"import torch\nimport {library}\n", examples=1, explain=False).lines[0].message
+
+
+def test_each_failed_line_names_the_law_and_the_input_without_our_own_names() -> None:
+    result = judged("keydiff", "def anchor(keys):\n    return keys[0]\n\n\ndef score(keys):\n    return keys.nothing\n")
+    for line in (line for line in result.lines if line.verdict == "failed" and line.name != "pairwise"):
+        for words in ("the law", "input", "what is wrong"):
+            assert words in line.message
+        assert "StudentError" not in line.message + line.reason
+
+
+@pytest.mark.parametrize("name", assignments.names())
+def test_what_is_to_read_is_in_the_handout_or_a_paper(name: str) -> None:
+    for step in assignments.load(name).steps:
+        assert re.match(r"handout(, part \d+)?(; |$)", step.read), step.read
+        assert not re.search(r"\.md|decision", step.read), "a wheel has no pages"
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_the_words_of_a_refusal_are_those_of_the_handout(name: str) -> None:
+    """Whoever names the argument as the handout does is understood: each law of a refusal asks for one of its words."""
+    one, asked = assignments.load(name), set()
+    words = set(re.findall(r"`(\w+)`", (one.folder / "README.md").read_text(encoding="utf-8")))
+    reference = grading._reference(one.stem)
+
+    class Asked(grading._Judged):
+        def refuses(self, pattern: str = "") -> object:
+            asked.add(pattern)
+            return suppress(ValueError)
+
+    impl = Asked(one.stem, {one.stem: reference}, "", "numpy", "cpu", "float64")
+    for law in (load_laws()[each] for step in one.steps for each in step.laws):
+        if law.kind == "refusal":
+            decided_by(1, law, 40).check(impl)
+    assert {pattern for pattern in asked if not words & set(pattern.split("|"))} == set()
