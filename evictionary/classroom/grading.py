@@ -141,11 +141,18 @@ def judge(
     return result
 
 
-def blocked(assignment: Assignment) -> str:
-    """Why this machine cannot judge the assignment, or an empty string."""
+def lacking(assignment: Assignment) -> str:
+    """Which library this machine lacks for the assignment and how to get it, or an empty string."""
     for module in ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ():
         if importlib.util.find_spec(module) is None:
-            return f"this machine has no {module}, which the assignment needs"
+            return f"this machine has no {module}, which the assignment needs: pip install 'evictionary[torch]'"
+    return ""
+
+
+def blocked(assignment: Assignment) -> str:
+    """Why this machine cannot judge the assignment, or an empty string."""
+    if reason := lacking(assignment):
+        return reason
     if assignment.contest:
         from evictionary.classroom import contest
 
