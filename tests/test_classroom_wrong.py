@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from grader_tools import judged
+from sampling import sampled
 
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import grading
@@ -139,3 +140,37 @@ def test_the_words_of_a_refusal_are_those_of_the_handout(name: str) -> None:
         if law.kind == "refusal":
             decided_by(1, law, 40).check(impl)
     assert {pattern for pattern in asked if not words & set(pattern.split("|"))} == set()
+
+
+ABOVE = {
+    "70 tokens": "max(length for each in args[:2] for length in np.shape(each)) > 150",
+    "16 channels": "np.shape(args[0])[-1] > 16",
+    "8 heads": "np.ndim(args[0]) > 2 and np.shape(args[0])[1] > 8",
+    "4 items": "np.ndim(args[0]) > 2 and np.shape(args[0])[0] > 4",
+}
+SIZED = (
+    ("keydiff", "sizes", ("score", "anchor")),
+    ("lagkv", "sizes", ("score", "select")),
+    ("gvote", "sizes", ("attention_weights", "nucleus", "select")),
+    ("expected_attention", "sizes", ("query_statistics", "average_rope", "score")),
+    ("momentkv", "sizes", ("score", "attend")),
+    ("h2o", "select", ("score", "select")),
+    ("duo_attention", "gates", ("estimate_gates",)),
+)
+TURNED = "tuple(part[..., ::-1] for part in out) if isinstance(out, tuple) else out[..., ::-1]"
+LARGER = [
+    Wrong(name, step, function, f"(*args, **rest): out = right(*args, **rest); return ({TURNED}) if {condition} else out", above)
+    for name, step, functions in SIZED
+    for function in functions
+    for above, condition in ABOVE.items()
+    if (function, above) not in {("estimate_gates", "70 tokens"), ("query_statistics", "70 tokens"), ("average_rope", "70 tokens")}
+]
+OTHER_WRONG = [
+    Wrong("keydiff", "sizes", "anchor", "(keys): B, H, T, D = keys.shape; return right(keys)", "not enough values to unpack"),
+    Wrong("keydiff", "symmetries", "score", "(keys): return right(np.where(np.abs(keys) < 1e-12, 0, keys))", "about 1e-20"),
+]
+
+
+@pytest.mark.parametrize("wrong", sampled([*OTHER_WRONG, *LARGER], every=12), ids=lambda one: f"{one} above {one.told}"[:40])
+def test_what_is_wrong_above_a_size_loses_points(wrong: Wrong) -> None:
+    assert wrong.line(examples=1, explain=False).verdict == "failed"
