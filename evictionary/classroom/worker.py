@@ -442,7 +442,8 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         if setup["interpret"]:
             os.environ["TRITON_INTERPRET"] = "1"
             import triton.language  # noqa: F401
-    launches = contextlib.ExitStack().enter_context(watched_launches()) if setup["interpret"] else {"added": 0.0}
+    watching = watched_launches() if setup["interpret"] else contextlib.nullcontext({"added": 0.0})
+    launches = watching.__enter__()  # as long as the process lives
     path, site, banned = setup["path"], setup["site"], setup["banned"]
     walls: dict[str, Any] = {"audit hook": setup["confine"]}
     if setup["confine"]:
