@@ -337,15 +337,3 @@ def test_the_action_hands_on_what_it_is_given(given: dict[str, str], wanted: lis
     done = subprocess.run(["bash", "-eu", "-c", judge["run"]], env=environment, capture_output=True, text=True, check=True)
     said = done.stdout.splitlines()
     assert said[:2] == ["judge", wanted[0]] and set(wanted) < set(said) and said[-2:] == ["--report", "a report"]
-
-
-@pytest.mark.slow
-def test_the_first_report_of_ten_minutes_is_what_its_program_is_told(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "ten_minutes.md").read_text()
-    program = page.partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "keydiff.py").write_text(program)
-    command = [sys.executable, "-m", "evictionary", "judge", "keydiff.py", "--method", "keydiff"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    shown = page[page.index("KD-8 does not hold") : page.index("  this law alone")]
-    assert done.returncode == 1 and shown in done.stdout, done.stdout + done.stderr
