@@ -33,6 +33,7 @@ OWN = ("reference", "optimized")
 # The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
 NOT_SEAMS = ("checks",)
 NO_GPU = "needs a GPU, and this machine has none"
+CANNOT_HOLD = "cannot hold the numbers"
 # In place of a function, for laws that hold of every function that an implementation provides.
 ANY = "*"
 
@@ -220,7 +221,7 @@ class Implementation:
 
     def unrepresentable(self) -> NoReturn:
         """Leave the case out: its dtype cannot hold the numbers, which says nothing about the implementation."""
-        raise OutsideDomain(f"{self.dtype} cannot hold the numbers that it asks for")
+        raise OutsideDomain(f"{self.dtype} {CANNOT_HOLD} that it asks for")
 
     def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
