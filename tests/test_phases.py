@@ -269,9 +269,9 @@ def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_writte
     read_in(model, cache, [1] * 5, IDS[:, 30:])
     assert set(looked_at) == {2 * 8}
     before = cache.layers[0].keys.clone()
-    with model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: torch.full((1, 1, 16), torch.nan)):
-        with pytest.raises(MethodError, match="values: got NaN or infinite numbers in layer 0"):
-            read(model, IDS[:, 35:36], cache)
+    broken = model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: torch.full((1, 1, 16), torch.nan))
+    with broken, pytest.raises(MethodError, match="values: got NaN or infinite numbers in layer 0"):
+        read(model, IDS[:, 35:36], cache)
     assert torch.equal(cache.layers[0].keys, before)
 
 
