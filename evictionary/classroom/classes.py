@@ -212,7 +212,8 @@ def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, i
     """
     from evictionary.classroom import synthetic
 
-    one, settings = order.loaded, {"constants": {}}
+    one = order.loaded
+    settings: dict[str, Any] = {"constants": {}}
     if solution is None and one.stem not in synthetic.STEMS:
         raise UsageError(f"submission: got none, wanted a right answer to {one.name}, for the reference has no {one.stem}")
     try:

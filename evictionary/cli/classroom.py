@@ -63,6 +63,7 @@ def start(
     """Begin an assignment: write its starter file, with the functions to fill in."""
     with exit_codes():
         from evictionary.classroom.assignment import load
+        from evictionary.classroom.grading import lacking
 
         chosen = load(assignment, assignments)
         path = work / chosen.file
@@ -88,6 +89,8 @@ def start(
         if any(step.check != "rows" for step in chosen.steps):
             told += " Arrays come in float64, and results must be float64 too."
         console.print(told)
+    if missing := lacking(chosen):
+        console.print(f"Here `check` cannot judge it: {missing}", style="yellow", markup=False)
     console.print(f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]")
 
 
@@ -244,7 +247,7 @@ def submit(
             raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
     is_begun = path.read_text(encoding="utf-8", errors="replace") != chosen.starter_for(student)
     if not is_begun:
-        messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False)
+        messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"assignment": chosen.name, "archive": str(target), "files": packed, "begun": is_begun}))
         return
