@@ -609,8 +609,8 @@ class EvictingCache(Cache):
         """Refuse assisted generation, which calls this before its first token."""
         if self.method is not None:
             raise UsageError(
-                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: its "
-                "first forward reads the prompt together with drafts, and the cache would compress both"
+                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: a "
+                "forward that reads a prompt together with drafts would compress both"
             )
         super().activate_past_recording()
 
