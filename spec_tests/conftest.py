@@ -72,6 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the implementation accepts, beside its own DOMAIN: head_dim=64,128 (also value_dim, group, lag_size, batch, "
         "dtype, min_length, max_length, length_multiple_of). May be given several times",
     )
+    group.addoption(
+        "--method", action="append", default=[], metavar="NAME", help="ask laws of memory of this method's functions only"
+    )
     # pytest has a --strict of its own, which asks for all of pytest's checks; here it asks for all classes of law besides.
     group.addoption("--brief", action="store_true", help="a summary and the first failure, in place of everything")
     group.addoption(
@@ -120,7 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
             for each in (described if target in elsewhere else load_each)(target, dtypes, domain, **where)
         ]
         for each in config.stash[verdict.JUDGED]:
-            each.strict = config.getoption("strict")
+            each.strict, each.methods = config.getoption("strict"), tuple(config.getoption("--method"))
         path = config.getoption("--expected-failures")
         config.stash[EXPECTED] = verdict.read_expected(Path(path)) if path else {}
         if any(each.domain.excludes_small for each in config.stash[verdict.JUDGED]):

@@ -475,9 +475,9 @@ def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> Non
         grading._judge_steps(run, result, explained=True)
         return result.score
 
-    assert points(1) == 50
+    assert points(1) == 45
     table.learns = False
-    assert (points(1), points(2)) == (50, 0)
+    assert (points(1), points(2)) == (45, 0)
 
 
 def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     result = judged("gvote", never.source, explain=False)
     assert verdicts(result)["votes"] == "failed"
     assert verdicts(result)["logits"] == "not judged yet"
-    assert result.score == 60
+    assert result.score == 55
 
 
 @pytest.mark.slow

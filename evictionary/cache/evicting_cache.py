@@ -59,7 +59,8 @@ class EvictingCache(Cache):
     _finalizer: Any
     _replaying: bool
     _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
-    _is_warned: bool
+    _is_warned: bool  # that later tokens stay
+    _is_told: bool  # that a method keeps less than half of what it may
     _names: frozenset[str]
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
@@ -385,6 +386,18 @@ class EvictingCache(Cache):
                 stacklevel=2,
             )
 
+    def _warn_of_what_is_wasted(self, kept: torch.Tensor, asked: int) -> None:
+        """Warn, once, where a select keeps less than half of the tokens [B, H_kv, T] that it may: `asked` in all rows of a head."""
+        assert self.method is not None
+        in_a_head = int(kept.sum()) / kept.shape[1]
+        if 2 * in_a_head < asked:
+            self._is_told = True
+            warnings.warn(
+                f"method {self.method.name}: keeps {in_a_head / len(kept):.4g} tokens in a head, where the budget is "
+                f'{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = {{"own_budget"}}',
+                stacklevel=2,
+            )
+
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
 
@@ -495,6 +508,8 @@ class EvictingCache(Cache):
                 anchor = one_pass.anchor_of(keys, layer.anchor, layer.seen - layer.evicted_at)
                 method = one_pass.anchored(method, anchor)
         kept = method.kept(states, request)
+        if method.is_select and not self._is_told and not method.traits & {"own_budget", "moving_window", "recursive"}:
+            self._warn_of_what_is_wasted(kept, sum(self._amounts(layer_index, layer.seen)))
         if anchor is not None:
             anchor = one_pass.anchor_without(anchor, keys, kept)
         if static is not None:
@@ -607,7 +622,7 @@ class EvictingCache(Cache):
         self._replaying = False
         self._is_announced = False
         self.peak_tokens = 0
-        self._is_warned = False
+        self._is_warned = self._is_told = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
         # while decoding, `query` is the last one, and no history of it is needed
         later = set(self.method.inputs) - {"query"} if self.method and self.every else set()

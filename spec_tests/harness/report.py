@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import traceback
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,9 @@ def _has_no_literal(value: Any) -> bool:
 
 
 def _imports(value: Any) -> list[str]:
-    """The line that `_literal` needs for a named tuple."""
+    """The line that `_literal` needs for a named tuple or a fraction."""
+    if isinstance(value, Fraction):
+        return ["from fractions import Fraction"]
     return [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
 
 

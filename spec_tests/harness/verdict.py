@@ -30,6 +30,7 @@ from evictionary.spec_tests.harness.law import REQUIREMENTS
 SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
 PAPER = "the papers themselves"
+MOST_NAMED = 12
 UNCOUNTED = " (does not count without --strict)"
 
 JUDGED = pytest.StashKey[list[Implementation]]()
@@ -241,7 +242,9 @@ class Verdict:
             column = str(one)
             terminal.write_line("")
             terminal.write_line(column, bold=True)
-            terminal.write_line(f"  {'judged as':15}{', '.join(one.functions())}")
+            functions = one.functions()
+            named = ", ".join(functions) if len(functions) <= MOST_NAMED else f"{len(functions)} functions, which --json names"
+            terminal.write_line(f"  {'judged as':15}{named}")
             for kind in KINDS:
                 words: dict[str, list[str]] = {}
                 for name in REQUIREMENTS:
