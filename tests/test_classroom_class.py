@@ -288,7 +288,7 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
         assert (one.exit_code, told in one.stdout) == (code, True)
     unloadable = invoke(words[0], written(tmp_path, "import scipy", "eve.py"), *words[2:], *settings[2:])
     assert unloadable.exit_code == 1 and "your file cannot be loaded" in unloadable.stdout
-    assert "wanted one of test_a_zero_key" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+    assert "test_a_zero_key_scores_zero" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
 
 
 def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
