@@ -246,7 +246,7 @@ def test_decoding_is_a_block_of_one(impl, case, budget):
         check_step(impl, before, cache, budget)
 
 
-@law("KD-6", of=PROMPT)
+@law("KD-6", of=PROMPT, kind="edge")
 def test_of_equal_tokens_the_earlier_stays(impl):
     """Keys e1, e1, e2, e1 with a budget of 2: e2 is the distinct one, and of the equal three the first is kept."""
     keys = np.array([[[[1.0, 0], [1, 0], [0, 1], [1, 0]]]])

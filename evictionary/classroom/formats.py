@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from evictionary.classroom.child import visible
 
-SCHEMA = "evictionary/grade/3"
+SCHEMA = "evictionary/grade/4"
 SCHEMAS = Path(__file__).parent / "schemas"
 
 
@@ -118,7 +118,9 @@ def junit(grade: dict[str, Any]) -> str:
 
 def markdown(grade: dict[str, Any]) -> str:
     """A Markdown page: the points, and the first failure in full."""
-    lines = [f"# {grade['title']}: {grade['score']} of {grade['max_score']}", ""]
+    lines = [f"# {cell(grade['title'])}: {grade['score']} of {grade['max_score']}", ""]
+    file = f"{cell(grade['file'])} (SHA-256 {grade['source_sha256'][:16]})" if grade["source_sha256"] else cell(grade["file"])
+    lines += [f"Student {cell(grade['student'])}, file {file or 'none'}, graded {grade['graded_at']}.", ""]
     if grade["error"]:
         lines += [f"Nothing could be judged: {cell(grade['error'])}", ""]
     lines += ["| step | requirement | points | verdict |", "|---|---|---|---|"]

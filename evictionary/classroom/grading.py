@@ -67,13 +67,17 @@ class Line:
 
 @dataclass
 class Judgement:
-    """The result of one submission. `error` says why nothing could be judged; `walls` names the protections around the child."""
+    """The result of one submission. `error` says why nothing could be judged; `walls` names the protections around the child.
+
+    `notes` are for the instructor alone: what is odd about the file or about what it does.
+    """
 
     lines: list[Line]
     error: str = ""
     walls: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     leaderboard: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def score(self) -> int:
@@ -128,6 +132,8 @@ def judge(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
                 _judge_steps(run, result, explained=not explain)
+        if run.tried:
+            result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for line in result.lines:
@@ -136,11 +142,18 @@ def judge(
     return result
 
 
-def blocked(assignment: Assignment) -> str:
-    """Why this machine cannot judge the assignment, or an empty string."""
+def lacking(assignment: Assignment) -> str:
+    """Which library this machine lacks for the assignment and how to get it, or an empty string."""
     for module in ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ():
         if importlib.util.find_spec(module) is None:
-            return f"this machine has no {module}, which the assignment needs"
+            return f"this machine has no {module}, which the assignment needs: pip install 'evictionary[torch]'"
+    return ""
+
+
+def blocked(assignment: Assignment) -> str:
+    """Why this machine cannot judge the assignment, or an empty string."""
+    if reason := lacking(assignment):
+        return reason
     if assignment.contest:
         from evictionary.classroom import contest
 
@@ -258,12 +271,15 @@ class _Run:
     check_seed: int = 0
     unloadable: str = ""  # why the file cannot even be imported
     is_slow: bool = False  # a step has run out of time twice
+    tried: set[str] = field(default_factory=set)  # what the code tried and was refused
 
     def child(self, patience: int = 1) -> Child:
         one = self.assignment
         limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
         named = _named(one.stem)
-        return Child(self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named)
+        return Child(
+            self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named, tried=self.tried
+        )
 
     def seed(self, name: str) -> int:
         """The seed for one law or one purpose."""

@@ -16,6 +16,7 @@ import importlib.util
 import io
 import itertools
 import json
+import linecache
 import os
 import re
 import resource
@@ -33,6 +34,7 @@ from typing import Any, BinaryIO
 LARGEST_CALL, LARGEST_ANSWER, LARGEST_TEXT = 512 * 2**20, 4 * 2**20, 2**20
 MOST_ARRAYS = 64
 MOST_OPEN = 64
+MOST_TRIED, LONGEST_TRIED = 8, 60  # what the hook writes down of the actions that it refuses
 NOBODY = 65534
 
 
@@ -229,20 +231,28 @@ _DENIED = (
 THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}  # what a file may import beside the standard library
 
 
-def guard(readable: list[str], banned: list[str], library: str, file: str) -> None:
+def guard(readable: list[str], banned: list[str], library: str, file: str) -> list[str]:
     """Refuse, by an audit hook, actions that no scorer needs: the oracle, other people's files, writing, programs, the network.
 
     The hook gives clear messages. A student who knows the interpreter well can evade it; then the other protections hold.
     library is that of the assignment: its file may import that and the standard library. What torch imports itself is its affair.
+    The list that is returned names what the code tries from now on.
     """
     roots = tuple(os.path.realpath(path) + os.sep for path in readable)
     closed, denied = frozenset(banned), _DENIED  # own references: a student can replace a module's names
     there, frame_of = sys.stdlib_module_names.union(THERE[library]), sys._getframe
     only = "torch, Triton and NumPy are there" if library == "torch" else "this assignment is for NumPy only"
     only += f" (and Python's own modules); of your files only {os.path.basename(file)} is handed in"
+    tried: list[str] = []
+
+    def refusal(what: str, told: str) -> PermissionError:
+        if what not in tried and len(tried) < MOST_TRIED:
+            tried.append(what[:LONGEST_TRIED])
+        return PermissionError(told)
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "import" and arguments[0].split(".")[0] in closed:
+            refusal(f"import {arguments[0]}", "")
             raise ImportError(f"{arguments[0]}: not there while your code is judged")
         if event == "import" and (library == "numpy" or frame_of(1).f_code.co_filename == file):
             top = arguments[0].split(".")[0]
@@ -253,13 +263,14 @@ def guard(readable: list[str], banned: list[str], library: str, file: str) -> No
             if (isinstance(mode, str) and set(mode) & set("wax+")) or (
                 isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
             ):
-                raise PermissionError(f"{path}: no writing while your code is judged")
+                raise refusal(f"write {path}", f"{path}: no writing while your code is judged")
             if not (os.path.realpath(path) + os.sep).startswith(roots):
-                raise PermissionError(f"{path}: not yours to read while your code is judged")
+                raise refusal(f"open {path}", f"{path}: not yours to read while your code is judged")
         if event.startswith(denied):
-            raise PermissionError(f"{event}: not allowed while your code is judged")
+            raise refusal(event, f"{event}: not allowed while your code is judged")
 
     sys.addaudithook(refuse)
+    return tried
 
 
 def limit(cpu_seconds: int, memory: int) -> bool:
@@ -280,17 +291,46 @@ def limit(cpu_seconds: int, memory: int) -> bool:
     return holds
 
 
-def become_nobody(readable: list[str]) -> bool:
-    """Become the user nobody: the limit on processes does not bind root. Stay root if that user cannot read the files."""
-    for path in readable:
+def reaches(user: int, paths: list[str]) -> bool:
+    """Whether the user can enter the folders of all paths by their modes alone, without a right of root's."""
+    for path in paths:
         while path != os.path.dirname(path):
-            if not os.stat(path).st_mode & 0o001 and os.path.isdir(path):
+            found = os.stat(path)
+            if os.path.isdir(path) and not found.st_mode & (0o100 if found.st_uid == user else 0o001):
                 return False
             path = os.path.dirname(path)
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
     return True
+
+
+def become_nobody(readable: list[str]) -> bool:
+    """Become the user nobody: the limit on processes does not bind root. Stay root if that user cannot read the files."""
+    if not reaches(NOBODY, readable):
+        return False
+    try:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    except PermissionError:  # a container that took this right from root
+        return False
+    return True
+
+
+def drop_rights(readable: list[str]) -> bool:
+    """Give up all capabilities of root for good, but that of reading where root needs it to reach Python; Linux.
+
+    The process can then be traced by nobody, and the kernel keeps no core of it, not even through a pipe.
+    """
+    if not sys.platform.startswith("linux"):
+        return os.getuid() != 0
+    libc = ctypes.CDLL(None)
+    kept = 0 if os.getuid() or reaches(0, readable) else 1 << 2  # CAP_DAC_READ_SEARCH
+    for number in range(64):
+        if not kept >> number & 1:
+            libc.prctl(24, number, 0, 0, 0)  # out of the bounding set
+    # Version 3 of the call, this process; effective, permitted and inheritable capabilities, the low words and the high ones.
+    sets = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
+    done = libc.capset(struct.pack("=Ii", 0x20080522, 0), sets) == 0
+    return libc.prctl(4, 0, 0, 0, 0) == 0 and done
 
 
 # The student's file
@@ -316,8 +356,9 @@ HINTS = (  # a part of an error, and what it comes from
 
 def describe(error: BaseException, path: str) -> dict[str, Any]:
     """An exception as the parent shows it: its type, its message and the last line of the student's file in it."""
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    place = f"{os.path.basename(path)}:{lines[-1].lineno}: {lines[-1].line}" if lines else ""
+    # Not by extract_tb: it opens the files of all frames, and the audit hook would write that down as tried by the student.
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    place = f"{os.path.basename(path)}:{lines[-1]}: {linecache.getline(path, lines[-1]).strip()}" if lines else ""
     message = f"{type(error).__name__} {error}"
     hint = next((hint for part, hint in HINTS if part in message), "")
     return {
@@ -426,8 +467,10 @@ def answer(function: Callable[..., Any], arguments: list[Any], keywords: dict[st
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Read the settings from the first frame, load the file, then answer one call after another."""
 
+    tried: list[str] = []
+
     def reply(message: dict[str, Any], arrays: list[Any] | None = None) -> None:
-        replies.write(pack(message, arrays or []))
+        replies.write(pack(message | {"tried": tried}, arrays or []))
         replies.flush()
 
     sys.path.append(sys.argv[1])  # where NumPy is
@@ -451,11 +494,12 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         readable = [kept for root in roots if os.path.exists(root) for kept in without(os.path.realpath(root), setup["closed"])]
         if os.getuid() == 0:
             walls["user nobody"] = become_nobody([sys.base_prefix, site, os.path.dirname(path)])
+        walls["no rights of root"] = drop_rights([sys.base_prefix, site, os.path.dirname(path)])
         end_with_parent()
         walls["limits"] = limit(setup["cpu_seconds"], setup["memory"])
         walls["landlock"] = landlock(readable, [site])
         walls["system calls"] = filter_calls(bytes.fromhex(setup["filter"]))
-        guard([*readable, site + os.sep + "__pycache__"], banned, setup["library"], path)
+        tried = guard([*readable, site + os.sep + "__pycache__"], banned, setup["library"], path)
     reply({"walls": walls})
     try:
         module = load(path, setup["stem"])
