@@ -23,6 +23,7 @@ from evictionary.spec_tests.harness.by_hand import (
 )
 from evictionary.spec_tests.harness.cases import cases, seeded_cases, seeds, tiny_cases
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.sizes import narrow
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation, check_selection, require_numbers
 
 SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
@@ -58,9 +59,8 @@ def test_epsilon_is_two_hundredths_unless_given(impl, case):
     impl.allowance(SCORE, *inputs, epsilon=0.02).check(impl.expected_attention.score(*inputs), "the score by default")
 
 
-@law("EA-9", of=SCORE, case=grouped, epsilon=epsilons)
-def test_score_equals_plain_loops(impl, case, epsilon):
-    """Head by head, token by token and channel by channel, with nothing but sums: the same numbers."""
+def check_loops(impl, case, epsilon):
+    """Raise Violation unless the score is that of plain loops over heads, tokens and channels."""
     keys, values, mean, covariance = arguments(impl, case)
     expected = np.zeros(keys.shape[:3])
     group, dim = mean.shape[1] // keys.shape[1], keys.shape[-1]
@@ -79,6 +79,19 @@ def test_score_equals_plain_loops(impl, case, epsilon):
     rounding = 1e-12 * float(np.abs(expected).max(initial=0) + np.abs(allowed.expected).max(initial=0))
     got = impl.expected_attention.score(keys, values, mean, covariance, epsilon=epsilon)
     allowed.wider(rounding).check(got, "the score, against loops,", expected)
+
+
+@law("EA-9", of=SCORE, case=grouped, epsilon=epsilons)
+def test_score_equals_plain_loops(impl, case, epsilon):
+    """Head by head, token by token and channel by channel, with nothing but sums: the same numbers."""
+    check_loops(impl, case, epsilon)
+
+
+@law("EA-9", of=SCORE, examples=1, seed=seeds())
+def test_scores_of_the_lengths_of_the_paper_equal_plain_loops(impl, seed):
+    """The same over 64 to 1,024 tokens, of a batch of three and two query heads a group."""
+    for case in narrow(impl, seed, group=2):
+        check_loops(impl, case, 0.02)
 
 
 @law("EA-9", of=SCORE, case=grouped, exponent=st.integers(-3, 3))

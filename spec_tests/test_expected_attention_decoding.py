@@ -16,11 +16,18 @@ from evictionary.spec_tests.harness.tolerance import Allowance, Violation, allow
 
 STEP, START = "expected_attention.decode_step", "expected_attention.start_decoding"
 MEASURES = "expected_attention_theory.skewness_and_kurtosis"
+# Section 4.2 compresses every 512 steps by the latest 128 queries: the defaults.
+PAPER = (
+    {"target": 512},
+    {"target": 128, "interval": 128, "buffer_size": 128},
+    {"target": 100, "interval": 100, "buffer_size": 64},
+)
 
 
-def states(impl, seed, group, length):
+def states(impl, seed, group, length, **sizes):
     """Keys, values and queries before RoPE of `length` tokens, as the dtype represents them: 2 batch items, 2 KV heads."""
-    case = Case(seed=seed, batch=2, num_kv_heads=2, group=group, length=length, head_dim=4, num_queries=length)
+    shape = {"batch": 2, "num_kv_heads": 2, "head_dim": 4} | sizes
+    case = Case(seed=seed, group=group, length=length, num_queries=length, **shape)
     return impl.round(case.keys), impl.round(case.values), impl.round(case.queries)
 
 
@@ -52,6 +59,37 @@ def check_compression(impl, state, queries, keys, values, candidates, position, 
     check_selection(kept, chain(queries, *rows), target, slack=slack, what=f"the compression before position {position}")
 
 
+def check_stream(impl, states, length, target, *, interval=512, buffer_size=128, **settings):
+    """Raise Violation unless the tokens after the first `length` are added one by one and compressed when they should be.
+
+    The implementation is asked with what differs from the defaults of the paper.
+    """
+    keys, values, queries = states
+    asked = {"interval": interval, "buffer_size": buffer_size, **settings}
+    asked = {name: value for name, value in asked.items() if value != {"interval": 512, "buffer_size": 128}.get(name)}
+    state = prompt(keys, values, queries, length, buffer_size)
+    for step, token in enumerate(range(length, keys.shape[2]), start=1):
+        before, new = state, (each[:, :, token] for each in (queries, keys, values))
+        state = impl.expected_attention.decode_step(before, *new, target=target, **asked)
+        due = step % interval == 0
+        if (state.position, state.steps) != (token + 1, 0 if due else step % interval):
+            raise Violation(
+                f"after step {step} position and steps are wrong", (token + 1, step % interval), (state.position, state.steps)
+            )
+        candidates = np.concatenate([before.positions, np.full((*keys.shape[:2], 1), token)], axis=2)
+        latest = queries[:, :, max(0, token + 1 - buffer_size) : token + 1]
+        require_equal(state.queries, latest, "the buffer does not hold the latest queries")
+        if due and candidates.shape[2] > target:
+            check_compression(impl, state, latest, keys, values, candidates, token + 1, target, **settings)
+        elif not np.array_equal(state.positions, candidates):
+            raise Violation("a token was evicted or lost between two compressions", candidates, state.positions)
+        if (np.diff(state.positions, axis=-1) <= 0).any():
+            raise Violation("the rows are not in position order", None, state.positions)
+        for name, rows, stored in (("keys", keys, state.keys), ("values", values, state.values)):
+            expected = np.take_along_axis(rows, state.positions[..., None], axis=2)
+            require_equal(stored, expected, f"the {name} are not those of the kept positions")
+
+
 @law(
     "EA-10",
     of=STEP,
@@ -65,31 +103,17 @@ def check_compression(impl, state, queries, keys, values, candidates, position, 
 )
 def test_decoding_compresses_every_interval(impl, seed, group, length, target, interval, buffer_size, epsilon):
     """Step by step: the cache grows by one, and every `interval` steps shrinks to the `target` best by the latest queries."""
-    keys, values, queries = states(impl, seed, group, length + 12)
-    settings = {"target": target, "interval": interval, "buffer_size": buffer_size, "horizon": 4, "epsilon": epsilon}
-    state = prompt(keys, values, queries, length, buffer_size)
-    for step, token in enumerate(range(length, length + 12), start=1):
-        before = state
-        state = impl.expected_attention.decode_step(
-            before, queries[:, :, token], keys[:, :, token], values[:, :, token], **settings
-        )
-        due = step % interval == 0
-        if (state.position, state.steps) != (token + 1, 0 if due else step % interval):
-            raise Violation(
-                f"after step {step} position and steps are wrong", (token + 1, step % interval), (state.position, state.steps)
-            )
-        candidates = np.concatenate([before.positions, np.full((*keys.shape[:2], 1), token)], axis=2)
-        latest = queries[:, :, max(0, token + 1 - buffer_size) : token + 1]
-        require_equal(state.queries, latest, "the buffer does not hold the latest queries")
-        if due and candidates.shape[2] > target:
-            check_compression(impl, state, latest, keys, values, candidates, token + 1, target, horizon=4, epsilon=epsilon)
-        elif not np.array_equal(state.positions, candidates):
-            raise Violation("a token was evicted or lost between two compressions", candidates, state.positions)
-        if (np.diff(state.positions, axis=-1) <= 0).any():
-            raise Violation("the rows are not in position order", None, state.positions)
-        for name, rows, stored in (("keys", keys, state.keys), ("values", values, state.values)):
-            expected = np.take_along_axis(rows, state.positions[..., None], axis=2)
-            require_equal(stored, expected, f"the {name} are not those of the kept positions")
+    settings = {"interval": interval, "buffer_size": buffer_size, "horizon": 4, "epsilon": epsilon}
+    check_stream(impl, states(impl, seed, group, length + 12), length, target, **settings)
+
+
+@law("EA-10", of=STEP, examples=1, seed=seeds())
+def test_decoding_compresses_at_the_intervals_of_the_paper(impl, seed):
+    """The same every 512 steps with the latest 128 queries, which are the defaults, and every 100 and 128 steps with others."""
+    for settings in PAPER:
+        length, steps = settings["target"] // 2, settings["target"] + settings.get("interval", 512) // 4
+        tokens = length + max(steps, settings.get("interval", 512) + 2)
+        check_stream(impl, states(impl, seed, 1, tokens, batch=3, num_kv_heads=1, head_dim=2), length, **settings)
 
 
 @law("EA-10", of=STEP, seed=seeds(), target=st.integers(1, 9), interval=st.integers(1, 6))
@@ -105,7 +129,7 @@ def test_the_cache_never_exceeds_target_plus_interval(impl, seed, target, interv
             raise Violation(f"the cache holds {state.keys.shape[2]} tokens", target + interval - 1, state.keys.shape[2])
 
 
-@law("EA-10", of=STEP, position=st.sampled_from([521, 5000]))
+@law("EA-10", of=STEP, examples=2, position=st.sampled_from([521, 5000]))
 def test_the_defaults_are_those_of_the_paper(impl, position):
     """128 queries, every 512 steps, 512 positions, epsilon 0.02, at the true position and not at that of the buffer's end."""
     keys, values, queries = states(impl, 7, 2, 521)
@@ -123,14 +147,26 @@ def test_the_defaults_are_those_of_the_paper(impl, position):
     check_compression(impl, relative, queries[:, :, -128:], keys, values, candidates, position, 200)
 
 
+def check_start(impl, seed, length, buffer_size=None):
+    keys, values, queries = states(impl, seed, 2, length)
+    expected = prompt(keys, values, queries, length, buffer_size or 128)
+    asked = {} if buffer_size is None else {"buffer_size": buffer_size}
+    got = impl.expected_attention.start_decoding(keys, values, queries, **asked)
+    for name, wanted, found in zip(Decoding._fields, expected, got, strict=True):
+        require_equal(found, wanted, f"{name} of the first state is wrong")
+
+
 @law("EA-10", of=START, seed=seeds(), length=st.integers(1, 6), buffer_size=st.integers(1, 8))
 def test_decoding_starts_with_the_latest_queries_of_the_prompt(impl, seed, length, buffer_size):
     """All tokens of the prompt, their positions, the latest queries, and the position of the next token."""
-    keys, values, queries = states(impl, seed, 2, length)
-    expected = prompt(keys, values, queries, length, buffer_size)
-    got = impl.expected_attention.start_decoding(keys, values, queries, buffer_size=buffer_size)
-    for name, wanted, found in zip(Decoding._fields, expected, got, strict=True):
-        require_equal(found, wanted, f"{name} of the first state is wrong")
+    check_start(impl, seed, length, buffer_size)
+
+
+@law("EA-10", of=START, examples=1, seed=seeds())
+def test_decoding_starts_with_the_latest_128_queries(impl, seed):
+    """The same by default, of prompts shorter than 128 tokens, as long, and longer."""
+    for length in (100, 127, 128, 129, 512, 2048):
+        check_start(impl, seed, length)
 
 
 @law("EA-10", of=STEP, kind="refusal", name=st.sampled_from(["target", "interval", "buffer_size", "key", "value", "query"]))

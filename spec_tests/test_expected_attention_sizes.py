@@ -16,31 +16,45 @@ from evictionary.spec_tests.harness.by_hand import (
     softmax_slack,
     weights_in_parts,
 )
-from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases, seeds
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.sizes import BUDGETS, narrow
 from evictionary.spec_tests.test_expected_attention import SCORE, STATISTICS
 from evictionary.spec_tests.test_expected_attention_statistics import ROPE, before_rope, grouped, in_closed_form, rope_allowance
 
 RANK = 3
 
 
-@law("EA-5", of=STATISTICS, examples=2, case=long_cases(("moving_mean", "sinks", "vast", "minute"), lengths=SPLIT_LENGTHS))
-def test_statistics_of_many_queries_add_up_their_parts(impl, case):
-    """Mean and covariance of thousands of queries are those of their parts, with what the means of the parts differ by."""
+def check_statistics(impl, case):
+    """Raise Violation unless mean and covariance are those of parts of a hundred or a thousand queries, put together."""
     queries = of_dtype(impl, case.keys)
     count = queries.shape[-2]
-    mean = sum(in_parts(lambda part: part.sum(axis=-2), queries)) / count
+    size = 3000 if count > 3000 else 100
+    mean = sum(in_parts(lambda part: part.sum(axis=-2), queries, size=size)) / count
     covariance = np.zeros((*mean.shape, mean.shape[-1]))
-    for part in in_parts(lambda part: part, queries):
+    for part in in_parts(lambda part: part, queries, size=size):
         own = part.mean(axis=-2)
         centred, apart = part - own[..., None, :], own - mean
         within, between = np.swapaxes(centred, -1, -2) @ centred, apart[..., :, None] * apart[..., None, :]
         covariance += (within + part.shape[-2] * between) / count
-    size = np.sqrt(np.square(queries).mean(axis=-2))
+    magnitude = np.sqrt(np.square(queries).mean(axis=-2))
     got = impl.expected_attention.query_statistics(queries)
     slack = rounding(impl, count)
-    require_near(got[0], mean, slack * size, "the mean of many queries")
-    require_near(got[1], covariance, slack * size[..., :, None] * size[..., None, :], "the covariance of many queries")
+    require_near(got[0], mean, slack * magnitude, "the mean of many queries")
+    require_near(got[1], covariance, slack * magnitude[..., :, None] * magnitude[..., None, :], "the covariance of many queries")
+
+
+@law("EA-5", of=STATISTICS, examples=2, case=long_cases(("moving_mean", "sinks", "vast", "minute"), lengths=SPLIT_LENGTHS))
+def test_statistics_of_many_queries_add_up_their_parts(impl, case):
+    """Mean and covariance of thousands of queries are those of their parts, with what the means of the parts differ by."""
+    check_statistics(impl, case)
+
+
+@law("EA-5", of=STATISTICS, examples=1, seed=seeds())
+def test_statistics_of_the_queries_of_the_paper_add_up_their_parts(impl, seed):
+    """The same of a buffer of 128 queries, and of 64 to 2,048, of a batch of three."""
+    for case in narrow(impl, seed, (*BUDGETS, 2048)):
+        check_statistics(impl, case)
 
 
 @law("EA-6", of=ROPE, examples=10, case=grouped, position=st.sampled_from([131_072, 8192, 32_768, 65_535]))
@@ -96,12 +110,13 @@ def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
 @law("EA-9", of=SCORE, examples=3, case=long_cases(groups=(4, 1, 16), lengths=SPLIT_LENGTHS))
 def test_no_split_of_a_long_prompt_is_lost(impl, case):
     """Each query head expects its weight on a few neighbouring tokens; the heads find them from the first token to the last."""
-    mean, keys = looking(case, *neighbours(case))
-    values = np.full_like(case.values, 1 / 8)
-    covariance = np.zeros((*mean.shape, case.head_dim))
-    covariance[..., -1, -1] = 1 / 1024  # of a channel that all keys have alike: it adds the same to every logit
-    norm = np.linalg.norm(values[0, 0, 0])
-    by_head = mean[0].reshape(case.num_kv_heads, case.group, -1)
-    expected = norm * np.array([[weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)]])
-    got = impl.expected_attention.score(keys, values, mean, covariance, epsilon=0.0)
-    require_near(got, expected, rounding(impl, case.length) * expected.max(), "the score of a long prompt")
+    for each in (case, *narrow(impl, case.seed, batch=1, group=2)):
+        mean, keys = looking(each, *neighbours(each))
+        values = np.full_like(each.values, 1 / 8)
+        covariance = np.zeros((*mean.shape, each.head_dim))
+        covariance[..., -1, -1] = 1 / 1024  # of a channel that all keys have alike: it adds the same to every logit
+        norm = np.linalg.norm(values[0, 0, 0])
+        by_head = mean[0].reshape(each.num_kv_heads, each.group, -1)
+        expected = norm * np.array([[weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)]])
+        got = impl.expected_attention.score(keys, values, mean, covariance, epsilon=0.0)
+        require_near(got, expected, rounding(impl, each.length) * expected.max(), f"the score of a prompt of {each.length} tokens")

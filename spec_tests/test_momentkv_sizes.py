@@ -1,10 +1,12 @@
-"""Laws of MomentKV with thousands of retained and evicted tokens: MK-10, MK-12, MK-25, MK-P."""
+"""Laws of MomentKV with hundreds and thousands of retained and evicted tokens: MK-9, MK-10, MK-12, MK-23, MK-25, MK-P."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from evictionary.reference.momentkv import Moments, no_moments
+from evictionary.reference.momentkv import Moments, Recovered, no_moments
 from evictionary.spec_tests.harness.by_hand import (
     attention_in_parts,
     causal_weights,
@@ -19,10 +21,11 @@ from evictionary.spec_tests.harness.by_hand import (
     softmax_slack,
     weights_in_parts,
 )
-from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases, seeds
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.test_momentkv import SCORE, UPDATE, held
-from evictionary.spec_tests.test_momentkv_attend import ATTEND
+from evictionary.spec_tests.harness.sizes import narrow
+from evictionary.spec_tests.test_momentkv import SCORE, UPDATE, held, near, recovering, score_in_loops, some, whole
+from evictionary.spec_tests.test_momentkv_attend import ATTEND, PARTITION, attend_in_loops, attending
 
 KINDS = ("normal", "moving_mean", "sinks")
 GROUPS = (4, 16, 1)
@@ -90,23 +93,26 @@ def unseen(impl, keys, values, tokens):
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_no_split_of_the_retained_tokens_is_lost(impl, case):
     """Each query head looks at three tokens of value 1 and at one of value 8, in other splits: the output is their mean."""
-    queries, keys, values, tokens = looked_at(case)
-    evicted, moments = unseen(impl, keys, values, tokens)
-    expected = np.full((*queries.shape[:2], case.value_dim), 11 / 4)
-    got = impl.momentkv.attend(queries, keys, values, ~evicted, moments)
-    require_near(got, expected, rounding(impl) * expected, "the output over a long cache")
+    for each in (case, *narrow(impl, case.seed, batch=1)):
+        queries, keys, values, tokens = looked_at(each)
+        evicted, moments = unseen(impl, keys, values, tokens)
+        expected = np.full((*queries.shape[:2], each.value_dim), 11 / 4)
+        got = impl.momentkv.attend(queries, keys, values, ~evicted, moments)
+        require_near(got, expected, rounding(impl) * expected, f"the output over a cache of {each.length} tokens")
 
 
 @law("MK-10", of=SCORE, examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_no_split_of_a_long_cache_is_scored_apart(impl, case):
     """Each query head shares its weight among four tokens in several splits; the moments explain no value."""
-    queries, keys, values, tokens = looked_at(case)
-    _, moments = unseen(impl, keys, values, tokens)
-    expected = np.zeros(keys.shape[:3])
-    expected[0, np.arange(len(tokens))[:, None] // case.group, tokens] = 1 / (4 * case.group)
-    expected *= np.linalg.norm(values, axis=-1)
-    slack = rounding(impl, case.value_dim) * expected + 1e-3 * rounding(impl) * expected.max()
-    require_near(impl.momentkv.score(queries, keys, values, moments), expected, slack, "the score of a long cache")
+    for each in (case, *narrow(impl, case.seed, batch=1)):
+        queries, keys, values, tokens = looked_at(each)
+        _, moments = unseen(impl, keys, values, tokens)
+        expected = np.zeros(keys.shape[:3])
+        expected[0, np.arange(len(tokens))[:, None] // each.group, tokens] = 1 / (4 * each.group)
+        expected *= np.linalg.norm(values, axis=-1)
+        slack = rounding(impl, each.value_dim) * expected + 1e-3 * rounding(impl) * expected.max()
+        got = impl.momentkv.score(queries, keys, values, moments)
+        require_near(got, expected, slack, f"the score of a cache of {each.length} tokens")
 
 
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
@@ -191,3 +197,77 @@ def test_chunks_of_a_long_prompt_score_by_the_window(impl, case):
     expected = np.array([[(np.bincount(chunk, head) / np.bincount(chunk))[chunk] for head in each[0]]])
     slack = softmax_slack(impl, expected, logit_error(impl, queries, keys) + rounding(impl, case.value_dim))
     require_near(impl.momentkv.score_prompt(queries, keys, values), expected, slack, "the score of a long prompt")
+
+
+def exact_states(case):
+    """Queries, keys and values of whole numbers, some of them evicted, and their moments, summed up token by token."""
+    keys, values, query = whole(case)
+    evicted = some(case, case.seed)
+    sums = np.zeros((*keys.shape[:2], 1 + keys.shape[-1] + values.shape[-1] + keys.shape[-1] * values.shape[-1]))
+    for item, head, token in np.argwhere(evicted):
+        key, value = keys[item, head, token], values[item, head, token]
+        sums[item, head] += [1, *key, *value, *np.outer(value, key).ravel()]
+    count, of_keys, of_values, products = np.split(sums, np.cumsum([1, keys.shape[-1], values.shape[-1]]), axis=-1)
+    products = products.reshape(*of_values.shape, keys.shape[-1])
+    return query, keys, values, evicted, Moments(count[..., 0].astype(np.int64), of_keys, of_values, products)
+
+
+@law("MK-25", of=UPDATE, examples=1, seed=seeds())
+def test_moments_at_the_budgets_of_the_paper_are_their_sums(impl, seed):
+    """Of 64 to 1,024 tokens of whole numbers, of a batch of three: the four sums, exactly, also on top of others."""
+    for case in narrow(impl, seed):
+        _, keys, values, evicted, expected = exact_states(case)
+        for before in (no_moments(keys, values), as_held(impl, expected)):
+            got = impl.momentkv.update(before, keys, values, evicted)
+            for name, field, had, own in zip(Moments._fields, got, before, expected, strict=True):
+                require_equal(field, had + own, f"{name} of {case.length} tokens is not their sum")
+
+
+@law("MK-23", of="momentkv.recover", examples=1, seed=seeds())
+def test_means_and_covariance_at_the_budgets_of_the_paper(impl, seed):
+    """Of 64 to 1,024 tokens: the two means, and the sum of v (k - kbar)^T, token by token."""
+    for case in narrow(impl, seed):
+        _, keys, values, evicted, moments = exact_states(case)
+        got = impl.momentkv.recover(moments)
+        allowed = [recovering(impl, moments, pick) for pick in range(3)]
+        for place in np.ndindex(keys.shape[:2]):
+            k, v = keys[place][evicted[place]], values[place][evicted[place]]
+            if not len(k):
+                continue
+            means = [np.array([math.fsum(column) / len(k) for column in states.T]) for states in (k, v)]
+            for pick, by_hand in enumerate([*means, v.T @ (k - means[0])]):
+                near(got[pick][place], by_hand, allowed[pick], Recovered._fields[pick])
+
+
+@law("MK-10", of=SCORE, examples=1, seed=seeds())
+def test_the_score_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
+    """Over 64 to 1,024 retained tokens, of a batch of three and two query heads a group: the plain loops."""
+    for case in narrow(impl, seed, group=2):
+        query, keys, values, _, moments = exact_states(case)
+        allowed = impl.allowance(SCORE, query, keys, values, moments)
+        near(impl.momentkv.score(query, keys, values, moments), score_in_loops(query, keys, values, moments), allowed, "the score")
+
+
+@law("MK-12", of=ATTEND, examples=1, seed=seeds())
+def test_the_output_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
+    """Over 64 to 1,024 tokens, some kept and the others in the moments: the plain loops."""
+    for case in narrow(impl, seed, group=2):
+        query, keys, values, evicted, moments = exact_states(case)
+        allowed = attending(impl, query, keys, values, ~evicted, moments)
+        expected = attend_in_loops(query, keys, values, ~evicted, moments)
+        near(impl.momentkv.attend(query, keys, values, ~evicted, moments), expected, allowed, "the output")
+
+
+@law("MK-9", of=("momentkv.approximate_evicted", "momentkv.log_evicted_partition"), examples=1, seed=seeds())
+def test_the_estimate_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
+    """Of 64 to 1,024 tokens: vbar + Stilde q / (n sqrt(d)), and the logarithm of the count plus the mean of the logits."""
+    for case in narrow(impl, seed):
+        query, keys, values, evicted, moments = exact_states(case)
+        got = impl.momentkv.approximate_evicted(query, moments), impl.momentkv.log_evicted_partition(query, moments)
+        allowed = [impl.allowance(path, query, moments) for path in ("momentkv.approximate_evicted", PARTITION)]
+        for place in np.ndindex(keys.shape[:2]):
+            k, v, q = keys[place][evicted[place]], values[place][evicted[place]], query[place] / np.sqrt(keys.shape[-1])
+            if len(k):
+                mean_key = k.sum(axis=0) / len(k)
+                near(got[0][place], (v * (1 + (k - mean_key) @ q)[:, None]).sum(axis=0) / len(k), allowed[0], "the estimate")
+                near(got[1][(*place, None)], np.array([np.log(len(k)) + mean_key @ q]), allowed[1], "the logarithm of its weight")

@@ -10,16 +10,17 @@ from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.harness.by_hand import causal_weights, for_each_reader, over_group, require_equal
 from evictionary.spec_tests.harness.cases import KINDS, cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.sizes import BUDGETS, narrow
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask, require_numbers
-from evictionary.spec_tests.test_momentkv import SCORE, moments_of, near, short_cases, situation, some, whole
+from evictionary.spec_tests.test_momentkv import SCORE, moments_of, near, score_in_loops, short_cases, situation, some, whole
+from evictionary.spec_tests.test_momentkv_attend import attend_in_loops
 
 ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
 SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
 
 
-@law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))
-def test_a_step_ends_within_the_budget_and_loses_no_token(impl, case, seed, budget):
-    """min(T + 1, L) tokens are left, in their order; the moments hold the sums of the others (whole numbers: exactly)."""
+def check_bookkeeping(impl, case, seed, budget):
+    """Raise Violation unless a step on whole numbers leaves the budget and sums up the others, and attends with those sums."""
     keys, values, query = whole(case)
     new_key, new_value = np.clip(np.round(case.next_keys[:, :, 0]), -2, 2), np.clip(np.round(case.next_values[:, :, 0]), -2, 2)
     before = moments_of(keys, values, some(case, seed))  # of other tokens with the same numbers
@@ -39,28 +40,36 @@ def test_a_step_ends_within_the_budget_and_loses_no_token(impl, case, seed, budg
         rows = iter(np.concatenate([all_keys[item, head], all_values[item, head]], axis=-1).tolist())
         if not all(row in rows for row in np.concatenate([left_keys[item, head], left_values[item, head]], axis=-1).tolist()):
             raise Violation("the tokens left are not in position order, or a key lost its value", None, left_keys[item, head])
+    fresh = Moments(np.asarray(after[0]).astype(np.int64), *after[1:])
+    kept = np.ones(left_keys.shape[:3], dtype=bool)
+    allowed = impl.allowance(ATTEND, query, left_keys, left_values, kept, fresh)
+    allowed.check(output, "the output of the step")
+    near(output, attend_in_loops(query, left_keys, left_values, kept, fresh), allowed, "the output of the step")
 
 
 @law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))
-def test_a_step_attends_with_the_moments_of_its_end(impl, case, seed, budget):
-    """The output is attend over what is left with the moments after the last eviction, not with the means from before it."""
-    keys, values, query = whole(case)
-    new_key, new_value = np.clip(np.round(case.next_keys[:, :, 0]), -2, 2), np.clip(np.round(case.next_values[:, :, 0]), -2, 2)
-    before = moments_of(keys, values, some(case, seed))
-    output, left_keys, left_values, after = impl.momentkv.decode_step(query, new_key, new_value, keys, values, before, budget)
-    fresh = Moments(np.asarray(after[0]).astype(np.int64), *after[1:])
-    kept = np.ones(left_keys.shape[:3], dtype=bool)
-    impl.allowance(ATTEND, query, left_keys, left_values, kept, fresh).check(output, "the output of the step")
+def test_a_step_ends_within_the_budget_and_attends_with_the_moments_of_its_end(impl, case, seed, budget):
+    """min(T + 1, L) tokens are left, in order; the moments are the sums of the others; the output is that of these moments."""
+    check_bookkeeping(impl, case, seed, budget)
 
 
-@law("MK-A1", of=STEP, case=cases(kinds=KINDS), seed=seeds())
-def test_a_step_evicts_the_lowest_score(impl, case, seed):
-    """Over budget by one, each head evicts one token, the new one perhaps, and none that stays scores less."""
+@law("MK-A1", of=STEP, examples=1, seed=seeds(), over=st.sampled_from([0, 3]))
+def test_steps_at_the_budgets_of_the_paper_lose_no_token(impl, seed, over):
+    """The same at budgets of 64 to 1,024 tokens, of a batch of three; one token goes, or several."""
+    for case in narrow(impl, seed, [budget + over for budget in BUDGETS]):
+        check_bookkeeping(impl, case, seed, max(1, case.length - over))
+
+
+def check_eviction(impl, case, seed):
+    """Raise Violation unless a step over the budget by one evicts one token of each head, and none that stays scores less."""
     query, keys, values, moments = situation(impl, case, seed)
     new_key, new_value = case.next_keys[:, :, 0], case.next_values[:, :, 0]
     all_keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
     allowed = impl.allowance(SCORE, query, all_keys, all_values, moments)
+    exact = Moments(moments.count, *(impl.round(field) for field in moments[1:]))
+    expected = score_in_loops(impl.round(query), impl.round(all_keys), impl.round(all_values), exact)
+    slack = allowed.largest + 1e-12 * float(expected.max())
     _, left_keys, left_values, _ = impl.momentkv.decode_step(query, new_key, new_value, keys, values, moments, keys.shape[2])
     rounded = np.concatenate([impl.round(all_keys), impl.round(all_values)], axis=-1)
     left = np.concatenate([left_keys, left_values], axis=-1)
@@ -72,7 +81,27 @@ def test_a_step_evicts_the_lowest_score(impl, case, seed):
         kept = np.arange(keys.shape[2] + 1) != gone
         if not np.array_equal(rounded[item, head, kept], left[item, head]):
             raise Violation("more than one token was changed or evicted", rounded[item, head], left[item, head])
-        check_selection(kept, allowed.expected[item, head], keys.shape[2], slack=lambda: allowed.largest, what="the step")
+        check_selection(kept, expected[item, head], keys.shape[2], slack=slack, what="the step")
+
+
+@law("MK-A1", of=STEP, case=cases(kinds=KINDS), seed=seeds())
+def test_a_step_evicts_the_lowest_score(impl, case, seed):
+    """Over budget by one, each head evicts one token, the new one perhaps, and none that stays scores less."""
+    check_eviction(impl, case, seed)
+
+
+@law("MK-A1", of=STEP, examples=1, seed=seeds())
+def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
+    """The same at budgets of 64 to 1,024 tokens, of a batch of three; of values alike but for one, that one goes."""
+    for case in narrow(impl, seed):
+        check_eviction(impl, case, seed)
+        gone = np.random.default_rng(seed).integers(case.length + 1, size=case.keys.shape[:2])
+        values = np.ones((*gone.shape, case.length + 1, case.value_dim))
+        np.put_along_axis(values, gone[..., None, None], 0.25, axis=2)
+        keys, query, new = np.zeros_like(case.keys), case.queries[:, :, 0], np.zeros_like(case.keys[:, :, 0])
+        empty = momentkv.no_moments(keys, case.values)
+        step = impl.momentkv.decode_step(query, new, values[:, :, -1], keys, values[:, :, :-1], empty, case.length)
+        require_equal(step[2], np.ones_like(case.values), f"a longer value went from a cache of {case.length} tokens")
 
 
 @law("MK-A1", of=STEP)
@@ -106,10 +135,10 @@ def test_bad_steps_are_refused(impl, bad):
         impl.momentkv.decode_step(np.ones((1, 2, 2)), keys=keys, values=keys, moments=momentkv.no_moments(keys, keys), **arguments)
 
 
-def prompt(case, seed):
-    """Queries of the last tokens of the case's prompt: a window of one token, of several, or of all."""
+def prompt(case, seed, window=0):
+    """Queries of the last tokens of the case's prompt: a window of as many, or without a number of one, several, or all."""
     generator = np.random.default_rng(seed)
-    window = int(generator.integers(1, case.keys.shape[2] + 1))
+    window = window or int(generator.integers(1, case.keys.shape[2] + 1))
     return generator.normal(size=(*case.queries.shape[:2], window, case.keys.shape[-1])), case.keys, case.values
 
 
@@ -122,12 +151,32 @@ def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, 
     allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, **settings)
     got = impl.momentkv.score_prompt(queries, keys, values, **settings)
     allowed.check(got, "the prompt score")
+    near(got, scores_of_prompt(impl, queries, keys, values, chunk)[0], allowed, "the prompt score")
+
+
+def scores_of_prompt(impl, queries, keys, values, chunk):
+    """The scores of a prompt and its attention alone, [B, H_kv, T]: query by query, then over each chunk."""
     queries, keys, values = (impl.round(array) for array in (queries, keys, values))
-    alpha = over_group(causal_weights(queries, for_each_reader(keys, queries)).mean(axis=2), keys.shape[1])
-    expected = alpha * np.linalg.norm(values, axis=-1)
+    mass = over_group(causal_weights(queries, for_each_reader(keys, queries)).mean(axis=2), keys.shape[1])
+    scores = mass * np.linalg.norm(values, axis=-1)
     for start in range(0, keys.shape[2], chunk):
-        expected[..., start : start + chunk] = expected[..., start : start + chunk].mean(axis=-1, keepdims=True)
-    near(got, expected, allowed, "the prompt score")
+        for numbers in (mass, scores):
+            numbers[..., start : start + chunk] = numbers[..., start : start + chunk].mean(axis=-1, keepdims=True)
+    return scores, mass
+
+
+def check_prompt(impl, states, budget_of, **settings):
+    """Raise Violation unless the best tokens of a prompt stay, and all protected ones; `budget_of` their number."""
+    queries, keys, values = states
+    length, chunk = keys.shape[2], settings.get("chunk_size", 4)
+    safe = (np.arange(length) < settings.get("sink_size", 1)) | (np.arange(length) >= length - queries.shape[2])
+    protected, budget = np.broadcast_to(safe, keys.shape[:3]), min(length, budget_of(int(safe.sum())))
+    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk)
+    kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
+    require_mask(kept, keys.shape[:3], "the selection")
+    scores = scores_of_prompt(impl, queries, keys, values, chunk)[0]
+    slack = allowed.largest + 1e-12 * float(scores.max())
+    check_selection(kept, scores, budget, slack=slack, protected=protected)
 
 
 @law(
@@ -140,15 +189,14 @@ def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, 
 )
 def test_the_prompt_keeps_its_first_token_and_its_window(impl, case, seed, spare, settings):
     """Exactly the budget is kept: the first token (or as many as asked), those of the window, and the best of the others."""
-    queries, keys, values = prompt(case, seed)
-    length, window, sinks = keys.shape[2], queries.shape[2], settings.get("sink_size", 1)
-    protected = np.broadcast_to((np.arange(length) < sinks) | (np.arange(length) >= length - window), keys.shape[:3])
-    budget = min(length, int(protected[0, 0].sum()) + spare)
-    chunk = settings.get("chunk_size", 4)
-    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk)
-    kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
-    require_mask(kept, keys.shape[:3], "the selection")
-    check_selection(kept, allowed.expected, budget, slack=lambda: allowed.largest, protected=protected)
+    check_prompt(impl, prompt(case, seed), lambda safe: safe + spare, **settings)
+
+
+@law("MK-P", of=SELECT_PROMPT, examples=1, seed=seeds())
+def test_prompts_at_the_budgets_of_the_paper_keep_their_best(impl, seed):
+    """The same for a window of 32 tokens, chunks of 4 and budgets of 64 to 1,024, of prompts that are 67 tokens longer."""
+    for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], group=2):
+        check_prompt(impl, prompt(case, seed, 32), lambda safe, length=case.length: max(safe, length - 67))
 
 
 @law("MK-P", of=SCORE_PROMPT, kind="refusal", bad=st.sampled_from(["queries", "chunk_size", "values"]))
