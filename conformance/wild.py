@@ -10,6 +10,8 @@ source that cannot be had, or a method that cannot be judged, costs itself alone
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import hashlib
 import json
 import os
@@ -33,6 +35,14 @@ PAGE = ROOT / "docs" / "wild.md"
 FETCHED = ROOT / "build" / "wild"
 # Of a failing law's report, what a reader of the page needs.
 SHOWN = ("the law", "smallest input", "an input", "what is wrong", "expected", "got", "misconception")
+# What every row depends on beside the laws and the mathematics of its own method.
+COMMON = tuple(
+    [ROOT / "reference" / f"{name}.py" for name in ("attention", "cache", "checks", "rope", "selection")]
+    + [
+        ROOT / "spec_tests" / "harness" / f"{name}.py"
+        for name in ("arithmetic", "by_hand", "cases", "degenerate", "domain", "tolerance")
+    ]
+)
 JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "rich", "typer")
 
 
@@ -42,11 +52,19 @@ class NotReached(Exception):
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a source: what is called, what a reader should know, and why each requirement that fails does."""
+    """One method of a source: what is called, what a reader should know, and why requirements do not hold.
+
+    `chooses` has those that do not hold because the authors state another choice or another method; `fails` has all others.
+    """
 
     called: str
     note: str = ""
     fails: dict[str, str] = field(default_factory=dict)
+    chooses: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        return self.fails | self.chooses
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,7 @@ def judge(source: Source, method: str, folder: Path, python: Path, profile: str,
         verdict = json.loads(file.read_text(encoding="utf-8"))
     found = verdict["implementations"][0]["requirements"]
     return {
-        "suite": verdict["suite"],
+        "laws": digest(method),
         "requirements": {
             name: _shortened(entry)
             for name, entry in found.items()
@@ -162,6 +180,19 @@ def judge(source: Source, method: str, folder: Path, python: Path, profile: str,
             if entry["verdict"] != "not provided" and (entry["verdict"] != "variant" or entry["reason"].startswith(f"{method}."))
         },
     }
+
+
+@functools.cache
+def digest(method: str) -> str:
+    """The SHA-256 of the code that judges a method: its laws, its mathematics, and COMMON. Comments and docstrings do not count."""
+    found = hashlib.sha256()
+    for path in sorted({*ROOT.glob(f"reference/{method}*.py"), *ROOT.glob(f"spec_tests/test_{method}*.py"), *COMMON}):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+                node.body[0] = ast.Pass()
+        found.update(f"{path.name}\0{ast.unparse(tree)}\0".encode())
+    return found.hexdigest()
 
 
 def _shortened(entry: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +276,7 @@ def unchecked(found: list[Source], rows: dict[str, dict[str, Any]]) -> list[str]
         for source in found
         for method, said in source.methods.items()
         for name, entry in rows.get(f"{source.name}/{method}", {}).get("requirements", {}).items()
-        if entry["verdict"] == "fail" and name not in said.fails
+        if entry["verdict"] == "fail" and name not in said.reasons
     ]
 
 
@@ -254,6 +285,7 @@ def page(found: list[Source], stored: dict[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
+    environment.globals["digest"] = digest
     return environment.get_template("wild.md.j2").render(sources=found, **stored)
 
 

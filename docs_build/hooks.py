@@ -18,7 +18,10 @@ from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
 WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
-
+# Records for maintainers, which a reader's search should not find first.
+NOT_SEARCHED = re.compile(
+    r"(coverage|kill_matrix|oracle)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/kernels/"
+)
 
 log = logging.getLogger("mkdocs.hooks.lessons")
 
@@ -60,6 +63,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     if uri in WIDE:
         page.meta["hide"] = ["navigation"]
+    if NOT_SEARCHED.match(uri):
+        page.meta["search"] = {"exclude": True}
     if uri in PAGES.values():
         page.meta["search"] = {"boost": 4}  # a search for an equation should find its card before other pages
     return pages.linked(uri, pages.filled(uri, markdown))
@@ -74,6 +79,13 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Leave out source maps, which no reader needs, and the page for web servers, which does not open from a folder."""
-    for path in [*Path(config.site_dir, "assets").rglob("*.map"), Path(config.site_dir, "404.html")]:
+    """Leave out what no reader needs: source maps, the search's other languages, the page for web servers, which does not open from
+    a folder, and the pages of source files that no page links to."""
+    site = Path(config.site_dir)
+    needless = [*site.glob("assets/**/*.map"), *site.glob("assets/javascripts/lunr/**/*.js"), site / "404.html"]
+    sources = set(site.glob("source/**/*.html"))
+    for page in set(site.rglob("*.html")) - sources:
+        for link in re.findall(r'href="([^"#]*source/[^"#]*\.html)', page.read_text(encoding="utf-8")):
+            sources.discard((page.parent / link).resolve())
+    for path in [*needless, *sources]:
         path.unlink()

@@ -36,7 +36,7 @@ from tutorials.build import heading, lessons, question
 
 LAYERS = ("reference", "optimized", "optimized/kernels")
 SOURCES = ("reference", "optimized", "spec_tests")
-ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+|[A-Z]{2}-[A-Z])(?![\w`]|-\w)")
+ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
 
 
 def relative(page: str, target: str) -> str:
@@ -57,8 +57,10 @@ def api_uri(definition: Definition) -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown, with special characters escaped."""
-    return re.sub(r"([\\`*_{}\[\]#|$])", r"\\\1", text).replace("<", "&lt;")
+    """Plain text as Markdown, with special characters escaped; what stands in backticks is code and stays so."""
+    parts = re.split(r"(`[^`]+`)", text)
+    parts[::2] = [re.sub(r"([\\`*_{}\[\]#|$])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
+    return "".join(parts)
 
 
 def link_to(page: str, identifier: str) -> str:
@@ -71,8 +73,8 @@ def _sentence(statement: str) -> str:
     return statement[0].upper() + statement[1:] if re.match(r"[a-z]{2,}[ ,:;-]|a ", statement) else statement
 
 
-def _verdict(word: str) -> str:
-    return f'<span class="verdict verdict-{word}">{word}</span>'
+def _verdict(words: str) -> str:
+    return " ".join(f'<span class="verdict verdict-{word.partition(" ")[0]}">{word}</span>' for word in words.split(", "))
 
 
 def _named(page: str, found: Iterable[Definition]) -> str:
@@ -378,11 +380,16 @@ def _first_paragraph(docstring: str) -> str:
 
 def signature(page: str, path: str) -> str:
     """The first lines of a function of reference/, up to its docstring, and the first paragraph of that."""
+    sentence, head = summary(path)
+    found = definitions(f"reference/{path.partition('.')[0]}.py")[path.partition(".")[2]]
+    return f"[`{path}`]({relative(page, api_uri(found))}): {escaped(sentence)}\n\n{_fence(head)}"
+
+
+def summary(path: str) -> tuple[str, str]:
+    """The first paragraph of what a function of reference/ says of itself, and its lines up to that."""
     stem, _, name = path.partition(".")
     found = definitions(f"reference/{stem}.py")[name]
-    head = re.split(r'\n\s+r?"""', found.source)[0]
-    sentence = _first_paragraph(found.docstring).replace("`", "")
-    return f"[`{path}`]({relative(page, api_uri(found))}): {escaped(sentence)}\n\n{_fence(head)}"
+    return _first_paragraph(found.docstring).replace("`", ""), re.split(r'\n\s+r?"""', found.source)[0]
 
 
 def code(page: str, target: str) -> str:
@@ -425,26 +432,33 @@ MARKERS: dict[str, Callable[..., str]] = {
 def filled(page: str, markdown: str) -> str:
     """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by their content.
 
-    A marker that is indented, as in a tab, is replaced by lines with the same indent.
+    A marker that is indented, as in a tab, is replaced by lines with the same indent. What stands below one, up to `<!-- end -->`,
+    is for readers of the file itself (`docs_build.contract`), and is replaced with it.
     """
 
     def fill(match: re.Match[str]) -> str:
         return textwrap.indent(MARKERS[match["name"]](page, *([match["argument"]] if match["argument"] else [])), match["indent"])
 
     return re.sub(
-        rf"^(?P<indent> *)<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->$", fill, markdown, flags=re.MULTILINE
+        rf"^(?P<indent> *)<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$",
+        fill,
+        markdown,
+        flags=re.MULTILINE,
     )
 
 
 def linked(page: str, markdown: str) -> str:
     """The page with links added: ids to their equations, tests to their lines, files of the repository to their pages."""
-    lines, fenced = [], ""
+    lines, fenced, before = [], "", ""
     for line in markdown.splitlines():
         fence = re.match(r"\s*(`{3,}|~{3,})", line)
         if fence and (not fenced or line.strip() == fenced):
             fenced = "" if fenced else fence.group(1)
-        elif not fenced and not line.startswith(("    ", "<")):
-            line = line if line.startswith("#") else _linked_line(page, line)
+        elif not fenced and not line.startswith(("    ", "<", "#")):
+            if re.match(r"[^\[\]]*\]\(", line) and re.search(r"\[[^\[\]]*$", before):
+                lines.pop()  # the text of this link began on the line before
+                line = f"{before}\n{line}"
+            before, line = line, _linked_line(page, line)
         lines.append(line)
     return "\n".join(lines) + "\n"
 

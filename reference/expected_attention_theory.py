@@ -53,7 +53,7 @@ def update_norms(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np
 
 
 def removal_error(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
-    r"""EA-4: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: the change of the output when
+    r"""EA-4S: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: the change of the output when
     only token i is evicted.
 
     Arguments of `residual_updates`, every weight below 1; returns [..., T]. The paper calls

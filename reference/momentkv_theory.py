@@ -358,16 +358,15 @@ def output_error(
     )
 
 
-def largest_harmless_error(
-    divergence: np.ndarray, mass: np.ndarray, estimated_mass: np.ndarray
-) -> np.ndarray:
-    r"""MK-36: fhat is no worse than f_R while
-    `|fhat_E - f_E| <= what_E / (2 w_E - what_E) |f_E - f_R|`.
+def largest_harmless_error(retained_output: np.ndarray, evicted_output: np.ndarray) -> np.ndarray:
+    r"""MK-36S: fhat is no worse than f_R while `|fhat_E - f_E| <= |f_E - f_R|`, whatever the
+    weights are.
 
-    Args: divergence = |f_E - f_R|, w_E and 0 < what_E <= w_E, [...]. Derived here; sufficient, not
-    necessary.
+    Args: f_R and f_E [..., D_v]. Returns [...]. Derived here: as what_E <= w_E (MK-11), the error
+    `f - fhat = (w_E - what_E) (f_E - f_R) - what_E (fhat_E - f_E)` is then at most
+    `w_E |f_E - f_R|`, that of f_R. Sufficient, not necessary; no larger bound is.
     """
-    return estimated_mass / (2 * mass - estimated_mass) * divergence
+    return norm(evicted_output - retained_output)
 
 
 def algorithm_1(

@@ -10,14 +10,16 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Unsatisfiable
 
 from evictionary.spec_tests.harness import report, verdict
+from evictionary.spec_tests.harness.apart import WATCH, Deaths, described
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAsk
-from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
-from evictionary.spec_tests.harness.process import PREFIX, SECONDS, ProgramFailed, close_all
-from evictionary.spec_tests.harness.tolerance import Violation
+from evictionary.spec_tests.harness.implementation import CANNOT_HOLD, NO_GPU, OWN, UnusableImplementation, load_each
+from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
+from evictionary.spec_tests.harness.process import PREFIX, SECONDS, close_all
 
 EXPECTED = pytest.StashKey[dict[str, str]]()
+DEATHS = pytest.StashKey[Deaths]()
+CHOSEN = pytest.StashKey[list[str]]()
 PROFILES = {"quick": 4, "student": 25, "default": 50, "thorough": 500}
 for _name, _examples in PROFILES.items():
     settings.register_profile(
@@ -50,7 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "same. May be given several times",
     )
     group.addoption(
-        "--exec-timeout", type=float, default=SECONDS, metavar="SECONDS", help=f"for each call of a program. Default: {SECONDS:g}"
+        "--call-timeout",
+        type=float,
+        default=SECONDS,
+        metavar="SECONDS",
+        help=f"for each call of a function or a program. Default: {SECONDS:g}",
     )
     group.addoption("--device", default="cpu", help="the device that torch implementations run on. Default: cpu")
     group.addoption(
@@ -65,6 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KEY=VALUES",
         help="what the implementation accepts, beside its own DOMAIN: head_dim=64,128 (also value_dim, group, lag_size, batch, "
         "dtype, min_length, max_length, length_multiple_of). May be given several times",
+    )
+    group.addoption(
+        "--method", action="append", default=[], metavar="NAME", help="ask laws of memory of this method's functions only"
     )
     # pytest has a --strict of its own, which asks for all of pytest's checks; here it asks for all classes of law besides.
     group.addoption("--brief", action="store_true", help="a summary and the first failure, in place of everything")
@@ -100,12 +109,21 @@ def pytest_configure(config: pytest.Config) -> None:
     dtypes = _dtypes(config.getoption("--dtype"))
     try:
         domain = Domain.parse(config.getoption("--domain"))
-        where = {"device": config.getoption("--device"), "seconds": config.getoption("--exec-timeout")}
+        where = {"device": config.getoption("--device"), "seconds": (seconds := config.getoption("--call-timeout"))}
+        foreign = [target for target in config.getoption("--impl") if target.split(".")[0] not in OWN]
+        apart = bool(foreign) and not hasattr(config, "workerinput") and _work_apart(config)
+        if apart:
+            config.stash[DEATHS] = Deaths()
+        elif foreign and not hasattr(config, "workerinput"):
+            WATCH.begin(seconds)
+        elsewhere = [target for target in foreign if apart and not target.startswith(PREFIX)]
         config.stash[verdict.JUDGED] = [
-            each for target in config.getoption("--impl") for each in _judged(target, dtypes, domain, **where)
+            each
+            for target in config.getoption("--impl")
+            for each in (described if target in elsewhere else load_each)(target, dtypes, domain, **where)
         ]
         for each in config.stash[verdict.JUDGED]:
-            each.strict = config.getoption("strict")
+            each.strict, each.methods = config.getoption("strict"), tuple(config.getoption("--method"))
         path = config.getoption("--expected-failures")
         config.stash[EXPECTED] = verdict.read_expected(Path(path)) if path else {}
         if any(each.domain.excludes_small for each in config.stash[verdict.JUDGED]):
@@ -115,23 +133,22 @@ def pytest_configure(config: pytest.Config) -> None:
             )
             settings.load_profile("large")
     except UnusableImplementation as error:
-        raise pytest.UsageError(f"--impl {error}") from None
+        raise pytest.UsageError(str(error)) from None
     except BadDomain as error:
         raise pytest.UsageError(f"--domain {error}") from None
     except (OSError, UnicodeDecodeError, verdict.BadExpectation) as error:
         raise pytest.UsageError(f"--expected-failures {error}") from None
 
 
-def _judged(target: str, dtypes: list[str | None], domain: Domain, **options: Any) -> list[Implementation]:
-    """The implementation at each dtype that was asked for, or else at each that it names in its domain."""
-    if dtypes == [None]:
-        first = load(target, domain=domain, **options)
-        return [first, *(load(target, dtype=dtype, domain=domain, **options) for dtype in first.domain.dtype[1:])]
-    found = [load(target, dtype=dtype, domain=domain, **options) for dtype in dtypes]
-    for each in found:
-        if each.domain.dtype and each.dtype not in each.domain.dtype:
-            raise UnusableImplementation(f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})")
-    return found
+def _work_apart(config: pytest.Config) -> bool:
+    """Whether workers of pytest-xdist ask the laws; where nothing is said of processes, one is made to."""
+    options = config.option
+    if not hasattr(options, "numprocesses") or options.usepdb or options.trace or options.collectonly:
+        return False
+    if options.numprocesses is None and options.dist == "no":
+        options.numprocesses, options.tx, options.dist = 1, ["popen"], "load"
+    options.maxworkerrestart = options.maxworkerrestart or "20"
+    return options.dist != "no"
 
 
 def _dtypes(option: str | None) -> list[str | None]:
@@ -148,6 +165,59 @@ def pytest_unconfigure() -> None:
     close_all()
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A worker of pytest-xdist watches the calls that it makes; now, since pytest has turned its own dump of a crash on."""
+    if found := getattr(session.config, "workerinput", {}).get("deaths"):
+        WATCH.begin(session.config.getoption("--call-timeout"), Path(found), session.config.workerinput["workerid"])  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    if DEATHS in node.config.stash:
+        node.workerinput["deaths"] = str(node.config.stash[DEATHS].folder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    node.config.stash[CHOSEN] = list(ids)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[CHOSEN] = [item.nodeid for item in session.items]
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    if (law := law_of(item)) is not None and law.functions:
+        WATCH.require_alive(str(_subject(item)), law.functions)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
+    """What pytest-xdist reports as a crash of its worker is a law that has failed."""
+    config = sched.config
+    law, subject = _asked_by(config, crashitem)
+    if law is not None and DEATHS in config.stash:
+        _fail(report, law, subject, *config.stash[DEATHS].told(report.node, str(subject)))
+
+
+def _asked_by(config: pytest.Config, nodeid: str) -> tuple[Law | None, Any]:
+    """The law and the implementation of a test, which another process has collected."""
+    place, _, test = nodeid.rpartition("::")
+    name, _, one = test.partition("[")
+    subjects = {verdict.identifier(each): each for each in config.stash[verdict.JUDGED]}
+    return load_laws().get(f"{Path(place).stem}::{name}"), subjects.get(one.removesuffix("]"), verdict.PAPER)
+
+
+def _fail(result: Any, law: Law, subject: Any, what: str, line: str = "") -> None:
+    """Make a report that of a law which has no answer."""
+    result.when, result.outcome, result.longrepr = "call", "failed", report.unanswered(law, subject, what, line)
+    result.user_properties = [("law", _identity(law, str(subject))), ("unanswered", what)]
+
+
+def _identity(law: Law, column: str) -> tuple[Any, ...]:
+    return law.requirement.id, column, law.name, law.kind, law.functions
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"judging {implementation}: {', '.join(implementation.functions())}" for implementation in config.stash[verdict.JUDGED]]
 
@@ -155,7 +225,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "impl" in metafunc.fixturenames:
         judged = metafunc.config.stash[verdict.JUDGED]
-        metafunc.parametrize("impl", judged, ids=[f"{one.name}-{one.dtype}" for one in judged], scope="session")
+        metafunc.parametrize("impl", judged, ids=[verdict.identifier(one) for one in judged], scope="session")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -189,14 +259,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     law = law_of(item)
     if law is not None:
         column = str(_subject(item)) if law.functions else verdict.PAPER
-        result.user_properties.append(("law", (law.requirement.id, column, law.name, law.kind, law.functions)))
+        result.user_properties.append(("law", _identity(law, column)))
         if law.functions and result.when == "call" and result.failed and call.excinfo is not None:
             subject, error = _subject(item), call.excinfo.value
             # Without such limits, a law that asks nothing is a broken law.
             narrowed = bool(subject.domain.said() or subject.conventions or subject.array_library == "exec")
-            if isinstance(error, ProgramFailed):
-                error = Violation(str(error))
-            if isinstance(error, NothingToAsk | Unsatisfiable) and subject.outside and narrowed:
+            narrowed = narrowed or CANNOT_HOLD in subject.outside
+            if why := report.unanswerable(subject, error):
+                _fail(result, law, subject, *why)
+            elif isinstance(error, NothingToAsk | Unsatisfiable) and subject.outside and narrowed:
                 result.outcome, result.longrepr = "passed", None
                 result.user_properties.append(("not applicable", subject.outside))
             else:
@@ -207,13 +278,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    found = verdict.Verdict(terminalreporter, config, config.stash[EXPECTED])
+    found = config.stash[verdict.FOUND]
     if config.getoption("--brief"):
         found.write_summary(terminalreporter)
     else:
         found.write_table(terminalreporter)
     for name in sorted(found.unmatched):
-        terminalreporter.write_line(f"--expected-failures: {name} did not fail", yellow=True)
+        terminalreporter.write_line(f"--expected-failures: {name} did not fail: take its line out", yellow=True)
     if folder := config.getoption("--report"):
         found.write_files(Path(folder))
         if not config.getoption("--brief"):
@@ -222,29 +293,43 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(line, red=True)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """`--require` turns what is not provided into a failure."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Any:
+    """What was chosen and has no answer has failed; the exit code is that of the verdict, and its line the last."""
     config = session.config
-    left_out = config.stash.get(verdict.LEFT_OUT, [])
     if hasattr(config, "workeroutput"):  # a worker of pytest-xdist tells the process that prints the verdict
-        config.workeroutput["left_out"] = left_out
-    required = config.getoption("--require") or []
+        config.workeroutput["left_out"] = config.stash.get(verdict.LEFT_OUT, [])
+        return (yield)
     terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if session.exitstatus == pytest.ExitCode.TESTS_FAILED and terminal is not None and not _others_failed(terminal):
-        found = verdict.Verdict(terminal, config, config.stash[EXPECTED])
-        if not found.failed(strict=config.getoption("strict")):
-            session.exitstatus = pytest.ExitCode.OK
-    if session.exitstatus == pytest.ExitCode.OK and any(
-        word == "not provided" and ("all" in required or name in required) for name, _, word, _ in left_out
-    ):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    _report_what_was_not_asked(config, terminal)
+    found = config.stash[verdict.FOUND] = verdict.Verdict(terminal, config, config.stash[EXPECTED])
+    passed, line = found.in_a_line(config.getoption("--require") or [])
+    good, bad, nothing = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
+    # Whoever stops a run by a key gets pytest's own exit code; a run that --maxfail has stopped is judged.
+    if session.exitstatus in (good, bad) or (session.exitstatus == pytest.ExitCode.INTERRUPTED and config.getoption("maxfail")):
+        if sentence := found.unanswered_with(NO_GPU):
+            session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"
+        elif line:
+            session.exitstatus = good if passed else bad
+        elif found.reasons:
+            session.exitstatus, line = nothing, "nothing was judged: no law applies"
+    result = yield
+    if session.exitstatus in (good, bad, nothing, pytest.ExitCode.USAGE_ERROR) and line:
+        terminal.write_line(line, green=passed, red=not passed)
+    return result
 
 
-def _others_failed(terminal: Any) -> bool:
-    """Whether something failed that is no law of an implementation: such a failure always counts."""
-    failures = [result for word in ("failed", "error") for result in terminal.stats.get(word, [])]
-    laws = [dict(getattr(result, "user_properties", [])).get("law") for result in failures]
-    return any(law is None or law[1] == verdict.PAPER for law in laws)
+def _report_what_was_not_asked(config: pytest.Config, terminal: Any) -> None:
+    reports = [each for word in ("passed", "failed", "error") for each in terminal.stats.get(word, [])]
+    answered = {each.nodeid for each in reports if getattr(each, "when", "") == "call" or each.failed}
+    for nodeid in config.stash.get(CHOSEN, []):
+        if nodeid not in answered:
+            law, subject = _asked_by(config, nodeid)
+            if law is not None:
+                place = nodeid.partition("::")[0]
+                result: Any = pytest.TestReport(nodeid, (place, None, law.name), {}, "failed", "", "call")
+                _fail(result, law, subject, "the law was not asked: the run ended before, or the law was skipped")
+                config.hook.pytest_runtest_logreport(report=result)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -251,7 +251,7 @@ def test_the_norm_of_an_update_is_weight_times_norm(impl, case, seed):
     allowed.check(impl.expected_attention_theory.update_norms(weights, values, w_o), "the norms")
 
 
-@law("EA-4", of="expected_attention_theory.removal_error", case=cases(min_length=2), seed=seeds())
+@law("EA-4S", of="expected_attention_theory.removal_error", case=cases(min_length=2), seed=seeds())
 def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
     """Attention computed again without token i differs from the full output by a/(1-a) |W_o (v - o)|."""
     weights, values, w_o = update_inputs(impl, case, seed)

@@ -78,7 +78,7 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
 
 def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and what it gives."""
-    for path in impl.functions():
+    for path in impl.asked_of_memory():
         if path.split(".")[1] not in SEAMS:
             continue
         arguments = {}
@@ -106,8 +106,7 @@ def answer(impl: Implementation, path: str, arguments: dict[str, Any]) -> Any:
 
 
 def function_of(impl: Implementation, path: str) -> Callable[..., Any]:
-    stem, name = path.split(".")
-    return getattr(impl.modules[stem], name)
+    return impl.function(path)
 
 
 def leaves(value: Any) -> list[Any]:
@@ -163,12 +162,18 @@ def test_outputs_are_memory_of_their_own(impl, case):
 
 @law("MEM-3", of=ANY, case=SMALL)
 def test_the_same_call_gives_the_same_bits(impl, case):
-    """Two calls with the same inputs agree to the last bit, whatever was called in between."""
+    """Two calls in a row with the same inputs agree to the last bit, and with an earlier one within rounding.
+
+    Between them other sizes were asked for, after which a compiler may use another program.
+    """
     calls = list(callables(impl, case))
     for path, arguments, first in reversed(calls):
-        again = function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
-        if not same_bits(first, again):
-            raise Violation(f"{path} gives other numbers the second time", first, to_numpy(again))
+        again, at_once = (
+            to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})) for _ in range(2)
+        )
+        if not same_bits(again, at_once):
+            raise Violation(f"{path} gives other numbers the second time", again, at_once)
+        agree_within_rounding(impl, path, arguments, first, again, "gives other numbers after other calls")
 
 
 def transposed(impl: Implementation, native: Any) -> Any:
@@ -216,7 +221,14 @@ def test_expanded_inputs_are_read_as_copies(impl, case):
         agree_within_rounding(impl, path, repeated, function_of(impl, path)(**natives), function_of(impl, path)(**expanded))
 
 
-def agree_within_rounding(impl: Implementation, path: str, arguments: dict[str, Any], plain: Any, other: Any) -> None:
+def agree_within_rounding(
+    impl: Implementation,
+    path: str,
+    arguments: dict[str, Any],
+    plain: Any,
+    other: Any,
+    otherwise: str = "depends on how its inputs are stored",
+) -> None:
     """Raise Violation unless two results agree within twice what one of them may be wrong by."""
     if same_bits(plain, other):  # most often so, and the allowance is dear
         return
@@ -231,7 +243,7 @@ def agree_within_rounding(impl: Implementation, path: str, arguments: dict[str, 
             wrong = got.shape != expected.shape or (finite != np.isfinite(got)).any()
             wrong = wrong or np.abs(got[finite] - expected[finite]).max(initial=0) > 2 * allowed.largest
         if wrong:
-            raise Violation(f"{path} depends on how its inputs are stored", expected, got)
+            raise Violation(f"{path} {otherwise}", expected, got)
 
 
 @law("MEM-5", of=ANY, case=SMALL, not_for=torch_only)
@@ -246,12 +258,12 @@ def test_poisoned_memory_does_not_shine_through(impl, case):
             poisoned = to_numpy(function_of(impl, path)(**natives))
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        if not same_bits(plain, poisoned) or any(np.isnan(leaf).any() for leaf in leaves(poisoned) if leaf.dtype.kind == "f"):
-            raise Violation(f"{path} leaves elements of its result unwritten", plain, poisoned)
+        # A number may differ by a rounding: what is compiled is compiled anew in this mode.
+        agree_within_rounding(impl, path, arguments, plain, poisoned, "leaves elements of its result unwritten")
 
 
 @law("MEM-6", of=ANY, case=SMALL, not_for=cuda_only, why="a missing synchronisation shows on a GPU alone")
-def test_another_stream_gives_the_same_bits(impl, case):
+def test_another_stream_gives_the_same_numbers(impl, case):
     """A call queued on a stream of its own, behind other work, gives the same numbers."""
     torch = importlib.import_module("torch")
     for path, arguments, _ in callables(impl, case):
@@ -263,8 +275,7 @@ def test_another_stream_gives_the_same_bits(impl, case):
                 busy = busy @ busy / 2048
             result = function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
         stream.synchronize()
-        if not same_bits(plain, result):
-            raise Violation(f"{path} gives other numbers on another stream", plain, to_numpy(result))
+        agree_within_rounding(impl, path, arguments, plain, result, "gives other numbers on another stream")
 
 
 @law("MEM-7", of=ANY, not_for=torch_only)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evictionary.reference.momentkv_theory import Expansion, logits_of
 from evictionary.spec_tests.harness.arithmetic import EPSILON
-from evictionary.spec_tests.harness.by_hand import lengths, require_near
+from evictionary.spec_tests.harness.by_hand import lengths
 from evictionary.spec_tests.harness.cases import Case, seeds
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, allowance
@@ -454,12 +454,16 @@ def test_the_output_error_has_two_sources(impl, sides, share, estimated):
         raise Violation("the two parts do not add up to f - fhat", exact, None)
 
 
-@law("MK-36", of="momentkv_theory.largest_harmless_error", mass=st.integers(1, 16), part=st.integers(1, 16), divergence=eighths)
-def test_the_largest_harmless_error_just_balances(impl, mass, part, divergence):
-    """With e the error of fhat_E it solves w_E e + (w_E - what_E) (D + e) = w_E D: the two errors together are that of f_R."""
-    share, estimated = np.array([mass / 16]), np.array([mass * part / 256])
-    allowed = impl.allowance("momentkv_theory.largest_harmless_error", divergence, share, estimated)
-    got = impl.momentkv_theory.largest_harmless_error(divergence, share, estimated)
-    allowed.check(got, "the largest harmless error")
-    both = share * got + (share - estimated) * (divergence + got)
-    require_near(both, share * divergence, 4 * allowed.largest + 1e-12, "the largest error at which nothing is lost")
+@law("MK-36S", of="momentkv_theory.largest_harmless_error", sides=st.tuples(vectors, vectors, vectors), share=shares, part=shares)
+def test_an_estimate_within_the_largest_harmless_error_never_hurts(impl, sides, share, part):
+    """|f_E - f_R|: no estimate at this distance from f_E, on any side, leaves a larger error than f_R does."""
+    retained, evicted, towards = sides
+    distance = lengths(evicted - retained)
+    agrees(impl, "largest_harmless_error", retained, evicted, expected=distance)
+    reach = impl.call("momentkv_theory.largest_harmless_error", retained, evicted) / np.maximum(lengths(towards), 1e-9)
+    slack = impl.allowance("momentkv_theory.largest_harmless_error", retained, evicted).largest + 1e-9
+    full, estimated = (1 - share) * retained + share * evicted, share * part
+    for approximate in (evicted + reach[..., None] * towards, evicted - reach[..., None] * towards):
+        error = lengths(full - (1 - estimated) * retained - estimated * approximate)
+        if (error > share * distance + slack).any():
+            raise Violation("the correction is worse than none", share * distance, error)

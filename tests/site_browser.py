@@ -1,8 +1,8 @@
 """Looks at the built site in a real browser: `python -m tests.site_browser build/site`, part of `make docs-check`.
 
 Each page is opened from its file at two widths. A page fails where the console has an error, where a request fails or leaves the
-folder, where a formula is not typeset, or where the page scrolls sideways. A page with each of these faults comes first, and has
-to be complained of. At the end the search is asked for a word.
+folder, where a formula is not typeset, where Markdown is shown as it was written, or where the page scrolls sideways. A page with
+each of these faults comes first, and has to be complained of. At the end the search is asked for a word.
 
 The browser is Debian's chromium, spoken to in the DevTools protocol over a pipe: messages in JSON, each ended by a zero byte.
 """
@@ -30,8 +30,18 @@ SECONDS = 60
 
 FAULTY = """<!doctype html><meta name="viewport" content="width=device-width,initial-scale=1"><body>
 <p class="arithmatex">\\(x^2\\)</p><p class="katex-error"></p><div style="width: 2000px">wide</div>
+<div class="md-content">a `name`, <p>a [link](page.md#there)</p></div>
 <img src="missing.png"><img src="http://localhost:9/elsewhere.png"><script>console.error("said"); throw Error("thrown")</script>"""
-FAULTS = ("console: said", "exception: ", "external request: ", "request failed: ", "formulas not typeset", "sideways", "picture")
+FAULTS = (
+    "console: said",
+    "exception: ",
+    "external request: ",
+    "request failed: ",
+    "formulas not typeset",
+    "sideways",
+    "picture",
+    "raw Markdown",
+)
 
 LOOK = """
 ({
@@ -43,6 +53,11 @@ LOOK = """
   wide: [...document.querySelectorAll(".md-content *")]
     .filter((one) => one.getBoundingClientRect().right > WIDTH + 1 && one.clientWidth)
     .slice(0, 3).map((one) => one.tagName + "." + one.className),
+  raw: [...document.querySelectorAll(".md-content")].map((one) => {
+    const text = one.cloneNode(true);
+    text.querySelectorAll("code, pre, .arithmatex, script, style, .headerlink").forEach((part) => part.remove());
+    return text.textContent.match(/.{0,30}(`|\]\(|\.md#).{0,30}/g) || [];
+  }).flat(),
 })
 """
 SEARCH = """
@@ -155,6 +170,7 @@ def look(browser: Browser, page: Path, width: int) -> list[str]:
     if seen["width"] > width:
         found.append(f"scrolls {seen['width'] - width} pixels sideways: {', '.join(seen['wide'])}")
     found += [f"picture without content: {source}" for source in seen["broken"]]
+    found += [f"raw Markdown: {text}" for text in seen["raw"]]
     return found
 
 

@@ -151,6 +151,7 @@ LONG_TRAITS = {
     "moving_mean": lambda keys: np.ptp(keys.reshape(2, 2, 16, 256, -1).mean(axis=3), axis=2).min() > 1,
     "one_bin": lambda keys: np.unique(keys.astype(np.float16)).size == 1 and np.unique(keys.astype(np.float32)).size > 1024,
     "minute": lambda keys: np.abs(keys).max() < 1e-6,
+    "small": lambda keys: 1e-6 < np.abs(keys).max() < 1e-3,
     "vast": lambda keys: np.abs(keys).mean() > 5000,
     "saturated": lambda keys: 0.88 < (keys == 0).mean() < 0.92,
 }

@@ -22,6 +22,7 @@ from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim
 from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_on, record
 from evictionary.cli import app as cli
 from evictionary.errors import UsageError
+from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
 from evictionary.evaluation.run import Line
 from evictionary.reference.expected_attention_theory import correlation
@@ -144,6 +145,18 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     largest = numbers["largest"]
     assert (largest.value, largest.by_text) == (pytest.approx(values.mean()), {})
     assert (largest.high - largest.low) / 2 == pytest.approx(1.96 * np.sqrt(of_texts / 30), rel=0.1)
+
+
+def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
+    """Twelve equal texts give one of no width; eleven texts give none, however far from the bound the value lies."""
+    claim = claim_of("it > 0", possible_if=("it > 1",))
+    for count, verdict in ((11, UNDECIDED), (12, HOLDS)):
+        numbers = Numbers({"it": ""}, [f"kind {place}" for place in range(count)])
+        numbers.mean("it", np.full(count, 5.0))
+        assert (numbers["it"].value, numbers["it"].low) == (5.0, None if count == 11 else 5.0)
+        assert Claim("X-1", "", "", "", claim.holds_if, claim.possible_if).verdict(numbers) == verdict
+    assert pages.interval({"low": None, "high": None}) == "no interval"
+    assert pages.interval({"low": 0.1234, "high": 2}) == "0.123 to 2"
 
 
 def test_numbers_refuse_what_is_not_finite() -> None:
@@ -381,13 +394,13 @@ def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
         text = (folder / f"{paper['paper']}.md").read_text()
         for claim in paper["claims"]:
             assert f"## {claim['id']}: {claim['verdict']}\n" in text
-            assert claim["verdict"] in (HOLDS, FAILS, UNDECIDED, OTHER_MODEL)
+            assert claim["verdict"] == UNDECIDED  # four texts give no interval
+            assert claim["changes"] == "An interval needs 12 texts, and here are 4."
             assert claim["rule"] in page.replace("&gt;", ">").replace("&lt;", "<")
             row = next(row for row in index.splitlines() if f"| {claim['id']}: " in row)
             assert row.endswith(f" | 4 | {claim['verdict']} | {claim['changes']} |")
             for number in claim["numbers"].values():
-                assert number["low"] <= number["high"]
-                assert number["texts"] == 4
+                assert (number["texts"], number["low"], number["high"]) == (4, None, None)
                 assert set(number["by_text"]) in (set(KINDS), set())
             rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
             assert all(len(re.findall(r"(?<!\\)\|", row)) == 7 for row in rows)

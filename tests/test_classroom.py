@@ -199,7 +199,7 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
     contest.texts.cache_clear()
     assert verdicts(result)["scores"] == "passed"
     assert {"not judged yet"}.isdisjoint(verdicts(result).values())
-    assert [row["name"] for row in result.leaderboard] == ["right of 1", "relative distance"]
+    assert [row["name"] for row in result.leaderboard] == ["right of 5", "relative distance"]
     huge = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return keys[..., 0].double() * 1e300\n")
     assert (huge.score, "infinite" in huge.lines[0].reason) == (0, True)
     noisy = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return torch.rand(keys.shape[:-1])\n")
@@ -328,9 +328,9 @@ def test_a_file_that_cannot_be_loaded_is_not_tried_for_every_step(monkeypatch: p
     waits = counted(monkeypatch)
     result = judged("lagkv", "import time\ntime.sleep(60)\n", seconds=0.25)
     assert waits == [0.25, 0.75]
-    assert verdicts(result)["range"] == "failed"
-    assert result.lines[1].reason == result.lines[0].reason
+    assert [line.verdict for line in result.lines] == ["failed", *["not judged yet"] * len(assignments.load("lagkv").steps)]
     assert "cannot be loaded" in result.lines[0].reason
+    assert result.lines[0].read == "", "no part of a handout says why a file cannot be loaded"
 
 
 def test_code_that_hangs_has_one_second_try_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,9 +475,9 @@ def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> Non
         grading._judge_steps(run, result, explained=True)
         return result.score
 
-    assert points(1) == 50
+    assert points(1) == 45
     table.learns = False
-    assert (points(1), points(2)) == (50, 0)
+    assert (points(1), points(2)) == (45, 0)
 
 
 def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     result = judged("gvote", never.source, explain=False)
     assert verdicts(result)["votes"] == "failed"
     assert verdicts(result)["logits"] == "not judged yet"
-    assert result.score == 60
+    assert result.score == 55
 
 
 @pytest.mark.slow
@@ -592,7 +592,12 @@ def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path
     written(tmp_path, name=Path(one.file).name)
     (tmp_path / Path(one.file).parent).mkdir(exist_ok=True)
     written(tmp_path, name=one.file)
-    assert invoke("check", name, "--work", tmp_path).exit_code == 2
+    checked = invoke("check", name, "--work", tmp_path)
+    assert checked.exit_code == 2
+    if one.interpret:  # no time is taken where there is no torch to take it with
+        assert "pip install" in checked.stdout and "GPU" not in checked.stdout
+        started = invoke("start", name, "--work", tmp_path / "other").stdout
+        assert "this machine has no triton, which the assignment needs: pip install 'evictionary[torch]'" in started
 
 
 def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:
@@ -600,17 +605,17 @@ def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:
     work.mkdir()
     written(work, SOLUTION.read_bytes(), "keydiff.py")
     assert invoke("submit", "keydiff", "--work", work, "--output", archive, "--student", "ada").exit_code == 0
-    assert submissions.personal_id(archive, "keydiff (1)") == "ada"
+    assert submissions.personal_id(archive, "keydiff (1)")[0] == "ada"
     (tmp_path / "upload").mkdir()
     archive.rename(tmp_path / "upload" / "x.zip")
-    assert submissions.personal_id(tmp_path / "upload", "upload") == "ada"
-    assert submissions.personal_id(written(tmp_path, name="Ada (1).py"), "Ada (1)") == "Ada"
+    assert submissions.personal_id(tmp_path / "upload", "upload")[0] == "ada"
+    assert submissions.personal_id(written(tmp_path, name="Ada (1).py"), "Ada (1)") == ("Ada", "")
     with zipfile.ZipFile(tmp_path / "eve.zip", "w") as packed:
         packed.writestr(submissions.MANIFEST, '{"student": "../ada"}')
-    assert submissions.personal_id(tmp_path / "eve.zip", "eve") == "eve"
+    assert submissions.personal_id(tmp_path / "eve.zip", "eve") == ("eve", "")
     assert invoke("submit", "keydiff", "--work", work, "--output", archive, "--student", "a/b").exit_code == 2
     grades = [{"personal_id": each, "student": f"{each}{place}"} for place, each in enumerate(("ada", "ada", "bob"))]
-    whole = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0}
+    whole = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0, "notes": []}
     assert classes.summary([whole | grade for grade in grades])["one_id"] == ["ada0", "ada1"]
 
 

@@ -181,8 +181,8 @@ def test_any_name_and_message_are_text_in_every_format(tmp_path: Path, junit: An
         judged = grading.empty(assignments.load("keydiff"), grading.clean(said))
         for line in judged.lines:
             line.verdict, line.reason, line.message = "failed", grading.clean(said), grading.clean(said)
-        graded = classes._settings(classes.Order("keydiff", b"a secret", 1, ()), student, Path("ada.py"))
-        grade = classes._as_json(graded, student, "", judged)
+        order = classes.Order("keydiff", b"a secret", 1, ())
+        grade = classes._as_json(order, classes._settings(order, student, path)[0], student, path, "", judged)
         folder = tmp_path / str(next(numbers)) / student
         formats.write(grade, folder, list(formats.FORMATS))
         junit.validate((folder / "junit.xml").read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import select
@@ -20,7 +21,7 @@ import pytest
 from grader_tools import child_of, judged, verdicts, written
 
 from evictionary.classroom import attacks, grading, seccomp, worker
-from evictionary.classroom.child import ChildDied, closed
+from evictionary.classroom.child import ChildDied, StudentError, closed
 from evictionary.classroom.synthetic import SOLUTION
 
 
@@ -41,6 +42,46 @@ def test_the_filter_of_system_calls() -> None:
     assert seccomp.refused("x86_64")["socket"] == 41
     assert seccomp.refused("aarch64")["socket"] == 198
     assert seccomp.program("riscv64") == b""
+
+
+def test_an_error_carries_five_hundred_characters_out_in_all(tmp_path: Path) -> None:
+    """A forged frame has three texts; each may be as long as one of the student's messages, and all may not."""
+    forged = attacks.SOURCES["a frame of three long messages"]
+    with child_of(tmp_path, forged) as child, pytest.raises(StudentError, match="xxx") as error:
+        child.call("anchor", np.ones((1, 1, 2, 2)))
+    assert str(error.value).count("x") <= 500
+
+
+def test_what_the_code_tried_is_written_down(tmp_path: Path) -> None:
+    source = "import os\n\n\ndef anchor(keys):\n    try:\n        open('/etc/passwd')\n    except OSError:\n        os.kill(1, 0)\n"
+    result = judged("keydiff", source, examples=1, explain=False)
+    assert result.notes == ["the code tried: open /etc/passwd, os.kill"]
+    assert judged("keydiff", SOLUTION.read_text(encoding="utf-8"), examples=1).notes == []
+
+
+WITHOUT_LANDLOCK = """
+import struct, sys
+from evictionary.classroom import worker
+from evictionary.cli.app import app
+lines = (0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7FFF0000)
+worker.filter_calls(b"".join(struct.pack("=HBBI", *line) for line in lines))
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("more", "code"), [((), 2), (("--without-walls",), 0)])
+def test_without_landlock_nothing_is_run_unless_told_to(more: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    """The kernel answers as an older one does, or as a container that forbids Landlock."""
+    secret = written(tmp_path, "nobody guesses this", "secret")
+    settings = ("--assignment", "keydiff", "--seed-file", secret, "--output", tmp_path / "grades", "--examples", "1", *more)
+    command = (sys.executable, "-c", WITHOUT_LANDLOCK, "grade", written(tmp_path, "def anchor(keys):\n    return 1.0\n"), *settings)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert "no landlock: it could read the seed file, the submissions and your home" in " ".join(done.stderr.split())
+    assert (tmp_path / "grades").exists() == (code == 0)
+    if code == 0:
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["ada.py", "grades", "secret"]  # and nothing of Hypothesis
+        assert "landlock" in json.loads((tmp_path / "grades" / "summary.json").read_text(encoding="utf-8"))["walls_missing"]
 
 
 def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
+import re
+import subprocess
+import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +21,14 @@ import pytest
 from grader_tools import EVERY_FORMAT, graded, invoke, order, written
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
+from test_pages import blocks, commands
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
+from evictionary.classroom.child import StudentError
 from evictionary.classroom.synthetic import SOLUTION, bundled
+from evictionary.errors import UsageError
 from evictionary.spec_tests.harness.planted import load_mutants
 
 # What is written
@@ -195,6 +204,218 @@ def test_a_bad_name_costs_one_submission(tmp_path: Path) -> None:
     assert classes.find([handed_in / "eve"], "keydiff.py") == {"eve": handed_in / "eve"}
 
 
+def test_two_submissions_of_one_name_cost_that_student_alone(tmp_path: Path) -> None:
+    handed_in = tmp_path / "in"
+    for folder in ("kim", "lee"):
+        (handed_in / folder).mkdir(parents=True)
+    files = "ada.py", "ada.zip", "bob.py", "bob.ipynb", "eve.ipynb", "dan.py.txt", "kim/Keydiff.py", "lee/a.zip", "lee/b.zip"
+    for name in files:
+        written(handed_in, name=name)
+    left_out: list[Path] = []
+    found = classes.find([handed_in], "keydiff.py", leave_out=left_out.append)
+    assert sorted(found) == ["ada", "bob", "dan", "eve", "kim", "lee"]
+    assert [path.name for path in left_out] == ["bob.ipynb"]
+    told = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 1)}
+    assert told == {
+        "bob": "",
+        "ada": "more than one submission has this name: ada.py, ada.zip",
+        "dan": "dan.py.txt is a text file: call it keydiff.py, and hand that in",
+        "eve": "eve.ipynb is a notebook: write the functions into a file keydiff.py, and hand that in",
+        "kim": "there is no file keydiff.py; there is 'Keydiff.py'",
+        "lee": "there is no file keydiff.py, and 2 archives: a.zip, b.zip; wanted one",
+    }
+    assert all((tmp_path / "grades" / student / "grade.json").exists() for student in found)
+
+
+def test_names_that_one_folder_may_hold_twice_are_said() -> None:
+    grade = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0, "personal_id": "", "notes": []}
+    names = ["ada", "Ada", "ada ", "a\u030ada", "\u00e5da", "bob"]
+    assert classes.summary([grade | {"student": name} for name in names])["alike"] == sorted(names[:-1])
+
+
+def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
+    """Every platform takes a table of ids and points, and every spreadsheet computes what begins as a formula does."""
+    grade = graded("def anchor(keys):\n    raise RuntimeError('=1+1')\n", tmp_path)
+    named = [grade | {"student": name} for name in ('=HYPERLINK("http://a.b","x")', "--help", " @ada", "bob", 'eve, "the" second')]
+    rows = list(csv.DictReader(io.StringIO(classes.gradebook([*named, grade | {"student": "kim", "error": "=no\nfile"}]))))
+    assert {row["id"] for row in rows} == {'\'=HYPERLINK("http://a.b","x")', "'--help", "' @ada", "bob", 'eve, "the" second', "kim"}
+    assert {(row["points"], row["of"]) for row in rows} == {("0", "100")}
+    assert [row["comment"] for row in rows if row["id"] == "kim"] == ["'=no file"]
+    unloadable = graded("import scipy", tmp_path)
+    (row,) = csv.DictReader(io.StringIO(classes.gradebook([unloadable])))
+    assert row["comment"].startswith("file: failed, your file cannot be loaded: ImportError: scipy")
+    assert "()" not in formats.gradescope(unloadable) + formats.junit(unloadable)
+    result = invoke("gradebook", tmp_path / "grades", "--json")
+    assert json.loads(result.stdout)["distribution"] == {"0": 1}
+    table = (tmp_path / "grades" / "gradebook.csv").read_text(encoding="utf-8")
+    assert table.startswith('id,points,of,comment\nada,0,100,"file: failed')
+    assert invoke("gradebook", tmp_path).exit_code == 2
+
+
+def test_a_page_for_people_says_whose_it_is(tmp_path: Path) -> None:
+    grade = graded("", tmp_path, 1, ("markdown",))
+    page = (tmp_path / "grades" / "ada" / "grade.md").read_text(encoding="utf-8")
+    assert f"Student ada, file ada.py (SHA-256 {grade['source_sha256'][:16]}), graded {grade['graded_at']}." in page
+
+
+def test_code_that_a_reader_does_not_see_is_noted(tmp_path: Path) -> None:
+    hidden = b"# coding: utf-7\n# +AAo-raise OSError\n"
+    assert graded(hidden, tmp_path)["notes"] == ["the file is in utf-7, not in UTF-8: what a reader sees as a comment may be code"]
+    turned = "# \u202e eil\u2066\n"
+    told = "the file has marks that change the order in which its text is shown: U+202E, U+2066"
+    assert graded(turned, tmp_path)["notes"] == [told]
+    assert graded("# coding: latin-1x\n", tmp_path)["notes"] == []
+    assert graded("\ufeff# -*- coding: utf-8 -*-\n# \u05d0 \u0627\n", tmp_path)["notes"] == []
+
+
+def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> None:
+    path, secret = (
+        written(tmp_path, "def anchor(keys):\n    return keys[..., 0, :]\n"),
+        written(tmp_path, "nobody guesses", "secret"),
+    )
+    settings = ("--assignment", "keydiff", "--seed-file", secret)
+    assert invoke("grade", path, *settings, "--output", tmp_path / "grades", "--examples", 1).exit_code == 0
+    texts = [each.read_text(encoding="utf-8") for each in (tmp_path / "grades" / "ada").iterdir()]
+    assert len(texts) == 1 + len(formats.FORMATS)
+    for text in texts:
+        assert "evictionary judge" not in text
+        scripts = text.count("harness.implementation import load")
+        assert text.count("this runs the student") + text.count("This runs the student") == scripts
+    (command,) = {found for text in texts for found in re.findall(r"evictionary (grade \S+ --assignment keydiff --law \w+)", text)}
+    words = command.split()
+    for source, code, told in ((path, 1, "smallest input"), (SOLUTION, 0, "passed: The anchor is")):
+        one = invoke(words[0], source, *words[2:], *settings[2:])
+        assert (one.exit_code, told in one.stdout) == (code, True)
+    unloadable = invoke(words[0], written(tmp_path, "import scipy", "eve.py"), *words[2:], *settings[2:])
+    assert unloadable.exit_code == 1 and "your file cannot be loaded" in unloadable.stdout
+    assert "test_a_zero_key_scores_zero" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+
+
+def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> float:
+        raise StudentError("CompilationError", "at 3:5 [/bold]", "")
+
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(grading, "gpu_milliseconds", fails)
+    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: grading.empty(assignment))
+    assert invoke("start", "kernel", "--work", tmp_path).exit_code == 0
+    checked = invoke("check", "kernel", "--work", tmp_path)
+    assert "On a GPU: the kernel fails, although the interpreter runs it: CompilationError: at 3:5 [/bold]" in checked.stdout
+    assert checked.exit_code == 1
+
+
+def manifest(student: str) -> str:
+    return json.dumps({"student": student})
+
+
+def test_the_constants_are_those_of_an_id_that_the_course_knows(tmp_path: Path) -> None:
+    """A student could try ids until one has the constants of somebody's file."""
+    with zipfile.ZipFile(tmp_path / "eve.zip", "w") as packed:
+        packed.writestr(submissions.MANIFEST, manifest("eve-95"))
+    told = "the constants are those of 'eve-95', an id that the student wrote; the submission is named 'eve'"
+    assert submissions.personal_id(tmp_path / "eve.zip", "eve") == ("eve-95", told)
+    for roster, wanted in (
+        ({"ada", "eve"}, ("eve", "the archive says 'eve-95', and the submission is named 'eve'")),
+        ({"ada", "eve-95"}, ("eve-95", "")),
+        ({"ada"}, ("eve", "the archive says 'eve-95', and the roster does not have it; the submission is named 'eve'")),
+    ):
+        assert submissions.personal_id(tmp_path / "eve.zip", "eve", roster) == wanted
+    assert submissions.personal_id(tmp_path / "bob.zip", "bob", {"ada"}) == ("bob", "'bob' is not on the roster")
+    # A platform may unpack the archive, and name all submissions alike.
+    (tmp_path / "submission").mkdir()
+    written(tmp_path / "submission", manifest("ada"), submissions.MANIFEST)
+    written(tmp_path / "submission", name="lagkv.py")
+    assert submissions.personal_id(tmp_path / "submission", "student", {"ada"}) == ("ada", "")
+    # The command names those whom the instructor should ask, and draws nothing from an id that is not the course's.
+    roster, secret = written(tmp_path, "id,name\nada,Ada L.\n", "roster.csv"), written(tmp_path, "nobody guesses", "secret")
+    settings = ("--assignment", "lagkv", "--seed-file", secret, "--output", tmp_path / "grades", "--personal", "--examples", 1)
+    with zipfile.ZipFile(tmp_path / "eve.zip", "a") as packed:
+        packed.writestr("lagkv.py", "")
+    for more, personal_id in ((), "eve-95"), (("--roster", roster), "eve"):
+        result = invoke("grade", tmp_path / "eve.zip", *settings, *more, "--json")
+        assert json.loads((tmp_path / "grades" / "eve" / "grade.json").read_text(encoding="utf-8"))["personal_id"] == personal_id
+        assert "'eve-95'" in json.loads(result.stdout)["notes"]["eve"][0]
+
+
+WRONG_ASSIGNMENTS = (
+    ('needs = ["score"]', 'needs = ["scor"]', "step 'symmetries': needs: got 'scor', wanted a step before it: anchor, score"),
+    ("points = 15", "points = -40", "step 'anchor': points: got -40, wanted at least 1"),
+    ("points = 15", "points = 2.5", "step 'anchor': points: got 2.5, wanted a whole number"),
+    ("points = 15", "points = true", "step 'anchor': points: got True, wanted a whole number"),
+    ('name = "score"', 'name = "anchor"', "step 'anchor': name: got 'anchor', wanted a name that no other step has"),
+    ('requirement = "KD-7"', 'requirement = "TV-1"', "step 'pairwise': requirement: got 'TV-1', wanted the id of a requirement"),
+    (
+        "::test_scores_are_cosines",
+        "::test_score_are_cosine",
+        "wanted a law of the suite, such as test_keydiff::test_scores_are_cosines",
+    ),
+    ('library = "numpy"', 'library = "jax"', "library: got 'jax', wanted numpy or torch"),
+    ("points = 15", 'points = 15\ncheck = "vote"', "step 'anchor': check: got 'vote', wanted a check"),
+    ("points = 15", 'points = 15\ncatches = ["a.b"]', "step 'anchor': catches: got 'a.b', wanted a planted mistake"),
+    ("points = 15", "point = 15", "step 'anchor': got 'point', wanted some of name, requirement"),
+    ('title = "KeyDiff by hand"', "", "got no title"),
+    ('file = "keydiff.py"', 'file = "../keydiff.py"', "file: got '../keydiff.py'"),
+    ("[[step]]", "[[step]", "wanted a TOML file"),
+    ("[[step]]", "[[steps]]", "got no step"),
+)
+
+
+def test_a_mistake_in_an_assignment_is_a_sentence(tmp_path: Path) -> None:
+    text = (assignments.load("keydiff").folder / "assignment.toml").read_text(encoding="utf-8")
+    own = tmp_path / "keydiff"
+    own.mkdir()
+    written(own, name="starter.py")
+    for right, wrong, told in WRONG_ASSIGNMENTS:
+        written(own, text.replace(right, wrong, 1) if right != "[[step]]" else text.replace(right, wrong), "assignment.toml")
+        with pytest.raises(UsageError, match=re.escape(told)):
+            assignments.load("keydiff", tmp_path)
+    written(own, text, "assignment.toml")
+    assert assignments.load("keydiff", tmp_path).steps == assignments.load("keydiff").steps
+
+
+def of_the_page(folder: Path) -> None:
+    """Write the files that the page for instructors shows."""
+    page = (transcript.FOLDER / "instructor.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        written(folder, text, name)
+
+
+def test_an_assignment_of_the_instructors_own_is_tried_and_graded(tmp_path: Path) -> None:
+    """The page for instructors has it; its reference is a method that no assignment of the project has."""
+    of_the_page(tmp_path)
+    mine, work = ("--assignments", tmp_path / "mine"), ("--work", tmp_path / "work")
+    tried = invoke("grade", "--try", "--assignment", "tova", *mine, "--examples", 2)
+    assert (tried.exit_code, tried.stdout) == (0, "the reference: 100 points, wanted 100\nthe starter file: 0 points, wanted 0\n")
+    assert "evictionary check tova --work" in invoke("start", "tova", *mine, *work).stdout
+    assert invoke("check", "tova", *mine, *work).exit_code == 1
+    assert invoke("submit", "tova", *mine, *work, "--output", tmp_path / "ada.zip").exit_code == 0
+    settings = ("--assignment", "tova", *mine, "--output", tmp_path / "grades", "--examples", 1)
+    assert json.loads(invoke("grade", tmp_path / "ada.zip", *settings, "--json").stdout)["distribution"] == {"0": 1}
+    assert invoke("grade", tmp_path / "mine" / "tova" / "starter.py", "--try", *settings).exit_code == 1
+
+
+def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
+    work = ("--work", tmp_path)
+    invoke("start", "keydiff", *work, "--student", "ada")
+    packed = invoke("submit", "keydiff", *work, "--output", tmp_path / "ada.zip", "--json")
+    assert "keydiff.py is still the starter file" in packed.stderr and not json.loads(packed.stdout)["begun"]
+    with zipfile.ZipFile(tmp_path / "ada.zip") as archive:
+        assert json.loads(archive.read(submissions.MANIFEST))["student"] == "ada"  # remembered since `start`
+    written(tmp_path, SOLUTION.read_bytes(), "keydiff.py")
+    packed = invoke("submit", "keydiff", *work, "--output", tmp_path / "ada.zip", "--json")
+    assert (packed.stderr, json.loads(packed.stdout)["begun"]) == ("", True)
+
+
+def test_the_help_names_every_assignment() -> None:
+    for command in ("start", "check", "submit"):
+        told = " ".join(invoke(command, "--help").stdout.split())
+        assert all(name in told for name in assignments.names())
+
+
 @pytest.mark.parametrize("upload", ["nothing", "wrong.py", "essay.docx"])
 def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, tmp_path: Path) -> None:
     (tmp_path / "submission").mkdir()
@@ -203,7 +424,8 @@ def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, tmp_path
     arguments = ("--assignment", "keydiff", "--student", "student", "--format", "gradescope", "--output", tmp_path / "grades")
     assert invoke("grade", tmp_path / "submission", *arguments).exit_code == 0
     result = json.loads((tmp_path / "grades" / "student" / "results.json").read_text(encoding="utf-8"))
-    assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
+    assert (result["score"], result["output"][:26]) == (0, "there is no file keydiff.py"[:26])
+    assert ("there is 'wrong.py'" in result["output"]) == (upload == "wrong.py")
 
 
 def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +446,7 @@ def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: py
         (fewer, order()),
         (fewer, replace(order(), seconds=3)),
     ):
-        monkeypatch.setattr(assignments, "load", lambda name, loaded=loaded: loaded)
+        monkeypatch.setattr(assignments, "load", lambda *_, loaded=loaded: loaded)
         list(classes.run(limits, {"ada": path}, tmp_path / "grades", 1))
     assert asked == [100, 105, 100, 100]
 
@@ -236,7 +458,7 @@ def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
             packed.writestr(name, SOLUTION.read_bytes())
     grade = classes.grade_one(order(), "mallory", tmp_path / "mallory.zip")
     assert grade["score"] == 0
-    assert "No module named 'helper'" in grade["lines"][0]["reason"]
+    assert "helper: this assignment is for NumPy only" in grade["lines"][0]["reason"]
 
 
 def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +486,88 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
 @pytest.mark.slow
 def test_the_transcript_of_the_docs_is_what_happens() -> None:
     assert transcript.PAGE.read_text(encoding="utf-8") == transcript.run()
+
+
+def test_the_transcript_begins_as_the_commands_do() -> None:
+    assert transcript.PAGE.read_text(encoding="utf-8").startswith(transcript.run(transcript.WAY[:2]).rstrip("\n"))
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Runs lines of a page in a folder with what they name; `docker` checks its options and runs the command by itself."""
+    bin, handed_in = tmp_path / "bin", tmp_path / "handed_in"
+    for each in (bin, handed_in):
+        each.mkdir()
+    written(bin, f'#!/bin/sh\nexec {sys.executable} -m evictionary "$@"\n', "evictionary").chmod(0o755)
+    written(bin, f"#!{sys.executable}\n{DOCKER}", "docker").chmod(0o755)
+    written(handed_in, "def anchor(keys):\n    return keys[..., 0, :]\n", "bob.py")
+    written(handed_in, name="eve.docx")
+    written(tmp_path, bundled("tova"), "solution.py")
+    written(tmp_path, "nobody guesses this", "secret")
+    submissions.pack(assignments.load("keydiff"), written(tmp_path, name="keydiff.py").parent, tmp_path / "ada.zip", "ada")
+    of_the_page(tmp_path)
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+    def run(lines: str) -> str:
+        done = subprocess.run(["bash", "-e", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+DOCKER = """
+import os, sys
+words = sys.argv[sys.argv.index("run") + 1:]
+end = words.index("evictionary-grader")
+options, words = words[:end], words[end + 1:]
+assert {"--rm", "--read-only", "--network", "none", "--cap-drop", "ALL", "no-new-privileges"} <= set(options), options
+volumes = [options[n + 1].split(":") for n, word in enumerate(options) if word == "--volume"]
+(source, inside, mode), (grades, out) = volumes
+assert mode == "ro" and out == "/out/" + os.path.basename(grades)
+words = [os.path.dirname(grades) if word == "/out" else word.replace(inside, source) for word in words]
+os.execvp("evictionary", ["evictionary", *words])
+"""
+
+
+@pytest.mark.slow  # the fast test beside it, in test_pages.py, asks whether each command is understood
+def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], tmp_path: Path) -> None:
+    page = transcript.FOLDER / "instructor.md"
+    grade, one, law, tried, solution = (each for each in commands(page) if re.search(r"--(seed-file|try)", each))
+    shell(f"{grade} --examples 1")
+    assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == ["bob", "gradebook.csv", "summary.json"]
+    shell(f"{one} --examples 1")
+    assert {each.name for each in (tmp_path / "grades" / "ada").iterdir()} == {"grade.json", "results.json", "junit.xml"}
+    assert "mu is the mean of the unit keys." in shell(f"! {law} --examples 1")
+    assert "the reference: 100 points" in shell(f"{tried} --examples 1")
+    assert "the right answer: 100 points" in shell(f"{solution} --examples 1")
+    assert "2 submissions" in shell("evictionary gradebook grades")
+
+
+@pytest.mark.slow
+def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], str], tmp_path: Path) -> None:
+    for folder in ("submission", "source", "results"):
+        (tmp_path / "autograder" / folder).mkdir(parents=True)
+    written(tmp_path / "autograder" / "source", "nobody guesses this", "secret")
+    (script,) = (each for each in blocks(transcript.FOLDER / "formats.md", "") if "results.json" in each)
+    shell(script.replace("/autograder", f"{tmp_path}/autograder").replace("/tmp/grades", f"{tmp_path}/graded"))
+    result = json.loads((tmp_path / "autograder" / "results" / "results.json").read_text(encoding="utf-8"))
+    assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
+    (tmp_path / "handed_in" / "bob.py").write_text("not Python", encoding="utf-8")
+    (script,) = blocks(transcript.FOLDER / "container.md", "bash")
+    assert "2 submissions" in shell(script)
+    assert {each.name for each in (tmp_path / "grades").iterdir()} == {"bob", "eve.docx", "gradebook.csv", "summary.json"}
+
+
+def test_the_dockerfile_has_the_form_of_one() -> None:
+    """No daemon is needed for this: each instruction is one, what is copied is there, and the page builds this file."""
+    path, page = Path(classes.__file__).parent / "Dockerfile", (transcript.FOLDER / "container.md").read_text(encoding="utf-8")
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    words = ["FROM", "WORKDIR", "COPY", "RUN", "FROM", "COPY", "ARG", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"]
+    assert [line[0] for line in lines] == words
+    assert lines[0][2:] == ["AS", lines[5][1].removeprefix("--from=")]
+    assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in page
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
@@ -318,7 +622,8 @@ def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
 def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = tmp_path / "w[1]"
     started = invoke("start", "lagkv", "--work", work, "--student", "ada")
-    assert f"evictionary check lagkv --work {work} --student ada" in started.stdout
+    assert f"evictionary check lagkv --work {work}\n" in started.stdout
+    assert (work / "student.txt").read_text(encoding="utf-8") == "ada\n"
     assert "results must be float64 too" in started.stdout
     begun = json.loads(invoke("start", "keydiff", "--work", work, "--json").stdout)
     assert begun["file"] == str(work / "keydiff.py")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from markdown.extensions.toc import slugify
 
-from evictionary.spec_tests.harness.coverage import ids_of
+from docs_build import contract, pages
+from evictionary.spec_tests.harness.coverage import GRADES, ids_of
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +46,12 @@ def test_every_file_that_a_page_quotes_exists(page: Path) -> None:
     assert [mark for mark, match in zip(marks, quoted, strict=True) if not match or not (ROOT / match[1]).is_file()] == []
 
 
-GRADES = {"wrong", "imprecise", "typo", "not reproducible from the text"}
+def test_the_contract_holds_the_signatures_of_today() -> None:
+    """In the file itself, for who reads it in a clone; `python -m docs_build.contract` writes them."""
+    text = contract.PAGE.read_text(encoding="utf-8")
+    assert "def score(keys: np.ndarray) -> np.ndarray:" in text
+    assert text == contract.written(text)
+    assert "<!-- end -->" not in pages.filled("reference/contract.md", text)
 
 
 def errata() -> dict[str, str]:
@@ -71,13 +77,30 @@ def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
         for title, body in errata().items()
     ]
     assert rows == graded
-    assert {grade for *_, grade in rows} == GRADES
+    assert {grade for *_, grade in rows} == set(GRADES)
 
 
-def test_what_is_graded_wrong_is_a_statement_that_the_requirements_call_false() -> None:
+def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None:
+    """The coverage page once called false what the errata call imprecise, and true what they grade."""
+    graded: dict[str, set[str]] = {identifier: set() for identifier in REQUIREMENTS}
     for title, body in errata().items():
-        if "- **Grade** *wrong*" in body:
-            assert "false" in {REQUIREMENTS[identifier].verdict for identifier in ids_of(title)}, title
+        for identifier in ids_of(title):
+            graded[identifier].add(body.partition("- **Grade** *")[2].partition("*")[0])
+    assert graded == {one.id: set(one.verdict.split(", ")) & set(GRADES) for one in REQUIREMENTS.values()}
+    # What was taken back is no erratum any more, and keeps its requirement.
+    taken_back = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8").partition("## Entries that were taken back")[2]
+    dropped = re.findall(r"^\| ([A-Z]{2}-\S+) \|", taken_back, flags=re.MULTILINE)
+    assert dropped and all(REQUIREMENTS[identifier].verdict in ("true", "definition") for identifier in dropped)
+
+
+def test_the_pages_that_judge_a_paper_name_the_version_that_was_read() -> None:
+    texts = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("errata.md", "upstream.md")]
+    methods = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "methods").glob("*.md"))
+    read = {(one.paper.rpartition(" ")[2], one.version) for one in REQUIREMENTS.values() if one.version}
+    assert len(read) == 5
+    for paper, version in read:
+        assert all(re.search(rf"^## .+ \(arXiv {paper}, {version}\)$", text, flags=re.MULTILINE) for text in texts), paper
+        assert f"(https://arxiv.org/abs/{paper}{version})" in methods, paper
 
 
 def test_ten_notes_for_the_authors_name_entries_of_the_errata() -> None:

@@ -260,6 +260,8 @@ def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
     table = (tmp_path / "table.md").read_text().splitlines()
     assert [line for line in table if line.startswith("##")] == ["## 600 tokens", "## 900 tokens"]
     assert any(line.startswith("| keydiff | 40 tokens kept |") for line in table)
+    answers = {line["answer"] for line in finished[1] if line["task"] == "passkey7" and line["answer"]}
+    assert answers and any(f"<td>{html.escape(answer)}</td>" in page.replace("&#39;", "&#x27;") for answer in answers)
     # the same results draw the same file
     assert pages.drawn(eval_report.scores_figure(found["rows"]), "svg") == (tmp_path / "scores.svg").read_bytes()
 
@@ -280,6 +282,18 @@ def test_means_are_over_the_prompts() -> None:
         [line | {"seed": 0, "exact": 1.0, "partial": 1.0}, line | {"seed": 1, "exact": 0.0, "partial": 0.5}]
     )
     assert [(row["exact"], row["partial"], row["removed"], row["prompts"]) for row in rows] == [(0.5, 0.75, 0.5, 2)]
+    # the share of tokens that a model predicts is no retrieval, and no part of the mean
+    other = rows[0] | {"task": "perplexity", "partial": 0.1, "perplexity": 9.0}
+    assert eval_report.pivot([*rows, other])[1][0]["mean"] == 0.75 and eval_report.pivot([other])[1][0]["mean"] is None
+
+
+@pytest.mark.parametrize(("right", "of"), [(0, 5), (3, 5), (5, 5), (40, 200)])
+def test_an_interval_holds_the_shares_from_which_what_was_seen_is_not_far(right: int, of: int) -> None:
+    """The ends of Wilson's interval are the shares p whose own standard error is 1/1.96 of the distance to what was seen."""
+    for end in eval_report.wilson(right, of):
+        if 0 < end < 1:
+            assert abs(right / of - end) == pytest.approx(1.96 * (end * (1 - end) / of) ** 0.5)
+    assert eval_report.wilson(0, 5)[0] == 0 and eval_report.wilson(5, 5)[1] == 1
 
 
 def invoke(*arguments: object) -> Result:

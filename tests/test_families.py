@@ -14,6 +14,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     CohereConfig,
     DbrxConfig,
     DeepseekV3Config,
@@ -22,9 +23,15 @@ from transformers import (
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
+    HrmTextConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     NanoChatConfig,
     Olmo2Config,
@@ -34,6 +41,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
+    RoFormerConfig,
     SmolLM3Config,
     T5Config,
     T5ForConditionalGeneration,
@@ -227,6 +235,59 @@ def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(met
     cache = cached(model, IDS, method, 0.5)
     cache.close()
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
+JETMOE = JetMoeConfig(**{**SMALL, "num_hidden_layers": 2}, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)
+HRM = HrmTextConfig(**{**SMALL, "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("config", [JETMOE, HRM], ids=["jetmoe", "hrm"])
+@pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv", "momentkv"])
+def test_a_model_that_attends_to_other_keys_is_refused_before_the_first_token(config: Any, method: str) -> None:
+    model = AutoModelForCausalLM.from_config(config).eval()
+    drawn: list[Any] = []
+    with pytest.raises(UsageError, match=r"which gives its attention other keys than the cache returned"):
+        generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=[lambda ids, scores: drawn.append(ids)])
+    assert not drawn and model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("config", [GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=8), RoFormerConfig(is_decoder=True)])
+def test_a_model_with_an_attention_of_its_own_is_refused_by_a_true_sentence(config: Any) -> None:
+    """They have rotary positions; their attention is written out, so no cache can see its queries."""
+    with torch.device("meta"), pytest.raises(UsageError, match="an attention of its own that no cache can watch"):
+        EvictingCache(AutoModelForCausalLM.from_config(config))
+
+
+def test_rotations_by_complex_numbers_are_refused_where_they_are_needed() -> None:
+    kinds = {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1] * 3}
+    config = Llama4TextConfig(**SMALL, **kinds, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for method in ("expected_attention", "gvote", "triattention"):
+        with pytest.raises(UsageError, match=f"wanted a method that reads no future queries instead of {method}"):
+            EvictingCache(model, method)
+    assert generate(model, IDS, EvictingCache(model, "snapkv+ada_kv", 0.5, {"window_size": 4})).shape[1] == 56
+
+
+@pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv", "momentkv", "expected_attention", "gvote", "criticalkv"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_prompt_with_an_image_is_compressed(method: str, attention: str) -> None:
+    """The attention of the image's tower is not ours to look at; that of the text is."""
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**SMALL), image_token_index=299, vision_feature_layer=-1)
+    torch.manual_seed(0)
+    model: Any = LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation(attention)
+    ids = torch.cat([IDS[:, :20] % 299, torch.full((1, 4), 299), IDS[:, 20:] % 299], dim=1)
+    image = {"pixel_values": torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))}
+    whole = generate(model, ids, **image)
+    assert torch.equal(generate(model, ids, EvictingCache(model, None), **image), whole)
+    cache = EvictingCache(model, method, 0.5, small(method))
+    assert generate(model, ids, cache, **image).shape == whole.shape
+    assert cache.nbytes < cache.nbytes_full or method == "gvote"
+    cache.close()
+    assert model.config.vision_config._attn_implementation == model.config._attn_implementation == attention
 
 
 def test_a_norm_over_all_heads_at_once_is_the_models() -> None:

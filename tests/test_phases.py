@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from conftest import tiny_llama
 from reading import IDS, after, cached, generate, masked_logits, padded, places, positions_of, read, read_in, small
 from transformers import DynamicCache, LlamaForCausalLM
 
-from evictionary.cache import future_queries, layers, partial_attention
+from evictionary.cache import evicting_cache, file, future_queries, layers, partial_attention
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules, output_projection
@@ -32,6 +33,12 @@ from evictionary.reference import lagkv as reference_lagkv
 from evictionary.reference import momentkv as reference_momentkv
 from evictionary.reference import rope as reference_rope
 from evictionary.reference import selection as reference_selection
+
+
+@pytest.fixture(scope="module")
+def deep_model() -> LlamaForCausalLM:
+    """Eight layers, so that a pyramid has steps."""
+    return tiny_llama(num_hidden_layers=8)
 
 
 def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
@@ -123,6 +130,96 @@ def test_methods_keep_a_fixed_budget_while_decoding(model: LlamaForCausalLM, met
     assert all(len(set(row)) == 10 and row == sorted(row) for row in positions_of(cache.layers[1]))
 
 
+def random_survivors(model: LlamaForCausalLM, every: int, seed: int, length: int = 28, rows: int = 64) -> np.ndarray:
+    """How many of the heads of all rows hold each position, after 12 tokens and then one by one, with a budget of 8."""
+    states = torch.randn(rows, 2, length, 8, generator=torch.Generator().manual_seed(seed))
+    with EvictingCache(model, "random", budget=8, every=every, seed=seed) as cache:
+        for tokens in states.split([12, *[1] * (length - 12)], dim=2):
+            cache.layers[0].update(tokens, tokens)
+            if cache.layers[0].evicted_at == 0 or cache._is_due(cache.layers[0]):
+                cache._compress(0)
+        return np.bincount(cache.layers[0].positions.flatten().numpy(), minlength=length)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_random_keeps_each_token_offered_with_one_probability(model: LlamaForCausalLM, every: int) -> None:
+    """Each compression keeps 8 of 12 tokens, or 8 of 9 with each new one: a token stays with the product of its chances."""
+    counts = sum(random_survivors(model, every, seed) for seed in range(8))
+    heads = 8 * 64 * 2
+    compressions = np.array([(28 - max(position + 1, 12)) // every for position in range(28)])
+    chance = (8 / (8 + every)) ** compressions * np.where(np.arange(28) < 12, 8 / 12, 1)
+    chance[12:] *= 8 / (8 + every)  # a new token may be the one that goes
+    assert (abs(counts - heads * chance) <= 4.5 * np.sqrt(heads * chance * (1 - chance)) + 1e-9).all()
+
+
+@pytest.mark.parametrize("method", ["random", "random+ada_kv", "gvote"])
+def test_what_is_drawn_is_drawn_again_by_a_copy_a_file_and_another_run(
+    tmp_path: Path, model: LlamaForCausalLM, method: str
+) -> None:
+    cache = EvictingCache(model, method, 0.5, every=4, seed=3)
+    read_in(model, cache, [20, 4])
+    cache.save(tmp_path / "cache")
+    others = [
+        copy.deepcopy(cache),
+        EvictingCache.load(tmp_path / "cache", model),
+        EvictingCache(model, method, 0.5, every=4, seed=3),
+    ]
+    read_in(model, others[2], [20, 4])
+    for each in (cache, *others):
+        read(model, IDS[:, 24:28], each)
+        assert positions_of(each.layers[1]) == positions_of(cache.layers[1])
+        each.close()
+    if method == "random+ada_kv":  # heads that are scored alone do not draw the same numbers
+        assert len(set(map(tuple, positions_of(cache.layers[1])))) == 2
+
+
+COMPOSED = [
+    "snapkv+ada_kv",
+    "keydiff+moments",
+    "knorm+ada_kv+moments",
+    "momentkv+ada_kv",
+    "knorm+pyramid_kv",
+    "momentkv+pyramid_kv",
+]
+
+
+@pytest.mark.parametrize("amount", [{"compression_ratio": 0.5}, {"budget": 20}], ids=["half", "20"])
+@pytest.mark.parametrize("method", [*catalogue.names(), "random", *COMPOSED])
+def test_each_stored_key_is_the_key_of_the_position_it_claims(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str, amount: dict[str, Any]
+) -> None:
+    """In all layers, after a prompt, blocks and single tokens, of rows with padding too; no position is claimed twice."""
+    handed: dict[int, list[torch.Tensor]] = {}
+    own = EvictingCache.update
+
+    def update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any) -> Any:
+        if not cache._replaying:
+            handed.setdefault(layer, []).append(keys)
+        return own(cache, keys, values, layer, *rest, **named)
+
+    monkeypatch.setattr(EvictingCache, "update", update)
+    found = resolve(method)
+    once = (
+        "prompt_only" in found.traits
+        or found.reads & {"gates", "replay_keys"}
+        or ("recursive" in found.traits and "budget" in amount)
+    )
+    for every in [0] if once else [0, 1, 4]:
+        ids, given = padded(*((16,) if every == 1 or "replay_keys" in found.reads else (16, 11)), width=16)
+        cache = EvictingCache(model, method, options=small(method), every=every, **amount)
+        handed.clear()
+        read(model, ids, cache, **given)
+        for step in range(1, 11):
+            read(model, ids[:, step : step + 1], cache, **after(given, step))
+            for index, layer in enumerate(cache.layers):
+                keys, _, positions, filled = layer.contents()
+                wanted = torch.cat(handed[index], dim=2).gather(2, positions[..., None].expand(-1, -1, -1, 8).long())
+                assert torch.equal(keys[filled], wanted[filled])
+                rising = positions.masked_fill(~filled, -1)
+                assert ((rising[..., 1:] > rising[..., :-1]) | ~filled[..., 1:]).all()
+        cache.close()
+
+
 def first_layer_with_queries(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values of the first layer."""
     whole = cached(model, IDS, None, record=("queries",))
@@ -157,6 +254,25 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens:
     output = partial_attention.attend(torch.from_numpy(queries[:, :, end : end + 1]).float(), layer)[:, :, 0]
     wanted = reference_momentkv.attend(queries[:, :, end], *held, np.ones((1, 2, 12), dtype=bool), moments)
     np.testing.assert_allclose(output.numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_written(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at the new token alone: that one is refused if it is not finite, before anything is written."""
+    cache = cached(model, IDS[:, :30], "momentkv", budget=12)
+    looked_at = []
+    own = evicting_cache.is_finite
+    monkeypatch.setattr(evicting_cache, "is_finite", lambda states: looked_at.append(states.numel()) or own(states))
+    for name in ("_wide", "require_states", "require_tokens"):
+        monkeypatch.setattr(momentkv, name, no_memory)
+    read_in(model, cache, [1] * 5, IDS[:, 30:])
+    assert set(looked_at) == {2 * 8}
+    before = cache.layers[0].keys.clone()
+    broken = model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: torch.full((1, 1, 16), torch.nan))
+    with broken, pytest.raises(MethodError, match="values: got NaN or infinite numbers in layer 0"):
+        read(model, IDS[:, 35:36], cache)
+    assert torch.equal(cache.layers[0].keys, before)
 
 
 def test_momentkv_shares_the_budget_of_a_prompt_as_the_paper_has_it(model: LlamaForCausalLM) -> None:
@@ -360,6 +476,28 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
         assert (layer.moments is not None) == ("moments" in method)
         if layer.moments is not None:
             assert (layer.moments.count + layer.lengths == 45).all()
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.4, 0.5, 0.9])
+@pytest.mark.parametrize("method", ["knorm+pyramid_kv", "snapkv+pyramid_kv", "snapkv+ada_kv+pyramid_kv", "lagkv+pyramid_kv"])
+def test_a_pyramid_removes_what_is_asked_and_leaves_every_layer_its_window(
+    deep_model: LlamaForCausalLM, method: str, ratio: float
+) -> None:
+    """Of a prompt, and again while decoding."""
+    cache = EvictingCache(deep_model, method, ratio, small(method), every=5)
+    for sizes in ([50], [5]):
+        read_in(deep_model, cache, sizes, IDS[:, cache.get_seq_length() :])
+        seen = cache.get_seq_length()
+        kept = [int(layer.lengths.sum()) for layer in cache.layers]
+        asked = reference_selection.budget(seen, ratio)
+        if "lagkv" in method:  # whole partitions alone
+            assert kept == sorted(kept, reverse=True) and max(kept) <= 2 * seen
+        else:
+            assert sum(kept) == 2 * len(kept) * asked
+        if "snapkv" in method:
+            window = list(range(seen - 4, seen))
+            assert all(row[-4:] == window for layer in cache.layers for row in positions_of(layer))
+    cache.close()
 
 
 def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) -> None:
@@ -570,6 +708,71 @@ def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) ->
     cache.save(tmp_path / "cache")
     with pytest.raises(UsageError, match="wanted the model of the cache"):
         EvictingCache.load(tmp_path / "cache", tiny_llama(num_hidden_layers=3))
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv"])
+def test_a_file_that_was_changed_or_lacks_something_is_refused(tmp_path: Path, model: LlamaForCausalLM, method: str) -> None:
+    path = tmp_path / "cache"
+    cache = cached(model, IDS, method, 0.5)
+    cache.save(path)
+    cache.close()
+    whole = path.read_bytes()
+    for place in (len(whole) // 2, len(whole) - 3, len(whole) - 40 * 8):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(UsageError, match="with other contents than its checksum says"):
+            EvictingCache.load(path, model)
+    path.write_bytes(whole)
+    settings, tensors = file.read(path, "cpu")
+    for name in settings.keys() - {"schema"}:
+        file.write_tensors("path", path, {key: value for key, value in settings.items() if key != name}, tensors)
+        with pytest.raises(UsageError, match=f"wanted a file with every setting and tensor of a cache; it lacks '{name}'"):
+            EvictingCache.load(path, model)
+    for name in tensors.keys() - {"0._kept_positions", "1._kept_positions"}:
+        file.write_tensors("path", path, settings, {key: tensor for key, tensor in tensors.items() if key != name})
+        with pytest.raises(UsageError, match="wanted a file with every setting and tensor of a cache; it lacks"):
+            EvictingCache.load(path, model)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv", "expected_attention"])
+@pytest.mark.parametrize(("one", "other"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_the_same_weights_in_another_dtype_are_the_same_model(
+    tmp_path: Path, method: str, one: torch.dtype, other: torch.dtype
+) -> None:
+    source = tiny_llama().bfloat16().to(one)
+    with cached(source, IDS, method, 0.5, every=4) as cache:
+        cache.save(tmp_path / "cache")
+    target = tiny_llama().bfloat16().to(other)
+    with EvictingCache.load(tmp_path / "cache", target) as loaded:
+        assert loaded.layers[0].keys.dtype == other
+        assert read(target, IDS[:, :4], loaded).isfinite().all()
+        assert loaded.tokens_kept == 32
+
+
+def test_one_number_of_one_weight_makes_another_model(model: LlamaForCausalLM) -> None:
+    before = file.fingerprint(model)
+    for name, weight in model.named_parameters():
+        with torch.no_grad():
+            place = (-2,) * weight.ndim
+            kept = weight[place].clone()
+            weight[place] = kept + 1
+            assert file.fingerprint(model) != before, name
+            weight[place] = kept
+    assert file.fingerprint(model) == before
+
+
+def test_weights_that_are_on_the_disk_are_read_from_there(model: LlamaForCausalLM) -> None:
+    """As accelerate leaves them: on the device meta, with a map beside; without a map a sentence says so."""
+    offloaded = tiny_llama()
+    projection: Any = offloaded.model.layers[1].self_attn.o_proj
+    own = {"weight": projection.weight.data}
+    projection.weight = torch.nn.Parameter(torch.empty_like(own["weight"], device="meta"))
+    with pytest.raises(UsageError, match=r"model: got Linear without numbers in its weight \(device meta\)"):
+        file.fingerprint(offloaded)
+    projection._hf_hook = SimpleNamespace(hooks=[SimpleNamespace(weights_map=own)])
+    assert file.fingerprint(offloaded) == file.fingerprint(model)
+    assert torch.equal(
+        output_projection(offloaded, attention_modules(offloaded)[1]), output_projection(model, attention_modules(model)[1])
+    )
 
 
 def test_a_ragged_cache_can_be_cropped_back_to_the_compression(model: LlamaForCausalLM) -> None:

@@ -16,6 +16,7 @@ from docs_build import entries as site
 from docs_build import hooks, kills, pages
 from evictionary.spec_tests.harness.implementation import STEMS
 from evictionary.spec_tests.harness.law import REQUIREMENTS
+from evictionary.spec_tests.harness.planted import load_mutants
 
 DOCS = site.ROOT / "docs"
 METHOD_PAGES = sorted(set(site.PAGES.values()))
@@ -37,6 +38,14 @@ def test_a_method_page_has_a_card_or_a_row_for_each_of_its_requirements(page: st
     assert {one or other for one, other in anchors} == wanted
 
 
+@pytest.mark.parametrize("page", sorted(path for path in DOCS.rglob("*.md") if "<!-- " in path.read_text(encoding="utf-8")))
+def test_code_in_a_sentence_is_shown_as_code(page: Path) -> None:
+    """A reason why there is no law once showed its backticks."""
+    uri = page.relative_to(DOCS).as_posix()
+    assert re.findall(r".{20}\\`.{20}", pages.filled(uri, page.read_text(encoding="utf-8"))) == []
+    assert pages.escaped("a_b `c_d` e*") == r"a\_b `c_d` e\*"
+
+
 def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> None:
     text = pages.equations("methods/keydiff.md", "keydiff")
     card = text.partition("### KD-8 ")[2].partition("### ")[0]
@@ -56,8 +65,8 @@ def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they
     cards = pages.equations("methods/keydiff.md", "keydiff")
     count, score = (cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("KD-A1", "KD-8"))
     printed, _, holds = count.partition("What holds:")
-    assert "6nd + d + 18n" in printed.partition("As printed:")[2] and "6nd + 2d + 18n" in holds.partition("</div>")[0]
-    assert "As printed" not in score and "What holds" not in score
+    assert "6nd + d + 18n" in printed.partition("As restored:")[2] and "6nd + 2d + 18n" in holds.partition("</div>")[0]
+    assert "As printed" not in score and "As restored" not in score and "What holds" not in score
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_a_card_keeps_the_form_of_the_paper_beside_the_other(identifier: str, pr
     entry = site.entries()[identifier]
     card = pages.equations(entry.page, site.stem_of()[identifier]).partition(f"### {identifier} ")[2].partition("### ")[0]
     left, _, right = card.partition("As used here:" if identifier == "EA-9" else "What holds:")
-    assert printed in left.partition("As printed:")[2] and other not in left
+    assert printed in left.partition("As restored:" if identifier == "KD-C1" else "As printed:")[2] and other not in left
     assert other in right.partition("</div>")[0]
 
 
@@ -176,6 +185,16 @@ def test_every_method_is_in_the_table_and_has_a_page() -> None:
     methods = [stem for stem in STEMS if "METHOD = " in (site.ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8")]
     assert [stem for stem in methods if stem not in site.PAGES] == []
     assert table.count("\n") + 1 == 2 + len(methods) + 2  # a head of two lines, and two allocators
+    compared = (DOCS / "reference" / "comparison.md").read_text(encoding="utf-8")
+    assert f"{len(methods)} methods and 2 allocators" in compared
+
+
+def test_no_page_states_a_number_of_planted_mistakes_that_the_bank_does_not_have() -> None:
+    planted = len(load_mutants())
+    for page in sorted(DOCS.rglob("*.md")):
+        for told in re.findall(r"([\d,]{3,}) (?:of \d+ )?planted mistakes", page.read_text(encoding="utf-8")):
+            assert int(told.replace(",", "")) == planted, page.name
+    assert f"{planted} killed, 0 survived, 0 crashed, 0 timed out, of {planted}." in (DOCS / "kill_matrix.md").read_text()
 
 
 def test_a_source_page_holds_the_file_and_an_anchor_for_each_function() -> None:
@@ -198,6 +217,12 @@ def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
         "[`spec_tests/test_knorm.py::test_score_is_minus_the_norm`](source/spec_tests/test_knorm.md#test_score_is_minus_the_norm) "
         "[a file](source/spec_tests/law.md) UTF-8\n"
     )
+
+
+def test_a_link_whose_text_is_broken_over_two_lines_stays_one_link() -> None:
+    text = "See KD-8 and [the entry\nKD-8](../errata.md#kd-8). KD-8\n"
+    linked = "[KD-8](../methods/keydiff.md#kd-8)"
+    assert pages.linked("lessons/a.md", text) == f"See {linked} and [the entry\nKD-8](../errata.md#kd-8). {linked}\n"
 
 
 def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:

@@ -110,16 +110,18 @@ def test_intervals_have_the_width_of_a_mean_of_prompts() -> None:
 
 
 def test_too_few_prompts_are_refused() -> None:
-    lines = [line_of("copy", seed, {"knorm": [1, 1, 45]}) for seed in range(5)]
+    lines = [line_of("copy", seed, {"knorm": [1, 1, 45]}) for seed in range(12)]
     study.summarise(lines)
-    lines += [line_of("copy", seed, {"tova": [1, 1, 45]}) for seed in range(2)]
-    with pytest.raises(UsageError, match="got fewer than 3 prompts of a task with every method"):
+    lines += [line_of("copy", seed, {"tova": [1, 1, 45]}) for seed in range(11)]
+    with pytest.raises(UsageError, match="got fewer than 12 prompts of a task with every method"):
         study.summarise(lines)
 
 
 def test_the_command_writes_a_table_and_a_picture_and_recommends(
-    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(study, "LEAST", 3)
+    monkeypatch.setattr(cli_study, "FEWEST", 3)
     folder, _ = finished
     (tmp_path / "results.jsonl").write_bytes((folder / "results.jsonl").read_bytes())
     asked = ["study", "--output", str(tmp_path), "--model", str(model_folder), "--methods", ",".join(SELECTORS)]
@@ -138,7 +140,7 @@ def test_the_command_writes_a_table_and_a_picture_and_recommends(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples", "2"], "--samples: got 2"),
+        (["--samples", "11"], "--samples: got 11, wanted at least 12"),
         (["--ratios", "1.5"], "compression_ratio"),
         (["--methods", "keydif"], "did you mean keydiff"),
         (["--tasks", "passkey"], "did you mean passkey7"),
@@ -150,7 +152,7 @@ def test_bad_arguments_exit_with_2(arguments: list[str], message: str, tmp_path:
 
 
 def test_the_help_names_the_tasks() -> None:
-    assert tuple(cli_study.TASKS.split(",")) == study.TASKS
+    assert (tuple(cli_study.TASKS.split(",")), cli_study.FEWEST) == (study.TASKS, study.LEAST)
 
 
 def test_the_stored_study_follows_from_its_measurements_and_its_final_from_other_prompts() -> None:

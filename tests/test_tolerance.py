@@ -107,6 +107,10 @@ def test_selections_are_judged_by_scores_not_by_positions() -> None:
     check_selection(np.array([[True, False, False, True]]), row, 2, slack=0.5)
     with pytest.raises(Violation):
         check_selection(np.array([[1, 1, 0, 0]]), row, 2)
+    for padded in (-np.inf, 0.0):  # a kept -inf beside an evicted number passed once
+        with pytest.raises(Violation, match="inf more" if padded else "1 more"):
+            check_selection(np.array([[True, True, False]]), np.array([[np.inf, padded, 1.0]]), 2, slack=0.1)
+    check_selection(np.array([[True, True, False]]), np.array([[np.inf, -np.inf, -np.inf]]), 2)
     with pytest.raises(Violation):
         check_selection(np.array([[True, True, False, False]]), row, 2, protected=np.array([[False, False, False, True]]))
 

@@ -54,8 +54,8 @@ def test_every_method_is_judged_and_every_fail_is_explained() -> None:
         for method, said in source.methods.items():
             found = STORED["rows"][f"{source.name}/{method}"]
             failing = {name for name, entry in found.get("requirements", {}).items() if entry["verdict"] == "fail"}
-            assert "not reached" in found or set(said.fails) == failing, f"{source.name}/{method}"
-            for why in said.fails.values():
+            assert "not reached" in found or set(said.reasons) == failing, f"{source.name}/{method}"
+            for why in said.reasons.values():
                 assert re.search(r"section \d", why) and re.search(r"\w+\.(py|cpp)", why), (
                     "it names neither the paper nor the source"
                 )
@@ -63,6 +63,41 @@ def test_every_method_is_judged_and_every_fail_is_explained() -> None:
 
 def test_the_page_is_what_is_stored() -> None:
     assert wild.PAGE.read_text(encoding="utf-8") == wild.page(SOURCES, STORED)
+
+
+def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ", by earlier laws |"
+    stale = [name for name, row in STORED["rows"].items() if row["laws"] != wild.digest(name.partition("/")[2])]
+    assert wild.PAGE.read_text(encoding="utf-8").count(said) == len(stale), (
+        f"`python -m conformance.wild` judges them anew: {stale}"
+    )
+    monkeypatch.setattr(wild, "digest", lambda method: "another")
+    assert wild.page(SOURCES, STORED).count(said) == len(STORED["rows"])
+
+
+def test_the_digest_is_of_code_and_not_of_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wild, "ROOT", tmp_path)
+    (tmp_path / "reference").mkdir()
+
+    def digest(text: str) -> str:
+        (tmp_path / "reference" / "knorm.py").write_text(text, encoding="utf-8")
+        wild.digest.cache_clear()
+        return wild.digest("knorm")
+
+    first = digest("def score(keys):\n    'What it is.'\n    return -keys\n")
+    assert (
+        first
+        == digest("def score(keys):\n    'Other words.'\n    return -keys  # why\n")
+        != digest("def score(keys):\n    return keys\n")
+    )
+    wild.digest.cache_clear()
+
+
+def test_the_readme_counts_methods_and_code_bases() -> None:
+    told = f"{len(STORED['rows'])} methods in {len(SOURCES)} public code bases"
+    assert told in " ".join((wild.ROOT / "README.md").read_text(encoding="utf-8").split()) and told in wild.PAGE.read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_ledger_names_laws_and_mistakes_that_exist() -> None:

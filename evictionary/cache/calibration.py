@@ -13,7 +13,7 @@ from evictionary.cache.future_queries import rotation, turned, unrotated
 from evictionary.errors import UsageError
 from evictionary.optimized import q_filters, triattention
 
-SCHEMA = "evictionary/calibration/1"
+SCHEMA = "evictionary/calibration/2"
 GATE_PLACES = 500
 """The places on which a gate is estimated (DA-1)."""
 OFFSETS = 2 ** torch.arange(17)

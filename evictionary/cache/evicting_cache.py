@@ -21,7 +21,7 @@ from evictionary.cache.model_hooks import Attention, attention_modules, output_p
 from evictionary.errors import MethodError, UsageError
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
-from evictionary.models.load import is_sliding, require_supported
+from evictionary.models.load import is_sliding, require_supported, unwrapped
 from evictionary.optimized import h2o, keydiff, momentkv
 from evictionary.optimized.checks import is_finite
 from evictionary.optimized.kernels.launching import kernels_for
@@ -42,11 +42,12 @@ class EvictingCache(Cache):
     and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored ragged, without
     padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
 
-    Args: model, a decoder with rotary positions; method, a name, a `path/to/file.py[:function]`, a composition such as
-    `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything; compression_ratio, the fraction to remove of all tokens seen,
-    in [0, 1), or budget, the tokens to keep in each head, which replaces the ratio; options, the method's own; every, 0 for the
-    prompt alone, by default the method's own value (MomentKV: 1); seed, for methods that draw; record, states ("queries",
-    "hidden_states") to keep for `from_prefilled`.
+    Args: model, a decoder with rotary positions, also inside of a wrapper such as PEFT's; method, a name, a
+    `path/to/file.py[:function]`, a composition such as `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything;
+    compression_ratio, the fraction to remove of all tokens seen, in [0, 1), or budget, the tokens to keep in each head, which
+    replaces the ratio; options, the method's own; every, 0 for the prompt alone, by default the method's own value (MomentKV: 1);
+    seed, for methods that draw; record, states ("queries", "hidden_states") to keep for `from_prefilled`. Caches of one model may
+    be used in several threads, each cache in one.
     Raises UsageError for an argument that cannot be used.
     """
 
@@ -57,7 +58,9 @@ class EvictingCache(Cache):
     _calibrated: dict[int, calibration.State]
     _finalizer: Any
     _replaying: bool
-    _is_warned: bool
+    _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
+    _is_warned: bool  # that later tokens stay
+    _is_told: bool  # that a method keeps less than half of what it may
     _names: frozenset[str]
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
@@ -74,6 +77,7 @@ class EvictingCache(Cache):
         seed: int = 0,
         record: Iterable[str] = (),
     ) -> None:
+        model = unwrapped(model)
         require_supported(model)
         self.method, self.options, self.every = checked(method, compression_ratio, options, budget, every)
         self.compression_ratio = compression_ratio
@@ -100,6 +104,7 @@ class EvictingCache(Cache):
             isinstance(layer, EvictingLayer) for layer in layers
         ):
             raise UsageError("model: got layers with a sliding window, wanted full attention in all to read the prompt twice")
+        self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
         self._wait()
@@ -155,10 +160,16 @@ class EvictingCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
         layer = self.layers[layer_idx]
+        if layer_idx == 0:
+            self._require_its_own_forward(key_states.shape[-2])
+        if isinstance(layer, EvictingLayer) and key_states.dtype != value_states.dtype:
+            # under torch.autocast keys leave RoPE wider than values, and the attention casts both to the narrower dtype
+            dtype = min(key_states.dtype, value_states.dtype, key=lambda each: each.itemsize)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if layer_idx in self._handed:
             raise RuntimeError(
-                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them; "
-                "does the model change the keys after they are cached, or was the attention implementation changed in between?"
+                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them: the "
+                "forward before was interrupted; wanted a copy from before it, or cache.reset() and the prompt again"
             )
         if self._replaces_a_token(layer_idx, key_states):
             layer.waiting = keys, values = key_states, value_states
@@ -177,8 +188,43 @@ class EvictingCache(Cache):
                 raise RuntimeError(f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their queries")
         return keys, values
 
+    def get_mask_sizes(self, *arguments: Any, **named: Any) -> tuple[int, int]:
+        """The sizes of a layer's mask. Raises UsageError for a forward without a token, which no model can read."""
+        length = arguments[0] if arguments else named["query_length"]
+        if length == 0:
+            raise UsageError(
+                f"prompt: got no new token after the {self.get_seq_length()} that the cache has read, wanted one: generate() takes "
+                "its input for the whole text so far; another prompt needs another cache, or cache.reset() before it"
+            )
+        return super().get_mask_sizes(*arguments, **named)
+
+    def _require_its_own_forward(self, new: int) -> None:
+        """Raise RuntimeError after an interrupted forward, or where an open cache reads tokens that its model has not announced.
+
+        Warns, once, where the text becomes longer than what the model was made for.
+        """
+        if self._longest is not None and self.get_seq_length() <= self._longest < self.get_seq_length() + new:
+            warnings.warn(
+                f"the text is now longer than the model's context of {self._longest} tokens: evicted tokens count, for the later "
+                "ones keep their positions",
+                stacklevel=2,
+            )
+        read = sorted({layer.get_seq_length() for layer in self.layers})
+        if len(read) > 1:
+            raise RuntimeError(
+                f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a forward was "
+                "interrupted or failed; use a copy from before it, or cache.reset() and the prompt again"
+            )
+        if self._finalizer.alive and not self._is_announced:
+            raise RuntimeError(
+                "cache: got tokens of another model, wanted those of the model object that it was made with: a model that was "
+                "loaded again is another one; cache.save(path) and EvictingCache.load(path, model) take a cache to it"
+            )
+        self._is_announced = False
+
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
         """Take the padding and positions of a forward that will read `length` tokens of each row; model_hooks.py calls this."""
+        self._is_announced = True
         seen = self.get_seq_length()
         if seen == 0:
             if padding is not None and int(padding.max()) >= length:
@@ -192,20 +238,26 @@ class EvictingCache(Cache):
             raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
 
     def see_end(self, tokens: torch.Tensor) -> None:
-        """After the prompt let the model read its tokens again; model_hooks.py calls this for a method that asks for it.
+        """After the prompt let the model read its tokens again, for a method that asks for it; model_hooks.py calls this.
 
-        Each layer compresses while it reads them, and gives them back before. They follow the prompt without an instruction, which
-        no cache could write in the words of a model's tokenizer.
+        Raises UsageError for a model that no method can watch, before a token is drawn from its first logits. Each layer compresses
+        while it reads the tokens, and gives them back before. They follow the prompt without an instruction, which no cache could
+        write in the words of a model's tokenizer.
         """
         model = self._model()
-        if model is None or self._replaying or any(layer.evicted_at for layer in self.layers):
+        if self._handed and model is not None:
+            self.close()
+            raise UsageError(
+                f"model: got {type(model).__name__}, which gives its attention other keys than the cache returned, so no method "
+                "can see its queries; wanted another model"
+            )
+        if model is None or not self._names & REPLAYED or self._replaying or any(layer.evicted_at for layer in self.layers):
             return
         try:
-            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-            if longest is not None and 2 * tokens.shape[1] > longest:
+            if self._longest is not None and 2 * tokens.shape[1] > self._longest:
                 raise UsageError(
-                    f"prompt: got {tokens.shape[1]} tokens, wanted at most half of the model's context of {longest}: the prompt is "
-                    "read twice"
+                    f"prompt: got {tokens.shape[1]} tokens, wanted at most half of the model's context of {self._longest}: the "
+                    "prompt is read twice"
                 )
             if self._padding is not None:
                 raise UsageError("attention_mask: got padding, wanted prompts of one length: the prompt is read twice")
@@ -236,8 +288,24 @@ class EvictingCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the attention of a layer, and compress the layer when it is due; model_hooks.py calls this.
 
-        Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask.
+        Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask. Under
+        torch.autocast that one alone runs with it.
         """
+        kind = queries.device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return self._attend(layer_index, module, queries, mask, attention)
+        dtype = torch.get_autocast_dtype(kind)
+
+        def as_the_model_does(mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+            with torch.autocast(kind, dtype=dtype):
+                return attention(mask)
+
+        with torch.autocast(kind, enabled=False):
+            return self._attend(layer_index, module, queries.to(self.layers[layer_index].dtype), mask, as_the_model_does)
+
+    def _attend(
+        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         del self._handed[layer_index]
         layer = self.layers[layer_index]
         factor = future_queries.logit_factor(module, queries.shape[-1])
@@ -318,13 +386,25 @@ class EvictingCache(Cache):
                 stacklevel=2,
             )
 
+    def _warn_of_what_is_wasted(self, kept: torch.Tensor, asked: int) -> None:
+        """Warn, once, where a select keeps less than half of the tokens [B, H_kv, T] that it may: `asked` in all rows of a head."""
+        assert self.method is not None
+        in_a_head = int(kept.sum()) / kept.shape[1]
+        if 2 * in_a_head < asked:
+            self._is_told = True
+            warnings.warn(
+                f"method {self.method.name}: keeps {in_a_head / len(kept):.4g} tokens in a head, where the budget is "
+                f'{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = {{"own_budget"}}',
+                stacklevel=2,
+            )
+
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
 
     def _amounts(self, layer_index: int, seen: int) -> list[int]:
         """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
         assert self.method is not None
-        request = Request(self.compression_ratio, self.budget, layer_index=layer_index, num_layers=len(self.layers))
+        request = Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers))
         paddings = [0] if self._padding is None else self._padding.tolist()
         return [self.method._amount(seen - padding, request) for padding in paddings]
 
@@ -343,11 +423,14 @@ class EvictingCache(Cache):
         """MK-A1: the attention of the waiting token, [B, H_q, D_v], which takes the slot of the evicted token."""
         layer = self.layers[layer_index]
         new_key, new_value = layer.waiting
-        layer.waiting = None
         if new_key.device.type == "cpu":
             _require_finite(layer_index, new_key, new_value)
         keys, values, positions = layer.slots_to_replace()
-        output = momentkv.step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, layer.seen - 1)
+        layer.waiting = None
+        # What the step before has written is not looked at again; the kernels are reached by the function that looks.
+        step = momentkv.step if kernels_for("momentkv", keys, values) else momentkv.step_trusted
+        position = torch.full(positions.shape[:2], layer.seen - 1, device=positions.device)
+        output = step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, position)
         layer.evicted_at = layer.seen
         return output
 
@@ -428,6 +511,8 @@ class EvictingCache(Cache):
                 anchor = one_pass.anchor_of(keys, layer.anchor, layer.seen - layer.evicted_at)
                 method = one_pass.anchored(method, anchor)
         kept = method.kept(states, request)
+        if method.is_select and not self._is_told and not method.traits & {"own_budget", "moving_window", "recursive"}:
+            self._warn_of_what_is_wasted(kept, sum(self._amounts(layer_index, layer.seen)))
         if anchor is not None:
             anchor = one_pass.anchor_without(anchor, keys, kept)
         if static is not None:
@@ -465,7 +550,7 @@ class EvictingCache(Cache):
         def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
             model, source = self._model(), CAPTURED_FOR.get(name)
             if model is not None and name == "w_o":
-                w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"].dtype)
+                w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"])
                 return {name: self._of_heads(w_o[None], layer_index, states["kv_heads"])[0]}
             if model is not None and name in CALIBRATED and self._calibrated:
                 state = self._calibrated[layer_index]
@@ -524,8 +609,8 @@ class EvictingCache(Cache):
         """Refuse assisted generation, which calls this before its first token."""
         if self.method is not None:
             raise UsageError(
-                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: its "
-                "first forward reads the prompt together with drafts, and the cache would compress both"
+                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: a "
+                "forward that reads a prompt together with drafts would compress both"
             )
         super().activate_past_recording()
 
@@ -538,8 +623,9 @@ class EvictingCache(Cache):
         self._padding = None
         self._counts_padding = False
         self._replaying = False
+        self._is_announced = False
         self.peak_tokens = 0
-        self._is_warned = False
+        self._is_warned = self._is_told = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
         # while decoding, `query` is the last one, and no history of it is needed
         later = set(self.method.inputs) - {"query"} if self.method and self.every else set()
@@ -550,8 +636,7 @@ class EvictingCache(Cache):
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this cache is gone")
-        wanted = {"hidden_states": "hidden_states" in self._names, "ends": bool(self._names & REPLAYED)}
-        self._finalizer = weakref.finalize(self, watch(self, model, **wanted))
+        self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
 
     def _close_if_settled(self) -> None:
         """Stop watching the model once its own attention can do the rest."""
@@ -638,9 +723,18 @@ class EvictingCache(Cache):
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
         """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a model that does not fit."""
+        model = unwrapped(model)
         settings, tensors = file.read(path, str(model.device))
-        cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
-        file.restore(cache, model, settings, tensors, path)
+        cache = None
+        try:
+            cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
+            file.restore(cache, model, settings, tensors, path)
+        except (KeyError, TypeError) as error:
+            if cache is not None:
+                cache.close()
+            raise UsageError(
+                f"path: got {path}, wanted a file with every setting and tensor of a cache; it lacks {error}"
+            ) from None
         cache._close_if_settled()
         return cache
 

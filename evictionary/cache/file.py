@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from evictionary.cache.layers import EvictingLayer
 from evictionary.errors import UsageError
+from evictionary.models.load import loaded
 from evictionary.optimized.cache import CompressedCache
 from evictionary.optimized.momentkv import Moments
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
     from evictionary.cache.evicting_cache import EvictingCache
 
-SCHEMA = "evictionary/cache/2"
+SCHEMA = "evictionary/cache/3"
 ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 """The arguments of a cache that are written without conversion."""
+OF_THE_MODEL = ("keys", "values", "ragged.keys", "ragged.values", "recent", "recent_hidden")
+"""The tensors of a layer that have the dtype of the model."""
 
 
 def write(cache: EvictingCache, path: str | Path) -> None:
@@ -55,7 +58,8 @@ def write(cache: EvictingCache, path: str | Path) -> None:
 def write_tensors(argument: str, path: str | Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Write tensors and their settings. Raises UsageError, naming the argument, for a path that cannot be written."""
     try:
-        save_file(tensors, path, metadata={"evictionary": json.dumps(settings)})
+        told = json.dumps(settings)
+        save_file(tensors, path, metadata={"evictionary": told, "checksum": _checksum(told, tensors)})
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{argument}: got {path}, wanted a file that can be written: {error}") from error
 
@@ -66,21 +70,42 @@ def read_tensors(
     """The settings and the tensors of a file of `write_tensors` with this schema. Raises UsageError for any other."""
     try:
         with safe_open(path, framework="pt", device=device) as file:
-            settings = json.loads((file.metadata() or {}).get("evictionary", "{}"))
+            metadata = file.metadata() or {}
+            settings = json.loads(metadata.get("evictionary", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
         raise UsageError(f"{argument}: got {path}, wanted a file {written_by}: {error}") from error
     if settings.get("schema") != schema:
         raise UsageError(f"{argument}: got {path} of schema {settings.get('schema')}, wanted {schema}")
+    if metadata.get("checksum") != _checksum(metadata["evictionary"], tensors):
+        raise UsageError(f"{argument}: got {path} with other contents than its checksum says, wanted the file as it was written")
     return settings, tensors
 
 
+def _checksum(settings: str, tensors: dict[str, torch.Tensor]) -> str:
+    """A digest of the settings and of every bit of the tensors."""
+    digest = hashlib.sha256(settings.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def fingerprint(model: PreTrainedModel | None) -> str:
-    """A digest of some numbers of every weight: keys, values and queries mean nothing to another model of the same shape."""
+    """A digest of every weight: keys, values and queries mean nothing to another model of the same shape.
+
+    Of each weight it takes 64 numbers and the sum of all, as whole numbers: the bits that bfloat16 has. So it sees that one number
+    has changed, and a model of float32 and the same one in bfloat16 are one model. Raises UsageError for weights that are absent.
+    """
     assert model is not None
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        digest.update(weight.detach().flatten()[:: max(1, weight.numel() // 64)].float().cpu().numpy().tobytes())
+    digest, seen = hashlib.sha256(), set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:  # tied weights count once
+                seen.add(id(parameter))
+                bits = loaded(module, name).detach().to(torch.bfloat16).contiguous().flatten().view(torch.int16)
+                some = bits[:: max(1, bits.numel() // 64)].to(torch.int64)
+                digest.update(torch.cat([bits.sum(dtype=torch.int64)[None], some]).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -103,6 +128,7 @@ def restore(
         raise UsageError(f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in {path}")
     for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
         own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+        own |= {name: own[name].to(model.dtype) for name in OF_THE_MODEL if name in own}
         _fill(layer, own)
         for name, value in numbers.items():
             setattr(layer, name, value)

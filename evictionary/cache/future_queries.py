@@ -37,7 +37,12 @@ def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) 
         extra["layer_type"] = kinds[layer_index] if kinds else "full_attention"
     like = torch.empty(0, device=positions.device, dtype=torch.float32)
     # a copy, as some variants of RoPE remember the longest position that they were asked for
-    cos, sin = copy.deepcopy(rotary)(like, positions.reshape(1, -1), **extra)
+    turns = copy.deepcopy(rotary)(like, positions.reshape(1, -1), **extra)
+    if isinstance(turns, torch.Tensor):
+        raise UsageError(
+            f"model: {type(model).__name__} rotates by complex numbers, wanted cosine and sine, which this method reads"
+        )
+    cos, sin = turns
     return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
 

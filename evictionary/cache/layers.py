@@ -185,7 +185,8 @@ class EvictingLayer(DynamicLayer):
 
     def _positions_since(self, count: int) -> torch.Tensor:
         assert self._keys is not None
-        return torch.arange(self.seen - count, self.seen, device=self._keys.device, dtype=torch.int32)
+        end = self.seen - (self.waiting is not None)  # the token that waits has been seen, and has no slot yet
+        return torch.arange(end - count, end, device=self._keys.device, dtype=torch.int32)
 
     def _positions_of_slots(self) -> torch.Tensor:
         assert self._keys is not None

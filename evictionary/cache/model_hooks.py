@@ -6,7 +6,9 @@ forward pre-hooks on its attention modules, and an attention function registered
 
 from __future__ import annotations
 
+import copy
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictionary.errors import UsageError
+from evictionary.models.load import loaded
 
 PREFIX = "evictionary_"
 
@@ -40,34 +43,38 @@ class Watcher(Protocol):
 _underlying: dict[str, str] = {}
 """For each attention that is registered here, the one of transformers that it stands in front of."""
 _watching: weakref.WeakSet[Any] = weakref.WeakSet()
-_replaced: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()
-"""For each model with our attention: the implementation to restore, and the number of caches that need ours."""
+_replaced: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, set[object]]] = weakref.WeakKeyDictionary()
+"""For each model with our attention: the implementation to restore, and a token for each cache that needs ours."""
+_lock = threading.RLock()
+"""Held while a cache starts or stops watching. The same thread may come again, where the garbage collector deletes a cache."""
 
 
-def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False, ends: bool = False) -> Callable[[], None]:
+def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
     """Show `cache` the forwards of `model`, and let it compute the attention, until the returned function is called.
 
-    hidden_states and ends say whether the cache wants to see those, and the end of a forward.
+    hidden_states says whether the cache wants to see those.
     Nothing here keeps the cache alive. Raises UsageError for a model whose attention is fixed.
     """
     reference: weakref.ref[Any] = weakref.ref(cache)
     modules = list(attention_modules(model).values()) if hidden_states else []
-    _start(model)
-    _watching.add(cache)
+    user = object()
+    with _lock:
+        _start(model, user)
+        _watching.add(cache)
     # nothing below raises, so every hook that is set is also removed
     hook = _hidden_states_hook(reference)
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     handles.append(model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True))
-    if ends:
-        handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
+    handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
 
     def stop() -> None:
         for handle in handles:
             handle.remove()
         alive = reference()
-        if alive is not None:  # the weak set removes a deleted cache by itself
-            _watching.discard(alive)
-        _stop(model)
+        with _lock:
+            if alive is not None:  # the weak set removes a deleted cache by itself
+                _watching.discard(alive)
+            _stop(model, user)
 
     return stop
 
@@ -89,7 +96,7 @@ def output_projection(model: PreTrainedModel, module: Any) -> torch.Tensor:
     projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
     if projection is None:
         raise UsageError(f"model: {type(module).__name__} has no o_proj or dense, which this method reads")
-    weight = projection.weight.detach().T
+    weight = loaded(projection, "weight").detach().T
     return weight.reshape(model.config.get_text_config().num_attention_heads, -1, weight.shape[-1])
 
 
@@ -105,7 +112,14 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         tokens = _tokens(arguments, named)
         if tokens is None:
             return
-        require_prompt(tokens.shape[1], longest)
+        attention = model.config._attn_implementation
+        if attention not in _underlying:
+            raise UsageError(
+                f"model: got the attention {attention}, chosen after the cache was made; wanted model.set_attn_implementation() "
+                "before EvictingCache(model)"
+            )
+        if tokens.shape[1] or not watcher.get_seq_length():
+            require_prompt(tokens.shape[1], longest)
         mask = named.get("attention_mask")
         padding = None
         # on a GPU only the prompt is looked at: to read the mask of each later token would wait for the GPU
@@ -171,10 +185,10 @@ def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     return hook
 
 
-def _start(model: PreTrainedModel) -> None:
+def _start(model: PreTrainedModel, user: object) -> None:
     # a model that shares its config with a watched model has our attention already
     now = model.config._attn_implementation
-    underlying, count = _replaced.get(model, (_underlying.get(now, now), 0))
+    underlying, users = _replaced.get(model, (_underlying.get(now, now), set()))
     ours = _name(underlying)
     if underlying not in ("sdpa", "eager", "flex_attention") and "flash" not in underlying and "/" not in underlying:
         raise UsageError(
@@ -186,15 +200,17 @@ def _start(model: PreTrainedModel) -> None:
             f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs alone; "
             "wanted attn_implementation='sdpa'"
         )
-    if count == 0:
+    _replaced[model] = (underlying, users)
+    users.add(user)  # before anything else: another cache that is deleted meanwhile leaves our attention in its place
+    if len(users) == 1:
         AttentionInterface.register(ours, _answering_attention(underlying))
         if underlying in ALL_MASK_ATTENTION_FUNCTIONS:
             AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
         _underlying[ours] = underlying
         model.set_attn_implementation(ours)
         if model.config._attn_implementation != ours:
+            del _replaced[model]
             raise UsageError(f"model: {type(model).__name__} has a fixed attention, so no method can read its queries")
-    _replaced[model] = (underlying, count + 1)
 
 
 def _name(underlying: str) -> str:
@@ -202,12 +218,14 @@ def _name(underlying: str) -> str:
     return PREFIX + underlying.replace("flash", "fused").replace("/", "_")
 
 
-def _stop(model: PreTrainedModel) -> None:
-    underlying, count = _replaced.pop(model)
+def _stop(model: PreTrainedModel, user: object) -> None:
+    underlying, users = _replaced[model]
+    users.discard(user)
+    if users:
+        return
+    del _replaced[model]
     is_shared = any(other.config is model.config for other in _replaced)
-    if count > 1:
-        _replaced[model] = (underlying, count - 1)
-    elif model.config._attn_implementation == _name(underlying) and not is_shared:
+    if model.config._attn_implementation == _name(underlying) and not is_shared:
         model.set_attn_implementation(underlying, allow_all_kernels=True)  # a kernel that the user allowed before
 
 
@@ -230,18 +248,26 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
                 function = sys.modules[type(module).__module__].eager_attention_forward
             else:  # the flash kinds and flex_attention take other masks than the cache makes
                 function = ALL_ATTENTION_FUNCTIONS["sdpa" if is_the_caches else underlying]
-            config: Any = module.config
-            ours = config._attn_implementation
-            config._attn_implementation_internal = underlying  # the flash kinds look their kernel up by this name
-            try:
-                return function(module, query, key, value, mask, *rest, **named)
-            finally:
-                config._attn_implementation_internal = ours
+            asked = module if underlying in ("sdpa", "eager") else _under_its_own_name(module, underlying)
+            return function(asked, query, key, value, mask, *rest, **named)
 
-        index = _layer_index(module)
-        for cache in list(_watching):
-            if cache.handed(index, key):
+        index = getattr(module, "layer_idx", None)  # that of an image or of sound has none
+        with _lock:
+            caches = list(_watching)
+        for cache in caches:
+            if index is not None and cache.handed(index, key):
                 return cache.attend(index, module, query, attention_mask, model_attention)
         return model_attention(attention_mask)
 
     return attention
+
+
+def _under_its_own_name(module: Any, underlying: str) -> Any:
+    """A view of a module whose configuration names `underlying`: by this name the flash kinds look their kernel up.
+
+    The model's own configuration stays as it is, for other threads read it.
+    """
+    view = copy.copy(module)
+    view.config = copy.copy(module.config)
+    view.config._attn_implementation_internal = underlying
+    return view

@@ -30,23 +30,32 @@ def attend(queries: torch.Tensor, layer: EvictingLayer) -> torch.Tensor:
         recent = (keys, values) if layer.stored else None
         return kernels.attend(queries, layer.ragged, recent, layer.moments, layer.plans)[0]
     parts = []
-    if layer.stored:
-        parts.append(attend_dense(queries, keys, values))
-    if layer.ragged is not None:
-        parts.append(attention.attend(queries, layer.ragged))
+    if layer.ragged is not None and torch.is_grad_enabled() and (queries.requires_grad or layer.ragged.keys.requires_grad):
+        keys, values, _, filled = layer.contents()  # padded: the attention over flat heads writes into its results
+        parts.append(attend_dense(queries, keys, values, filled))
+    else:
+        if layer.stored:
+            parts.append(attend_dense(queries, keys, values))
+        if layer.ragged is not None:
+            parts.append(attention.attend(queries, layer.ragged))
     if layer.moments is not None:
         parts.append(attend_moments(queries, layer.moments))
     return mix(parts).to(queries.dtype)
 
 
-def attend_dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Part:
-    """Output and log-sum-exp of M causal queries over keys [B, H_kv, T, D]; the last M keys are the queries' own tokens."""
+def attend_dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None = None) -> Part:
+    """Output and log-sum-exp of M causal queries over keys [B, H_kv, T, D]; the last M keys are the queries' own tokens.
+
+    filled [B, H_kv, T] is False where there is no token.
+    """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
     grouped = queries.float().reshape(batch, num_kv_heads, -1, head_dim)  # rows: a group's query heads, and their queries
     logits = (grouped @ keys.float().mT / math.sqrt(head_dim)).view(batch, num_kv_heads, -1, num_queries, length)
     if num_queries > 1:
         logits = logits.masked_fill(~causal(num_queries, length, keys.device), -math.inf)
+    if filled is not None:
+        logits = logits.masked_fill(~filled[:, :, None, None], -math.inf)
     log_sum_exp = logits.logsumexp(dim=-1)
     weights = (logits - log_sum_exp[..., None]).exp().flatten(2, 3)
     output = weights @ values.float()

@@ -22,18 +22,20 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {"<": operator.lt, "<=": oper
 
 DRAWS = 1000
 CONFIDENCE = 0.95
+LEAST_TEXTS = 12
+"""Fewer texts give no interval: a percentile bootstrap of two or three values repeats them and says nothing of others."""
 
 
 @dataclass(frozen=True)
 class Number:
     """One measured number: its value over all texts, the bootstrap interval, the count of texts, the value by kind of text.
 
-    `by_text` is empty for a number that compares the kinds with each other.
+    The ends of the interval are None below LEAST_TEXTS. `by_text` is empty for a number that compares the kinds with each other.
     """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     texts: int
     by_text: dict[str, float]
     meaning: str
@@ -74,10 +76,12 @@ class Numbers(dict[str, Number]):
 
         outside = (1 - CONFIDENCE) / 2
         draws = self.within_kinds if compares_kinds else self.draws
-        low, high = np.quantile([over(rows) for rows in draws], [outside, 1 - outside])
         everywhere = np.concatenate(list(self.rows.values()))
+        low = high = None
+        if len(everywhere) >= LEAST_TEXTS:
+            low, high = np.quantile([over(rows) for rows in draws], [outside, 1 - outside]).tolist()
         by_text = {} if compares_kinds else {kind: over(rows) for kind, rows in self.rows.items()}
-        self[name] = Number(over(everywhere), float(low), float(high), len(everywhere), by_text, self.meanings[name])
+        self[name] = Number(over(everywhere), low, high, len(everywhere), by_text, self.meanings[name])
 
     def mean(self, name: str, values: Any) -> None:
         """Add a mean over the texts and all other axes. It raises what add does."""
@@ -110,14 +114,17 @@ class Condition:
         return SIGNS[self.text.split()[1]](value, self.bound)
 
     def decided(self, numbers: Mapping[str, Number]) -> bool | None:
-        """True if the whole interval is on the claim's side, False if it is wholly on the other, None if it has the bound in it."""
+        """True if the whole interval is on the claim's side, False if it is wholly on the other, None if neither or without one."""
         number = numbers[self.number]
+        if number.low is None or number.high is None:
+            return None
         low, high = self.met_by(number.low), self.met_by(number.high)
         return low if low == high else None
 
     def reach(self, numbers: Mapping[str, Number]) -> float:
         """How many times as wide the interval would have to be to end at the bound; below 1 if it has the bound in it."""
         number = numbers[self.number]
+        assert number.low is not None and number.high is not None
         half = (number.value - number.low) if number.value > self.bound else (number.high - number.value)
         distance = abs(number.value - self.bound)
         return distance / half if half > 0 else math.inf if distance else 0.0
@@ -162,6 +169,9 @@ class Claim:
 
     def changes(self, numbers: Mapping[str, Number]) -> str:
         """What would change the verdict: more texts, or another kind of text. Another model can change every verdict."""
+        deciding = [numbers[each.number] for each in (*self.possible_if, *self.holds_if)]
+        if any(number.low is None for number in deciding):
+            return f"An interval needs {LEAST_TEXTS} texts, and here are {deciding[0].texts}."
         needed = f"A model with {_and(self.possible_if)} would. " if self.verdict(numbers) == OTHER_MODEL else ""
         return f"{needed}{self._more_texts(numbers)} {self._other_texts(numbers)}"
 

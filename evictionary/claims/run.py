@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
-from evictionary.claims.claim import CONFIDENCE, DRAWS, Claim, Findings
+from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim, Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import UsageError
 from evictionary.evaluation import pages
@@ -227,7 +227,7 @@ def write(result: dict[str, Any], folder: Path) -> list[Path]:
     contents = {
         "results.json": json.dumps(result, indent=1) + "\n",
         "claims.html": pages.render("claims.html", result=result),
-        "index.md": pages.render("claims_index.md", result=result),
+        "index.md": pages.render("claims_index.md", result=result, least_texts=LEAST_TEXTS),
     }
     for paper in result["papers"]:
         name = paper["paper"]

@@ -5,3 +5,13 @@
 `formats.py` writes grade.json and the files for platforms; `classes.py` grades a folder of submissions; `contest.py` runs a scorer
 in the embedded model; `synthetic.py` makes an artificial class.
 """
+
+from importlib.resources import files
+from pathlib import Path
+
+ASSIGNMENTS = Path(str(files("evictionary.tutorials"))) / "assignments"
+
+
+def names(folder: Path | None = None) -> list[str]:
+    """The names of the assignments in a folder; by default those of the project."""
+    return sorted(path.parent.name for path in (folder or ASSIGNMENTS).glob("*/assignment.toml"))

@@ -60,7 +60,7 @@ def from_tar(path: str, name: str) -> bytes:
 
 def place_of(name: str, entries: Iterable[tuple[str, bool, int]]) -> int:
     """The file's place in an archive, given the name, whether it is a link, and the size of each entry."""
-    found = []
+    found, others = [], []
     for place, (path, is_link, size) in enumerate(entries):
         if place == MOST_ENTRIES:
             raise BadSubmission(f"more than {MOST_ENTRIES} entries in the archive")
@@ -73,17 +73,25 @@ def place_of(name: str, entries: Iterable[tuple[str, bool, int]]) -> int:
         # macOS adds a second entry with the same name beside each file.
         if parts[-1:] == [name] and "__MACOSX" not in parts:
             found.append((parts, place, size))
+        elif parts[-1:] and "__MACOSX" not in parts:
+            others.append(parts[-1])
     at_top = [each for each in found if each[0] == [name]]
     if len(at_top) != 1:
         elsewhere = ", ".join("/".join(parts) for parts, _, _ in found if parts != [name])
         raise BadSubmission(
             f"{len(at_top)} files {name} at the top of the archive, wanted one"
-            + (f"; there is {elsewhere}. `evictionary submit` packs it as it should be" if elsewhere else "")
+            + (f"; there is {elsewhere}. `evictionary submit` packs it as it should be" if elsewhere else there_is(others))
         )
     _, place, size = at_top[0]
     if size > LARGEST_FILE:
         raise BadSubmission(f"{name} has {size} bytes, more than {LARGEST_FILE}")
     return place
+
+
+def there_is(names: Iterable[str]) -> str:
+    """Which files of programs are there instead of the right one, as the end of a sentence; empty if there is none."""
+    found = sorted(each for each in names if ".py" in each.lower() or each.lower().endswith(".ipynb"))
+    return f"; there is {', '.join(map(repr, found[:5]))}" if found else ""
 
 
 def _at_most(member: IO[bytes], name: str) -> bytes:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from evictionary.classroom import seccomp, worker
 
 START_SECONDS = 120.0
 BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials")
-# A message can carry the secret inputs out, so that it is short.
-LONGEST_MESSAGE, MOST_FUNCTIONS = 500, 1000
+# A message can carry the secret inputs out, so that it is short: with the kind of the error and its place, 500 characters.
+LONGEST_MESSAGE, LONGEST_KIND, LONGEST_PLACE, MOST_FUNCTIONS = 500, 60, 160, 1000
 
 
 def closed(site: Path) -> list[str]:
@@ -68,12 +69,15 @@ class StudentError(Exception):
     """The student's code raised something other than ValueError: `kind`, the message, and the line of the student's file."""
 
     def __init__(self, kind: str, message: str, place: str) -> None:
+        kind, place = kind[:LONGEST_KIND], place[:LONGEST_PLACE]
+        message = clean(message, LONGEST_MESSAGE - len(kind) - len(place) - len(":  ()"))
         super().__init__((f"{kind}: {message}" if message else kind) + (f" ({place})" if place else ""))
-        self.kind, self.place = kind, place
 
 
 class Child:
     """One student file in a process of its own. Use it as a context manager; `functions` names the functions of the file.
+
+    `tried` takes what the audit hook refused to the code.
 
     Raises StudentError if the file cannot be imported and ChildDied if the process ends.
     """
@@ -89,9 +93,11 @@ class Child:
         interpret: bool = False,
         confine: bool = True,
         named: Callable[[str, list[str]], Any] = worker.namedtuple,
+        tried: set[str] | None = None,
     ) -> None:
         self.path, self.stem, self.library, self.limits = path.resolve(), stem, library, limits
         self.device, self.interpret, self.confine, self.named = device, interpret, confine, named
+        self.tried = set() if tried is None else tried  # what the audit hook refused, as the child tells it
         self.functions: list[str] = []
         self.walls: dict[str, Any] = {}
         self._waited, self._queued_before, self._allowed = 0.0, 0.0, START_SECONDS
@@ -195,7 +201,11 @@ class Child:
             if message is not None:
                 self._send(worker.pack(message, arrays), started)
             text, body = self._parsed(worker.sizes, self._receive(16, started))
-            return self._parsed(worker.unpack, self._receive(text, started), self._receive(body, started))
+            reply, found = self._parsed(worker.unpack, self._receive(text, started), self._receive(body, started))
+            told = reply.get("tried")
+            if isinstance(told, list) and len(self.tried) < worker.MOST_TRIED:
+                self.tried |= {clean(each, worker.LONGEST_TRIED) for each in told[: worker.MOST_TRIED] if isinstance(each, str)}
+            return reply, found
         except BrokenPipeError:
             raise self._end(self._how_it_ended()) from None
         except ChildDied:
@@ -276,5 +286,22 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
+# What a student's code can do where a wall is missing, after it removes the audit hook.
+OPEN = {
+    "landlock": "read the seed file, the submissions and your home, and change or delete submissions and grades",
+    "system calls": "send what it reads over the network, and slow or end other programs of yours",
+    "limits": "fill the memory and the disk",
+}
+
+
+def walls_here() -> dict[str, Any]:
+    """The walls that stand around a child on this machine: one with an empty file says so."""
+    with tempfile.TemporaryDirectory(prefix="evictionary-") as folder:
+        os.chmod(folder, 0o755)
+        (empty := Path(folder) / "empty.py").touch()
+        with Child(empty, "empty") as child:
+            return child.walls
+
+
 def _student_error(reply: dict[str, Any]) -> StudentError:
-    return StudentError(*(clean(reply.get(key, "")) for key in ("error", "message", "place")))
+    return StudentError(*(visible(str(reply.get(key, ""))[:2000]) for key in ("error", "message", "place")))

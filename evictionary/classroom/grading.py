@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import pickle
+import re
 import shutil
 import tempfile
 import time
@@ -29,7 +30,8 @@ from evictionary.classroom.child import Child, ChildDied, StudentError, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
-from evictionary.spec_tests.harness.diagnosis import differs, misconceptions
+from evictionary.spec_tests.harness.degenerate import REFUSAL
+from evictionary.spec_tests.harness.diagnosis import differs, misconceptions, numbers_in
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import Law, load_laws
 from evictionary.spec_tests.harness.matrix import SECONDS, TimedOut, outcome, time_limit
@@ -38,6 +40,7 @@ from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
 TIMED_SHAPE = (1, 8, 2**16, 128)  # the keys that a kernel is timed with: 256 MiB in float32
 LONGEST_TEXT = 20_000
+MOST_SHOWN = 128  # numbers of an input beside a message
 MOST_UNASKED = 2**16  # numbers in an answer whose shape nothing says, or is wrong
 
 
@@ -64,13 +67,17 @@ class Line:
 
 @dataclass
 class Judgement:
-    """The result of one submission. `error` says why nothing could be judged; `walls` names the protections around the child."""
+    """The result of one submission. `error` says why nothing could be judged; `walls` names the protections around the child.
+
+    `notes` are for the instructor alone: what is odd about the file or about what it does.
+    """
 
     lines: list[Line]
     error: str = ""
     walls: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     leaderboard: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def score(self) -> int:
@@ -125,6 +132,8 @@ def judge(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
                 _judge_steps(run, result, explained=not explain)
+        if run.tried:
+            result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for line in result.lines:
@@ -133,11 +142,18 @@ def judge(
     return result
 
 
-def blocked(assignment: Assignment) -> str:
-    """Why this machine cannot judge the assignment, or an empty string."""
+def lacking(assignment: Assignment) -> str:
+    """Which library this machine lacks for the assignment and how to get it, or an empty string."""
     for module in ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ():
         if importlib.util.find_spec(module) is None:
-            return f"this machine has no {module}, which the assignment needs"
+            return f"this machine has no {module}, which the assignment needs: pip install 'evictionary[torch]'"
+    return ""
+
+
+def blocked(assignment: Assignment) -> str:
+    """Why this machine cannot judge the assignment, or an empty string."""
+    if reason := lacking(assignment):
+        return reason
     if assignment.contest:
         from evictionary.classroom import contest
 
@@ -154,11 +170,14 @@ def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
         missing = [name for name in step.needs if verdicts.get(name) != "passed"]
         if missing:
             line.reason = f"needs {', '.join(missing)} first"
-        elif run.unloadable:
-            line.verdict, line.reason, line.message = "failed", run.unloadable, run.unloadable
-        else:
+        elif not run.unloadable:
             explained = run.judge(step, line, result, explained)
         verdicts[step.name] = line.verdict
+    if run.unloadable:
+        for line in (each for each in result.lines if not each.laws):
+            line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"
+        told = f"{run.unloadable}. No step is judged before it can."
+        result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=run.unloadable, message=told))
 
 
 def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
@@ -204,6 +223,11 @@ class _Judged(Implementation):
             self.calls[-1].result = error.got  # a known mistake is known by it
             raise
 
+    def native(self, value: Any) -> Any:
+        """Rows of channels in the memory, however the law came by them: a step of its own asks about strides."""
+        found = super().native(value)
+        return np.require(found, requirements="C") if isinstance(found, np.ndarray) else found
+
     @contextlib.contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
         """As the laws have it, but what is wanted is said to a student: the words that the message has to have."""
@@ -247,12 +271,15 @@ class _Run:
     check_seed: int = 0
     unloadable: str = ""  # why the file cannot even be imported
     is_slow: bool = False  # a step has run out of time twice
+    tried: set[str] = field(default_factory=set)  # what the code tried and was refused
 
     def child(self, patience: int = 1) -> Child:
         one = self.assignment
         limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
         named = _named(one.stem)
-        return Child(self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named)
+        return Child(
+            self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named, tried=self.tried
+        )
 
     def seed(self, name: str) -> int:
         """The seed for one law or one purpose."""
@@ -289,10 +316,12 @@ class _Run:
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
                         died = message.startswith(ChildDied.__name__)
-                        message = message.removeprefix(f"{ChildDied.__name__}: ")
+                        message = _plain(message)
+                        if died and "SIGSEGV" in message:
+                            message += ": a load or a store outside of an array. Does each have its mask?"
                         is_whole = bool(missing) or died or word == "timed out"  # the message says it all
                         line.reason = message if is_whole else law.sentence
-                        line.message = message
+                        line.message = message if is_whole else _stated(law, implementation, message)
                         failing = None if is_whole else law
                 if line.laws and all(word == "passed" for word in line.laws.values()):
                     line.verdict, line.points = "passed", step.points
@@ -301,7 +330,7 @@ class _Run:
             line.reason = line.message = str(error)
             is_late = isinstance(error, ChildDied) and error.is_late
             if not loaded and not (is_late and patience == 1):
-                self.unloadable = line.reason = line.message = f"your file cannot be loaded: {error}"
+                self.unloadable = f"your file cannot be loaded: {error}"
             return None, is_late
 
     def implementation(self, child: Child, step: Step) -> Implementation:
@@ -344,16 +373,30 @@ class _Run:
             return
         matches = misconceptions(law, implementation)
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
-        lines = report.sentence(law, implementation, told, matches).replace(f"{StudentError.__name__}: ", "").splitlines()
+        lines = _plain(report.sentence(law, implementation, told, matches)).splitlines()
         # A student cannot open the grader's own files, nor run its own laws.
         hidden = ("classroom/", "this law alone") if law.name.startswith(checks.OWN) else ("classroom/",)
         line.message = "\n".join(each for each in lines if not any(part in each for part in hidden))
-        line.message += _hint(told) if not matches else ""
+        line.message += _hint(told, law) if not matches else ""
         calls = implementation.calls
         line.repro = report.repro(law, implementation) if calls else ""
         if line.repro and self.assignment.interpret:
             line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
         line.misconceptions = [match.misconception for match in matches]
+
+
+def _plain(message: str) -> str:
+    """A message without the names of our own exceptions."""
+    return re.sub(rf"\b({StudentError.__name__}|{ChildDied.__name__}): ", "", message)
+
+
+def _stated(law: Law, implementation: Implementation, message: str) -> str:
+    """The law that fails, what is wrong, and the input of the last call if it is short; nothing smaller has been looked for."""
+    lines = [f"  the law         {law.sentence}", f"  what is wrong   {message}"]
+    given = implementation.calls[-1].arguments if implementation.calls else {}
+    if 0 < numbers_in(tuple(given.values())) <= MOST_SHOWN:
+        lines.insert(1, f"  an input        {report.indented(report.arguments(given))}")
+    return "\n".join(lines)
 
 
 TWO_ANSWERS = (
@@ -380,8 +423,10 @@ def _last_the_one_that_failed(calls: list[Call], dtype: str) -> None:
             return
 
 
-def _hint(told: BaseException) -> str:
-    """What an error in the last digits comes from: expected and got look alike when they are printed."""
+def _hint(told: BaseException, law: Law) -> str:
+    """What an error in the last digits comes from, because expected and got look alike when they are printed; how one refuses."""
+    if law.kind == REFUSAL and isinstance(told, StudentError):
+        return "\n  wanted          a ValueError: bad input is refused by `raise ValueError(...)`, not by assert or by chance"
     expected, got = (np.asarray(getattr(told, name, None)) for name in ("expected", "got"))
     if {expected.dtype.kind, got.dtype.kind} != {"f"} or expected.shape != got.shape:
         return ""
@@ -434,6 +479,10 @@ def _require_form(name: str, answer: Any, by_paper: Any, args: tuple[Any, ...], 
             raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
         return
     for part, right in zip(got, wanted, strict=False):
+        if isinstance(right, int) and not isinstance(part, int | np.integer):
+            raise _WrongForm(
+                f"{name} returned {part!r}, a {type(part).__name__}; wanted a whole number, such as {right}", right, part
+            )
         if np.shape(part) != np.shape(right):
             raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(right)}", None, shown)
         if 0 < _precision(part) < min(_precision(right), max(map(_precision, args), default=0)):

@@ -24,7 +24,7 @@ _REFUSED_WITH = (
     # The owner and the number of a file's signal, leases and notices about files, the size of a pipe's buffer.
     (_FCNTL, 8, (8, 10, 15, 1024, 1026, 1031)),
     (_IOCTL, 8, (0x5452, 0x8901, 0x8902)),  # the same signals: FIOASYNC, FIOSETOWN, SIOCSPGRP
-    (_PRCTL, 0, (1,)),  # the signal at the grader's end
+    (_PRCTL, 0, (1, 4)),  # the signal at the grader's end, and whether others may look into the process or keep its core
 )
 
 # Instructions: load a word, jump if equal, if at least, return.

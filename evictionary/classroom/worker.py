@@ -14,14 +14,17 @@ import functools
 import importlib
 import importlib.util
 import io
+import itertools
 import json
+import linecache
 import os
+import re
 import resource
 import struct
 import sys
 import traceback
 import zipfile
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, BinaryIO
@@ -31,6 +34,7 @@ from typing import Any, BinaryIO
 LARGEST_CALL, LARGEST_ANSWER, LARGEST_TEXT = 512 * 2**20, 4 * 2**20, 2**20
 MOST_ARRAYS = 64
 MOST_OPEN = 64
+MOST_TRIED, LONGEST_TRIED = 8, 60  # what the hook writes down of the actions that it refuses
 NOBODY = 65534
 
 
@@ -224,35 +228,49 @@ _DENIED = (
 )  # fmt: skip
 
 
-LIBRARIES = ("torch", "triton", "jax", "cupy", "tensorflow", "mlx")
+THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}  # what a file may import beside the standard library
 
 
-def guard(readable: list[str], banned: list[str], foreign: tuple[str, ...] = ()) -> None:
+def guard(readable: list[str], banned: list[str], library: str, file: str) -> list[str]:
     """Refuse, by an audit hook, actions that no scorer needs: the oracle, other people's files, writing, programs, the network.
 
     The hook gives clear messages. A student who knows the interpreter well can evade it; then the other protections hold.
-    foreign are array libraries that the assignment does not use.
+    library is that of the assignment: its file may import that and the standard library. What torch imports itself is its affair.
+    The list that is returned names what the code tries from now on.
     """
     roots = tuple(os.path.realpath(path) + os.sep for path in readable)
     closed, denied = frozenset(banned), _DENIED  # own references: a student can replace a module's names
+    there, frame_of = sys.stdlib_module_names.union(THERE[library]), sys._getframe
+    only = "torch, Triton and NumPy are there" if library == "torch" else "this assignment is for NumPy only"
+    only += f" (and Python's own modules); of your files only {os.path.basename(file)} is handed in"
+    tried: list[str] = []
+
+    def refusal(what: str, told: str) -> PermissionError:
+        if what not in tried and len(tried) < MOST_TRIED:
+            tried.append(what[:LONGEST_TRIED])
+        return PermissionError(told)
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "import" and arguments[0].split(".")[0] in foreign:
-            raise ImportError(f"{arguments[0]}: this assignment is for NumPy only")
         if event == "import" and arguments[0].split(".")[0] in closed:
+            refusal(f"import {arguments[0]}", "")
             raise ImportError(f"{arguments[0]}: not there while your code is judged")
+        if event == "import" and (library == "numpy" or frame_of(1).f_code.co_filename == file):
+            top = arguments[0].split(".")[0]
+            if top not in there and not top.startswith("_sysconfigdata"):
+                raise ImportError(f"{arguments[0]}: {only}")
         if event == "open" and isinstance(arguments[0], str | bytes):
             path, mode, flags = os.fsdecode(arguments[0]), arguments[1], arguments[2]
             if (isinstance(mode, str) and set(mode) & set("wax+")) or (
                 isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
             ):
-                raise PermissionError(f"{path}: no writing while your code is judged")
+                raise refusal(f"write {path}", f"{path}: no writing while your code is judged")
             if not (os.path.realpath(path) + os.sep).startswith(roots):
-                raise PermissionError(f"{path}: not yours to read while your code is judged")
+                raise refusal(f"open {path}", f"{path}: not yours to read while your code is judged")
         if event.startswith(denied):
-            raise PermissionError(f"{event}: not allowed while your code is judged")
+            raise refusal(event, f"{event}: not allowed while your code is judged")
 
     sys.addaudithook(refuse)
+    return tried
 
 
 def limit(cpu_seconds: int, memory: int) -> bool:
@@ -273,17 +291,46 @@ def limit(cpu_seconds: int, memory: int) -> bool:
     return holds
 
 
-def become_nobody(readable: list[str]) -> bool:
-    """Become the user nobody: the limit on processes does not bind root. Stay root if that user cannot read the files."""
-    for path in readable:
+def reaches(user: int, paths: list[str]) -> bool:
+    """Whether the user can enter the folders of all paths by their modes alone, without a right of root's."""
+    for path in paths:
         while path != os.path.dirname(path):
-            if not os.stat(path).st_mode & 0o001 and os.path.isdir(path):
+            found = os.stat(path)
+            if os.path.isdir(path) and not found.st_mode & (0o100 if found.st_uid == user else 0o001):
                 return False
             path = os.path.dirname(path)
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
     return True
+
+
+def become_nobody(readable: list[str]) -> bool:
+    """Become the user nobody: the limit on processes does not bind root. Stay root if that user cannot read the files."""
+    if not reaches(NOBODY, readable):
+        return False
+    try:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    except PermissionError:  # a container that took this right from root
+        return False
+    return True
+
+
+def drop_rights(readable: list[str]) -> bool:
+    """Give up all capabilities of root for good, but that of reading where root needs it to reach Python; Linux.
+
+    The process can then be traced by nobody, and the kernel keeps no core of it, not even through a pipe.
+    """
+    if not sys.platform.startswith("linux"):
+        return os.getuid() != 0
+    libc = ctypes.CDLL(None)
+    kept = 0 if os.getuid() or reaches(0, readable) else 1 << 2  # CAP_DAC_READ_SEARCH
+    for number in range(64):
+        if not kept >> number & 1:
+            libc.prctl(24, number, 0, 0, 0)  # out of the bounding set
+    # Version 3 of the call, this process; effective, permitted and inheritable capabilities, the low words and the high ones.
+    sets = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
+    done = libc.capset(struct.pack("=Ii", 0x20080522, 0), sets) == 0
+    return libc.prctl(4, 0, 0, 0, 0) == 0 and done
 
 
 # The student's file
@@ -299,40 +346,131 @@ def load(path: str, stem: str) -> Any:
     return module
 
 
+HINTS = (  # a part of an error, and what it comes from
+    ("BdbQuit", "there is no terminal here: take the breakpoint out, and run the script that `check` writes"),
+    ("EOF when reading", "nobody types anything here: take input() out"),
+    ("'grid_idx'", "a kernel is launched with its grid, as kernel[grid](...)"),
+    ("grid_dim", "a kernel is launched with its grid, as kernel[grid](...)"),
+)
+
+
 def describe(error: BaseException, path: str) -> dict[str, Any]:
     """An exception as the parent shows it: its type, its message and the last line of the student's file in it."""
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    place = f"{os.path.basename(path)}:{lines[-1].lineno}: {lines[-1].line}" if lines else ""
+    # Not by extract_tb: it opens the files of all frames, and the audit hook would write that down as tried by the student.
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    place = f"{os.path.basename(path)}:{lines[-1]}: {linecache.getline(path, lines[-1]).strip()}" if lines else ""
+    message = f"{type(error).__name__} {error}"
+    hint = next((hint for part, hint in HINTS if part in message), "")
     return {
         "error": type(error).__name__,
-        "message": str(error)[:2000],
+        "message": ": ".join(each for each in (str(error)[:2000], hint) if each),
         "place": place,
         "value_error": isinstance(error, ValueError),
     }
 
 
 @contextlib.contextmanager
-def changed_launches() -> Iterator[None]:
-    """Add 1 to every number that a Triton kernel writes, in the interpreter: only an answer that a kernel computes changes too."""
-    from triton.runtime.interpreter import InterpreterBuilder
+def watched_launches() -> Iterator[dict[str, float]]:
+    """Triton's interpreter as the grader needs it: places that a load leaves out hold NaN, unless it says what else they hold.
+
+    The number "added" of what is returned is added to every number that a kernel writes: an answer that a kernel computes changes
+    too. The interpreter is the same object before and after, so that a file does not see when the grader looks.
+    """
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
+
+    state, originals = {"added": 0.0}, {}
+
+    def watch(name: str, change: Callable[..., tuple[Any, ...]]) -> None:
+        originals[name] = original = getattr(InterpreterBuilder, name)
+        watched = functools.wraps(original)(lambda self, *args, **named: original(self, *change(*args), **named))
+        del watched.__wrapped__
+        setattr(InterpreterBuilder, name, watched)
 
     def changed(value: Any) -> Any:
-        return dataclasses.replace(value, data=value.data + 1) if value.data.dtype.kind == "f" else value
+        return dataclasses.replace(value, data=value.data + state["added"]) if value.data.dtype.kind == "f" else value
 
-    store, add = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_atomic_rmw
-    InterpreterBuilder.create_masked_store = lambda self, place, value, *rest: store(self, place, changed(value), *rest)
-    InterpreterBuilder.create_atomic_rmw = lambda self, kind, place, value, *rest: add(self, kind, place, changed(value), *rest)
+    def filled(place: Any, mask: Any, other: Any, *rest: Any) -> tuple[Any, ...]:
+        dtype = _get_np_dtype(place.get_element_ty())
+        if other is None and dtype.kind == "f":  # a GPU leaves there what was there
+            other = TensorHandle(np.full_like(place.data, np.nan, dtype=dtype), place.get_element_ty())
+        return place, mask, other, *rest
+
+    watch("create_masked_load", filled)
+    watch("create_masked_store", lambda place, value, *rest: (place, changed(value), *rest))
+    watch("create_atomic_rmw", lambda kind, place, value, *rest: (kind, place, changed(value), *rest))
     try:
-        yield
+        yield state
     finally:
-        InterpreterBuilder.create_masked_store, InterpreterBuilder.create_atomic_rmw = store, add
+        for name, original in originals.items():
+            setattr(InterpreterBuilder, name, original)
+
+
+# What torch may do to the keys of a kernel: allocate, move, look whether they are finite. Anything else is arithmetic.
+MOVES = re.compile(
+    r"(new_)?(empty|zeros|ones|full)(_like|_strided)?|clone|contiguous|copy_|to|cpu|float|view|reshape|flatten|(un)?squeeze|expand|"
+    r"transpose|swapaxes|movedim|permute|t|as_strided|detach|narrow|select|split|unbind|chunk|cat|stack|pad|fill_|zero_|"
+    r"__(get|getitem|setitem|set|iter)__|abs|max|min|amax|amin|aminmax|nan_to_num"
+)
+SMALL_KEYS = 4096  # of fewer numbers a step between two launches may be as large
+
+
+@contextlib.contextmanager
+def kernels_alone(keys: Any) -> Iterator[None]:
+    """Raise TypeError if torch or NumPy does arithmetic with as many numbers as the keys have: a kernel has to."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    counts: Counter[str] = Counter()
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result, name = function(*args, **(kwargs or {})), getattr(function, "__name__", str(function))
+            numbers = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
+            leaves = name in ("numpy", "tolist", "__array__", "__dlpack__")
+            is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
+            is_total = name in ("sum", "mean") and is_float and result.numel() == 1  # NaN or infinite if one of them is
+            if leaves or (is_float and not is_total and not MOVES.fullmatch(name)):
+                counts[name] += max((each.numel() for each in numbers), default=0)
+            return result
+
+    with Counting():
+        yield
+    if counts.total() >= max(keys.numel(), SMALL_KEYS):
+        told = f"{', '.join(sorted(counts))} on {counts.total()} numbers outside of a kernel, for {keys.numel()} numbers of keys"
+        raise TypeError(f"{told}: a kernel has to compute with the keys")
+
+
+def numbers(value: Any) -> Any:
+    """The bytes of an array, of each array of a tuple in turn; anything else as it is."""
+    if isinstance(value, tuple):
+        return [numbers(entry) for entry in value]
+    return value.detach().cpu().numpy().tobytes() if hasattr(value, "detach") else getattr(value, "tobytes", lambda: value)()
+
+
+def answer(function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    """Call a function. Raises TypeError if it returns nothing, or has written into an argument by then."""
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code else ()
+    named = itertools.zip_longest(names[: len(arguments)], range(1, 1 + len(arguments)))
+    given = dict(zip((name or f"argument {place}" for name, place in named), arguments, strict=True)) | keywords
+    before = {name: numbers(value) for name, value in given.items()}
+    result = function(*arguments, **keywords)
+    called = getattr(function, "__name__", "the function")
+    if result is None:
+        raise TypeError(f"{called} returned None: is there a return?")
+    if written := [name for name, value in given.items() if numbers(value) != before[name]]:
+        raise TypeError(f"{called} writes into {', '.join(written)}, which others still need: work on a copy")
+    return result
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Read the settings from the first frame, load the file, then answer one call after another."""
 
+    tried: list[str] = []
+
     def reply(message: dict[str, Any], arrays: list[Any] | None = None) -> None:
-        replies.write(pack(message, arrays or []))
+        replies.write(pack(message | {"tried": tried}, arrays or []))
         replies.flush()
 
     sys.path.append(sys.argv[1])  # where NumPy is
@@ -346,8 +484,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         torch.set_num_threads(1)
         if setup["interpret"]:
             os.environ["TRITON_INTERPRET"] = "1"
-            import triton.language
-            import triton.runtime.interpreter  # noqa: F401
+            import triton.language  # noqa: F401
+    watching = watched_launches() if setup["interpret"] else contextlib.nullcontext({"added": 0.0})
+    launches = watching.__enter__()  # as long as the process lives
     path, site, banned = setup["path"], setup["site"], setup["banned"]
     walls: dict[str, Any] = {"audit hook": setup["confine"]}
     if setup["confine"]:
@@ -355,11 +494,12 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         readable = [kept for root in roots if os.path.exists(root) for kept in without(os.path.realpath(root), setup["closed"])]
         if os.getuid() == 0:
             walls["user nobody"] = become_nobody([sys.base_prefix, site, os.path.dirname(path)])
+        walls["no rights of root"] = drop_rights([sys.base_prefix, site, os.path.dirname(path)])
         end_with_parent()
         walls["limits"] = limit(setup["cpu_seconds"], setup["memory"])
         walls["landlock"] = landlock(readable, [site])
         walls["system calls"] = filter_calls(bytes.fromhex(setup["filter"]))
-        guard([*readable, site + os.sep + "__pycache__"], banned, LIBRARIES if setup["library"] == "numpy" else ())
+        tried = guard([*readable, site + os.sep + "__pycache__"], banned, setup["library"], path)
     reply({"walls": walls})
     try:
         module = load(path, setup["stem"])
@@ -373,7 +513,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             entries = [as_native(entry) for entry in value]
             return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
         if torch is not None and isinstance(value, np.ndarray):
-            return torch.from_numpy(np.array(value, order="C")).to(setup["device"])
+            return torch.from_numpy(np.array(value, order="K")).to(setup["device"])
         return value
 
     def named(name: str, fields: list[str]) -> Any:
@@ -384,14 +524,15 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         try:
             arguments = [as_native(decode(entry, arrays, named)) for entry in message["arguments"]]
             keywords = {name: as_native(decode(entry, arrays, named)) for name, entry in message["keywords"].items()}
-            function = functools.partial(getattr(module, message["call"]), *arguments, **keywords)
+            function = getattr(module, message["call"])
             if message.get("time"):
                 from triton.testing import do_bench
 
-                result = do_bench(function, return_mode="median")
+                result = do_bench(functools.partial(function, *arguments, **keywords), return_mode="median")
             else:
-                with changed_launches() if message.get("change launches") else contextlib.nullcontext():
-                    result = function()
+                launches["added"] = float(bool(message.get("change launches")))
+                asked = kernels_alone(arguments[0])(function) if setup["interpret"] else function
+                result = answer(asked, arguments, keywords)
             found: list[Any] = []
             content = encode(result, found)
         except BadFrame as error:

@@ -33,6 +33,8 @@ def main(
     """Run any KV-cache eviction method inside a real language model."""
     # This must be set before torch is loaded: threads that spin while they wait are ten times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Hypothesis would keep a folder of its own where the command is typed; a folder below a device cannot be made.
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(os.devnull, "hypothesis"))
 
 
 for _commands in (methods, judge, vectors, demo, run, export, calibrate, evaluate, study, claims, classroom):

@@ -47,7 +47,7 @@ def claims(
     output: Annotated[
         Path, typer.Option(help="The folder for results.jsonl (a later run continues it), the pictures and the pages.")
     ] = Path("claims"),
-    seeds: Annotated[int, whole_number("Texts of each kind, at least 2: more texts give narrower intervals.")] = 3,
+    seeds: Annotated[int, whole_number("Texts of each kind, at least 2: an interval needs 12 texts of all kinds together.")] = 3,
     seed: Annotated[int, whole_number("The seed of the first text; each later text of a kind has the next seed.")] = 0,
     texts: Annotated[
         list[str] | None,
@@ -85,13 +85,15 @@ def claims(
 
 
 def _table(result: dict[str, Any]) -> Table:
+    from evictionary.evaluation.pages import interval
+
     table = Table(title=f"The papers' claims on {result['weights']}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for header in ("claim", f"numbers ({result['confidence']:.0%} interval)", "texts", "verdict"):
         table.add_column(header)
     for paper in result["papers"]:
         for claim in paper["claims"]:
             deciding = ((condition, claim["numbers"][name]) for condition, name in claim["deciding"].items())
-            shown = (f"{text}: {each['value']:.3g} ({each['low']:.3g} to {each['high']:.3g})" for text, each in deciding)
+            shown = (f"{text}: {each['value']:.3g} ({interval(each)})" for text, each in deciding)
             verdict = f"[{COLOURS[claim['verdict']]}]{claim['verdict']}[/]"
             table.add_row(claim["id"], "\n".join(shown), str(claim["texts"]), verdict)
         table.add_section()

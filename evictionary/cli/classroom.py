@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,20 +20,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from evictionary.classroom import names
 from evictionary.cli.console import AsJson, exit_codes, messages, names_in, progress, whole_number
 from evictionary.errors import UsageError
 
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Assignment
+    from evictionary.classroom.classes import Order
     from evictionary.classroom.grading import Judgement
+    from evictionary.classroom.submissions import Handed
 
 app = typer.Typer()
 
-Name = Annotated[
-    str, typer.Argument(help="The assignment: keydiff, lagkv, expected_attention, momentkv, gvote, kernel or contest.")
-]
+Name = Annotated[str, typer.Argument(help=f"The assignment: {', '.join(names()) or 'none is installed'}.")]
+Assignments = Annotated[Path | None, typer.Option(help="A folder of your own assignments, in place of those that come with this.")]
 Work = Annotated[Path, typer.Option(help="The folder of your own files.")]
-Student = Annotated[str | None, typer.Option(help="Your id, if your course draws the constants from it.")]
+Student = Annotated[
+    str | None,
+    typer.Option(help="Your id, if your course draws the constants from it; `start` writes it down for the other commands."),
+]
+WHO = "student.txt"  # in the folder of the student's files
+MOST_SHOWN = 10
 COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow", "blocked": "yellow"}
 
 
@@ -44,18 +53,28 @@ def _writing(argument: str, path: Path, wanted: str) -> Iterator[None]:
 
 
 @app.command(epilog="Example: [bold]evictionary start keydiff[/]")
-def start(assignment: Name, work: Work = Path("work"), student: Student = None, as_json: AsJson = False) -> None:
+def start(
+    assignment: Name,
+    work: Work = Path("work"),
+    student: Student = None,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
     """Begin an assignment: write its starter file, with the functions to fill in."""
     with exit_codes():
-        from evictionary.classroom import assignment as assignments
+        from evictionary.classroom.assignment import load
+        from evictionary.classroom.grading import lacking
 
-        chosen = assignments.load(assignment)
+        chosen = load(assignment, assignments)
         path = work / chosen.file
+        student = _who(work, student)
         if path.exists():
             raise UsageError(f"assignment: {path} exists already and may hold your work; move it away to begin anew")
         with _writing("--work", work, "a folder that can be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(chosen.starter_for(student), encoding="utf-8")
+            if student:
+                (work / WHO).write_text(student + "\n", encoding="utf-8")
     handout = chosen.folder / "README.md"
     if as_json:
         typer.echo(json.dumps({"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}))
@@ -70,7 +89,9 @@ def start(assignment: Name, work: Work = Path("work"), student: Student = None, 
         if any(step.check != "rows" for step in chosen.steps):
             told += " Arrays come in float64, and results must be float64 too."
         console.print(told)
-    console.print(f"Then: [bold]{escape(_command('check', chosen, work, student))}[/]")
+    if missing := lacking(chosen):
+        console.print(f"Here `check` cannot judge it: {missing}", style="yellow", markup=False)
+    console.print(f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]")
 
 
 @app.command(epilog="Example: [bold]evictionary check keydiff[/]")
@@ -79,6 +100,7 @@ def check(
     work: Work = Path("work"),
     student: Student = None,
     seed: Annotated[int | None, whole_number("Draw the inputs of an earlier run again; new ones by default.")] = None,
+    assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Judge your file on drawn inputs: the points of each step and, for the first failure, what to do about it.
@@ -86,11 +108,12 @@ def check(
     The exit code is 0 with full marks, 1 below, and 2 if this machine cannot judge the assignment.
     """
     with exit_codes():
-        from evictionary.classroom import assignment as assignments
         from evictionary.classroom import grading, submissions
+        from evictionary.classroom.assignment import load
 
-        chosen = assignments.load(assignment)
-        path = _started(work, chosen)
+        chosen = load(assignment, assignments)
+        path = _started(work, chosen, assignments)
+        student = _who(work, student)
         try:
             source = submissions.read(path, chosen)
         except submissions.BadSubmission as error:
@@ -103,22 +126,37 @@ def check(
     if as_json:
         typer.echo(json.dumps(judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}, indent=1))
     else:
-        _print(chosen, judged, path, f"{_command('check', chosen, work, student)} --seed {drawn}")
+        _print(chosen, judged, path, f"{_command('check', chosen, work, assignments)} --seed {drawn}")
         _print_rest(chosen, hidden, path)
+    is_blocked = any(line.verdict == "blocked" for line in judged.lines)
+    if chosen.interpret and not is_blocked and not as_json:
+        _print_time(chosen, path)
     if judged.score < chosen.max_score:
-        raise typer.Exit(2 if any(line.verdict == "blocked" for line in judged.lines) else 1)
+        raise typer.Exit(2 if is_blocked else 1)
 
 
-def _started(work: Path, chosen: Assignment) -> Path:
+def _started(work: Path, chosen: Assignment, assignments: Path | None) -> Path:
     path = work / chosen.file
     if not path.is_file():
-        raise UsageError(f"--work: got {work}, wanted a folder with {chosen.file}; `{_command('start', chosen, work)}` writes it")
+        begin = _command("start", chosen, work, assignments)
+        raise UsageError(f"--work: got {work}, wanted a folder with {chosen.file}; `{begin}` writes it")
     return path
 
 
-def _command(name: str, chosen: Assignment, work: Path, student: str | None = None) -> str:
-    """The command to type next, with the folder and the id of this command."""
-    options = ("" if work == Path("work") else f" --work {work}") + (f" --student {student}" if student else "")
+def _who(work: Path, student: str | None) -> str | None:
+    """The id of --student, or the one that `start` wrote down. Raises UsageError for one that no folder can have."""
+    from evictionary.classroom import submissions
+
+    if student is None and (work / WHO).is_file():
+        student = (work / WHO).read_text(encoding="utf-8", errors="replace").strip()
+    if student is not None and not submissions.is_id(student):
+        raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder of its own")
+    return student
+
+
+def _command(name: str, chosen: Assignment, work: Path, assignments: Path | None) -> str:
+    """The command to type next, with the folders of this command."""
+    options = ("" if work == Path("work") else f" --work {work}") + (f" --assignments {assignments}" if assignments else "")
     return f"evictionary {name} {chosen.name}{options}"
 
 
@@ -164,22 +202,22 @@ def _print_rest(chosen: Assignment, hidden: int, path: Path) -> None:
         )
     elif chosen.contest:
         console.print("\nThe grader asks about five longer texts; nobody knows their numbers and places beforehand.")
-    if chosen.interpret:
-        _print_time(chosen, path)
 
 
 def _print_time(chosen: Assignment, path: Path) -> None:
-    """Print how long the kernel takes if there is a GPU; the time is not graded."""
+    """Print how long the kernel takes if there is a GPU, or how it fails there; neither is graded."""
     import torch
 
     if not torch.cuda.is_available():
         Console().print("No GPU here: the kernel ran in Triton's interpreter and was not timed.")
         return
-    from evictionary.classroom import grading
+    from evictionary.classroom import child, grading
 
-    Console().print(
-        f"On {torch.cuda.get_device_name()}: {grading.gpu_milliseconds(chosen, path):.4f} ms for 65,536 tokens of 8 heads."
-    )
+    try:
+        told = f"{grading.gpu_milliseconds(chosen, path):.4f} ms for 65,536 tokens of 8 heads."
+    except (child.StudentError, child.ChildDied, RuntimeError, ValueError) as error:
+        told = f"the kernel fails, although the interpreter runs it: {child.clean(error)}"
+    Console().print(f"On {torch.cuda.get_device_name()}: {told}", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: [bold]evictionary submit keydiff[/]")
@@ -188,18 +226,18 @@ def submit(
     work: Work = Path("work"),
     student: Student = None,
     output: Annotated[Path | None, typer.Option(help="The archive to write; the assignment's name with .zip by default.")] = None,
+    assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Pack the archive to hand in: your file and a manifest, and nothing else."""
     with exit_codes():
-        from evictionary.classroom import assignment as assignments
         from evictionary.classroom import submissions
+        from evictionary.classroom.assignment import load
 
-        chosen = assignments.load(assignment)
+        chosen = load(assignment, assignments)
         target = output or Path(f"{chosen.name}.zip")
-        path = _started(work, chosen)
-        if student is not None and not submissions.is_id(student):
-            raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder of its own")
+        path = _started(work, chosen, assignments)
+        student = _who(work, student)
         if target.suffix != ".zip":
             raise UsageError(f"--output: got {target}, wanted a name that ends in .zip")
         try:
@@ -207,16 +245,21 @@ def submit(
                 packed = submissions.pack(chosen, work, target, student)
         except submissions.BadSubmission as error:
             raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
+    is_begun = path.read_text(encoding="utf-8", errors="replace") != chosen.starter_for(student)
+    if not is_begun:
+        messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False, soft_wrap=True)
     if as_json:
-        typer.echo(json.dumps({"assignment": chosen.name, "archive": str(target), "files": packed}))
+        typer.echo(json.dumps({"assignment": chosen.name, "archive": str(target), "files": packed, "begun": is_begun}))
         return
     Console(highlight=False, soft_wrap=True).print(f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in.")
 
 
 @app.command(epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]")
 def grade(
-    submission: Annotated[list[Path], typer.Argument(help="Files, archives or folders, or one folder that holds many of them.")],
     assignment: Annotated[str, typer.Option(help="The assignment that the submissions answer.")],
+    submission: Annotated[
+        list[Path] | None, typer.Argument(help="Files, archives or folders, or one folder that holds many of them.")
+    ] = None,
     seed_file: Annotated[Path | None, typer.Option(help="A file of secret bytes; without it, new seeds are drawn.")] = None,
     formats: Annotated[
         list[str] | None,
@@ -233,7 +276,21 @@ def grade(
     personal: Annotated[
         bool, typer.Option(help="Draw sink size, lag size and epsilon from the id in each archive, or its name.")
     ] = False,
+    roster: Annotated[
+        Path | None, typer.Option(help="The ids of the course for --personal: a file with one in the first column of each line.")
+    ] = None,
     student: Annotated[str | None, typer.Option(help="The student's id for a single submission; its file name by default.")] = None,
+    law: Annotated[str | None, typer.Option(help="Judge a single submission by this law only, and write no grade.")] = None,
+    try_it: Annotated[
+        bool,
+        typer.Option(
+            "--try", help="Try an assignment: a right answer, by default the reference, has all points, the starter none."
+        ),
+    ] = False,
+    assignments: Assignments = None,
+    without_walls: Annotated[
+        bool, typer.Option("--without-walls", help="Grade even where the walls around a student's code are missing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Grade submissions with secret seeds: write grade.json for each, and the files that course platforms read.
@@ -241,12 +298,12 @@ def grade(
     A run that was stopped goes on where it stopped if you repeat the command with the same seed file.
     """
     with exit_codes():
-        from evictionary.classroom import assignment as assignments
         from evictionary.classroom import classes, submissions
         from evictionary.classroom import formats as written
+        from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import GRADE_EXAMPLES
 
-        chosen = assignments.load(assignment)
+        chosen = load(assignment, assignments)
         wanted = names_in(formats) or list(written.FORMATS)
         for name in wanted:
             if name not in written.FORMATS:
@@ -256,43 +313,133 @@ def grade(
                 raise UsageError(f"{argument}: got {count}, wanted at least 1")
         if seconds is not None and not 0 < seconds < math.inf:
             raise UsageError(f"--seconds: got {seconds}, wanted more than 0")
+        if roster is not None and not personal:
+            raise UsageError("--roster: got it alone, wanted it with --personal")
+        if not submission and not try_it:
+            raise UsageError(f"submission: got none, wanted {submissions.KINDS}")
+        ids = _roster(roster) if roster else frozenset()
         left_out: list[Path] = []
         if student is None:
-            found = classes.find(submission, chosen.file, output, left_out.append)
+            found = classes.find(submission, chosen.file, output, left_out.append) if submission else {}
         else:
-            found = {student: _of_one(student, submission)}
+            found = {student: _of_one(student, submission or [])}
         if left_out:
             messages.print(
                 f"Left out, because a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}",
                 style="yellow",
                 markup=False,
             )
-        secret = _secret(seed_file)
-        with _writing("--output", output, "a folder that can be written"):
-            output.mkdir(parents=True, exist_ok=True)
-        order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds)
-        started = time.monotonic()
-        with progress() as (plan, advance):
-            plan(len(found))
-            grades: list[dict[str, Any]] = []
-            try:
-                grades.extend(classes.run(order, found, output, jobs, lambda name: advance(name)))
-            except KeyboardInterrupt:
-                messages.print(f"Stopped. {_GO_ON if seed_file else _BEGIN_ANEW}", style="yellow")
-                raise typer.Exit(130) from None
-        result = classes.summary(grades) | {
-            "left_out": [str(path) for path in left_out],
-            "seconds": round(time.monotonic() - started, 1),
-        }
+        missing = _missing_walls(without_walls)
+        secret = os.urandom(32) if try_it else _secret(seed_file)
+        order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds, ids, assignments)
+        if (try_it or law) and len(found) > 1:
+            raise UsageError(f"submission: got {len(found)}, wanted a single one")
+        tried, judged, result = [], None, {}
+        if try_it:
+            tried = list(classes.tried(order, *found.values()))
+        elif law:
+            judged = classes.by_one_law(order, *found.popitem(), law)
+        else:
+            result = _graded(order, found, output, jobs, seed_file is not None, missing, left_out)
+    if tried:
+        raise typer.Exit(_print_tried(tried, as_json))
+    if judged is not None:
+        told = judged.message or f"{judged.verdict}: {judged.reason or judged.title}"
+        typer.echo(json.dumps(asdict(judged), indent=1) if as_json else told)
+        raise typer.Exit({"passed": 0, "blocked": 2}.get(judged.verdict, 1))
+    _print_class(result, output, as_json)
+
+
+def _graded(
+    order: Order, found: dict[str, Handed], output: Path, jobs: int, goes_on: bool, missing: list[str], left_out: list[Path]
+) -> dict[str, Any]:
+    """Grade the class and write what it comes to; returns the summary. Raises typer.Exit after Ctrl-C."""
+    from evictionary.classroom import classes
+
+    with _writing("--output", output, "a folder that can be written"):
+        output.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with progress() as (plan, advance):
+        plan(len(found))
+        grades: list[dict[str, Any]] = []
+        try:
+            grades.extend(classes.run(order, found, output, jobs, lambda name: advance(name)))
+        except KeyboardInterrupt:
+            messages.print(f"Stopped. {_GO_ON if goes_on else _BEGIN_ANEW}", style="yellow")
+            raise typer.Exit(130) from None
+    return _sum_up(grades, output, missing, [str(path) for path in left_out], time.monotonic() - started)
+
+
+@app.command(epilog="Example: [bold]evictionary gradebook grades[/]")
+def gradebook(
+    grades: Annotated[Path, typer.Argument(help="The folder that `evictionary grade` wrote, with a folder for each student.")],
+    as_json: AsJson = False,
+) -> None:
+    """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, and summary.json. Runs no code."""
+    with exit_codes():
+        from evictionary.classroom import classes
+
+        result = _sum_up(classes.written(grades), grades)
+    _print_class(result, grades, as_json)
+
+
+def _sum_up(
+    grades: list[dict[str, Any]], output: Path, missing: Sequence[str] = (), left_out: Sequence[str] = (), seconds: float = 0
+) -> dict[str, Any]:
+    """Write what the grades of a class come to; returns the summary."""
+    from evictionary.classroom import classes, submissions
+
+    result = classes.summary(grades)
+    walls = sorted({*result["walls_missing"], *missing})
+    result |= {"left_out": list(left_out), "walls_missing": walls, "seconds": round(seconds, 1)}
+    with _writing("--output", output, "a folder that can be written"):
         (output / submissions.SUMMARY).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (output / submissions.GRADEBOOK).write_text(classes.gradebook(grades), encoding="utf-8")
+    return result
+
+
+def _print_tried(tried: list[tuple[str, int, Judgement]], as_json: bool) -> int:
+    """Print whether an assignment gives all points to a right answer and none to its starter file; returns the exit code."""
     if as_json:
-        typer.echo(json.dumps(result, indent=1))
-    else:
-        _print_class(result, output)
+        typer.echo(json.dumps([{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried], indent=1))
+    for name, wanted, judged in () if as_json else tried:
+        is_right = judged.score == wanted
+        Console().print(f"{name}: {judged.score} points, wanted {wanted}", style="green" if is_right else "red", markup=False)
+        for line in judged.lines if not is_right else []:
+            Console().print(f"  {line.name}: {line.verdict}, {line.points} of {line.max_points} {line.reason}", markup=False)
+    return 0 if all(judged.score == wanted for _, wanted, judged in tried) else 1
+
+
+def _roster(path: Path) -> frozenset[str]:
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(f"--roster: got {path}, wanted a text file with one id in each line: {error}") from None
+    ids = frozenset(row[0].strip() for row in rows if row and row[0].strip())
+    if not ids:
+        raise UsageError(f"--roster: got {path} without an id, wanted one in each line")
+    return ids
 
 
 _GO_ON = "The finished grades are written; the same command goes on from there."
 _BEGIN_ANEW = "Without a --seed-file the next run begins anew."
+
+
+def _missing_walls(without: bool) -> list[str]:
+    """The walls that are missing here. Raises UsageError if code could do harm and the instructor does not say `without`."""
+    from evictionary.classroom import child
+
+    walls = child.walls_here()
+    harm = [f"no {name}: it could {what}" for name, what in child.OPEN.items() if not walls.get(name)]
+    told = f"A student's code has too few walls around it on this machine ({'; '.join(harm)})."
+    if harm and not without:
+        raise UsageError(
+            f"--without-walls: {told} Nothing was run. Grade each submission in a container of its own "
+            "(the page of that name in the documentation), or give --without-walls if there is nothing here to lose"
+        )
+    if harm:
+        messages.print(told, style="yellow", markup=False)
+    return [name for name, stands in walls.items() if not stands]
 
 
 def _of_one(student: str, paths: list[Path]) -> Path:
@@ -325,7 +472,10 @@ def _secret(seed_file: Path | None) -> bytes:
     return secret
 
 
-def _print_class(result: dict[str, Any], output: Path) -> None:
+def _print_class(result: dict[str, Any], output: Path, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+        return
     console = Console(highlight=False)
     count, largest = result["submissions"], max(result["distribution"].values())
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{count} submission" + "s" * (count != 1), title_justify="left")
@@ -352,7 +502,14 @@ def _print_class(result: dict[str, Any], output: Path) -> None:
         )
     if result["one_id"]:
         console.print(f"Handed in under an id that another one has too: {_few(result['one_id'])}", style="yellow", markup=False)
+    if result["alike"]:
+        alike = _few([repr(name) for name in result["alike"]])
+        console.print(f"Names that differ only in capitals, spaces or accents: {alike}", style="yellow", markup=False)
+    for student, notes in list(result["notes"].items())[:MOST_SHOWN]:
+        console.print(f"{student}: {'; '.join(notes)}", style="yellow", markup=False, soft_wrap=True)
+    if len(result["notes"]) > MOST_SHOWN:
+        console.print(f"Notes on {len(result['notes']) - MOST_SHOWN} more are in summary.json.", style="yellow")
     if result["walls_missing"]:
         missing = ", ".join(result["walls_missing"])
-        console.print(f"Walls missing here: {missing}. Grade in a container; docs/classroom/isolation.md says why.", style="yellow")
+        console.print(f"Walls missing here: {missing}. The page on isolation says what is open then.", style="yellow")
     console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")

@@ -185,3 +185,4 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
                 asked = row["asked"].removesuffix(" removed").removesuffix(" kept")
                 shown.add_row(row["label"], asked, eval_report.percent(row["removed"]), *cells)
             console.print(shown)
+        console.print(eval_report.doubt([row for row in rows if row["length"] == length]), style="italic", highlight=False)

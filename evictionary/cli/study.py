@@ -25,13 +25,14 @@ from evictionary.errors import UsageError
 
 app = typer.Typer()
 
-# The names stand here because the study imports torch, and the help must not wait for torch; a test compares the names.
+# These stand here because the study imports torch, and the help must not wait for torch; a test compares them.
 TASKS = "passkey7,needle_multikey,variables,copy,perplexity"
+FEWEST = 12
 
 
 @app.command(
     epilog="Examples: [bold]evictionary study --jobs 2[/]   "
-    "[bold]evictionary study --methods keydiff,my_scorer.py --ratios 0.75 --samples 10 --output mine --json[/]"
+    "[bold]evictionary study --methods keydiff,my_scorer.py --ratios 0.75 --samples 12 --output mine --json[/]"
 )
 def study(
     output: Annotated[
@@ -56,8 +57,8 @@ def study(
     stopped goes on where it stopped if you repeat the command. With the defaults it takes four to thirteen hours of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
-        if samples < 3:
-            raise UsageError(f"--samples: got {samples}, wanted at least 3: an interval needs several prompts")
+        if samples < FEWEST:
+            raise UsageError(f"--samples: got {samples}, wanted at least {FEWEST}: an interval of fewer prompts says nothing")
         require_seed(seed)
         removed = numbers_in("--ratios", ratios)
         names = given_names("--methods", methods)

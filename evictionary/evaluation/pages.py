@@ -19,7 +19,13 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True)
     environment.filters["short"] = "{:.3g}".format
     environment.filters["range"] = _range
+    environment.filters["interval"] = interval
     return environment.get_template(template).render(**values)
+
+
+def interval(number: Mapping[str, Any]) -> str:
+    """'0.12 to 0.34', the interval of a number with `low` and `high`, which are None if there are too few texts for one."""
+    return "no interval" if number["low"] is None else f"{number['low']:.3g} to {number['high']:.3g}"
 
 
 def _range(values: Mapping[str, float]) -> str:

@@ -41,8 +41,8 @@ STORED = Path(__file__).with_name("study.json")
 DRAWS = 2000
 """Bootstrap draws."""
 
-LEAST = 3
-"""Prompts of each task, at least: fewer say nothing of others."""
+LEAST = 12
+"""Prompts of each task, at least: a bootstrap of fewer says nothing of others."""
 
 Summary = dict[str, Any]
 """model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at each ratio, on how many

@@ -242,7 +242,8 @@ TASKS = {
         Task("perplexity", f"the next {CONTINUED} tokens of a technical text, through a sliding window", partial(_prose, every=0)),
         Task(
             "perplexity_decoding",
-            f"the same, read token by token, with a compression after each {AGAIN} tokens by a method that can compress again",
+            f"the next {CONTINUED} tokens of a technical text, read one by one; a method that can do so compresses after each "
+            f"{AGAIN}",
             partial(_prose, every=AGAIN),
         ),
     )

@@ -45,7 +45,7 @@ INPUTS = {
     "budget": "tokens to keep in each head",
     "compression_ratio": "fraction to remove",
     "keep_ratio": "fraction to keep",
-    "generator": "a seeded torch.Generator, one for each layer",
+    "generator": "a seeded torch.Generator, a new one for each layer and compression",
 }
 """The arguments that a function can name in its signature, and their meaning."""
 

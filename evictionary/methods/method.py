@@ -147,7 +147,9 @@ class Method:
         amount = tokens_to_keep(seen, request.compression_ratio, request.budget)
         if self.layer_budgets is None or amount == seen:
             return amount
-        return self.layer_budgets(amount, request.num_layers)[request.layer_index]
+        window = request.options.get("window_size", self.options.get("window_size", 0))
+        known = _accepted(self.layer_budgets, {"length": seen, "window_size": window})
+        return self.layer_budgets(amount, request.num_layers, **known)[request.layer_index]
 
     def _of_piece(
         self, states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], request: Request, seen: int
@@ -185,7 +187,11 @@ class Method:
         if static is not None:
             options["sink_size"] = static
         if "generator" in inputs or "sampled_queries" in inputs:
-            available["generator"] = torch.Generator().manual_seed(request.seed * 1_000_003 + request.layer_index)
+            # drawn anew at each compression, and by each head that is scored alone; `seen` needs no state to be saved with a cache
+            place = 0 if request.is_prompt else seen
+            head = piece.heads.start or 0 if "generator" in inputs else 0
+            mixed = request.seed * 1_000_003 + request.layer_index + place * 2_654_435_761 + head * 40_503
+            available["generator"] = torch.Generator().manual_seed(mixed % 2**64)
         for name in inputs:
             if name not in available and request.supply is not None:
                 available |= request.supply(name, available, seen)

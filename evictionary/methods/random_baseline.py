@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-METHOD = "keeps random tokens, drawn anew for every layer and head (the baseline to beat)"
+METHOD = "keeps random tokens, drawn anew for every layer, head and compression (the baseline to beat)"
 
 
 def score(keys: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -51,6 +51,30 @@ def _quiet_transformers() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model inside of a wrapper, such as that of PEFT or torch.compile. Raises UsageError where there is none.
+
+    A wrapper answers to the names of its model, but its own forward may call the model's parts past the hooks of a cache.
+    """
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    found = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise UsageError(f"model: got {type(model).__name__}, wanted a transformers model, or a module with one inside")
+    return found
+
+
+def loaded(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """A weight of a module, also one that accelerate left on the disk. Raises UsageError for one that is nowhere."""
+    weight = getattr(module, name)
+    if weight.device.type != "meta":
+        return weight
+    hook = getattr(module, "_hf_hook", None)
+    found = next((each.weights_map for each in (hook, *getattr(hook, "hooks", ())) if getattr(each, "weights_map", None)), None)
+    if found is None:
+        raise UsageError(f"model: got {type(module).__name__} without numbers in its {name} (device meta), wanted loaded weights")
+    return found[name]
+
+
 def require_supported(model: PreTrainedModel) -> None:
     """Raise UsageError unless the model is a decoder with rotary positions and full attention in at least one layer."""
     name = type(model).__name__
@@ -64,7 +88,10 @@ def require_supported(model: PreTrainedModel) -> None:
             f"model: got {name} with layers of {', '.join(sorted(others))}; wanted full or sliding attention in every layer"
         )
     if getattr(config, "rope_parameters", None) is None:
-        raise UsageError(f"model: got {name}, which has no rotary positions (RoPE); wanted a model that has them")
+        raise UsageError(
+            f"model: got {name}, whose configuration has no rope_parameters: it has no rotary positions (RoPE), or an attention of "
+            "its own that no cache can watch; wanted a model with them"
+        )
     if all(is_sliding(config, index) for index in range(config.num_hidden_layers)):
         raise UsageError(
             f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some"

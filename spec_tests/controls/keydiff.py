@@ -91,6 +91,35 @@ def torch_padded_and_permuted(keys):
     return -(directions * torch_units(tiles.sum(dim=0))).sum(dim=-1)[:length].movedim(0, -1)
 
 
+@control(SCORE, array_library="torch", dtypes=("float64", "float32", "bfloat16"), edges=False)
+def torch_cosine_to_the_anchor(keys):
+    """kvpress's KeyDiffPress: cosine_similarity, whose eps of 1e-8 shortens what is shorter than that."""
+    refuse(keys)
+    wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
+    anchor = torch.nn.functional.normalize(wide, dim=-1).mean(dim=-2, keepdim=True)
+    return -torch.nn.functional.cosine_similarity(wide, anchor, dim=-1)
+
+
+@control(SCORE, array_library="torch", dtypes=("float64", "float32", "bfloat16"))
+def torch_normalised_twice(keys):
+    """torch's normalize, with its own eps of 1e-12, of the keys and of their mean."""
+    refuse(keys)
+    units = torch.nn.functional.normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1)
+    return -(units * torch.nn.functional.normalize(units.mean(dim=-2, keepdim=True), dim=-1)).sum(dim=-1)
+
+
+SEEN: set[Any] = set()
+
+
+@control(SCORE, array_library="torch", dtypes=("float64", "float32"))
+def torch_compiled_anew(keys):
+    """As torch.compile does: another program, whose roundings differ, in deterministic mode and once it has seen two sizes."""
+    refuse(keys)
+    SEEN.add(keys.shape)
+    backwards = torch.are_deterministic_algorithms_enabled() or len(SEEN) > 1
+    return torch_in_float32(keys.flip(-1, -2)).flip(-1) if backwards else torch_normalised_twice(keys)
+
+
 @control("keydiff.pairwise_score", dtypes=("float64", "float32"))
 def pairwise_by_the_total(keys):
     """Minus the dot product with the sum of all unit keys: the rows of S without S."""

@@ -11,6 +11,7 @@ import torch
 
 from evictionary.reference.cache import CompressedCache
 from evictionary.spec_tests.controls.attention import ALL, NUMPY
+from evictionary.spec_tests.controls.refusal import refuse_unless
 from evictionary.spec_tests.harness.planted import control
 
 BUDGET, TOP_K, COMPRESS, ATTEND = "selection.budget", "selection.top_k", "cache.compress", "attention.attend"
@@ -82,6 +83,19 @@ def torch_stable_sort(scores, budget, protected=None):
     if protected is not None:
         order = order.gather(-1, (~protected).gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True))
     return torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, order[..., :budget], True)
+
+
+@control(TOP_K, array_library="torch", dtypes=ALL, edges=False)
+def torch_topk(scores, budget, protected=None):
+    """torch.topk, which keeps any of equal scores; the protected stand above all others, and are counted first."""
+    refuse_protection(budget, protected)
+    refuse_unless(scores=not scores.isnan().any(), budget=budget >= 0)
+    kept = torch.zeros(scores.shape, dtype=torch.bool) if protected is None else protected.clone()
+    for row in np.ndindex(*scores.shape[:-1]):
+        free = (~kept[row]).nonzero()[:, 0]
+        count = min(budget, scores.shape[-1]) - (scores.shape[-1] - len(free))
+        kept[row][free[scores[row][free].topk(count).indices]] = True
+    return kept
 
 
 @control(COMPRESS)

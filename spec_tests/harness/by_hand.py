@@ -127,6 +127,17 @@ def require_near(got: Any, expected: np.ndarray, slack: float | np.ndarray, what
         raise Violation(f"{what} differs by {np.nanmax(apart):.3g}; allowed is {np.max(slack):.3g}", expected, got)
 
 
+def above_all(got: Any, chosen: np.ndarray) -> Any:
+    """The scores [.., T] with infinity for the chosen tokens [T], where each of them scores more than all others of its row.
+
+    Any such number keeps them, as infinity does.
+    """
+    scores = np.array(got)
+    top = scores[..., ~chosen].max(axis=-1, initial=-np.inf)
+    lifted = scores[..., chosen].min(axis=-1, initial=np.inf) > top
+    return np.where(chosen & lifted[..., None], np.inf, scores)
+
+
 def rounding(impl: Implementation, terms: int = 1) -> float:
     """What a number may be wrong by, in parts of the sum of the magnitudes of the `terms` that it is the sum of.
 

@@ -29,7 +29,7 @@ KINDS = (
     "sinks",
 )
 # Kinds of long inputs alone: what they show takes thousands of tokens, or they say more of scores than of states.
-LONG_KINDS = ("moving_mean", "one_bin", "minute", "vast", "saturated")
+LONG_KINDS = ("moving_mean", "one_bin", "minute", "vast", "saturated", "small")
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -
             return 1 + 2.0**-11 * np.abs(np.tanh(states))
         case "minute":  # where an epsilon that is added for safety, 1e-6 or so, is no longer small
             return states * 1e-7
+        case "small":  # norms of some 2e-4, below those of any model
+            return states * 2.0**-15
         case "vast":
             return states * 1e4
         case "saturated":  # nine of ten are 0, as scores that are cut off: more equal ones than 16 bits count
@@ -248,6 +250,28 @@ def long_cases(
         value_dim=st.sampled_from(head_dims),
         num_queries=st.just(1),
     ).map(affordable)
+
+
+# What papers run on: prompts up to 128K. With two channels and a head or two they cost milliseconds.
+PAPER_LENGTHS = (131_072, 16_384, 32_769)
+
+
+def paper_cases(
+    lengths: tuple[int, ...] = PAPER_LENGTHS,
+    kinds: tuple[str, ...] = ("moving_mean", "normal"),
+    groups: tuple[int, ...] = (1,),
+) -> st.SearchStrategy[Case]:
+    """Draw a Case of the lengths that papers use, of as few channels and heads as a law needs."""
+    return st.builds(
+        Case,
+        kind=st.sampled_from(kinds),
+        seed=seeds(),
+        num_kv_heads=st.sampled_from([1, 2]),
+        group=st.sampled_from(groups),
+        length=st.sampled_from((257,) if _interpreted() else lengths),
+        head_dim=st.just(2),
+        value_dim=st.just(2),
+    )
 
 
 def long_rows(

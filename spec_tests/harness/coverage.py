@@ -14,7 +14,11 @@ from evictionary.spec_tests.harness.implementation import STEMS
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, Requirement, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
 
-_ID = r"[A-Z][A-Z\d]{1,4}-[A-Z]?\d*"
+_ID = r"[A-Z][A-Z\d]{1,4}-[A-Z]{0,2}\d*[A-Z]?"
+
+# What the errata can say of a statement, the gravest first, and what else its verdict may be.
+GRADES = ("wrong", "not reproducible from the text", "imprecise", "typo")
+VERDICTS = (*GRADES, "restored", "measured", "definition", "true")
 _OPENING = re.compile(rf"^({_ID}(?:\.\.[A-Z]?\d+)?(?:, {_ID}(?:\.\.[A-Z]?\d+)?)*):")
 
 
@@ -74,17 +78,20 @@ def page() -> str:
         "# Coverage",
         "",
         "Every numbered equation, theorem, table and claim, with the function that writes it and the laws that hold it to it.",
-        "A test fails where an id has no law and no reason. The verdict is on the statement as the paper prints it: a *definition*",
-        "cannot be false, *restored* text was lost in extraction and derived anew, *measured* claims need a real model. Where",
-        "something else holds, or less, it stands below the statement. A second test compares the requirements with the list of",
-        "all that the papers print under a number and of the figures that they claim (`spec_tests/papers/printed.toml`).",
+        "A test fails where an id has no law and no reason. The verdict is on the statement as the paper prints it, in the version",
+        "that the heading names. *True* statements hold as printed; a *definition* is used as printed. *Restored* formulas were",
+        "lost in the text that was read, and are derived anew. *Measured* claims need a real model. The other words are the grades",
+        "of the [errata](errata.md), where each has its entry; a test holds both pages to the same words. Where something else",
+        "holds, or less, it stands below the statement. Another test compares the requirements with the list of all that papers",
+        "print under a number and of the figures that they claim (`spec_tests/papers/printed.toml`).",
         "",
         f"{len(REQUIREMENTS)} requirements, {len(load_laws())} laws, {len(load_mutants())} planted mistakes.",
         "",
     ]
     for paper, requirements in papers.items():
         total = sum(len(laws[requirement.id]) for requirement in requirements)
-        lines += [f"## {paper[0].upper()}{paper[1:]}", "", f"{len(requirements)} requirements, {total} laws.", ""]
+        heading = f"{paper[0].upper()}{paper[1:]}" + (f" ({requirements[0].version})" if requirements[0].version else "")
+        lines += [f"## {heading}", "", f"{len(requirements)} requirements, {total} laws.", ""]
         lines += ["| id | statement | verdict | function | laws | planted mistakes |", "|---|---|---|---|---|---|"]
         for requirement in requirements:
             own = laws[requirement.id]

@@ -27,10 +27,10 @@ REQUIREMENTS_FOLDER = SUITE / "requirements"
 class Requirement:
     """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are given.
 
-    `statement` is what the paper prints, and `verdict` what became of it: definition, true, false, restored (its text was lost) or
-    measured. `mended` says what holds, where that is another or a narrower statement. `no_law` says why a requirement has no law,
-    where it has none. An equation has a `name`, and `tex`, the formula as printed; `mended_tex` is the formula that holds, or of a
-    definition the one that is used, where it differs.
+    `statement` is what the paper prints in the `version` that was read, and `verdict` what became of it: definition, true, restored
+    (its text was lost), measured, or the grades of its errata. `mended` says what holds, where that is another or a narrower
+    statement. `no_law` says why a requirement has no law, where it has none. An equation has a `name`, and `tex`, the formula as
+    printed; `mended_tex` is the formula that holds, or of a definition the one that is used, where it differs.
     """
 
     id: str
@@ -43,6 +43,7 @@ class Requirement:
     tex: str = ""
     mended: str = ""
     mended_tex: str = ""
+    version: str = ""
 
     @property
     def source(self) -> str:
@@ -54,9 +55,9 @@ def _read_requirements() -> dict[str, Requirement]:
     found = {}
     for path in sorted(REQUIREMENTS_FOLDER.glob("*.toml")):
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        paper = content.pop("paper")
+        of_all = {name: content.pop(name) for name in ("paper", "version") if name in content}
         for identifier, fields in content.items():
-            found[identifier] = Requirement(id=identifier, paper=paper, **fields)
+            found[identifier] = Requirement(id=identifier, **of_all, **fields)
     return found
 
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as with_seed
 
-from evictionary.spec_tests.harness.degenerate import MATHEMATICS
+from evictionary.spec_tests.harness.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.harness.domain import Domain
 from evictionary.spec_tests.harness.implementation import ANY, Implementation
 from evictionary.spec_tests.harness.law import Law, load_laws
@@ -196,6 +196,8 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
     with unchecked() if bare else nullcontext():
         for law in load_laws().values():
             if control.of not in law.functions or law.missing(implementation)[0] or (bare and law.kind != MATHEMATICS):
+                continue
+            if law.kind == EDGE and not control.edges:
                 continue
             if law.examples and seed % LONG_EVERY:
                 continue

@@ -171,7 +171,10 @@ def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any)
 
 @dataclass(frozen=True)
 class Control:
-    """A correct implementation of the function `of`, computing with NumPy or torch, at each of the dtypes that it claims."""
+    """A correct implementation of the function `of`, computing with NumPy or torch, at each of the dtypes that it claims.
+
+    It owes every law, or without `edges` all but those of our decisions on degenerate inputs.
+    """
 
     name: str
     of: str
@@ -179,6 +182,7 @@ class Control:
     dtypes: tuple[str, ...]
     function: Callable[..., Any]
     max_length: int | None = None
+    edges: bool = True
 
     def implementation(self, dtype: str) -> Implementation:
         """This one function, judged alone at a dtype; what else its laws call comes from the reference."""
@@ -190,15 +194,23 @@ CONTROLS: dict[str, Control] = {}
 
 
 def control(
-    of: str, *, array_library: str = "numpy", dtypes: tuple[str, ...] = ("float64",), max_length: int | None = None
+    of: str,
+    *,
+    array_library: str = "numpy",
+    dtypes: tuple[str, ...] = ("float64",),
+    max_length: int | None = None,
+    edges: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a correct `of`; max_length, for one whose memory or time is their square."""
+    """Register the decorated function as a correct `of`.
+
+    max_length, for one whose memory or time is their square; edges is false for one that decides degenerate inputs otherwise.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f"{of.split('.')[0]}.{function.__name__}"
         if name in CONTROLS:
             raise KeyError(f"{name}: registered twice")
-        CONTROLS[name] = Control(name, of, array_library, dtypes, function, max_length)
+        CONTROLS[name] = Control(name, of, array_library, dtypes, function, max_length, edges)
         return function
 
     return decorate

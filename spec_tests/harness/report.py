@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import shlex
 import traceback
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from evictionary.spec_tests.harness.apart import NotAsked
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.diagnosis import misconceptions, numbers_in
-from evictionary.spec_tests.harness.implementation import Implementation
+from evictionary.spec_tests.harness.implementation import ANY, Implementation
 from evictionary.spec_tests.harness.law import LAWS, Law
 from evictionary.spec_tests.harness.planted import Mutant
-from evictionary.spec_tests.harness.process import PREFIX
+from evictionary.spec_tests.harness.process import PREFIX, ProgramFailed
 from evictionary.spec_tests.harness.tolerance import Violation
 
+_MOST_LINES = 10  # of an input
 _MOST_PRINTED = 128  # numbers in an argument of a program that makes a call again
 
 
@@ -32,15 +35,12 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
         *([f"  what holds      {requirement.mended}"] if requirement.mended else []),
     ]
     calls = implementation.calls
-    if calls:
-        small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
-        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + _indented(_arguments(calls[-1].arguments)))
     if isinstance(error, Violation):
         lines.append(f"  what is wrong   {error.message}")
         if error.expected is not None:
-            lines.append("  expected        " + _indented(_show(error.expected)))
+            lines.append("  expected        " + indented(_show(error.expected)))
         if error.got is not None:
-            lines.append("  got             " + _indented(_show(error.got)))
+            lines.append("  got             " + indented(_show(error.got)))
         if worst := _worst(error.expected, error.got):
             lines.append(f"  worst           {worst}")
     else:
@@ -54,16 +54,51 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
         lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
+    if calls:
+        small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
+        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + indented(_shortened(arguments(calls[-1].arguments))))
     if calls and (program := repro(law, implementation)):
         lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
-    elif calls:
+    elif calls and implementation.drawn:
         drawn = ", ".join(
             f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray)
         )
         lines.append(f"  made of         {drawn}")
-    test = law.name.partition("::")[2]
-    lines.append(f"  this law alone  evictionary judge {_named(implementation.origin)} --law {test}")
+    return "\n".join([*lines, _alone(law, implementation)])
+
+
+def _alone(law: Law, implementation: Implementation) -> str:
+    return f"  this law alone  evictionary judge {_named(implementation.origin)} --law {law.name.partition('::')[2]}"
+
+
+def unanswered(law: Law, subject: Any, what: str, line: str = "") -> str:
+    """Say why a law has no answer; line is where the implementation was, if that is known."""
+    functions = " and ".join(law.functions).replace(ANY, "every function")
+    judged = isinstance(subject, Implementation)
+    lines = [
+        f"{law.requirement.id} has no answer of {f'{functions} of ' * judged}{subject}",
+        f"  the law         {law.sentence}",
+        f"  what is wrong   {what}",
+        *([f"  it was at       {line}"] if line else []),
+        *([_alone(law, subject)] if judged else []),
+    ]
     return "\n".join(lines)
+
+
+def unanswerable(implementation: Implementation, error: BaseException) -> tuple[str, str] | None:
+    """Why an error is no answer to a law, and where it was raised; None for one that says something of the mathematics."""
+    if isinstance(error, ProgramFailed | NotAsked):
+        return str(error), ""
+    if isinstance(error, SystemExit):
+        what = f"it ended the process: sys.exit({error.code!r})"
+    elif isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate memory" in str(error):
+        arrays = [each for call in implementation.calls[-1:] for each in call.arguments.values() if isinstance(each, np.ndarray)]
+        tokens = max((each.shape[-2] for each in arrays if each.ndim > 1), default=0)
+        what = f"out of memory at {tokens:,} tokens: declare `max_length` (DOMAIN or --domain) if it takes fewer"
+    else:
+        return None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return what, f"{frame.filename}:{frame.lineno}, {frame.name}"
 
 
 def _named(origin: str) -> str:
@@ -169,7 +204,9 @@ def _has_no_literal(value: Any) -> bool:
 
 
 def _imports(value: Any) -> list[str]:
-    """The line that `_literal` needs for a named tuple."""
+    """The line that `_literal` needs for a named tuple or a fraction."""
+    if isinstance(value, Fraction):
+        return ["from fractions import Fraction"]
     return [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
 
 
@@ -196,8 +233,15 @@ def _worst(expected: Any, got: Any) -> str:
     return f"at [{place}]: expected {expected[at]!s}, got {got[at]!s}; {np.count_nonzero(apart)} of {apart.size} differ"
 
 
-def _arguments(arguments: dict[str, Any]) -> str:
-    return "\n".join(f"{name} = {_show(value)}" for name, value in arguments.items())
+def _shortened(text: str) -> str:
+    """The first lines of an input: the program that makes the call again has all of it."""
+    first, more = text.split("\n")[:_MOST_LINES], text.count("\n") + 1 - _MOST_LINES
+    return "\n".join([*first, *([f"... {more} lines more"] if more > 0 else [])])
+
+
+def arguments(given: dict[str, Any]) -> str:
+    """The arguments of a call, a line each; of large arrays the ends."""
+    return "\n".join(f"{name} = {_show(value)}" for name, value in given.items())
 
 
 def _show(value: Any) -> str:
@@ -209,5 +253,6 @@ def _show(value: Any) -> str:
     return str(value)
 
 
-def _indented(text: str) -> str:
+def indented(text: str) -> str:
+    """The lines after the first, moved to the column of the first."""
     return text.replace("\n", "\n" + " " * 18)

@@ -309,9 +309,8 @@ def check_selection(
     # The worst kept score may not lie below the best evicted one by more than both may be wrong.
     worst = np.where(kept, free, np.inf).min(axis=-1, initial=np.inf)
     best = np.where(kept, -np.inf, free).max(axis=-1, initial=-np.inf)
-    gap = np.where(np.isfinite(worst) & np.isfinite(best), best - np.where(np.isfinite(worst), worst, 0), -np.inf)
-    gap = np.where((best == np.inf) & (worst < np.inf), np.inf, gap)
-    largest = float(gap.max(initial=-np.inf))
+    with np.errstate(invalid="ignore"):  # of two equal infinities, which are no gap
+        largest = float(np.where(best > worst, best - worst, 0).max(initial=0))
     if largest > 0 and largest > (allowed := 2 * (slack() if callable(slack) else slack)):
         raise Violation(
             f"{what} evicts a token that scores {largest:.3g} more than one it keeps (allowed: {allowed:.3g})",

@@ -14,12 +14,14 @@ import functools
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evictionary.spec_tests.harness.apart import NO_MORE
 from evictionary.spec_tests.harness.coverage import functions as functions_by_requirement
 from evictionary.spec_tests.harness.degenerate import EDGE, KINDS, MATHEMATICS, REFUSAL
 from evictionary.spec_tests.harness.implementation import Implementation
@@ -28,10 +30,18 @@ from evictionary.spec_tests.harness.law import REQUIREMENTS
 SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
 PAPER = "the papers themselves"
+MOST_NAMED = 12
+UNCOUNTED = " (counted only with --strict)"
 
 JUDGED = pytest.StashKey[list[Implementation]]()
 # (requirement, column, "not provided" or "not applicable", the reason)
+FOUND: pytest.StashKey[Verdict] = pytest.StashKey()
 LEFT_OUT = pytest.StashKey[list[tuple[str, str, str, str]]]()
+
+
+def identifier(implementation: Implementation) -> str:
+    """What stands behind the name of a test for the implementation that it judges."""
+    return f"{implementation.name}-{implementation.dtype}"
 
 
 class BadExpectation(ValueError):
@@ -71,17 +81,32 @@ def suite_version() -> dict[str, str]:
     return {"version": number, "sha256": digest.hexdigest()}
 
 
+def _count(number: int, one: str, several: str) -> str:
+    """`1 law holds`, `2 laws hold`, and nothing for none."""
+    return f"{number} law{'s' * (number > 1)} {one if number == 1 else several}" if number else ""
+
+
+def _by_kind(entries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The entries of each class of law that has some."""
+    entries = list(entries)
+    return [(kind, found) for kind in KINDS if (found := [entry for entry in entries if entry["kind"] == kind])]
+
+
 class Verdict:
     """What the laws said, gathered from the reports of one run: a list of law outcomes for each requirement and column."""
 
     def __init__(self, terminal: Any, config: pytest.Config, expected: dict[str, str] | None = None) -> None:
         self.judged = config.stash[JUDGED]
         self.expected = expected or {}
+        self.strict = config.getoption("strict")
         self.laws: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self.other_failures = 0
         self.reasons: dict[tuple[str, str], tuple[str, str]] = {}
         for outcome in ("passed", "failed", "error"):
             for result in terminal.stats.get(outcome, []):
                 properties = dict(getattr(result, "user_properties", []))
+                if outcome != "passed" and ("law" not in properties or properties["law"][1] == PAPER):
+                    self.other_failures += 1
                 if "law" not in properties or (result.when != "call" and not result.failed):
                     continue
                 requirement, column, name, kind, functions = properties["law"]
@@ -91,6 +116,8 @@ class Verdict:
                 entry = {"law": name, "kind": kind, "functions": functions, "outcome": "pass" if outcome == "passed" else "fail"}
                 if entry["outcome"] == "fail":
                     entry["message"] = str(result.longrepr)
+                if "unanswered" in properties:
+                    entry["unanswered"] = properties["unanswered"]
                 self.laws.setdefault((requirement, column), []).append(entry)
         for requirement, column, verdict, reason in config.stash.get(LEFT_OUT, []):
             self.reasons.setdefault((requirement, column), (verdict, reason))
@@ -136,10 +163,36 @@ class Verdict:
         entries = self.laws.get((requirement, column), [])
         return [entry for entry in entries if entry["kind"] == kind and entry["outcome"] == "fail"]
 
-    def failed(self, *, strict: bool) -> bool:
-        """Whether a law of mathematics fails; with strict, whether any does."""
-        kinds = KINDS if strict else (MATHEMATICS,)
-        return any(entry["outcome"] == "fail" and entry["kind"] in kinds for entries in self.laws.values() for entry in entries)
+    def _counts(self, entry: dict[str, Any]) -> bool:
+        """Whether an outcome is a failure that counts: of mathematics, with strict of any class of law, and always no answer."""
+        return entry["outcome"] == "fail" and (self.strict or entry["kind"] == MATHEMATICS or "unanswered" in entry)
+
+    def unanswered_with(self, text: str) -> str:
+        """Why the first law has no answer whose reason holds a text; empty where there is none."""
+        reasons = [entry.get("unanswered", "") for entries in self.laws.values() for entry in entries]
+        return next((reason for reason in reasons if text in reason), "")
+
+    def in_a_line(self, required: list[str]) -> tuple[bool, str]:
+        """Whether the verdict is good, and why; an empty line where nothing was judged."""
+        entries = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
+        own = [entry for column, entry in entries if column != PAPER]
+        silent = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" in entry]
+        wrong = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" not in entry]
+        reasons = [
+            *(_count(len(of), f"of {kind} fails", f"of {kind} fail") for kind, of in _by_kind(filter(self._counts, wrong))),
+            _count(len(silent), "has no answer", "have no answer"),
+            f"{self.other_failures} other failures" if self.other_failures else "",
+            f"{len(missing)} of the required are not provided" if (missing := self.missing(required)) else "",
+        ]
+        if any(reasons):
+            return False, f"FAIL: {', '.join(filter(None, reasons))}"
+        reasons = [
+            _count(sum(entry["outcome"] == "pass" for _, entry in entries), "holds", "hold"),
+            *(_count(len(of), f"of {kind} fails", f"of {kind} fail") + UNCOUNTED for kind, of in _by_kind(wrong)),
+            _count(sum(entry["outcome"] == "not judged" for entry in own), "is not judged", "are not judged"),
+            _count(sum(entry["outcome"] == "expected failure" for entry in own), "fails as expected", "fail as expected"),
+        ]
+        return True, f"PASS: {', '.join(filter(None, reasons))}" if entries else ""
 
     def of(self, requirement: str, column: str, kind: str = "") -> tuple[str, str]:
         """(pass, fail, expected failure, not judged, not applicable, not provided, variant or "", how many laws or why)."""
@@ -190,9 +243,13 @@ class Verdict:
 
     def write_summary(self, terminal: Any) -> None:
         """What a kernel author reads in ten seconds, and the first failure whole."""
-        for column in (str(one) for one in self.judged):
+        for one in self.judged:
+            column = str(one)
             terminal.write_line("")
             terminal.write_line(column, bold=True)
+            functions = one.functions()
+            named = ", ".join(functions) if len(functions) <= MOST_NAMED else f"{len(functions)} functions, which --json names"
+            terminal.write_line(f"  {'judged as':15}{named}")
             for kind in KINDS:
                 words: dict[str, list[str]] = {}
                 for name in REQUIREMENTS:
@@ -204,7 +261,10 @@ class Verdict:
                     continue
                 line = [f"{len(words['pass'])} hold"] if "pass" in words else []
                 line += [f"{len(words[word])} {word}: {', '.join(words[word])}" for word in words if word != "pass"]
-                terminal.write_line(f"  {kind:15}{'; '.join(line)}", red="fail" in words, green=set(words) == {"pass"})
+                own = [each for (_, at), found in self.laws.items() if at == column for each in found if each["kind"] == kind]
+                uncounted = "fail" in words and not any(map(self._counts, own))
+                shown = f"  {kind:15}{'; '.join(line)}{UNCOUNTED * uncounted}"
+                terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
             for word in ("not applicable", "variant"):
                 found = {name: why for (name, each), (said, why) in self.reasons.items() if each == column and said == word}
                 found = {name: why for name, why in found.items() if (name, column) not in self.laws}
@@ -215,6 +275,8 @@ class Verdict:
         failures = [
             # Of one requirement a report that names the mistake comes first: it says most.
             (
+                not self._counts(entry),
+                NO_MORE in entry["message"],
                 KINDS.index(entry["kind"]),
                 order.index(name),
                 "\n  misconception" not in entry["message"],
@@ -226,8 +288,9 @@ class Verdict:
             if entry["outcome"] == "fail"
         ]
         if failures:
-            terminal.section("the first failure")
-            terminal.write_line(min(failures)[-1])
+            uncounted, *_, message = min(failures)
+            terminal.section("the first failure" + UNCOUNTED * uncounted)
+            terminal.write_line(message)
 
     def as_json(self) -> dict[str, Any]:
         """The content of conformance.json."""

@@ -99,4 +99,4 @@ def test_the_settings_of_the_baselines():
     assert defaults(snapkv) == {"score": {"window_size": 32, "kernel_size": 7}}
     assert defaults(streaming_llm) == {"score": {"sink_size": 4}}
     assert defaults(ada_kv) == {"select": {"floor_ratio": 0.2}}
-    assert defaults(pyramid_kv) == {"budgets": {"beta": 20.0}}
+    assert defaults(pyramid_kv) == {"budgets": {"beta": 20.0, "window_size": 0}}

@@ -63,7 +63,7 @@ def test_the_printed_shapes_do_not_multiply():
         np.ones((head, hidden)) @ np.ones(head)
 
 
-@law("EA-4")
+@law("EA-4S")
 def test_the_largest_update_can_be_the_one_to_evict():
     """Weights .5, .3, .2 and values 1, 2, -1/2: the update of token 0 measures 1/2, and evicting it changes nothing."""
     weights, values, w_o = np.array([0.5, 0.3, 0.2]), np.array([[1.0], [2.0], [-0.5]]), np.eye(1)
@@ -157,7 +157,7 @@ def test_the_expectation_is_at_least_that_of_the_mean_query(seed):
     assert abs((log_expected_scores(keys[:1], mean, across @ covariance @ across) - plain[:1])[0]) < 1e-12
 
 
-@law("EA-8")
+@law("EA-8S")
 def test_the_ratio_of_expectations_is_not_the_expected_attention():
     """One logit fixed at 1, the other N(0, 8): the second is expected to draw .38 of the attention, and EA-8 gives it .95."""
     keys = math.sqrt(2) * np.eye(2)
@@ -168,19 +168,19 @@ def test_the_ratio_of_expectations_is_not_the_expected_attention():
     assert abs(attention - 0.3818) < 1e-3
 
 
-@law("EA-9", seed=seeds())
+@law("EA-9S", seed=seeds())
 def test_at_most_fifty_tokens_outweigh_epsilon(seed):
-    """Weights sum to 1, so at most 1/epsilon = 50 of any number exceed 0.02; for all others the norm of the value counts more."""
+    """Weights sum to 1: at most 1/epsilon = 50 of any number exceed 0.02, and all but 500 change epsilon by less than a tenth."""
     generator = np.random.default_rng(seed)
     tokens = 4096
     keys = generator.normal(size=(1, 1, tokens, 8)) * generator.choice([0.5, 2, 8])
     mean, covariance = moments(seed, head_dim=8)
     weights = score(keys, np.ones((1, 1, tokens, 1)), mean[None, None], covariance[None, None], epsilon=0)
-    assert (weights >= 0.02).sum() <= 50
+    assert (weights >= 0.02).sum() <= 50 and (weights >= 0.002).sum() <= 500
     assert 0.02 * tokens > 81  # epsilon is that many times the mean weight, 1/4096
 
 
-@law("EA-9")
+@law("EA-9S")
 def test_a_small_epsilon_can_turn_the_ranking_over():
     """Of 1,000 tokens, one draws 10 times the attention of another and has half its norm: epsilon 0 keeps it, 0.02 does not."""
     logits = np.zeros(1000)
@@ -262,17 +262,25 @@ def test_ruler_is_won_for_two_models_of_three():
 
 @law("EA-T1")
 def test_half_the_cache_is_not_free_for_two_models_of_three():
-    """With 50 % removed Ruler falls by .6 and .2 % for Qwen3, 2.6 and 10.9 % for Gemma3, 3.3 and 7.9 % for Llama3.1."""
+    """With 50 % removed Ruler falls by .6 and .2 % for Qwen3, 2.6 and 10.9 % for Gemma3, 3.3 and 7.9 % for Llama3.1.
+
+    No table has a column for 60 %: the losses there are those of a line between its neighbours, 50 and 75 %.
+    """
     ruler = scores("ruler")
     rows = [ruler[model]["Expected Attention"] for model in ruler]
     lost = [round(100 * (1 - row[at + 3] / row[at]), 1) for row in rows for at in (0, 6)]
     assert lost == [0.6, 0.2, 2.6, 10.9, 3.3, 7.9]
-    # No table has a column for 60 %; on a line between its neighbours the losses are these.
-    between = [round(100 * (1 - (0.6 * row[at + 3] + 0.4 * row[at + 4]) / row[at]), 1) for row in rows for at in (0, 6)]
-    assert between == [3.3, 3.3, 8.7, 18.4, 10.1, 16.3]
+
+    def at_60(row):
+        return round(100 * (1 - (0.6 * row[3] + 0.4 * row[4]) / row[0]), 1)
+
+    assert [at_60(row[at:]) for row in rows for at in (0, 6)] == [3.3, 3.3, 8.7, 18.4, 10.1, 16.3]
+    # On LongBench it holds for the two models that section 4.1 names, and not for the third.
+    longbench = {model: at_60(table["Expected Attention"]) for model, table in scores("longbench").items()}
+    assert longbench == {"Qwen3-8B": -1.3, "Gemma3-12B": 12.5, "Llama3.1-8B": 0.1}
 
 
-@law("EA-T1")
+@law("EA-S3")
 def test_keydiff_is_the_best_baseline_where_it_is_said_to_struggle():
     """KeyDiff is the best baseline at 10 of 10 ratios for Gemma3 and 7 of 10 for Qwen3, but at 3 of 10 for Llama3.1."""
     ruler = scores("ruler")

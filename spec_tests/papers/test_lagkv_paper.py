@@ -62,14 +62,14 @@ def test_the_averages_of_table_2():
         assert abs(row[:-1].mean() - row[-1]) <= ROUNDING_OF_TENTHS
 
 
-@law("LK-T1")
+@law("LK-S16")
 def test_table_1_is_measured_on_part_of_the_examples():
     """The single-answer tasks fit 60 to 91 examples, not the 500 of RULER: a point or two between methods is within chance."""
     numbers = numbers_of_examples("Llama")
     assert numbers == {"SK1": 91, "SK2": 87, "SK3": 69, "MK1": 77, "MK2": 60, "MK3": 72, "QA1": 74, "QA2": 64}
 
 
-@law("LK-T2")
+@law("LK-S16")
 def test_table_2_is_measured_on_other_examples_than_table_1():
     """The single-answer tasks fit 112 to 152 examples here: the two tables are not of one test set."""
     numbers = numbers_of_examples("Qwen")
@@ -157,7 +157,7 @@ def test_ninety_percent_of_longbench_remain():
 
 @law("LK-S4")
 def test_qwen_falls_below_85_percent():
-    """At L=128 and r=8x Llama keeps 89.4 %, but Qwen 84.96 %: below 85 even where every rounding is in its favour."""
+    """At L=128 and r=8x Llama keeps 89.4 % and Qwen 84.96 %, "at least 85 %" to the per cent that the text gives."""
     llama, qwen = map(longbench, MODELS)
     assert llama[128, 8][6] / llama[0, 1][6] == pytest.approx(0.894, abs=0.0005)
     assert (qwen[128, 8][6] + 0.005) / (qwen[0, 1][6] - 0.005) < 0.85

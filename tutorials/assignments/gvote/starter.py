@@ -6,7 +6,7 @@ import numpy as np
 
 
 def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """softmax(q k / sqrt(D)): query [B, H_q, D], keys [B, H_kv, T, D] to [B, H_q, T]; query head h reads KV head h // G."""
+    """softmax(q k / sqrt(D)): query [..., D] and keys [..., T, D], a head of keys for each query, to [..., T]."""
     raise NotImplementedError
 
 

@@ -1,0 +1,160 @@
+"""What the pages tell a reader to type: every command is understood, every program runs, every quotation is the code that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from evictionary.cli.app import app
+from evictionary.models import embedded
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "tutorials").rglob("*.md"))]
+BOOK = "Clara Winter kept the lighthouse of Skerry for forty years. She wrote a book about it in 1911. " * 3
+
+
+def blocks(page: Path, languages: str) -> list[str]:
+    """The fenced blocks of a page in these languages, separated by |; an empty name is a block without a language."""
+    text = page.read_text(encoding="utf-8")
+    return [body for _, body in re.findall(rf"^ *(`{{3,}})(?:{languages})\n(.*?)^ *\1$", text, flags=re.DOTALL | re.MULTILINE)]
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page that call `evictionary`, in a block or as code inside a sentence, without comments."""
+    lines = [line.strip().removeprefix("$ ") for block in blocks(page, "|text|bash|console") for line in _joined(block)]
+    spans = re.findall(r"`(evictionary [^`]+)`", page.read_text(encoding="utf-8"))
+    found = [line for line in [*lines, *spans] if line.startswith("evictionary ")]
+    return list(dict.fromkeys(" ".join(line.partition("  #")[0].split()) for line in found))
+
+
+def _joined(block: str) -> list[str]:
+    return re.sub(r"\\\n\s*", "", block).splitlines()
+
+
+def understood(command: str) -> None:
+    """Let the command line be read without carrying it out. Raises where an option, an argument or a value is unknown."""
+    words = shlex.split(command)[1:]
+    program: Any = typer.main.get_command(app)
+    if words[0] in ("--help", "--version"):
+        return
+    with program.make_context("evictionary", words[:1], resilient_parsing=True) as context:
+        name, chosen, rest = program.resolve_command(context, words)
+        if chosen is None:
+            raise ValueError(f"No such command: {words[0]}")
+        chosen.make_context(name, rest, parent=context, resilient_parsing="..." in rest or "--help" in rest)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_every_command_is_understood(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text(BOOK)
+    wrong = {}
+    for command in commands(page):
+        try:
+            understood(command)
+        except Exception as error:  # typer has a copy of click's classes, which is not public
+            if type(error).__name__ != "MissingParameter":  # a sentence may name a command with the option that it is about
+                wrong[command] = str(error)
+    assert wrong == {}
+
+
+def test_every_target_of_make_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        for span in re.findall(r"`make ([a-z][^`]*)`", page.read_text(encoding="utf-8")):
+            named = {word for word in span.split() if re.fullmatch(r"[a-z][a-z-]*", word)}
+            assert named <= targets, (page.name, span)
+
+
+def test_the_readme_quotes_the_code_that_runs() -> None:
+    code = [(ROOT / path).read_text() for path in ("reference/keydiff.py", "spec_tests/test_keydiff.py")]
+    quoted = [block for block in blocks(README, "python") if re.match(r"@law|def \w+\(.*np\.ndarray", block)]
+    assert len(quoted) == 2 and all(any(block in text for text in code) for block in quoted)
+
+
+def test_a_command_that_is_not_there_is_seen() -> None:
+    for wrong in ("evictionary jugde x", "evictionary judge --nothing", "evictionary judge x --profile 5 --jobs none"):
+        with pytest.raises(Exception, match=r"No such|valid integer"):
+            understood(wrong)
+
+
+@pytest.fixture
+def tiny_for_embedded(monkeypatch: pytest.MonkeyPatch, model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model where a page loads the embedded one, and a folder with the files that the pages call the reader's own."""
+    monkeypatch.setattr(embedded, "install", lambda: model_folder)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text(BOOK)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "my_scorer.py").write_text("def score(keys):\n    return -(keys * keys).sum(-1)\n")
+    (tmp_path / "path" / "or").mkdir()
+    (tmp_path / "path" / "or" / "hub-name").symlink_to(model_folder)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "in_a_model.md"], ids=lambda page: page.stem)
+def test_every_program_runs(page: Path, tiny_for_embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    programs = [block for block in blocks(page, "python") if "load(" in block]
+    assert programs
+    for program in programs:
+        exec(compile(program, page.name, "exec"), {})
+    assert " of " in capsys.readouterr().out or page != README
+
+
+def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:
+    chosen = [command for command in commands(README) if command.startswith(("evictionary run", "evictionary methods"))]
+    assert len(chosen) == 4
+    for command in chosen:
+        result = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert result.exit_code == 0, (command, result.output)
+
+
+def printed(output: str) -> str:
+    """What a page shows of a command's output: without progress and seconds."""
+    lines = [line for line in output.strip().splitlines() if not re.match(r"[.F]+ *(\[ *\d+%\])?$|bringing up nodes", line)]
+    return re.sub(r" in [\d.]+s( \(\S+\))?$", "", "\n".join(lines).strip(), flags=re.MULTILINE)
+
+
+def told(page: Path, folder: Path) -> list[tuple[str, str]]:
+    """Follow a page in a folder: its programs become the file that its commands judge. Each command's output, shown and printed."""
+    found = []
+    for language, body in re.findall(r"^```(python|text)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        if language == "python":
+            (folder / "keydiff.py").write_text(body)
+        elif body.startswith("$ evictionary judge"):
+            command, _, shown = body.removeprefix("$ ").partition("\n")
+            program = [sys.executable, "-m", *shlex.split(command)]
+            done = subprocess.run(program, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+            found.append((shown.strip(), printed(done.stdout + done.stderr)))
+    return found
+
+
+def matches(shown: str, output: str) -> bool:
+    """Whether the output is what is shown, where a line of three dots stands for any lines."""
+    return bool(re.fullmatch(re.escape(shown).replace(r"\ \ \.\.\." + "\\\n", "(?:.*\n)*"), output))
+
+
+def test_the_report_of_the_readme_is_what_its_program_is_told(tmp_path: Path) -> None:
+    (tmp_path / "my_kernels").symlink_to(".")  # the page calls the folder so
+    ((shown, output),) = told(README, tmp_path)
+    assert matches(shown, output), output
+
+
+@pytest.mark.slow
+def test_ten_minutes_end_as_the_page_says(tmp_path: Path) -> None:
+    for shown, output in (pairs := told(DOCS / "ten_minutes.md", tmp_path)):
+        assert matches(shown, output), output
+    assert [re.findall("^(PASS|FAIL): ", output, flags=re.MULTILINE) for _, output in pairs] == [["FAIL"], ["FAIL"], ["PASS"]]
+    badge = json.loads((tmp_path / "verdict" / "badge.json").read_text())
+    assert badge in [json.loads(block) for block in blocks(DOCS / "ten_minutes.md", "json")] and badge["color"] == "green"
