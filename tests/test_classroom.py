@@ -199,7 +199,7 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
     contest.texts.cache_clear()
     assert verdicts(result)["scores"] == "passed"
     assert {"not judged yet"}.isdisjoint(verdicts(result).values())
-    assert [row["name"] for row in result.leaderboard] == ["right of 1", "relative distance"]
+    assert [row["name"] for row in result.leaderboard] == ["right of 5", "relative distance"]
     huge = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return keys[..., 0].double() * 1e300\n")
     assert (huge.score, "infinite" in huge.lines[0].reason) == (0, True)
     noisy = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return torch.rand(keys.shape[:-1])\n")

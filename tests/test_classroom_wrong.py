@@ -9,13 +9,14 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from grader_tools import judged
 from sampling import sampled
 from test_classroom import KERNEL
 
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import grading
+from evictionary.classroom import contest, grading
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
 from evictionary.spec_tests.harness.law import load_laws
@@ -122,6 +123,18 @@ def test_what_is_to_read_is_in_the_handout_or_a_paper(name: str) -> None:
     for step in assignments.load(name).steps:
         assert re.match(r"handout(, part \d+)?(; |$)", step.read), step.read
         assert not re.search(r"\.md|decision", step.read), "a wheel has no pages"
+
+
+def test_a_difference_of_chance_costs_a_quarter_at_most() -> None:
+    """A distance of .1811 beside LagKV's .1796 once cost 40 points; so did one answer of five."""
+    assert [contest.missing_quarters(ratio, contest.NEAR, 0.1) for ratio in (0.9, 0.1811 / 0.1796, 1.05, 1.06, 1.15, 1.16, 9)] == [
+        *(0, 0, 0, 1, 1, 2, 4)
+    ]
+    assert [contest.missing_quarters(missing, 0, 0.5) for missing in (-2, 0, 1, 2, 5)] == [0, 0, 2, 4, 4]
+    steps = [
+        [contest.missing_quarters(each, contest.NEAR, 0.1) for each in np.arange(0.9, 1.6, 0.01) + shift] for shift in (0, 0.05)
+    ]
+    assert max(np.abs(np.subtract(*steps))) == 1
 
 
 @pytest.mark.parametrize("name", NUMPY)
