@@ -44,7 +44,7 @@ def test_every_format_is_valid(tmp_path: Path, junit: Any) -> None:
     assert gradescope["score"] == sum(test["score"] for test in gradescope["tests"]) == grade["score"] == 15
     assert classroom50["score"] == sum(test["score"] for test in classroom50["tests"]) == 15
     assert all(type(test["score"]) is int for test in classroom50["tests"])
-    assert 'failures="1"' in files["junit"] and 'skipped="3"' in files["junit"]
+    assert 'failures="1"' in files["junit"] and 'skipped="4"' in files["junit"]
     tokens = MarkdownIt().enable("table").parse(files["markdown"])
     assert [token.type for token in tokens].count("tr_open") == 1 + len(grade["lines"])
     with pytest.raises(ValidationError):
@@ -282,7 +282,7 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
     for source, code, told in ((path, 1, "smallest input"), (SOLUTION, 0, "passed: The anchor is")):
         one = invoke(words[0], source, *words[2:], *settings[2:])
         assert (one.exit_code, told in one.stdout) == (code, True)
-    assert "wanted one of test_a_zero_key" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+    assert "wanted one of scales, sizes, test_a_zero_key" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
 
 
 def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
