@@ -13,7 +13,7 @@ from evictionary.spec_tests.harness import report, verdict
 from evictionary.spec_tests.harness.apart import WATCH, Deaths, described
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAsk
-from evictionary.spec_tests.harness.implementation import OWN, UnusableImplementation, load_each
+from evictionary.spec_tests.harness.implementation import CANNOT_HOLD, NO_GPU, OWN, UnusableImplementation, load_each
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
 from evictionary.spec_tests.harness.process import PREFIX, SECONDS, close_all
 
@@ -264,6 +264,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             subject, error = _subject(item), call.excinfo.value
             # Without such limits, a law that asks nothing is a broken law.
             narrowed = bool(subject.domain.said() or subject.conventions or subject.array_library == "exec")
+            narrowed = narrowed or CANNOT_HOLD in subject.outside
             if why := report.unanswerable(subject, error):
                 _fail(result, law, subject, *why)
             elif isinstance(error, NothingToAsk | Unsatisfiable) and subject.outside and narrowed:
@@ -306,12 +307,14 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
     good, bad, nothing = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
     # Whoever stops a run by a key gets pytest's own exit code; a run that --maxfail has stopped is judged.
     if session.exitstatus in (good, bad) or (session.exitstatus == pytest.ExitCode.INTERRUPTED and config.getoption("maxfail")):
-        if line:
+        if sentence := found.unanswered_with(NO_GPU):
+            session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"
+        elif line:
             session.exitstatus = good if passed else bad
         elif found.reasons:
             session.exitstatus, line = nothing, "nothing was judged: no law applies"
     result = yield
-    if session.exitstatus in (good, bad, nothing) and line:
+    if session.exitstatus in (good, bad, nothing, pytest.ExitCode.USAGE_ERROR) and line:
         terminal.write_line(line, green=passed, red=not passed)
     return result
 

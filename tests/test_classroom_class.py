@@ -241,10 +241,14 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
     assert {row["id"] for row in rows} == {'\'=HYPERLINK("http://a.b","x")', "'--help", "' @ada", "bob", 'eve, "the" second', "kim"}
     assert {(row["points"], row["of"]) for row in rows} == {("0", "100")}
     assert [row["comment"] for row in rows if row["id"] == "kim"] == ["'=no file"]
+    unloadable = graded("import scipy", tmp_path)
+    (row,) = csv.DictReader(io.StringIO(classes.gradebook([unloadable])))
+    assert row["comment"].startswith("file: failed, your file cannot be loaded: ImportError: scipy")
+    assert "()" not in formats.gradescope(unloadable) + formats.junit(unloadable)
     result = invoke("gradebook", tmp_path / "grades", "--json")
     assert json.loads(result.stdout)["distribution"] == {"0": 1}
     table = (tmp_path / "grades" / "gradebook.csv").read_text(encoding="utf-8")
-    assert table.startswith('id,points,of,comment\nada,0,100,"anchor: failed')
+    assert table.startswith('id,points,of,comment\nada,0,100,"file: failed')
     assert invoke("gradebook", tmp_path).exit_code == 2
 
 
@@ -282,7 +286,9 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
     for source, code, told in ((path, 1, "smallest input"), (SOLUTION, 0, "passed: The anchor is")):
         one = invoke(words[0], source, *words[2:], *settings[2:])
         assert (one.exit_code, told in one.stdout) == (code, True)
-    assert "wanted one of scales, sizes, test_a_zero_key" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+    unloadable = invoke(words[0], written(tmp_path, "import scipy", "eve.py"), *words[2:], *settings[2:])
+    assert unloadable.exit_code == 1 and "your file cannot be loaded" in unloadable.stdout
+    assert "test_a_zero_key_scores_zero" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
 
 
 def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,7 +292,7 @@ class EvictingCache(Cache):
         torch.autocast that one alone runs with it.
         """
         kind = queries.device.type
-        if not torch.is_autocast_enabled(kind):
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
             return self._attend(layer_index, module, queries, mask, attention)
         dtype = torch.get_autocast_dtype(kind)
 
@@ -427,7 +427,10 @@ class EvictingCache(Cache):
             _require_finite(layer_index, new_key, new_value)
         keys, values, positions = layer.slots_to_replace()
         layer.waiting = None
-        output = momentkv.step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, layer.seen - 1)
+        # What the step before has written is not looked at again; the kernels are reached by the function that looks.
+        step = momentkv.step if kernels_for("momentkv", keys, values) else momentkv.step_trusted
+        position = torch.full(positions.shape[:2], layer.seen - 1, device=positions.device)
+        output = step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, position)
         layer.evicted_at = layer.seen
         return output
 
@@ -606,8 +609,8 @@ class EvictingCache(Cache):
         """Refuse assisted generation, which calls this before its first token."""
         if self.method is not None:
             raise UsageError(
-                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: its "
-                "first forward reads the prompt together with drafts, and the cache would compress both"
+                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: a "
+                "forward that reads a prompt together with drafts would compress both"
             )
         super().activate_past_recording()
 

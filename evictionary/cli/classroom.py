@@ -330,7 +330,7 @@ def grade(
                 markup=False,
             )
         missing = _missing_walls(without_walls)
-        secret = _secret(seed_file)
+        secret = os.urandom(32) if try_it else _secret(seed_file)
         order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds, ids, assignments)
         if (try_it or law) and len(found) > 1:
             raise UsageError(f"submission: got {len(found)}, wanted a single one")
@@ -435,7 +435,7 @@ def _missing_walls(without: bool) -> list[str]:
     if harm and not without:
         raise UsageError(
             f"--without-walls: {told} Nothing was run. Grade each submission in a container of its own "
-            "(docs/classroom/container.md), or give --without-walls if there is nothing here to lose"
+            "(the page of that name in the documentation), or give --without-walls if there is nothing here to lose"
         )
     if harm:
         messages.print(told, style="yellow", markup=False)
@@ -511,5 +511,5 @@ def _print_class(result: dict[str, Any], output: Path, as_json: bool) -> None:
         console.print(f"Notes on {len(result['notes']) - MOST_SHOWN} more are in summary.json.", style="yellow")
     if result["walls_missing"]:
         missing = ", ".join(result["walls_missing"])
-        console.print(f"Walls missing here: {missing}. docs/classroom/isolation.md says what is open then.", style="yellow")
+        console.print(f"Walls missing here: {missing}. The page on isolation says what is open then.", style="yellow")
     console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")

@@ -32,16 +32,14 @@ STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__)
 OWN = ("reference", "optimized")
 # The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
 NOT_SEAMS = ("checks",)
+NO_GPU = "needs a GPU, and this machine has none"
+CANNOT_HOLD = "cannot hold the numbers"
 # In place of a function, for laws that hold of every function that an implementation provides.
 ANY = "*"
 
 
 class UnusableImplementation(Exception):
     """The implementation cannot be loaded or provides nothing; the message says why."""
-
-
-class NeedsGpu(NotAsked):
-    """A law that only a GPU could ask, and this machine has none."""
 
 
 @dataclass
@@ -223,7 +221,7 @@ class Implementation:
 
     def unrepresentable(self) -> NoReturn:
         """Leave the case out: its dtype cannot hold the numbers, which says nothing about the implementation."""
-        raise OutsideDomain(f"{self.dtype} cannot hold the numbers that it asks for")
+        raise OutsideDomain(f"{self.dtype} {CANNOT_HOLD} that it asks for")
 
     def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
@@ -313,11 +311,11 @@ class _Stem:
 
 
 def _require_gpu(path: str, error: Exception) -> None:
-    """Raise NeedsGpu where a function raised because it needs a GPU and this machine has none."""
+    """Raise NotAsked where a function raised because it needs a GPU and this machine has none."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     torch = sys.modules.get("torch")
     if torch and re.search("cuda|nvidia|gpu|active drivers", text, re.IGNORECASE) and not torch.cuda.is_available():
-        raise NeedsGpu(f"{path} needs a GPU, and this machine has none ({text})") from None
+        raise NotAsked(f"{path} {NO_GPU} ({text})") from None
 
 
 def oracle(path: str) -> Callable[..., Any]:

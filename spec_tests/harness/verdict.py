@@ -31,7 +31,7 @@ SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
 PAPER = "the papers themselves"
 MOST_NAMED = 12
-UNCOUNTED = " (does not count without --strict)"
+UNCOUNTED = " (counted only with --strict)"
 
 JUDGED = pytest.StashKey[list[Implementation]]()
 # (requirement, column, "not provided" or "not applicable", the reason)
@@ -166,6 +166,11 @@ class Verdict:
     def _counts(self, entry: dict[str, Any]) -> bool:
         """Whether an outcome is a failure that counts: of mathematics, with strict of any class of law, and always no answer."""
         return entry["outcome"] == "fail" and (self.strict or entry["kind"] == MATHEMATICS or "unanswered" in entry)
+
+    def unanswered_with(self, text: str) -> str:
+        """Why the first law has no answer whose reason holds a text; empty where there is none."""
+        reasons = [entry.get("unanswered", "") for entries in self.laws.values() for entry in entries]
+        return next((reason for reason in reasons if text in reason), "")
 
     def in_a_line(self, required: list[str]) -> tuple[bool, str]:
         """Whether the verdict is good, and why; an empty line where nothing was judged."""
