@@ -10,12 +10,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Unsatisfiable
 
 from evictionary.spec_tests.harness import report, verdict
-from evictionary.spec_tests.harness.apart import WATCH, Deaths, described
+from evictionary.spec_tests.harness.apart import described
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAsk
 from evictionary.spec_tests.harness.implementation import CANNOT_HOLD, NO_GPU, OWN, UnusableImplementation, load_each
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
 from evictionary.spec_tests.harness.process import PREFIX, SECONDS, close_all
+from evictionary.spec_tests.harness.watch import WATCH, Deaths
 
 EXPECTED = pytest.StashKey[dict[str, str]]()
 DEATHS = pytest.StashKey[Deaths]()
@@ -167,6 +168,8 @@ def pytest_unconfigure() -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """A worker of pytest-xdist watches the calls that it makes; now, since pytest has turned its own dump of a crash on."""
+    if session.config.getoption("--brief") and (workers := session.config.pluginmanager.getplugin("terminaldistreporter")):
+        workers.write_line = lambda line: None  # nobody asked how many workers there are
     if found := getattr(session.config, "workerinput", {}).get("deaths"):
         WATCH.begin(session.config.getoption("--call-timeout"), Path(found), session.config.workerinput["workerid"])  # type: ignore[attr-defined]
 

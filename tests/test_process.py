@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from evictionary.cli.app import app
 from evictionary.reference import cache, keydiff
-from evictionary.spec_tests.harness.apart import NotAsked
 from evictionary.spec_tests.harness.domain import NothingToAsk
 from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.matrix import outcome
 from evictionary.spec_tests.harness.process import Program, ProgramFailed
 from evictionary.spec_tests.harness.tolerance import Violation
+from evictionary.spec_tests.harness.watch import NotAsked
 
 ROOT = Path(__file__).parent.parent
 CLIENTS = ROOT / "conformance" / "clients"

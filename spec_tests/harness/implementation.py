@@ -20,12 +20,12 @@ import numpy as np
 
 from evictionary import reference
 from evictionary.source import import_file
-from evictionary.spec_tests.harness.apart import WATCH, NotAsked
 from evictionary.spec_tests.harness.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.harness.process import PREFIX, SECONDS, Program, ProgramFailed
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation, allowance, require_numbers
+from evictionary.spec_tests.harness.watch import WATCH, NotAsked
 
 STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
 # The packages of this project, which go by these names on the command line.

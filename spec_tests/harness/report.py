@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from evictionary.spec_tests.harness.apart import NotAsked
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.degenerate import REFUSAL
@@ -19,6 +18,7 @@ from evictionary.spec_tests.harness.law import LAWS, Law
 from evictionary.spec_tests.harness.planted import Mutant
 from evictionary.spec_tests.harness.process import PREFIX, ProgramFailed
 from evictionary.spec_tests.harness.tolerance import Violation
+from evictionary.spec_tests.harness.watch import NotAsked
 
 _MOST_LINES = 10  # of an input
 _MOST_PRINTED = 128  # numbers in an argument of a program that makes a call again

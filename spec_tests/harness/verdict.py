@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from evictionary.spec_tests.harness.apart import NO_MORE
 from evictionary.spec_tests.harness.coverage import functions as functions_by_requirement
 from evictionary.spec_tests.harness.degenerate import EDGE, KINDS, MATHEMATICS, REFUSAL
 from evictionary.spec_tests.harness.implementation import Implementation
 from evictionary.spec_tests.harness.law import REQUIREMENTS
+from evictionary.spec_tests.harness.watch import NO_MORE
 
 SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
