@@ -300,7 +300,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
     if hasattr(config, "workeroutput"):  # a worker of pytest-xdist tells the process that prints the verdict
         config.workeroutput["left_out"] = config.stash.get(verdict.LEFT_OUT, [])
         return (yield)
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     _report_what_was_not_asked(config, terminal)
     found = config.stash[verdict.FOUND] = verdict.Verdict(terminal, config, config.stash[EXPECTED])
     passed, line = found.in_a_line(config.getoption("--require") or [])

@@ -107,6 +107,12 @@ def test_the_laws_of_memory_ask_the_functions_of_the_methods_alone() -> None:
     assert stems == {stem for stem in STEMS if stem.startswith("keydiff")} - set(NOT_SEAMS)
 
 
+def test_a_file_says_with_which_library_it_computes(tmp_path: Path) -> None:
+    for said, library in (("", "torch"), ('ARRAY_LIBRARY = "numpy"\n', "numpy")):
+        (tmp_path / "knorm.py").write_text(f"import torch\n{said}def score(keys):\n    return keys.sum(-1)\n")
+        assert load(str(tmp_path)).array_library == load(str(tmp_path / "knorm.py")).array_library == library
+
+
 def test_a_helper_with_a_name_of_the_contract_is_left_out_where_the_file_says_so(tmp_path: Path) -> None:
     helper = "def top_k(scores, budget, protected=None):\n    return scores\n"
     (tmp_path / "selection.py").write_text(helper + "def budget(length, ratio):\n    return 1\n")

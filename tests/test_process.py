@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -338,3 +339,61 @@ def test_the_action_hands_on_what_it_is_given(given: dict[str, str], wanted: lis
     done = subprocess.run(["bash", "-eu", "-c", judge["run"]], env=environment, capture_output=True, text=True, check=True)
     said = done.stdout.splitlines()
     assert said[:2] == ["judge", wanted[0]] and set(wanted) < set(said) and said[-2:] == ["--report", "a report"]
+
+
+PAGES = ROOT / "docs"
+
+
+def typed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a reader types, in a folder; `pytest spec_tests` in the clone."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    place = ROOT if command.startswith("pytest") else folder
+    return subprocess.run(command, shell=True, cwd=place, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_commands_of_any_language_judge_its_programs(tmp_path: Path) -> None:
+    (tmp_path / "conformance").symlink_to(ROOT / "conformance")
+    block = (PAGES / "any_language.md").read_text().partition("## A program that answers\n\n```\n")[2].partition("```")[0]
+    build, *judging = block.splitlines()
+    assert shutil.which("c++") and shutil.which("node") and typed(build, tmp_path).returncode == 0
+    for command in judging:
+        done = typed(f"{command} --profile quick", tmp_path)
+        assert done.returncode == 0 and "\nPASS: " in done.stdout, (command, done.stdout + done.stderr)
+
+
+@pytest.mark.slow
+def test_the_vectors_of_any_language_find_the_mistake_that_the_page_shows(tmp_path: Path) -> None:
+    from test_vectors import PLAIN_KEYDIFF
+
+    page = (PAGES / "any_language.md").read_text()
+    writing, checking = page.partition("## Vectors\n\n```\n")[2].partition("\n```")[0].splitlines()
+    command, *shown = page.partition("```text\n$ python check_vectors.py")[2].partition("\n```")[0].splitlines()
+    shutil.copy(CLIENTS / "check_vectors.py", tmp_path)
+    (tmp_path / "raw_mean.py").write_text(PLAIN_KEYDIFF.replace("zip(*directions)", "zip(*keys)"))
+    for line in (writing, checking):
+        assert typed(line, tmp_path).returncode == 0, line
+    said = typed(f"python check_vectors.py{command}", tmp_path).stdout.splitlines()
+    before, after = shown[: shown.index("...")], shown[shown.index("...") + 1 :]
+    assert (said[: len(before)], said[-len(after) :]) == (before, after)
+
+
+@pytest.mark.slow
+def test_the_commands_of_plug_in_do_what_the_table_says(tmp_path: Path) -> None:
+    (tmp_path / "my_kernels").mkdir()
+    text = 'from evictionary.spec_tests.controls.keydiff import tiled as score\nARRAY_LIBRARY = "numpy"\n'
+    (tmp_path / "my_kernels" / "keydiff.py").write_text(text)
+    (tmp_path / "known.txt").write_text("MEM-4 we know it\n")
+    (tmp_path / "my_binary").write_text(f"#!/bin/sh\nexec python {CLIENTS / 'keydiff.py'}\n")
+    (tmp_path / "my_binary").chmod(0o755)
+    table = (PAGES / "reference" / "plug_in.md").read_text().partition("## Judge it")[2].partition("\n\nThe smallest")[0]
+    shown = [command for row in table.splitlines()[4:] for command in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    commands = [command.replace("...", "evictionary judge my_kernels") for command in shown]
+    assert len(commands) >= 12
+    for command in commands:
+        known = command.replace("NAME", "test_scores_are_cosines").replace("FOLDER", str(tmp_path / "report"))
+        known = known.replace("spec_tests --impl my_kernels", f"spec_tests/test_keydiff.py --impl {tmp_path / 'my_kernels'}")
+        done = typed(known if "--profile" in known else f"{known} --profile quick", tmp_path)
+        # The table's kernel is one of NumPy, for which there is no other device.
+        assert done.returncode == (2 if "cuda" in command else 0), (known, done.stdout + done.stderr)
+    assert (tmp_path / "report" / "conformance.json").exists()

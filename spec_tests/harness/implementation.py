@@ -351,10 +351,10 @@ def load(
     else:
         modules, package = _load_package(target)
         name = target
-    library = getattr(package, "ARRAY_LIBRARY", None) or _array_library(modules)
+    said = [package, *modules.values()] if package is not None else list(modules.values())
+    library = next((each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), "") or _array_library(modules)
     if library not in ("numpy", "torch") and program is None:
         raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
-    said = [package, *modules.values()] if package is not None else list(modules.values())
     accepted = Domain()
     for module in said:
         try:
