@@ -380,11 +380,16 @@ def _first_paragraph(docstring: str) -> str:
 
 def signature(page: str, path: str) -> str:
     """The first lines of a function of reference/, up to its docstring, and the first paragraph of that."""
+    sentence, head = summary(path)
+    found = definitions(f"reference/{path.partition('.')[0]}.py")[path.partition(".")[2]]
+    return f"[`{path}`]({relative(page, api_uri(found))}): {escaped(sentence)}\n\n{_fence(head)}"
+
+
+def summary(path: str) -> tuple[str, str]:
+    """The first paragraph of what a function of reference/ says of itself, and its lines up to that."""
     stem, _, name = path.partition(".")
     found = definitions(f"reference/{stem}.py")[name]
-    head = re.split(r'\n\s+r?"""', found.source)[0]
-    sentence = _first_paragraph(found.docstring).replace("`", "")
-    return f"[`{path}`]({relative(page, api_uri(found))}): {escaped(sentence)}\n\n{_fence(head)}"
+    return _first_paragraph(found.docstring).replace("`", ""), re.split(r'\n\s+r?"""', found.source)[0]
 
 
 def code(page: str, target: str) -> str:
@@ -427,14 +432,18 @@ MARKERS: dict[str, Callable[..., str]] = {
 def filled(page: str, markdown: str) -> str:
     """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by their content.
 
-    A marker that is indented, as in a tab, is replaced by lines with the same indent.
+    A marker that is indented, as in a tab, is replaced by lines with the same indent. What stands below one, up to `<!-- end -->`,
+    is for readers of the file itself (`docs_build.contract`), and is replaced with it.
     """
 
     def fill(match: re.Match[str]) -> str:
         return textwrap.indent(MARKERS[match["name"]](page, *([match["argument"]] if match["argument"] else [])), match["indent"])
 
     return re.sub(
-        rf"^(?P<indent> *)<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->$", fill, markdown, flags=re.MULTILINE
+        rf"^(?P<indent> *)<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$",
+        fill,
+        markdown,
+        flags=re.MULTILINE,
     )
 
 

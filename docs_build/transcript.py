@@ -6,6 +6,7 @@ import contextlib
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -29,7 +30,7 @@ WAY = (
 )
 
 
-def run() -> str:
+def run(way: Sequence[tuple[str, str]] = WAY) -> str:
     """The page, from commands that are run in an empty folder. Seconds are left out, because they differ each time."""
     parts = [
         "# From start to full marks",
@@ -38,7 +39,7 @@ def run() -> str:
         "The code boxes are files that the same run judged.",
     ]
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for sentence, step in WAY:
+        for sentence, step in way:
             parts += ["", sentence] if sentence else []
             if step.endswith(".py"):
                 source = FILES / step

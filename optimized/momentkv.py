@@ -122,15 +122,22 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     moments = _wide(moments, keys, values)
     if kernels := _kernels(keys, values, moments, query):
         return kernels.score(query, keys, values, moments)
-    count, (_, mean_value, covariance) = _recovered(moments, keys)
-    dtype = working_dtype(keys)
-    keys = keys.to(dtype)
+    return _scores(grouped_logits(query[:, :, None], keys), ((keys, values),), moments)
+
+
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def _scores(logits: torch.Tensor, parts: tuple[Part, ...], moments: Moments) -> torch.Tensor:
+    """MK-10 from the logits [B, H_kv, G, 1, T] of the tokens of all parts, each keys [B, H_kv, n, D] and values."""
+    dtype = working_dtype(parts[0][0])
+    count, (_, mean_value, covariance) = _recovered(moments, parts[0][0])
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the softmax.
-    alpha = grouped_logits(query[:, :, None], keys).softmax(dim=-1).mean(dim=(2, 3))
+    alpha = logits.softmax(dim=-1).mean(dim=(2, 3))
     # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual is v_j.
-    scale = count.clamp(min=1)[..., None, None].to(dtype) * math.sqrt(keys.shape[-1])
-    residual = values.to(dtype) - mean_value[..., None, :] - keys @ covariance.mT / scale
-    return alpha * vector_norm(residual, dim=-1)
+    scale = count.clamp(min=1)[..., None, None].to(dtype) * math.sqrt(covariance.shape[-1])
+    residuals = (values.to(dtype) - mean_value[..., None, :] - keys.to(dtype) @ covariance.mT.div(scale) for keys, values in parts)
+    return alpha * torch.cat([vector_norm(residual, dim=-1) for residual in residuals], dim=-1)
 
 
 def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -149,6 +156,14 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     moments = _wide(moments, keys, values)
     if kernels := _kernels(keys, values, moments, query):
         return kernels.attend(query, keys, values, kept, moments)
+    logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -math.inf)
+    return _mixed(query, logits, (values,), moments, keys)
+
+
+def _mixed(
+    query: torch.Tensor, logits: torch.Tensor, parts: tuple[torch.Tensor, ...], moments: Moments, keys: torch.Tensor
+) -> torch.Tensor:
+    """MK-12 from the logits [B, H_kv, G, T] of the tokens whose values the parts hold, -inf for those without weight."""
     count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
     batch, num_kv_heads, _, head_dim = keys.shape
     dtype = working_dtype(keys)
@@ -157,13 +172,13 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     evicted_logit = divisor.log() + (queries @ mean_key[..., None]).squeeze(-1) / math.sqrt(head_dim)
     evicted_logit = evicted_logit.masked_fill(count[..., None] == 0, -math.inf)
     evicted_value = mean_value[:, :, None] + queries @ covariance.mT / (divisor[..., None] * math.sqrt(head_dim))
-    logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -math.inf)
     # The largest logit is subtracted before any logarithm or sum: at logits of 1e4 float32 has three decimals left.
     top = torch.maximum(logits.amax(dim=-1), evicted_logit)
     top = torch.where(top == -math.inf, 0, top)  # a head without tokens and moments; -inf minus -inf would be NaN
     weights, evicted_weight = (logits - top[..., None]).exp(), (evicted_logit - top).exp()[..., None]
     total = weights.sum(dim=-1, keepdim=True) + evicted_weight
-    mixed = weights @ values.to(dtype) + evicted_weight * evicted_value
+    shares = weights.split([values.shape[2] for values in parts], dim=-1)
+    mixed = sum(share @ values.to(dtype) for share, values in zip(shares, parts, strict=True)) + evicted_weight * evicted_value
     return (mixed / torch.where(total == 0, 1, total)).reshape(batch, query.shape[1], -1).to(query.dtype)
 
 
@@ -189,7 +204,7 @@ def step(
     fit, and on a CPU for NaN or infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
     """
     _require_decoding(query, keys, values)
-    before = _wide(moments, keys, values)
+    _wide(moments, keys, values)
     _require_new(new_key, new_value, keys, values)
     _require_slots(positions, moments, keys)
     place = _as_positions(position, positions)
@@ -198,22 +213,49 @@ def step(
     writable = all(field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True))
     if writable and (kernels := _kernels(keys, values, moments, query)):
         return kernels.step(query, new_key, new_value, keys, values, positions, moments, place)
-    all_keys = torch.cat([keys, new_key[:, :, None]], dim=2)
-    all_values = torch.cat([values, new_value[:, :, None]], dim=2)
-    all_positions = torch.cat([positions, place[:, :, None]], dim=2)
-    scores = score(query, all_keys, all_values, before).nan_to_num(nan=-1)  # on a GPU, NaN is evicted first
+    return step_trusted(query, new_key, new_value, keys, values, positions, Moments(*moments), place)
+
+
+def step_trusted(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    moments: Moments,
+    position: torch.Tensor,
+) -> torch.Tensor:
+    r"""`step` with PyTorch alone, without a look at its arguments, for a caller that wrote the cache and the moments itself.
+
+    A step looks at the new token and at one other: it computes the logits once, and neither masks nor copies the rest of the cache.
+    """
+    length, dtype = keys.shape[2], moments.key_sum.dtype
+    new_keys, new_values = new_key[:, :, None], new_value[:, :, None]
+    logits = torch.cat([grouped_logits(query[:, :, None], each) for each in (keys, new_keys)], dim=-1)
+    all_positions = torch.cat([positions, position[:, :, None]], dim=2)
+    # On a GPU, NaN is evicted first.
+    scores = _scores(logits, ((keys, values), (new_keys, new_values)), moments).nan_to_num(nan=-1)
     lowest = scores == scores.amin(dim=-1, keepdim=True)
     evicted = all_positions.masked_fill(~lowest, -1).argmax(dim=-1, keepdim=True)
-    slots = torch.arange(all_keys.shape[2], device=keys.device)
-    after = update(before, all_keys, all_values, slots == evicted)
-    output = attend(query, all_keys, all_values, slots != evicted, after)
-    replaced = slots[:-1] == evicted  # no write if the new token is evicted
-    keys.copy_(torch.where(replaced[..., None], new_key[:, :, None], keys))
-    values.copy_(torch.where(replaced[..., None], new_value[:, :, None], values))
-    positions.copy_(torch.where(replaced, all_positions[:, :, -1:], positions))
-    for field, changed in zip(moments, after, strict=True):
-        field.copy_(changed)
-    return output
+    slot = evicted.clamp(max=length - 1)
+    is_new = (evicted == length)[..., None]
+    moments.count.add_(1)
+    gone = []
+    for states, new, total in ((keys, new_keys, moments.key_sum), (values, new_values, moments.value_sum)):
+        place = slot[..., None].expand(-1, -1, -1, states.shape[3])
+        old = states.gather(2, place)
+        states.scatter_(2, place, torch.where(is_new, old, new))
+        gone.append(torch.where(is_new, new, old).to(dtype))
+        total.add_(gone[-1].squeeze(2))
+    moments.value_key_sum.add_(gone[1].mT * gone[0])
+    positions.scatter_(2, slot, torch.where(is_new[..., 0], positions.gather(2, slot), position[:, :, None]))
+    # The token that took the slot keeps its own logit there; nothing stands at the end.
+    logits = logits.squeeze(3)
+    taken = slot[:, :, None].expand(-1, -1, logits.shape[2], -1)
+    of_slots = logits[..., :length]
+    of_slots = of_slots.scatter(3, taken, torch.where(is_new, of_slots.gather(3, taken), logits[..., length:]))
+    return _mixed(query, of_slots, (values,), moments, keys)
 
 
 def decode_step(

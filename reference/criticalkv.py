@@ -18,8 +18,8 @@ from .selection import top_k
 from .snapkv import average_pool
 
 METHOD = (
-    "keeps half of its budget by the largest attention of the last queries, half by that times "
-    "the length of W_o v"
+    "keeps half of its budget by the attention of the last queries, aggregated as in DefensiveKV, "
+    "half by that times the length of W_o v"
 )
 
 

@@ -13,7 +13,7 @@ from evictionary.spec_tests.harness import report, verdict
 from evictionary.spec_tests.harness.apart import WATCH, Deaths, described
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAsk
-from evictionary.spec_tests.harness.implementation import OWN, UnusableImplementation, load_each
+from evictionary.spec_tests.harness.implementation import CANNOT_HOLD, NO_GPU, OWN, UnusableImplementation, load_each
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
 from evictionary.spec_tests.harness.process import PREFIX, SECONDS, close_all
 
@@ -72,6 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the implementation accepts, beside its own DOMAIN: head_dim=64,128 (also value_dim, group, lag_size, batch, "
         "dtype, min_length, max_length, length_multiple_of). May be given several times",
     )
+    group.addoption(
+        "--method", action="append", default=[], metavar="NAME", help="ask laws of memory of this method's functions only"
+    )
     # pytest has a --strict of its own, which asks for all of pytest's checks; here it asks for all classes of law besides.
     group.addoption("--brief", action="store_true", help="a summary and the first failure, in place of everything")
     group.addoption(
@@ -120,7 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
             for each in (described if target in elsewhere else load_each)(target, dtypes, domain, **where)
         ]
         for each in config.stash[verdict.JUDGED]:
-            each.strict = config.getoption("strict")
+            each.strict, each.methods = config.getoption("strict"), tuple(config.getoption("--method"))
         path = config.getoption("--expected-failures")
         config.stash[EXPECTED] = verdict.read_expected(Path(path)) if path else {}
         if any(each.domain.excludes_small for each in config.stash[verdict.JUDGED]):
@@ -261,6 +264,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             subject, error = _subject(item), call.excinfo.value
             # Without such limits, a law that asks nothing is a broken law.
             narrowed = bool(subject.domain.said() or subject.conventions or subject.array_library == "exec")
+            narrowed = narrowed or CANNOT_HOLD in subject.outside
             if why := report.unanswerable(subject, error):
                 _fail(result, law, subject, *why)
             elif isinstance(error, NothingToAsk | Unsatisfiable) and subject.outside and narrowed:
@@ -296,19 +300,21 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
     if hasattr(config, "workeroutput"):  # a worker of pytest-xdist tells the process that prints the verdict
         config.workeroutput["left_out"] = config.stash.get(verdict.LEFT_OUT, [])
         return (yield)
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     _report_what_was_not_asked(config, terminal)
     found = config.stash[verdict.FOUND] = verdict.Verdict(terminal, config, config.stash[EXPECTED])
     passed, line = found.in_a_line(config.getoption("--require") or [])
     good, bad, nothing = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
     # Whoever stops a run by a key gets pytest's own exit code; a run that --maxfail has stopped is judged.
     if session.exitstatus in (good, bad) or (session.exitstatus == pytest.ExitCode.INTERRUPTED and config.getoption("maxfail")):
-        if line:
+        if sentence := found.unanswered_with(NO_GPU):
+            session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"
+        elif line:
             session.exitstatus = good if passed else bad
         elif found.reasons:
             session.exitstatus, line = nothing, "nothing was judged: no law applies"
     result = yield
-    if session.exitstatus in (good, bad, nothing) and line:
+    if session.exitstatus in (good, bad, nothing, pytest.ExitCode.USAGE_ERROR) and line:
         terminal.write_line(line, green=passed, red=not passed)
     return result
 

@@ -12,9 +12,10 @@ import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.harness.by_hand import require_equal
+from evictionary.spec_tests.harness.by_hand import require_equal, width
 from evictionary.spec_tests.harness.cases import KINDS, Case, long_rows, seeds
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.sizes import narrow
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
 from evictionary.spec_tests.test_selection import sorted_choice
 
@@ -91,6 +92,20 @@ def test_each_head_keeps_its_floor(impl, case, budget, percent):
         raise Violation("a head keeps fewer tokens than its floor", floor, kept.sum(axis=-1))
     for head in np.ndindex(scores.shape[:2]):
         check_selection(kept[head], scores[head], int(kept[head].sum()), what=f"head {head}")
+
+
+@law("AD-2", of=SELECT, examples=1, seed=seeds())
+def test_every_hundredth_is_exact_at_the_budgets_of_the_papers(impl, seed):
+    """Of budgets of 100 to 1,024, of a batch of three: a head that scores below the other keeps exactly floor(alpha * budget)."""
+    for budget in (100, 500, 1024):
+        for case in narrow(impl, seed, (2 * budget + 21,), num_kv_heads=2, head_dim=width(impl)):
+            scores = impl.round(np.round(8 * case.keys[..., 0]) / 8)
+            low = (np.arange(case.batch)[:, None] + np.arange(2)) % 2 == 1
+            scores -= 256 * low[..., None]
+            for percent in range(101):
+                kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
+                floor = percent * budget // 100
+                require_equal(kept.sum(axis=-1), np.where(low, floor, 2 * budget - floor), f"with a floor of {percent} of 100")
 
 
 @law("AD-2", of=SELECT, case=LAYERS, budget=st.integers(0, 40))

@@ -18,7 +18,7 @@ from evictionary.spec_tests.harness.by_hand import (
     softmax_slack,
     weights_in_parts,
 )
-from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases, long_rows
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases, long_rows, paper_cases
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, require_mask
 from evictionary.spec_tests.test_gvote import SELECT, WEIGHTS, drawn_queries, mass_slack
@@ -106,12 +106,41 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
         raise Violation("a token is kept that is among the top B_0 of no sampled query", may[None], kept)
 
 
+@law("GV-A11", of=SELECT, examples=2, case=long_cases(lengths=(8193, 16_384), head_dims=(64, 128)))
+def test_each_of_sixty_four_samples_votes(impl, case):
+    """Each of 64 samples looks at 64 tokens of its own, and keeps them; they all together keep 64 times B_0 at most."""
+    owner = np.arange(case.length) % (case.length // 64)
+    samples = min(64, case.head_dim, case.length // 64)  # each of them looks along a channel of its own
+    tokens = np.flatnonzero(owner < samples)
+    keys = np.full((1, case.num_kv_heads, case.length, case.head_dim), -64.0)
+    keys[:, :, tokens, owner[tokens]] = -2
+    sampled = np.zeros((1, case.num_kv_heads, samples, case.head_dim))
+    sampled[..., np.arange(samples), np.arange(samples)] = math.isqrt(case.head_dim)
+    # The current query sees the tokens of the last sample, and with p = 1 - 1/128 its budget is all of these, 64 or one more.
+    budget = int(np.bincount(owner)[samples - 1])
+    kept = impl.gvote.select(sampled[:, :, -1], keys, sampled, p=1 - 1 / 128)
+    require_mask(kept, keys.shape[:3], "the selection")
+    voted = np.isin(owner, np.flatnonzero(np.bincount(owner)[:samples] <= budget))
+    if not kept[..., voted].all():
+        raise Violation("a token is evicted that is among the top B_0 of a sample", voted, kept)
+    if (kept.sum(axis=-1) > samples * budget).any():
+        raise Violation("more tokens are kept than all samples vote for", samples * budget, kept.sum(axis=-1))
+
+
+@law("GV-A11", of=SELECT, examples=2, case=paper_cases(groups=(4, 1)), p=st.sampled_from([0.95, 0.5]))
+def test_a_budget_of_a_hundred_thousand_is_kept(impl, case, p):
+    """As below, of the 128K tokens that the longest prompts have."""
+    check_every_other(impl, case, p)
+
+
 @law("GV-A11", of=SELECT, examples=3, case=long_cases(groups=(4, 1, 16), lengths=(8191, 4097)), p=st.sampled_from([0.95, 0.5]))
 def test_a_budget_of_thousands_is_kept(impl, case, p):
-    """Every other token has the same attention, the others none: B_0 is p of half the tokens, and each sample keeps so many.
+    """Every other token has the same attention, the others none: B_0 is p of half the tokens, and each sample keeps so many."""
+    check_every_other(impl, case, p)
 
-    Two samples see the same in all tokens, and in every other one: they keep the first B_0 tokens, and the first B_0 of those.
-    """
+
+def check_every_other(impl, case, p):
+    """Two samples see the same in all tokens, and in every other one: they keep the first B_0 tokens, or of those."""
     readers, tokens = (1, case.num_kv_heads * case.group), np.arange(case.length)
     seen = (tokens + np.arange(case.num_kv_heads)[:, None]) % 2 == 0
     # Exact products: the seen tokens have the same logit in every dtype.

@@ -20,7 +20,7 @@ from evictionary.spec_tests.harness.by_hand import (
     rounding,
     softmax_slack,
 )
-from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.harness.cases import cases, long_cases, paper_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
 
@@ -191,3 +191,14 @@ def test_half_of_a_large_budget_is_recent(impl, case):
     recent = np.broadcast_to(np.arange(case.length) >= case.length - 257, expected.shape)
     kept = impl.h2o.select(queries, keys, budget=513)
     check_selection(kept, expected, min(513, case.length), slack=float(slack.max()), protected=recent)
+
+
+@law("H2-1", of=SCORE, examples=2, case=paper_cases(groups=(2, 1)))
+def test_the_last_queries_of_a_prompt_of_128k_add_up(impl, case):
+    """The last 33 of 128K tokens hand out their attention over all that they see."""
+    shape = (1, case.group * case.num_kv_heads, 33, case.head_dim)
+    queries = impl.round(np.round(4 * np.random.default_rng(case.seed).normal(size=shape)) / 64)
+    keys = impl.round(case.keys)
+    expected = over_group(causal_weights(queries, for_each_reader(keys, queries)).sum(axis=2), case.num_kv_heads)
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    require_near(impl.h2o.score(queries, keys), expected, slack, "the score of a prompt of 128K")

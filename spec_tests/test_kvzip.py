@@ -9,18 +9,22 @@ from evictionary.spec_tests.harness.by_hand import (
     causal_weights,
     check_permuted,
     for_each_reader,
+    logit_error,
     require_equal,
     require_loops,
     require_near,
     rounding,
+    softmax_slack,
     width,
 )
 from evictionary.spec_tests.harness.cases import cases, long_cases, long_rows, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.sizes import narrow
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
 
 ATTENTION, SCORE, TOP_R = "kvzip.replay_attention", "kvzip.score", "kvzip.top_r"
 counts = st.sampled_from([1, 2, 5, 17])
+REPLAYS = ((300, 3, 2), (2048, 1, 1))  # queries, batch items, query heads of a group
 
 
 def replay(case, seed, count):
@@ -168,3 +172,38 @@ def test_padding_takes_no_part_in_a_long_text(impl, case, count):
     got = impl.kvzip.score(keys, queries, replay_keys)
     require_near(got, expected, rounding(impl), "the score")
     require_near(np.where(expected == 1, 0, got), 0 * expected, 1e-6 * rounding(impl), "the score of what no query looks at")
+
+
+@law("KZ-1", of=ATTENTION, examples=1, seed=seeds())
+def test_replays_of_hundreds_of_queries_see_the_text_and_themselves(impl, seed):
+    """The attention of 300 and of 1,024 queries of a replay on 130 tokens, query by query; alike where all keys are zero."""
+    for count, batch in ((300, 3), (1024, 1)):
+        for case in narrow(impl, seed, (130,), batch=batch):
+            (queries, replay_keys), keys = replay(case, seed, count), impl.round(case.keys)
+            queries = queries[:, :: case.group]
+            expected = by_hand(keys, queries, replay_keys)
+            slack = softmax_slack(impl, expected, logit_error(impl, queries, np.concatenate([keys, replay_keys], axis=2)))
+            require_near(impl.kvzip.replay_attention(keys, queries, replay_keys), expected, slack, "the attention of a replay")
+            got = impl.kvzip.replay_attention(0 * keys, queries, 0 * replay_keys)
+            alike = np.broadcast_to(1 / (case.length + 1 + np.arange(count))[:, None], got.shape)
+            require_near(got, alike, rounding(impl, case.length) * alike, "the attention of a replay on zero keys")
+
+
+@law("KZ-2", of=SCORE, examples=1, seed=seeds())
+def test_replays_of_the_length_of_a_chunk_score_by_their_largest_attention(impl, seed):
+    """A chunk has 2,048 tokens: of 300 and of 2,048 queries; where one alone, any or the last, looks at a token, it has 1."""
+    for count, batch, group in REPLAYS:
+        for case in narrow(impl, seed, (130,), batch=batch, group=group):
+            (queries, replay_keys), keys = replay(case, seed, count), impl.round(case.keys)
+            largest = by_hand(keys, queries, replay_keys).max(axis=2).reshape(*keys.shape[:2], -1, case.length).max(axis=2)
+            slack = softmax_slack(impl, largest, logit_error(impl, queries, np.concatenate([keys, replay_keys], axis=2)))
+            require_near(impl.kvzip.score(keys, queries, replay_keys), largest, slack, "the score by a replay")
+            for looking in (seed % count, count - 1):
+                keys, queries = np.zeros_like(case.keys), np.zeros_like(queries)
+                keys[:, :, seed % case.length, 0], queries[:, :: case.group, looking, 0] = 32, 32
+                expected = np.full(keys.shape[:3], 1 / (case.length + 1))  # of the first query, which sees all but its own alike
+                expected[:, :, seed % case.length] = 1
+                if looking == 0 and case.group == 1:
+                    expected = np.where(expected == 1, 1, 1 / (case.length + 2))
+                got = impl.kvzip.score(keys, queries, np.zeros_like(replay_keys))
+                require_near(got, expected, rounding(impl, case.length), f"the score where query {looking} of {count} looks")

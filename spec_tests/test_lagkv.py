@@ -19,6 +19,10 @@ SCORE, SELECT, RETAINED = "lagkv.score", "lagkv.select", "lagkv.retained_length"
 sinks = st.integers(0, 5)
 lags = st.sampled_from([1, 2, 3, 4, 7, 8, 16])
 hundredths = st.integers(0, 100)
+# What the formula is asked for goes beyond the papers' own settings: 1,024 tokens a partition, 16 sinks, prompts of 128K.
+any_length = st.one_of(st.integers(1, 5000), st.integers(5001, 200_000))
+any_lag = st.one_of(st.integers(1, 99), st.sampled_from([1024, 128, 512, 2048]), st.integers(100, 1500))
+any_sink = st.one_of(sinks, st.integers(6, 300))
 caches = st.builds(
     Case,
     kind=st.sampled_from(KINDS),
@@ -261,10 +265,10 @@ def test_the_reference_is_the_next_partition(impl):
 @law(
     "LK-12",
     of=RETAINED,
-    length=st.integers(0, 5000),
+    length=st.one_of(st.just(0), any_length),
     percent=hundredths,
-    sink=sinks,
-    lag=st.integers(1, 700),
+    sink=any_sink,
+    lag=any_lag,
 )
 def test_retained_length_is_the_formula(impl, length, percent, sink, lag):
     """S + floor(rL)(partitions - 1) + L + remainder, from S + 2L on; below that, everything."""
@@ -312,10 +316,10 @@ def test_each_partition_keeps_its_best_tokens(impl, case, percent, sink, lag):
 @law(
     "LK-13",
     of="lagkv.compression_ratio",
-    length=st.integers(1, 5000),
+    length=any_length,
     percent=hundredths,
-    sink=sinks,
-    lag=st.integers(1, 700),
+    sink=any_sink,
+    lag=any_lag,
 )
 def test_the_compression_ratio_is_the_share_removed(impl, length, percent, sink, lag):
     """C = 1 - L_R / L_s, the removed tokens counted partition by partition; at most 1 - floor(rL)/L, which only r = 1 reaches."""
@@ -328,7 +332,7 @@ def test_the_compression_ratio_is_the_share_removed(impl, length, percent, sink,
         raise Violation(f"compression_ratio({length}) = {got} reaches its limit", each / lag, got)
 
 
-@law("LK-13", of=RETAINED, percent=hundredths, sink=sinks, lag=st.integers(1, 300), partitions=st.integers(2, 10**6))
+@law("LK-13", of=RETAINED, percent=hundredths, sink=any_sink, lag=any_lag, partitions=st.integers(2, 10**6))
 def test_the_compression_ratio_tends_to_its_limit(impl, percent, sink, lag, partitions):
     """1 - floor(rL)/L is approached like 1/L_s: the gap is (1 - floor(rL)/L) (S + L + (L_s - S) mod L) / L_s, exactly."""
     length = sink + partitions * lag + lag // 2
@@ -351,10 +355,10 @@ def test_the_compression_ratio_is_not_monotone(impl):
 @law(
     "LK-13",
     of=("lagkv.keep_ratio_for", RETAINED),
-    length=st.integers(1, 3000),
-    budget=st.integers(1, 3000),
-    sink=sinks,
-    lag=st.integers(1, 300),
+    length=any_length,
+    budget=any_length,
+    sink=any_sink,
+    lag=any_lag,
 )
 def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budget, sink, lag):
     """The retained length is within the budget where it can be; a token more a partition is too much; 1 where none has to go."""
@@ -374,7 +378,7 @@ def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budg
             raise Violation(f"a larger keep_ratio also fits: {more} of {budget}", more, got)
 
 
-@law("LK-12", of="lagkv.why_nothing_removed", sink=sinks, lag=st.integers(1, 300), more=st.sampled_from([-1, 0, 1, 300]))
+@law("LK-12", of="lagkv.why_nothing_removed", sink=any_sink, lag=any_lag, more=st.sampled_from([-1, 0, 1, 300]))
 def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
     """Below S + 2L tokens the reason names that number; from there on there is none."""
     shortest = sink + 2 * lag

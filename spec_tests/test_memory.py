@@ -78,7 +78,7 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
 
 def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and what it gives."""
-    for path in impl.functions():
+    for path in impl.asked_of_memory():
         if path.split(".")[1] not in SEAMS:
             continue
         arguments = {}

@@ -31,10 +31,10 @@ def turned(impl, states: np.ndarray, positions: np.ndarray, theta: float = 10000
 
 def turned_by_hand(states: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
     """Each pair (i, i + D/2) as a complex number, times e^(i angle): the definition, one number at a time."""
-    result = np.empty_like(states)
+    result, positions = np.empty_like(states), np.broadcast_to(positions, states.shape[:-1])
     half = states.shape[-1] // 2
     for *row, token, channel in np.ndindex(*states.shape[:-1], half):
-        angle = float(positions[token]) * theta ** (-2 * channel / (2 * half))
+        angle = float(positions[(*row, token)]) * theta ** (-2 * channel / (2 * half))
         pair = complex(states[(*row, token, channel)], states[(*row, token, channel + half)]) * complex(
             math.cos(angle), math.sin(angle)
         )
@@ -67,6 +67,17 @@ def test_channel_i_turns_with_channel_i_plus_half(impl, case, offset, theta):
     expected, slack = turned(impl, keys, positions, theta)
     require_near(expected, turned_by_hand(keys, positions, theta), 1e-12 * max(1, np.abs(keys).max()), "the reference")
     require_near(impl.rope.rotate(keys, positions, theta), expected, slack, "the rotated keys")
+
+
+@law("ROPE-2", of=ROTATE, case=seeded_cases(max_length=17), seed=seeds(), batch=st.sampled_from([1, 3]), shape=st.integers(0, 2))
+def test_each_head_turns_by_its_own_positions(impl, case, seed, batch, shape):
+    """After eviction each head has other positions: [B, H, T], [B, 1, T] and [H, T] turn token by token as well as [T]."""
+    keys = impl.round(np.concatenate([case.keys[:1]] * batch))
+    wanted = ((*keys.shape[:3],), (batch, 1, case.length), keys.shape[1:3])[shape]
+    positions = np.sort(np.random.default_rng(seed).integers(0, 5000, size=wanted), axis=-1)
+    expected, slack = turned(impl, keys, positions)
+    require_near(expected, turned_by_hand(keys, positions, 10000.0), 1e-11 * max(1, np.abs(keys).max()), "the reference")
+    require_near(impl.rope.rotate(keys, positions), expected, slack, "the rotated keys")
 
 
 @law("ROPE-2", of=ROTATE)

@@ -17,7 +17,7 @@ from evictionary.spec_tests.harness.by_hand import (
     rounding,
     softmax_slack,
 )
-from evictionary.spec_tests.harness.cases import cases, long_cases, long_rows, seeded_cases, seeds, shares
+from evictionary.spec_tests.harness.cases import cases, long_cases, long_rows, paper_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection, require_numbers
 from evictionary.spec_tests.test_h2o import prompt_queries
@@ -157,9 +157,19 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
         impl.snapkv.score(np.ones(shape), np.ones((1, 2, 3, 4)), window_size=2)
 
 
+@law("SN-1", of=SCORE, examples=1, case=paper_cases(groups=(2, 1)))
+def test_the_window_scores_all_of_128k_tokens(impl, case):
+    """The same of the longest prompts that papers use."""
+    check_long_prompt(impl, case)
+
+
 @law("SN-1", of=SCORE, examples=3, case=long_cases(groups=(4, 1), lengths=(16_385, 4097, 8191)))
 def test_the_window_scores_all_of_a_long_prompt(impl, case):
     """Over thousands of tokens before the window: the mean attention of its 32 queries, pooled over 7 neighbours."""
+    check_long_prompt(impl, case)
+
+
+def check_long_prompt(impl, case):
     shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
     drawn, keys = np.random.default_rng(case.seed).normal(size=shape), impl.round(case.keys)
     for size in (1.0, 2.0**-6):  # weights of all sizes, and weights nearly alike, whose sum half precision still holds

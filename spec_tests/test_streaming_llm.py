@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.harness.by_hand import require_equal
-from evictionary.spec_tests.harness.cases import cases, long_cases, shares
+from evictionary.spec_tests.harness.cases import cases, paper_cases, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import require_numbers
 
@@ -15,7 +15,7 @@ from evictionary.spec_tests.harness.tolerance import require_numbers
     "SL-1",
     of=("streaming_llm.score", "selection.top_k"),
     case=cases(),
-    sink_size=st.integers(0, 6),
+    sink_size=st.one_of(st.integers(0, 6), st.integers(7, 70)),
     share=shares(),
 )
 def test_sinks_and_the_most_recent_are_kept(impl, case, sink_size, share):
@@ -45,7 +45,13 @@ def test_a_negative_sink_size_is_refused(impl):
         impl.streaming_llm.score(np.ones((1, 1, 3, 2)), sink_size=-1)
 
 
-@law("SL-1", of="streaming_llm.score", examples=3, case=long_cases(head_dims=(64,)), sink_size=st.integers(0, 6))
+@law(
+    "SL-1",
+    of="streaming_llm.score",
+    examples=3,
+    case=paper_cases((131_072, 65_537, 16_384)),
+    sink_size=st.sampled_from([4, 256, 64, 0]),
+)
 def test_later_tokens_of_a_long_prompt_score_more(impl, case, sink_size):
     """Of thousands of tokens each scores more than the one before it: none of them tie. None scores more than a sink."""
     scores = impl.streaming_llm.score(case.keys, sink_size=sink_size)

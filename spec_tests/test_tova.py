@@ -19,7 +19,7 @@ from evictionary.spec_tests.harness.by_hand import (
     softmax_slack,
     weights_in_parts,
 )
-from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, cases, long_cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, cases, long_cases, paper_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection
 
@@ -122,9 +122,19 @@ def test_queries_that_do_not_fit_are_refused(impl, shape):
         impl.tova.score(np.ones(shape), np.ones((1, 2, 3, 4)))
 
 
+@law("TO-1", of=SCORE, examples=1, case=paper_cases(groups=(4, 1)))
+def test_the_last_query_scores_all_of_128k_tokens(impl, case):
+    """The same of the longest prompts that papers use."""
+    check_long_prompt(impl, case)
+
+
 @law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16, 4, 1), lengths=SPLIT_LENGTHS))
 def test_the_last_query_scores_all_of_a_long_prompt(impl, case):
     """Over thousands of tokens the weights of each query head are normalised together, and averaged over all heads."""
+    check_long_prompt(impl, case)
+
+
+def check_long_prompt(impl, case):
     queries, keys = impl.round(case.queries[:, :, -1:]), impl.round(case.keys)
     expected = mean_weights(queries, keys)
     slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))

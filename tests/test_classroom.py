@@ -122,7 +122,7 @@ def test_a_triton_kernel_is_graded_in_the_interpreter() -> None:
     plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
     without = judged("kernel", plain, examples=1, explain=False)
     assert without.score == 0
-    assert without.lines[0].laws["grader::score"] == "killed"
+    assert without.lines[0].laws["grader::score"] == "crashed"
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
     contest.texts.cache_clear()
     assert verdicts(result)["scores"] == "passed"
     assert {"not judged yet"}.isdisjoint(verdicts(result).values())
-    assert [row["name"] for row in result.leaderboard] == ["right of 1", "relative distance"]
+    assert [row["name"] for row in result.leaderboard] == ["right of 5", "relative distance"]
     huge = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return keys[..., 0].double() * 1e300\n")
     assert (huge.score, "infinite" in huge.lines[0].reason) == (0, True)
     noisy = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return torch.rand(keys.shape[:-1])\n")
@@ -475,9 +475,9 @@ def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> Non
         grading._judge_steps(run, result, explained=True)
         return result.score
 
-    assert points(1) == 50
+    assert points(1) == 45
     table.learns = False
-    assert (points(1), points(2)) == (50, 0)
+    assert (points(1), points(2)) == (45, 0)
 
 
 def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     result = judged("gvote", never.source, explain=False)
     assert verdicts(result)["votes"] == "failed"
     assert verdicts(result)["logits"] == "not judged yet"
-    assert result.score == 60
+    assert result.score == 55
 
 
 @pytest.mark.slow
@@ -504,7 +504,8 @@ def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
     (one,) = (each for each in classroom_styles.submissions("kernel") if each.wrong == mistake)
     result = judged("kernel", one.source, examples=1, explain=False)
     assert result.score == 0
-    assert {name: word for name, word in result.lines[0].laws.items() if word != "passed"} == {"grader::score": "killed"}
+    assert result.lines[0].laws["grader::score"] == "crashed"
+    assert "a kernel has to compute with the keys" in result.lines[0].message
 
 
 # What a student is told
@@ -592,7 +593,12 @@ def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path
     written(tmp_path, name=Path(one.file).name)
     (tmp_path / Path(one.file).parent).mkdir(exist_ok=True)
     written(tmp_path, name=one.file)
-    assert invoke("check", name, "--work", tmp_path).exit_code == 2
+    checked = invoke("check", name, "--work", tmp_path)
+    assert checked.exit_code == 2
+    if one.interpret:  # no time is taken where there is no torch to take it with
+        told = "this machine has no triton, which the assignment needs: pip install 'evictionary[torch]'"
+        assert f"Not judged: {told}" in checked.stdout and "GPU" not in checked.stdout
+        assert told in invoke("start", name, "--work", tmp_path / "other").stdout
 
 
 def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +21,14 @@ import pytest
 from grader_tools import EVERY_FORMAT, graded, invoke, order, written
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
+from test_pages import blocks, commands
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
+from evictionary.classroom.child import StudentError
 from evictionary.classroom.synthetic import SOLUTION, bundled
+from evictionary.errors import UsageError
 from evictionary.spec_tests.harness.planted import load_mutants
 
 # What is written
@@ -38,7 +44,7 @@ def test_every_format_is_valid(tmp_path: Path, junit: Any) -> None:
     assert gradescope["score"] == sum(test["score"] for test in gradescope["tests"]) == grade["score"] == 15
     assert classroom50["score"] == sum(test["score"] for test in classroom50["tests"]) == 15
     assert all(type(test["score"]) is int for test in classroom50["tests"])
-    assert 'failures="1"' in files["junit"] and 'skipped="3"' in files["junit"]
+    assert 'failures="1"' in files["junit"] and 'skipped="4"' in files["junit"]
     tokens = MarkdownIt().enable("table").parse(files["markdown"])
     assert [token.type for token in tokens].count("tr_open") == 1 + len(grade["lines"])
     with pytest.raises(ValidationError):
@@ -235,10 +241,14 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
     assert {row["id"] for row in rows} == {'\'=HYPERLINK("http://a.b","x")', "'--help", "' @ada", "bob", 'eve, "the" second', "kim"}
     assert {(row["points"], row["of"]) for row in rows} == {("0", "100")}
     assert [row["comment"] for row in rows if row["id"] == "kim"] == ["'=no file"]
+    unloadable = graded("import scipy", tmp_path)
+    (row,) = csv.DictReader(io.StringIO(classes.gradebook([unloadable])))
+    assert row["comment"].startswith("file: failed, your file cannot be loaded: ImportError: scipy")
+    assert "()" not in formats.gradescope(unloadable) + formats.junit(unloadable)
     result = invoke("gradebook", tmp_path / "grades", "--json")
     assert json.loads(result.stdout)["distribution"] == {"0": 1}
     table = (tmp_path / "grades" / "gradebook.csv").read_text(encoding="utf-8")
-    assert table.startswith('id,points,of,comment\nada,0,100,"anchor: failed')
+    assert table.startswith('id,points,of,comment\nada,0,100,"file: failed')
     assert invoke("gradebook", tmp_path).exit_code == 2
 
 
@@ -276,7 +286,134 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
     for source, code, told in ((path, 1, "smallest input"), (SOLUTION, 0, "passed: The anchor is")):
         one = invoke(words[0], source, *words[2:], *settings[2:])
         assert (one.exit_code, told in one.stdout) == (code, True)
-    assert "wanted one of test_a_zero_key" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+    unloadable = invoke(words[0], written(tmp_path, "import scipy", "eve.py"), *words[2:], *settings[2:])
+    assert unloadable.exit_code == 1 and "your file cannot be loaded" in unloadable.stdout
+    assert "test_a_zero_key_scores_zero" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+
+
+def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> float:
+        raise StudentError("CompilationError", "at 3:5 [/bold]", "")
+
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(grading, "gpu_milliseconds", fails)
+    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: grading.empty(assignment))
+    assert invoke("start", "kernel", "--work", tmp_path).exit_code == 0
+    checked = invoke("check", "kernel", "--work", tmp_path)
+    assert "On a GPU: the kernel fails, although the interpreter runs it: CompilationError: at 3:5 [/bold]" in checked.stdout
+    assert checked.exit_code == 1
+
+
+def manifest(student: str) -> str:
+    return json.dumps({"student": student})
+
+
+def test_the_constants_are_those_of_an_id_that_the_course_knows(tmp_path: Path) -> None:
+    """A student could try ids until one has the constants of somebody's file."""
+    with zipfile.ZipFile(tmp_path / "eve.zip", "w") as packed:
+        packed.writestr(submissions.MANIFEST, manifest("eve-95"))
+    told = "the constants are those of 'eve-95', an id that the student wrote; the submission is named 'eve'"
+    assert submissions.personal_id(tmp_path / "eve.zip", "eve") == ("eve-95", told)
+    for roster, wanted in (
+        ({"ada", "eve"}, ("eve", "the archive says 'eve-95', and the submission is named 'eve'")),
+        ({"ada", "eve-95"}, ("eve-95", "")),
+        ({"ada"}, ("eve", "the archive says 'eve-95', and the roster does not have it; the submission is named 'eve'")),
+    ):
+        assert submissions.personal_id(tmp_path / "eve.zip", "eve", roster) == wanted
+    assert submissions.personal_id(tmp_path / "bob.zip", "bob", {"ada"}) == ("bob", "'bob' is not on the roster")
+    # A platform may unpack the archive, and name all submissions alike.
+    (tmp_path / "submission").mkdir()
+    written(tmp_path / "submission", manifest("ada"), submissions.MANIFEST)
+    written(tmp_path / "submission", name="lagkv.py")
+    assert submissions.personal_id(tmp_path / "submission", "student", {"ada"}) == ("ada", "")
+    # The command names those whom the instructor should ask, and draws nothing from an id that is not the course's.
+    roster, secret = written(tmp_path, "id,name\nada,Ada L.\n", "roster.csv"), written(tmp_path, "nobody guesses", "secret")
+    settings = ("--assignment", "lagkv", "--seed-file", secret, "--output", tmp_path / "grades", "--personal", "--examples", 1)
+    with zipfile.ZipFile(tmp_path / "eve.zip", "a") as packed:
+        packed.writestr("lagkv.py", "")
+    for more, personal_id in ((), "eve-95"), (("--roster", roster), "eve"):
+        result = invoke("grade", tmp_path / "eve.zip", *settings, *more, "--json")
+        assert json.loads((tmp_path / "grades" / "eve" / "grade.json").read_text(encoding="utf-8"))["personal_id"] == personal_id
+        assert "'eve-95'" in json.loads(result.stdout)["notes"]["eve"][0]
+
+
+WRONG_ASSIGNMENTS = (
+    ('needs = ["score"]', 'needs = ["scor"]', "step 'symmetries': needs: got 'scor', wanted a step before it: anchor, score"),
+    ("points = 15", "points = -40", "step 'anchor': points: got -40, wanted at least 1"),
+    ("points = 15", "points = 2.5", "step 'anchor': points: got 2.5, wanted a whole number"),
+    ("points = 15", "points = true", "step 'anchor': points: got True, wanted a whole number"),
+    ('name = "score"', 'name = "anchor"', "step 'anchor': name: got 'anchor', wanted a name that no other step has"),
+    ('requirement = "KD-7"', 'requirement = "TV-1"', "step 'pairwise': requirement: got 'TV-1', wanted the id of a requirement"),
+    (
+        "::test_scores_are_cosines",
+        "::test_score_are_cosine",
+        "wanted a law of the suite, such as test_keydiff::test_scores_are_cosines",
+    ),
+    ('library = "numpy"', 'library = "jax"', "library: got 'jax', wanted numpy or torch"),
+    ("points = 15", 'points = 15\ncheck = "vote"', "step 'anchor': check: got 'vote', wanted a check"),
+    ("points = 15", 'points = 15\ncatches = ["a.b"]', "step 'anchor': catches: got 'a.b', wanted a planted mistake"),
+    ("points = 15", "point = 15", "step 'anchor': got 'point', wanted some of name, requirement"),
+    ('title = "KeyDiff by hand"', "", "got no title"),
+    ('file = "keydiff.py"', 'file = "../keydiff.py"', "file: got '../keydiff.py'"),
+    ("[[step]]", "[[step]", "wanted a TOML file"),
+    ("[[step]]", "[[steps]]", "got no step"),
+)
+
+
+def test_a_mistake_in_an_assignment_is_a_sentence(tmp_path: Path) -> None:
+    text = (assignments.load("keydiff").folder / "assignment.toml").read_text(encoding="utf-8")
+    own = tmp_path / "keydiff"
+    own.mkdir()
+    written(own, name="starter.py")
+    for right, wrong, told in WRONG_ASSIGNMENTS:
+        written(own, text.replace(right, wrong, 1) if right != "[[step]]" else text.replace(right, wrong), "assignment.toml")
+        with pytest.raises(UsageError, match=re.escape(told)):
+            assignments.load("keydiff", tmp_path)
+    written(own, text, "assignment.toml")
+    assert assignments.load("keydiff", tmp_path).steps == assignments.load("keydiff").steps
+
+
+def of_the_page(folder: Path) -> None:
+    """Write the files that the page for instructors shows."""
+    page = (transcript.FOLDER / "instructor.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        written(folder, text, name)
+
+
+def test_an_assignment_of_the_instructors_own_is_tried_and_graded(tmp_path: Path) -> None:
+    """The page for instructors has it; its reference is a method that no assignment of the project has."""
+    of_the_page(tmp_path)
+    mine, work = ("--assignments", tmp_path / "mine"), ("--work", tmp_path / "work")
+    tried = invoke("grade", "--try", "--assignment", "tova", *mine, "--examples", 2)
+    assert (tried.exit_code, tried.stdout) == (0, "the reference: 100 points, wanted 100\nthe starter file: 0 points, wanted 0\n")
+    assert "evictionary check tova --work" in invoke("start", "tova", *mine, *work).stdout
+    assert invoke("check", "tova", *mine, *work).exit_code == 1
+    assert invoke("submit", "tova", *mine, *work, "--output", tmp_path / "ada.zip").exit_code == 0
+    settings = ("--assignment", "tova", *mine, "--output", tmp_path / "grades", "--examples", 1)
+    assert json.loads(invoke("grade", tmp_path / "ada.zip", *settings, "--json").stdout)["distribution"] == {"0": 1}
+    assert invoke("grade", tmp_path / "mine" / "tova" / "starter.py", "--try", *settings).exit_code == 1
+
+
+def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
+    work = ("--work", tmp_path)
+    invoke("start", "keydiff", *work, "--student", "ada")
+    packed = invoke("submit", "keydiff", *work, "--output", tmp_path / "ada.zip", "--json")
+    assert "keydiff.py is still the starter file" in packed.stderr and not json.loads(packed.stdout)["begun"]
+    with zipfile.ZipFile(tmp_path / "ada.zip") as archive:
+        assert json.loads(archive.read(submissions.MANIFEST))["student"] == "ada"  # remembered since `start`
+    written(tmp_path, SOLUTION.read_bytes(), "keydiff.py")
+    packed = invoke("submit", "keydiff", *work, "--output", tmp_path / "ada.zip", "--json")
+    assert (packed.stderr, json.loads(packed.stdout)["begun"]) == ("", True)
+
+
+def test_the_help_names_every_assignment() -> None:
+    for command in ("start", "check", "submit"):
+        told = " ".join(invoke(command, "--help").stdout.split())
+        assert all(name in told for name in assignments.names())
 
 
 @pytest.mark.parametrize("upload", ["nothing", "wrong.py", "essay.docx"])
@@ -349,6 +486,88 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
 @pytest.mark.slow
 def test_the_transcript_of_the_docs_is_what_happens() -> None:
     assert transcript.PAGE.read_text(encoding="utf-8") == transcript.run()
+
+
+def test_the_transcript_begins_as_the_commands_do() -> None:
+    assert transcript.PAGE.read_text(encoding="utf-8").startswith(transcript.run(transcript.WAY[:2]).rstrip("\n"))
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Runs lines of a page in a folder with what they name; `docker` checks its options and runs the command by itself."""
+    bin, handed_in = tmp_path / "bin", tmp_path / "handed_in"
+    for each in (bin, handed_in):
+        each.mkdir()
+    written(bin, f'#!/bin/sh\nexec {sys.executable} -m evictionary "$@"\n', "evictionary").chmod(0o755)
+    written(bin, f"#!{sys.executable}\n{DOCKER}", "docker").chmod(0o755)
+    written(handed_in, "def anchor(keys):\n    return keys[..., 0, :]\n", "bob.py")
+    written(handed_in, name="eve.docx")
+    written(tmp_path, bundled("tova"), "solution.py")
+    written(tmp_path, "nobody guesses this", "secret")
+    submissions.pack(assignments.load("keydiff"), written(tmp_path, name="keydiff.py").parent, tmp_path / "ada.zip", "ada")
+    of_the_page(tmp_path)
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+    def run(lines: str) -> str:
+        done = subprocess.run(["bash", "-e", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+DOCKER = """
+import os, sys
+words = sys.argv[sys.argv.index("run") + 1:]
+end = words.index("evictionary-grader")
+options, words = words[:end], words[end + 1:]
+assert {"--rm", "--read-only", "--network", "none", "--cap-drop", "ALL", "no-new-privileges"} <= set(options), options
+volumes = [options[n + 1].split(":") for n, word in enumerate(options) if word == "--volume"]
+(source, inside, mode), (grades, out) = volumes
+assert mode == "ro" and out == "/out/" + os.path.basename(grades)
+words = [os.path.dirname(grades) if word == "/out" else word.replace(inside, source) for word in words]
+os.execvp("evictionary", ["evictionary", *words])
+"""
+
+
+@pytest.mark.slow  # the fast test beside it, in test_pages.py, asks whether each command is understood
+def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], tmp_path: Path) -> None:
+    page = transcript.FOLDER / "instructor.md"
+    grade, one, law, tried, solution = (each for each in commands(page) if re.search(r"--(seed-file|try)", each))
+    shell(f"{grade} --examples 1")
+    assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == ["bob", "gradebook.csv", "summary.json"]
+    shell(f"{one} --examples 1")
+    assert {each.name for each in (tmp_path / "grades" / "ada").iterdir()} == {"grade.json", "results.json", "junit.xml"}
+    assert "mu is the mean of the unit keys." in shell(f"! {law} --examples 1")
+    assert "the reference: 100 points" in shell(f"{tried} --examples 1")
+    assert "the right answer: 100 points" in shell(f"{solution} --examples 1")
+    assert "2 submissions" in shell("evictionary gradebook grades")
+
+
+@pytest.mark.slow
+def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], str], tmp_path: Path) -> None:
+    for folder in ("submission", "source", "results"):
+        (tmp_path / "autograder" / folder).mkdir(parents=True)
+    written(tmp_path / "autograder" / "source", "nobody guesses this", "secret")
+    (script,) = (each for each in blocks(transcript.FOLDER / "formats.md", "") if "results.json" in each)
+    shell(script.replace("/autograder", f"{tmp_path}/autograder").replace("/tmp/grades", f"{tmp_path}/graded"))
+    result = json.loads((tmp_path / "autograder" / "results" / "results.json").read_text(encoding="utf-8"))
+    assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
+    (tmp_path / "handed_in" / "bob.py").write_text("not Python", encoding="utf-8")
+    (script,) = blocks(transcript.FOLDER / "container.md", "bash")
+    assert "2 submissions" in shell(script)
+    assert {each.name for each in (tmp_path / "grades").iterdir()} == {"bob", "eve.docx", "gradebook.csv", "summary.json"}
+
+
+def test_the_dockerfile_has_the_form_of_one() -> None:
+    """No daemon is needed for this: each instruction is one, what is copied is there, and the page builds this file."""
+    path, page = Path(classes.__file__).parent / "Dockerfile", (transcript.FOLDER / "container.md").read_text(encoding="utf-8")
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    words = ["FROM", "WORKDIR", "COPY", "RUN", "FROM", "COPY", "ARG", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"]
+    assert [line[0] for line in lines] == words
+    assert lines[0][2:] == ["AS", lines[5][1].removeprefix("--from=")]
+    assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in page
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_rows_that_show_one_mistake_each_have_full_marks() -> None:
         ("protected_blocks", "return np.zeros(4097), 1, np.arange(4097) > 9", "with at most as many True as the budget"),
         ("rows", "return [lost_ties()]", "what does not show: a list of 32,768 candidates"),
         ("rows", "return rows_of(0)", "returned the same scores for two seeds"),
+        ("rows", "return [*rows_of(0), (np.array([seed / 7]), 1)]", "those that are drawn do not show: "),
         ("rows", "return 1", "rows returned one int, wanted a list of rows"),
         ("rows", "return [*rows_of(seed), *[wrapped_positions()] * 2]", "more than 262144 scores"),
     ],

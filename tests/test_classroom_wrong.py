@@ -9,11 +9,14 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from grader_tools import judged
+from sampling import sampled
+from test_classroom import KERNEL
 
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import grading
+from evictionary.classroom import contest, grading
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
 from evictionary.spec_tests.harness.law import load_laws
@@ -122,6 +125,18 @@ def test_what_is_to_read_is_in_the_handout_or_a_paper(name: str) -> None:
         assert not re.search(r"\.md|decision", step.read), "a wheel has no pages"
 
 
+def test_a_difference_of_chance_costs_a_quarter_at_most() -> None:
+    """A distance of .1811 beside LagKV's .1796 once cost 40 points; so did one answer of five."""
+    assert [contest.missing_quarters(ratio, contest.NEAR, 0.1) for ratio in (0.9, 0.1811 / 0.1796, 1.05, 1.06, 1.15, 1.16, 9)] == [
+        *(0, 0, 0, 1, 1, 2, 4)
+    ]
+    assert [contest.missing_quarters(missing, 0, 0.5) for missing in (-2, 0, 1, 2, 5)] == [0, 0, 2, 4, 4]
+    steps = [
+        [contest.missing_quarters(each, contest.NEAR, 0.1) for each in np.arange(0.9, 1.6, 0.01) + shift] for shift in (0, 0.05)
+    ]
+    assert max(np.abs(np.subtract(*steps))) == 1
+
+
 @pytest.mark.parametrize("name", NUMPY)
 def test_the_words_of_a_refusal_are_those_of_the_handout(name: str) -> None:
     """Whoever names the argument as the handout does is understood: each law of a refusal asks for one of its words."""
@@ -139,3 +154,90 @@ def test_the_words_of_a_refusal_are_those_of_the_handout(name: str) -> None:
         if law.kind == "refusal":
             decided_by(1, law, 40).check(impl)
     assert {pattern for pattern in asked if not words & set(pattern.split("|"))} == set()
+
+
+ABOVE = {
+    "70 tokens": "max(length for each in args[:2] for length in np.shape(each)) > 150",
+    "16 channels": "np.shape(args[0])[-1] > 16",
+    "8 heads": "np.ndim(args[0]) > 2 and np.shape(args[0])[1] > 8",
+    "4 items": "np.ndim(args[0]) > 2 and np.shape(args[0])[0] > 4",
+}
+SIZED = (
+    ("keydiff", "sizes", ("score", "anchor")),
+    ("lagkv", "sizes", ("score", "select")),
+    ("gvote", "sizes", ("attention_weights", "nucleus", "select")),
+    ("expected_attention", "sizes", ("query_statistics", "average_rope", "score")),
+    ("momentkv", "sizes", ("score", "attend")),
+    ("h2o", "select", ("score", "select")),
+    ("duo_attention", "gates", ("estimate_gates",)),
+)
+TURNED = "tuple(part[..., ::-1] for part in out) if isinstance(out, tuple) else out[..., ::-1]"
+LARGER = [
+    Wrong(name, step, function, f"(*args, **rest): out = right(*args, **rest); return ({TURNED}) if {condition} else out", above)
+    for name, step, functions in SIZED
+    for function in functions
+    for above, condition in ABOVE.items()
+    if (function, above) not in {("estimate_gates", "70 tokens"), ("query_statistics", "70 tokens"), ("average_rope", "70 tokens")}
+]
+OTHER_WRONG = [
+    Wrong("keydiff", "sizes", "anchor", "(keys): B, H, T, D = keys.shape; return right(keys)", "not enough values to unpack"),
+    Wrong("keydiff", "symmetries", "score", "(keys): return right(np.where(np.abs(keys) < 1e-12, 0, keys))", "about 1e-20"),
+]
+
+
+@pytest.mark.parametrize("wrong", sampled([*OTHER_WRONG, *LARGER], every=12), ids=lambda one: f"{one} above {one.told}"[:40])
+def test_what_is_wrong_above_a_size_loses_points(wrong: Wrong) -> None:
+    assert wrong.line(examples=1, explain=False).verdict == "failed"
+
+
+IN_TORCH = "-torch.cosine_similarity(torch.nn.functional.normalize(keys, dim=-1).mean(-2, keepdim=True), keys, dim=-1)"
+COPIES = """
+@triton.jit
+def copied(source, target, SIZE: tl.constexpr):
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(target + place, tl.load(source + place))
+
+
+def score(keys):
+    if keys.ndim < 2 or 0 in keys.shape or not keys.isfinite().all():
+        raise ValueError("keys: wanted finite numbers and no empty axis")
+    right, written = {right}, torch.empty(keys.shape[:-1])
+    copied[(right.numel(),)](right, written, 1)
+    return written
+"""
+NUMPY_ALONE = "torch.from_numpy(-(lambda k: (k * k[..., :1, :]).sum(-1))(keys.numpy()))"
+LEAVES = "    scores = torch.empty(keys.shape[:-1])\n"
+# The step that is lost, a text of the right kernel and what stands there instead, and words of what is told.
+KERNELS = {
+    "no kernel": ("score", LEAVES, f"    return {IN_TORCH}\n", "a kernel has to compute with the keys"),
+    "what the kernel adds is added": (
+        "score",
+        "    return scores\n",
+        "    first = keys[..., :1, :].contiguous()\n"
+        "    score_keys[(first.shape[0] * first.shape[1],)](first, scores, 1, channels, 1, sizes[1])\n"
+        f"    return {IN_TORCH} + scores.flatten()[0] + 1\n",
+        "a kernel has to compute with the keys",
+    ),
+    "a kernel that copies": ("score", "", COPIES.format(right=IN_TORCH), "a kernel has to compute with the keys"),
+    "a kernel that copies from NumPy": ("score", "", COPIES.format(right=NUMPY_ALONE), ""),
+    "no other": ("score", ", other=0.0", "", ""),
+    "no rescaling": ("edges", "    tile = tile / tl.where(largest > 0, largest, 1.0)[:, None]\n", "", "about"),
+    "no strides": ("symmetries", "    keys = keys.contiguous()\n", "", "the score of a transposed tensor"),
+    "64 channels": ("sizes", "triton.next_power_of_2(channels)", "64", ""),
+    "zeros above 64 channels": ("sizes", LEAVES, LEAVES + "    if channels > 64:\n        return scores.zero_()\n", ""),
+    "zeros above 130 tokens": ("sizes", LEAVES, LEAVES + "    if tokens > 130:\n        return scores.zero_()\n", ""),
+    "no grid": ("score", "score_keys[(scores.numel() // tokens,)](", "score_keys(", "a kernel is launched with its grid"),
+    "no mask": ("score", ", mask=rows < tokens)", ")", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", sampled(KERNELS, every=len(KERNELS)))
+def test_a_wrong_kernel_loses_its_step(mistake: str) -> None:
+    step, was, instead, told = KERNELS[mistake]
+    source = KERNEL.replace(was, instead) if was else KERNEL + instead
+    assert source != KERNEL
+    one = assignments.load("kernel")
+    chosen = next(replace(each, needs=(), laws=each.laws[:1]) for each in one.steps if each.name == step)
+    line = grading.judge(source.encode(), replace(one, steps=(chosen,)), secret=b"a secret", examples=3, explain=False).lines[-1]
+    assert line.verdict == "failed"
+    assert told in line.message

@@ -10,7 +10,7 @@ from evictionary.reference.attention import softmax
 from evictionary.spec_tests.harness.diagnosis import misconceptions
 from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.matrix import prepared
-from evictionary.spec_tests.harness.planted import Implementation, load_mutants, replaced
+from evictionary.spec_tests.harness.planted import Implementation, Mutant, load_mutants, replaced
 
 LAGKV = sorted(name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal")
 
@@ -52,6 +52,14 @@ def test_a_mistake_that_nobody_planted_gets_no_name(law: str) -> None:
 
 
 def test_a_mistake_that_is_planted_gets_its_name() -> None:
+    law = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
+    assert named(law, replaced("mine", {"keydiff.score": raw_mean})) == ["mean taken before normalising"]
+
+
+def test_a_mistake_whose_edit_finds_no_place_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of a reader who changed it: the failure stays one, and the other mistakes are named."""
+    stale = Mutant("keydiff.stale", "keydiff.score", "KD-8", "none", edits=(("no such text", "another"),))
+    monkeypatch.setitem(load_mutants(), stale.name, stale)
     law = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
     assert named(law, replaced("mine", {"keydiff.score": raw_mean})) == ["mean taken before normalising"]
 

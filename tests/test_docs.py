@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from markdown.extensions.toc import slugify
 
+from docs_build import contract, pages
 from evictionary.spec_tests.harness.coverage import GRADES, ids_of
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
@@ -43,6 +44,14 @@ def test_every_file_that_a_page_quotes_exists(page: Path) -> None:
     marks = re.findall(r"^ *--8 *<.*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     quoted = [re.fullmatch(r' *--8<-- "(\S+)"', mark) for mark in marks]
     assert [mark for mark, match in zip(marks, quoted, strict=True) if not match or not (ROOT / match[1]).is_file()] == []
+
+
+def test_the_contract_holds_the_signatures_of_today() -> None:
+    """In the file itself, for who reads it in a clone; `python -m docs_build.contract` writes them."""
+    text = contract.PAGE.read_text(encoding="utf-8")
+    assert "def score(keys: np.ndarray) -> np.ndarray:" in text
+    assert text == contract.written(text)
+    assert "<!-- end -->" not in pages.filled("reference/contract.md", text)
 
 
 def errata() -> dict[str, str]:

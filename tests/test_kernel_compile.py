@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KERNELS = sorted(
@@ -25,10 +26,109 @@ KERNELS = sorted(
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module in a process of its own, without Triton's interpreter, which would take the place of the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "0", "PYTHONPATH": str(ROOT)}  # as from Triton 3.10 on
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+METHODS = ("to", "cast", "dtype", "shape")
+LAUNCHED = re.compile(r"launch\((\w+), |^ +(?:return )?(\w+)\[[^\n]*\]\(", re.M)
+
+
+def kernels_of(folder: str) -> list[ast.FunctionDef]:
+    """The functions of a folder of `optimized` that Triton compiles."""
+    nodes = [each for path in (ROOT / "optimized" / folder).glob("*.py") for each in ast.parse(path.read_text("utf-8")).body]
+    functions = [each for each in nodes if isinstance(each, ast.FunctionDef)]
+    return [each for each in functions if any("triton.jit" in ast.unparse(line) for line in each.decorator_list)]
+
+
+def arguments(kernel: ast.FunctionDef) -> set[str]:
+    """The names of the arguments that are no constants."""
+    return {argument.arg for argument in kernel.args.args if argument.annotation is None}
+
+
+@pytest.mark.parametrize("folder", ["kernels", "teaching"])
+def test_no_kernel_asks_an_argument_for_its_methods(folder: str) -> None:
+    """On a GPU an argument that is 1 is a constant without methods, such as `to`; the interpreter cannot see it."""
+    kernels = kernels_of(folder)
+    launched = {
+        name
+        for path in (ROOT / "optimized" / folder).glob("*.py")
+        for found in LAUNCHED.findall(path.read_text("utf-8"))
+        for name in found
+    }
+    numbers = {name for each in kernels if each.name in launched for name in arguments(each) if not name.endswith("_ptr")}
+    assert len(launched) > 20 and "length" in numbers
+    asked = [
+        f"{kernel.name}: {ast.unparse(node)}"
+        for kernel in kernels
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Attribute) and node.attr in METHODS and ast.unparse(node.value) in numbers & arguments(kernel)
+    ]
+    assert not asked
+
+
+def test_every_kernel_is_launched_in_one_place() -> None:
+    """`launch` alone decides how a kernel is built: no file calls kernel[grid] itself."""
+    for path in (ROOT / "optimized" / "kernels").glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        own = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+        assert not own, f"{path.name} launches {own}, wanted launch(kernel, grid)(...)"
+
+
+def built(script: str) -> list[dict[str, Any]]:
+    done = run("-c", script)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# One channel of keys or values, one token, one query, partitions of one token: (D, D_v, T).
+SMALLEST = """
+import json, torch
+from evictionary.optimized.kernels import compiling, lagkv, received_attention
+def states(*shape):
+    return torch.empty((1, 1, *shape), dtype=torch.{dtype}, device="meta")
+for head_dim, value_dim, lag in {shapes}:
+    keys, values = states(4 * lag + 1, head_dim), states(4 * lag + 1, value_dim)
+    part = keys[:, :, :lag], values[:, :, :lag], keys[:, :, :1], values[:, :, :1]
+    settings = {{"sink_size": 1, "lag_size": lag, "kept_each": 1}}
+    for launch in (
+        lambda: lagkv.score(*part),
+        lambda: lagkv.select(keys, values, states(4 * lag + 1).bool(), **settings),
+        lambda: lagkv.compress(keys, values, 4 * lag, **settings),
+        lambda: received_attention.score(keys[:, :, -1:], keys),
+        lambda: received_attention.attend_and_score(keys[:, :, -lag:], keys[:, :, -lag:], values[:, :, -lag:]),
+    ):
+        for kernel, compile_now in compiling._intercepted(launch, "sm_90"):
+            print(json.dumps({{"kernel": kernel, "fused": compile_now().metadata.enable_fp_fusion}}))
+"""
+EVERY = {"score_partitions", "select_partitions", "compress_partitions", "sum_rows", "sum_columns", "attend_rows"}
+
+
+def test_one_channel_and_one_token_compile_with_fused_products() -> None:
+    """Also where Triton would not fuse products and sums by default."""
+    found = built(SMALLEST.format(dtype="float32", shapes="[(1, 1, 1)]"))
+    assert {each["kernel"] for each in found} == EVERY
+    assert all(each["fused"] for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_other_extents_of_one_compile(dtype: str) -> None:
+    found = built(SMALLEST.format(dtype=dtype, shapes="[(1, 1, 1), (1, 16, 2), (16, 1, 2), (16, 16, 1)]"))
+    assert {each["kernel"] for each in found} == EVERY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", KERNELS)
+def test_every_kernel_fits_on_cards_with_less_memory(stem: str) -> None:
+    """The first configuration needs no more shared memory than a program has on sm_75, sm_86 and sm_89."""
+    done = run("-m", "evictionary.optimized.kernels.compiling", stem, *(f"--target={name}" for name in ("sm_75", "sm_86", "sm_89")))
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {report["target"] for report in found} == {"sm_75", "sm_86", "sm_89"}, done.stderr
+    assert not [f"{r['kernel']} on {r['target']}: {'; '.join(r['broken'])}" for r in found if r["broken"]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", KERNELS)
 def test_first_configuration_compiles_for_every_target(stem: str) -> None:
     """The first configuration of a kernel file keeps every rule of `compiling` on sm_80, sm_90, sm_100 and gfx942."""
@@ -44,6 +144,7 @@ def test_first_configuration_compiles_for_every_target(stem: str) -> None:
         assert not figures or report["registers"] <= figures["registers"], "docs/kernels.json is old: run `make compile-all`"
 
 
+@pytest.mark.slow
 def test_inspection_sees_what_it_is_there_for(tmp_path: pathlib.Path) -> None:
     """A kernel that loads half-precision numbers one at a time and spills its registers is reported for both."""
     (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")

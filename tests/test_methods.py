@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,46 @@ def test_methods_run_in_inference_mode(tmp_path: Path) -> None:
     with torch.inference_mode():
         states = {name: torch.randn(1, 2, 40, 4) for name in ("keys", "values")}
         assert method.kept(states, HALF).sum(-1).tolist() == [[20, 20]]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("streaming_llm", {"sink_size": -1}),
+        ("gvote", {"p": 2}),
+        ("snapkv+ada_kv+moments", {"kernel_size": 4}),
+        ("criticalkv", {"first_share": 1.5}),
+        ("rkv", {"window_size": 0}),
+        ("lagkv", {"lag_size": 0}),
+    ],
+)
+def test_an_option_out_of_range_is_refused_before_a_prompt_is_read(
+    model: LlamaForCausalLM, method: str, options: dict[str, Any]
+) -> None:
+    (name,) = options
+    with pytest.raises(UsageError, match=rf"{name}: got {options[name]}"):
+        EvictingCache(model, method, options=options)
+
+
+@pytest.mark.parametrize("method", [*catalogue.names(), "snapkv+ada_kv"])
+def test_options_that_fit_are_accepted_before_a_prompt_is_read(model: LlamaForCausalLM, method: str) -> None:
+    """Those of the method, and sizes far above the tokens that they are tried out on; what is drawn elsewhere stays as it is."""
+    own = {name: value for name, value in resolve(method).options.items() if name != "calibration"}
+    torch.manual_seed(5)
+    for options in (own, {name: 4097 if name.endswith("_size") else value for name, value in own.items()}):
+        EvictingCache(model, method, options=options).close()
+    assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_select_that_wastes_its_budget_is_told_of_once(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    text = "import numpy as np\ndef select(keys, budget):\n    kept = np.zeros(keys.shape[:3], dtype=bool)\n"
+    text += "    kept[..., : budget // SHARE + 1] = True\n    return kept\n"
+    for share, traits, count in ((10, "", 1), (10, "TRAITS = {'own_budget'}\n", 0), (1, "", 0)):
+        with EvictingCache(model, user_method(tmp_path, traits + text.replace("SHARE", str(share))), budget=20) as cache:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                model(prompt, past_key_values=cache, use_cache=True)
+            assert [str(each.message).count("keeps 3 tokens in a head, where the budget is 20") for each in told] == [1] * count
 
 
 def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:

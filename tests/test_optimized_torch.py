@@ -10,6 +10,7 @@ import torch
 
 from evictionary.optimized import attention as optimized_attention
 from evictionary.optimized import cache as optimized_cache
+from evictionary.optimized import expected_attention as optimized_expected_attention
 from evictionary.optimized import gvote as optimized_gvote
 from evictionary.optimized import keydiff as optimized_keydiff
 from evictionary.optimized import knorm as optimized_knorm
@@ -174,6 +175,14 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
         "query channels",
         lambda: optimized_attention.attend(QUERIES[..., :8], CACHE),
         r"queries: got shape .* wanted \[2, H_q, M, 16\]",
+    ),
+    *(
+        (
+            f"head_dim {odd} before RoPE",
+            lambda odd=odd: optimized_expected_attention.unrotated_statistics(states(2, 2, 40, odd), torch.tensor([1000])),
+            f"queries: got head_dim {odd}, wanted an even number",
+        )
+        for odd in (1, 3)
     ),
 ]
 

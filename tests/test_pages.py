@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +118,43 @@ def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:
     for command in chosen:
         result = CliRunner().invoke(app, shlex.split(command)[1:])
         assert result.exit_code == 0, (command, result.output)
+
+
+def printed(output: str) -> str:
+    """What a page shows of a command's output: without progress and seconds."""
+    lines = [line for line in output.strip().splitlines() if not re.match(r"[.F]+ *(\[ *\d+%\])?$|bringing up nodes", line)]
+    return re.sub(r" in [\d.]+s( \(\S+\))?$", "", "\n".join(lines).strip(), flags=re.MULTILINE)
+
+
+def told(page: Path, folder: Path) -> list[tuple[str, str]]:
+    """Follow a page in a folder: its programs become the file that its commands judge. Each command's output, shown and printed."""
+    found = []
+    for language, body in re.findall(r"^```(python|text)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        if language == "python":
+            (folder / "keydiff.py").write_text(body)
+        elif body.startswith("$ evictionary judge"):
+            command, _, shown = body.removeprefix("$ ").partition("\n")
+            program = [sys.executable, "-m", *shlex.split(command)]
+            done = subprocess.run(program, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+            found.append((shown.strip(), printed(done.stdout + done.stderr)))
+    return found
+
+
+def matches(shown: str, output: str) -> bool:
+    """Whether the output is what is shown, where a line of three dots stands for any lines."""
+    return bool(re.fullmatch(re.escape(shown).replace(r"\ \ \.\.\." + "\\\n", "(?:.*\n)*"), output))
+
+
+def test_the_report_of_the_readme_is_what_its_program_is_told(tmp_path: Path) -> None:
+    (tmp_path / "my_kernels").symlink_to(".")  # the page calls the folder so
+    ((shown, output),) = told(README, tmp_path)
+    assert matches(shown, output), output
+
+
+@pytest.mark.slow
+def test_ten_minutes_end_as_the_page_says(tmp_path: Path) -> None:
+    for shown, output in (pairs := told(DOCS / "ten_minutes.md", tmp_path)):
+        assert matches(shown, output), output
+    assert [re.findall("^(PASS|FAIL): ", output, flags=re.MULTILINE) for _, output in pairs] == [["FAIL"], ["FAIL"], ["PASS"]]
+    badge = json.loads((tmp_path / "verdict" / "badge.json").read_text())
+    assert badge in [json.loads(block) for block in blocks(DOCS / "ten_minutes.md", "json")] and badge["color"] == "green"

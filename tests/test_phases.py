@@ -14,7 +14,7 @@ from conftest import tiny_llama
 from reading import IDS, after, cached, generate, masked_logits, padded, places, positions_of, read, read_in, small
 from transformers import DynamicCache, LlamaForCausalLM
 
-from evictionary.cache import file, future_queries, layers, partial_attention
+from evictionary.cache import evicting_cache, file, future_queries, layers, partial_attention
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules, output_projection
@@ -254,6 +254,25 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens:
     output = partial_attention.attend(torch.from_numpy(queries[:, :, end : end + 1]).float(), layer)[:, :, 0]
     wanted = reference_momentkv.attend(queries[:, :, end], *held, np.ones((1, 2, 12), dtype=bool), moments)
     np.testing.assert_allclose(output.numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_written(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at the new token alone: that one is refused if it is not finite, before anything is written."""
+    cache = cached(model, IDS[:, :30], "momentkv", budget=12)
+    looked_at = []
+    own = evicting_cache.is_finite
+    monkeypatch.setattr(evicting_cache, "is_finite", lambda states: looked_at.append(states.numel()) or own(states))
+    for name in ("_wide", "require_states", "require_tokens"):
+        monkeypatch.setattr(momentkv, name, no_memory)
+    read_in(model, cache, [1] * 5, IDS[:, 30:])
+    assert set(looked_at) == {2 * 8}
+    before = cache.layers[0].keys.clone()
+    broken = model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: torch.full((1, 1, 16), torch.nan))
+    with broken, pytest.raises(MethodError, match="values: got NaN or infinite numbers in layer 0"):
+        read(model, IDS[:, 35:36], cache)
+    assert torch.equal(cache.layers[0].keys, before)
 
 
 def test_momentkv_shares_the_budget_of_a_prompt_as_the_paper_has_it(model: LlamaForCausalLM) -> None:

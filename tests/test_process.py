@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import types
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from typer.testing import CliRunner
 
 from evictionary.cli.app import app
 from evictionary.reference import cache, keydiff
+from evictionary.spec_tests.harness.apart import NotAsked
+from evictionary.spec_tests.harness.domain import NothingToAsk
 from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.matrix import outcome
@@ -143,6 +147,7 @@ def test_a_program_that_cannot_be_asked_is_a_sentence(start: str, wanted: str) -
         ({"functions": []}, "provides nothing: got '[]'"),
         ({"functions": ["keydiff.nonsense"]}, "provides 'keydiff.nonsense', which is no function of the contract"),
         ({"functions": ["keydiff.Cache"]}, "provides 'keydiff.Cache', which is no function"),
+        ({"fractions": 1}, "says '1' for \"fractions\", wanted a JSON true or false"),
         ({"domain": [64]}, "says '[64]' for \"domain\", wanted a JSON object"),
         ({"domain": {"heads": 3}}, "DOMAIN: heads: got a key that no domain has"),
         ({"conventions": ["bitmaps"]}, "CONVENTIONS: got 'bitmaps'"),
@@ -258,6 +263,24 @@ def test_arguments_that_cannot_travel_are_not_applicable(command: Callable[..., 
         impl.call("keydiff.decode", given, KEYS[..., 0, :], KEYS[..., 0, :], budget=2, scorer=keydiff.anchor)
 
 
+RETAINED = (
+    "from fractions import Fraction; a = request['arguments']; n, s, l = a['length'], a['sink_size'], a['lag_size'];"
+    "r = a['keep_ratio']; r = Fraction(*r['fraction']) if isinstance(r, dict) else Fraction(repr(r));"
+    "answer(n if n < s + 2 * l else n - ((n - s) // l - 1) * (l - int(r * l)))"
+)
+
+
+def test_a_fraction_goes_exactly_to_a_program_that_reads_fractions_and_to_no_other(command: Callable[..., str]) -> None:
+    """A third as a float keeps no token of three: a program that is given the float is not judged by it."""
+    law = load_laws()["test_lagkv::test_retained_length_at_its_edges"]
+    functions = {"functions": ["lagkv.retained_length"]}
+    law.check(load("exec:" + command(RETAINED, {**functions, "fractions": True})))
+    with pytest.raises(NothingToAsk, match='1/3 is no decimal number, and the program does not say that it reads "fractions"'):
+        law.check(load("exec:" + command(RETAINED, functions)))
+    half = load("exec:" + command(RETAINED, functions)).lagkv.retained_length(8, keep_ratio=Fraction(1, 2), sink_size=2, lag_size=3)
+    assert half == 6  # a half is 0.5, which every program reads
+
+
 def in_memory(score: Callable[..., Any]) -> Implementation:
     module = types.ModuleType("keydiff")
     module.score = score  # type: ignore[attr-defined]
@@ -284,12 +307,12 @@ def test_a_device_that_is_not_here_is_a_sentence(tmp_path: Path) -> None:
             load(str(tmp_path / "keydiff.py"), device=device)
 
 
-def test_a_kernel_without_its_gpu_ends_the_run_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_its_gpu_is_told_so_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def score(keys: np.ndarray) -> np.ndarray:
         raise RuntimeError("0 active drivers ([]). There should only be one.")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(pytest.exit.Exception, match=r"keydiff\.score needs a GPU, and this machine has none \(Runtime"):
+    with pytest.raises(NotAsked, match=r"keydiff\.score needs a GPU, and this machine has none \(Runtime"):
         in_memory(score).keydiff.score(KEYS)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(RuntimeError, match="active drivers"):
@@ -318,13 +341,59 @@ def test_the_action_hands_on_what_it_is_given(given: dict[str, str], wanted: lis
     assert said[:2] == ["judge", wanted[0]] and set(wanted) < set(said) and said[-2:] == ["--report", "a report"]
 
 
+PAGES = ROOT / "docs"
+
+
+def typed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a reader types, in a folder; `pytest spec_tests` in the clone."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    place = ROOT if command.startswith("pytest") else folder
+    return subprocess.run(command, shell=True, cwd=place, env=environment, capture_output=True, text=True)
+
+
 @pytest.mark.slow
-def test_the_first_report_of_ten_minutes_is_what_its_program_is_told(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "ten_minutes.md").read_text()
-    program = page.partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "keydiff.py").write_text(program)
-    command = [sys.executable, "-m", "evictionary", "judge", "keydiff.py", "--method", "keydiff"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    shown = page[page.index("KD-8 does not hold") : page.index("  this law alone")]
-    assert done.returncode == 1 and shown in done.stdout, done.stdout + done.stderr
+def test_the_commands_of_any_language_judge_its_programs(tmp_path: Path) -> None:
+    (tmp_path / "conformance").symlink_to(ROOT / "conformance")
+    block = (PAGES / "any_language.md").read_text().partition("## A program that answers\n\n```\n")[2].partition("```")[0]
+    build, *judging = block.splitlines()
+    assert shutil.which("c++") and shutil.which("node") and typed(build, tmp_path).returncode == 0
+    for command in judging:
+        done = typed(f"{command} --profile quick", tmp_path)
+        assert done.returncode == 0 and "\nPASS: " in done.stdout, (command, done.stdout + done.stderr)
+
+
+@pytest.mark.slow
+def test_the_vectors_of_any_language_find_the_mistake_that_the_page_shows(tmp_path: Path) -> None:
+    from test_vectors import PLAIN_KEYDIFF
+
+    page = (PAGES / "any_language.md").read_text()
+    writing, checking = page.partition("## Vectors\n\n```\n")[2].partition("\n```")[0].splitlines()
+    command, *shown = page.partition("```text\n$ python check_vectors.py")[2].partition("\n```")[0].splitlines()
+    shutil.copy(CLIENTS / "check_vectors.py", tmp_path)
+    (tmp_path / "raw_mean.py").write_text(PLAIN_KEYDIFF.replace("zip(*directions)", "zip(*keys)"))
+    for line in (writing, checking):
+        assert typed(line, tmp_path).returncode == 0, line
+    said = typed(f"python check_vectors.py{command}", tmp_path).stdout.splitlines()
+    before, after = shown[: shown.index("...")], shown[shown.index("...") + 1 :]
+    assert (said[: len(before)], said[-len(after) :]) == (before, after)
+
+
+@pytest.mark.slow
+def test_the_commands_of_plug_in_do_what_the_table_says(tmp_path: Path) -> None:
+    (tmp_path / "my_kernels").mkdir()
+    text = 'from evictionary.spec_tests.controls.keydiff import tiled as score\nARRAY_LIBRARY = "numpy"\n'
+    (tmp_path / "my_kernels" / "keydiff.py").write_text(text)
+    (tmp_path / "known.txt").write_text("MEM-4 we know it\n")
+    (tmp_path / "my_binary").write_text(f"#!/bin/sh\nexec python {CLIENTS / 'keydiff.py'}\n")
+    (tmp_path / "my_binary").chmod(0o755)
+    table = (PAGES / "reference" / "plug_in.md").read_text().partition("## Judge it")[2].partition("\n\nThe smallest")[0]
+    shown = [command for row in table.splitlines()[4:] for command in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    commands = [command.replace("...", "evictionary judge my_kernels") for command in shown]
+    assert len(commands) >= 12
+    for command in commands:
+        known = command.replace("NAME", "test_scores_are_cosines").replace("FOLDER", str(tmp_path / "report"))
+        known = known.replace("spec_tests --impl my_kernels", f"spec_tests/test_keydiff.py --impl {tmp_path / 'my_kernels'}")
+        done = typed(known if "--profile" in known else f"{known} --profile quick", tmp_path)
+        # The table's kernel is one of NumPy, for which there is no other device.
+        assert done.returncode == (2 if "cuda" in command else 0), (known, done.stdout + done.stderr)
+    assert (tmp_path / "report" / "conformance.json").exists()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from docs_build import entries as site
-from docs_build import hooks, kills, pages
+from docs_build import hooks, judging, kills, pages
 from evictionary.spec_tests.harness.implementation import STEMS
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 from evictionary.spec_tests.harness.planted import load_mutants
@@ -178,6 +178,12 @@ def test_a_report_on_the_page_is_what_its_program_is_told(name: str, tmp_path: P
     ]
     done = subprocess.run([*command, "--color=no"], cwd=site.ROOT, capture_output=True, text=True, check=False)
     assert shown[0] in done.stdout.replace(f"{tmp_path}/", ""), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_page_on_judging_is_what_its_programs_are_told_today() -> None:
+    """`python -m docs_build.judging` writes the page."""
+    assert judging.written(REPORTS) == REPORTS
 
 
 def test_every_method_is_in_the_table_and_has_a_page() -> None:

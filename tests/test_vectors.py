@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -79,6 +81,29 @@ def test_the_files_follow_the_schema_and_the_schema_is_strict(folder: Path) -> N
     broken = json.loads((folder / "KN-1.json").read_text())
     broken["cases"][0]["kind"] = "luck"
     assert not validator.is_valid(broken)
+
+
+def cheap(function: Callable[..., Any], *args: Any, dtype: str, pick: int | None = None, **kwargs: Any) -> SimpleNamespace:
+    """In place of an allowance, which is dear: what one is made of has to be a number."""
+    value = function(*args, **kwargs)
+    assert vectors._is_numeric(value if pick is None else value[pick]), function
+    return SimpleNamespace(largest=0.0, mean=0.0)
+
+
+@pytest.mark.parametrize("measured", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_method_has_vectors_that_follow_the_schema(measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A law may ask for a text or for nothing, as one of LagKV's does: neither can be a case."""
+    monkeypatch.setattr(vectors, "load_mutants", dict)
+    monkeypatch.setattr(vectors._Pool, "draw", lambda pool, law: pool._run(law, pool.narrow, 1))
+    if not measured:
+        monkeypatch.setattr(vectors, "allowance", cheap)
+    laws = vectors.laws_of()
+    assert {law.name.partition("::")[0] for law in laws} >= {"test_lagkv", "test_lagkv_stream", "test_momentkv", "test_selection"}
+    index = vectors.write(vectors.generate(laws, lambda step: None), tmp_path)
+    validator = jsonschema.Draft202012Validator(json.loads((tmp_path / "vectors.schema.json").read_text()))
+    for path in tmp_path.glob("[A-Z]*.json"):
+        validator.validate(json.loads(path.read_text(), parse_constant=pytest.fail))
+    assert len(index["files"]) > 100 and "LK-12.json" in index["files"]
 
 
 def test_the_cases_say_what_the_reference_says(content: dict[str, Any]) -> None:

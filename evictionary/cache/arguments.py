@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from evictionary.errors import UsageError
-from evictionary.methods.method import Method, tokens_to_keep
+from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
+from evictionary.optimized.momentkv import no_moments
+
+TRIED = 1024
+"""The tokens on which options are tried out."""
 
 
 def checked(
@@ -25,7 +31,26 @@ def checked(
     tokens_to_keep(1, compression_ratio, budget)
     if options and found is None:
         raise UsageError("options: got options without a method, wanted none")
-    return found, found.typed_options(options) if found else {}, _tokens_between(found, every, budget)
+    typed = found.typed_options(options) if found else {}
+    if found and typed and found.module.__name__.startswith("evictionary."):  # a user's function may do anything when it is called
+        _try_out(found, typed)
+    return found, typed, _tokens_between(found, every, budget)
+
+
+def _try_out(method: Method, options: Mapping[str, Any]) -> None:
+    """Call a method of the dictionary with some numbers, so that it refuses an option before a prompt is read."""
+    shapes = {"query_covariance": (1, 1, 2, 2), "query_slack": (1, 1, 1), "gates": (1, 1), "w_o": (1, 2, 2)}
+    states = dict.fromkeys(("keys", "values", "queries", "replay_queries", "replay_keys"), torch.ones(1, 1, TRIED, 2))
+    moments = no_moments(states["keys"], states["values"])
+
+    def supply(name: str, *_: Any) -> dict[str, Any]:
+        return {name: torch.ones(shapes.get(name, (1, 1, 8, 2) if name == "sampled_queries" else (1, 1, 2)))}
+
+    try:
+        method.kept({**states, "moments": moments}, Request(budget=TRIED // 2, options=options, supply=supply))
+    except UsageError as error:
+        if any(f": {name}: got" in str(error) for name in options):
+            raise
 
 
 def _tokens_between(method: Method | None, every: int | None, budget: int | None) -> int:

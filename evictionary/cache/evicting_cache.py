@@ -59,7 +59,8 @@ class EvictingCache(Cache):
     _finalizer: Any
     _replaying: bool
     _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
-    _is_warned: bool
+    _is_warned: bool  # that later tokens stay
+    _is_told: bool  # that a method keeps less than half of what it may
     _names: frozenset[str]
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
@@ -291,7 +292,7 @@ class EvictingCache(Cache):
         torch.autocast that one alone runs with it.
         """
         kind = queries.device.type
-        if not torch.is_autocast_enabled(kind):
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
             return self._attend(layer_index, module, queries, mask, attention)
         dtype = torch.get_autocast_dtype(kind)
 
@@ -385,6 +386,18 @@ class EvictingCache(Cache):
                 stacklevel=2,
             )
 
+    def _warn_of_what_is_wasted(self, kept: torch.Tensor, asked: int) -> None:
+        """Warn, once, where a select keeps less than half of the tokens [B, H_kv, T] that it may: `asked` in all rows of a head."""
+        assert self.method is not None
+        in_a_head = int(kept.sum()) / kept.shape[1]
+        if 2 * in_a_head < asked:
+            self._is_told = True
+            warnings.warn(
+                f"method {self.method.name}: keeps {in_a_head / len(kept):.4g} tokens in a head, where the budget is "
+                f'{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = {{"own_budget"}}',
+                stacklevel=2,
+            )
+
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
 
@@ -414,7 +427,10 @@ class EvictingCache(Cache):
             _require_finite(layer_index, new_key, new_value)
         keys, values, positions = layer.slots_to_replace()
         layer.waiting = None
-        output = momentkv.step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, layer.seen - 1)
+        # What the step before has written is not looked at again; the kernels are reached by the function that looks.
+        step = momentkv.step if kernels_for("momentkv", keys, values) else momentkv.step_trusted
+        position = torch.full(positions.shape[:2], layer.seen - 1, device=positions.device)
+        output = step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, position)
         layer.evicted_at = layer.seen
         return output
 
@@ -495,6 +511,8 @@ class EvictingCache(Cache):
                 anchor = one_pass.anchor_of(keys, layer.anchor, layer.seen - layer.evicted_at)
                 method = one_pass.anchored(method, anchor)
         kept = method.kept(states, request)
+        if method.is_select and not self._is_told and not method.traits & {"own_budget", "moving_window", "recursive"}:
+            self._warn_of_what_is_wasted(kept, sum(self._amounts(layer_index, layer.seen)))
         if anchor is not None:
             anchor = one_pass.anchor_without(anchor, keys, kept)
         if static is not None:
@@ -591,8 +609,8 @@ class EvictingCache(Cache):
         """Refuse assisted generation, which calls this before its first token."""
         if self.method is not None:
             raise UsageError(
-                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: its "
-                "first forward reads the prompt together with drafts, and the cache would compress both"
+                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: a "
+                "forward that reads a prompt together with drafts would compress both"
             )
         super().activate_past_recording()
 
@@ -607,7 +625,7 @@ class EvictingCache(Cache):
         self._replaying = False
         self._is_announced = False
         self.peak_tokens = 0
-        self._is_warned = False
+        self._is_warned = self._is_told = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
         # while decoding, `query` is the last one, and no history of it is needed
         later = set(self.method.inputs) - {"query"} if self.method and self.every else set()

@@ -182,4 +182,5 @@ def _require_whole(one: Assignment) -> None:
 
 
 def _step(given: dict[str, Any]) -> Step:
-    return Step(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+    typed: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Step(**typed)

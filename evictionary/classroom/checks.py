@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.classroom.assignment import Step
 from evictionary.classroom.child import StudentError
+from evictionary.spec_tests.harness.by_hand import for_each_reader, require_equal
 from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
 from evictionary.spec_tests.harness.implementation import Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
+
+if TYPE_CHECKING:
+    from evictionary.classroom.assignment import Step
 
 OWN = "grader::"  # what the names of these laws begin with
 
@@ -27,7 +31,10 @@ def law(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Law:
         return _constants_law(step, stem, constants)
     if step.check in ("kernel", "rows"):
         return {"kernel": _kernel_law, "rows": _rows_law}[step.check](step, seed)
-    return {"overflow": _overflow_law, "votes": _votes_law, "blocks": _blocks_law}[step.check](step)
+    if step.check == "sizes":
+        return _sizes_law(step, stem)
+    known = {"overflow": _overflow_law, "votes": _votes_law, "blocks": _blocks_law, "scales": _scales_law, "strides": _strides_law}
+    return known[step.check](step)
 
 
 def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None], **drawn: Any) -> Law:
@@ -104,6 +111,100 @@ def _votes_law(step: Step) -> Law:
     return _own_law(step, ("gvote.select",), sentence, check, case=seeded_cases(groups=(1,)), seed=seeds())
 
 
+# What passes small inputs and is wrong on larger ones is wrong at one of these: batch items and heads, tokens, channels.
+# A matrix over a thousand tokens, of all their channels too, fits the memory of an assignment.
+LARGE = (
+    Case(batch=5, num_kv_heads=9, group=2, length=20, head_dim=64, value_dim=64, num_queries=3),
+    Case(length=1030, group=2, head_dim=64, value_dim=64, num_queries=3),
+    Case(num_kv_heads=2, length=300, head_dim=128, value_dim=128, num_queries=3),
+)
+Asked = tuple[str, tuple[Any, ...], dict[str, Any]]  # a function and its arguments
+
+
+def _at_a_size(stem: str, case: Case) -> list[Asked]:
+    """What the functions of an assignment are asked at the size of a case."""
+    keys, values, queries, query = case.keys, case.values, case.queries, case.queries[:, :, 0]
+    match stem:
+        case "keydiff":  # with any leading axes
+            return [("score", (keys,), {}), ("score", (keys[0, 0],), {}), ("anchor", (keys[:, :, None],), {})]
+        case "lagkv":
+            settings = {"keep_ratio": 0.5, "sink_size": 3, "lag_size": case.length // 5}
+            return [("score", (keys, values, case.next_keys, case.next_values), {}), ("select", (keys, values), settings)]
+        case "gvote":
+            weights = oracle("gvote.attention_weights")(query, for_each_reader(keys, queries))
+            return [
+                ("attention_weights", (query, for_each_reader(keys, queries)), {}),
+                ("nucleus", (weights, 0.9), {}),
+                ("select", (query, keys, queries[:, :, 1:]), {"p": 0.9}),
+            ]
+        case "expected_attention":
+            statistics = oracle("expected_attention.query_statistics")(queries)
+            return [
+                ("query_statistics", (queries,), {}),
+                ("average_rope", statistics, {"position": 1000, "horizon": 50}),
+                ("score", (keys, values, *statistics), {}),
+            ]
+        case "momentkv":
+            before = oracle("momentkv.no_moments")(keys, values)
+            evicted = np.broadcast_to(np.arange(case.length) % 3 == 0, keys.shape[:3]).copy()
+            moments = oracle("momentkv.update")(before, keys, values, evicted)
+            return [
+                ("update", (before, keys, values, evicted), {}),
+                ("score", (query, keys, values, moments), {}),
+                ("attend", (query, keys, values, ~evicted, moments), {}),
+            ]
+        case "h2o":
+            return [("score", (queries, keys), {}), ("select", (queries, keys), {"budget": case.length // 2})]
+        case "duo_attention":
+            return [("estimate_gates", (query, keys[:, :, 0]), {"length": 200})]
+    raise ValueError(f"sizes: got {stem!r}, wanted an assignment with something to ask at a size")
+
+
+def _sizes_law(step: Step, stem: str) -> Law:
+    """The functions that the file has, beside the oracle, at the sizes of a model; a mask has to be that of the oracle."""
+
+    def check(impl: Implementation, seed: int) -> None:
+        for case in (replace(each, seed=seed) for each in LARGE):
+            impl.drawn = {"case": case}
+            for name, args, kwargs in _at_a_size(stem, case):
+                path = f"{stem}.{name}"
+                wanted = oracle(path)(*args, **kwargs)
+                if impl.missing((path,)):
+                    continue
+                if isinstance(wanted, np.ndarray) and wanted.dtype.kind == "b":
+                    require_equal(impl.call(path, *args, **kwargs), wanted, f"{name} marks other tokens")
+                else:
+                    impl.agrees(path, *args, **kwargs)
+
+    sentence = "What holds for a few numbers holds for 5 batch items of 9 heads, for 128 channels, and for a thousand tokens."
+    asked = dict.fromkeys(f"{stem}.{name}" for name, _, _ in _at_a_size(stem, LARGE[0]) if name != "anchor")
+    return replace(_own_law(step, tuple(asked), sentence, check, seed=seeds()), examples=1)
+
+
+def _scales_law(step: Step) -> Law:
+    """Keys whose squares the dtype of a kernel does not hold, and those whose norms somebody takes for zero."""
+
+    def check(impl: Implementation, case: Case) -> None:
+        allowed = impl.allowance("keydiff.score", case.keys)
+        for scale in (2.0**-66, 2.0**66):
+            allowed.check(impl.keydiff.score(impl.round(case.keys) * scale), f"the score of keys of about {scale:.0e}")
+
+    sentence = "Keys of about 1e-20 and of about 1e20 score as their directions do."
+    return _own_law(step, ("keydiff.score",), sentence, check, case=seeded_cases(kinds=("normal",)))
+
+
+def _strides_law(step: Step) -> Law:
+    """Keys that lie in the memory channel by channel, as a transposed tensor does."""
+
+    def check(impl: Any, case: Case) -> None:
+        allowed, keys = impl.allowance("keydiff.score", case.keys), np.asfortranarray(impl.round(case.keys), dtype=np.float32)
+        allowed.check(impl.child.call("score", keys), "the score of a transposed tensor")
+
+    sentence = "A transposed tensor with the same numbers has the same scores: use the strides or call .contiguous()."
+    sizes = seeded_cases(min_length=2, kinds=("normal",))
+    return _own_law(step, ("keydiff.score",), sentence, check, case=sizes)
+
+
 def _blocks_law(step: Step) -> Law:
     """A prompt whose matrix of weights alone takes the memory that the assignment gives, with keys that spread attention evenly."""
     length = 8192
@@ -121,9 +222,10 @@ def _kernel_law(step: Step, seed: int) -> Law:
     """Check that the scores depend on what a Triton kernel writes: all must move when each number that it writes is changed."""
 
     def check(impl: Any) -> None:
-        keys = np.random.default_rng(seed).standard_normal((1, 2, 17, 8), dtype=np.float32)
+        keys = np.random.default_rng(seed).standard_normal((1, 2, 70, 64), dtype=np.float32)
+        plain = impl.child.call("score", keys)
         with contextlib.suppress(ValueError, StudentError):  # a file that notices the change has read what the kernel wrote
-            changed, plain = impl.child.call("score", keys, change_launches=True), impl.child.call("score", keys)
+            changed = impl.child.call("score", keys, change_launches=True)
             if np.shape(changed) == np.shape(plain) and (np.asarray(changed) == plain).any():
                 told = "scores stay the same when every number that a Triton kernel writes is changed: no kernel computes them"
                 raise Violation(told, "scores that a function with @triton.jit writes, launched as kernel[grid](...)", None)
@@ -157,8 +259,20 @@ def _rows_law(step: Step, seed: int) -> Law:
             if sum(len(scores) for scores, _, _ in rows) > MOST_SCORES:
                 raise Violation(f"{step.name} returned more than {MOST_SCORES} scores, wanted at most so many")
             _require(bank, missing=wanted.difference(*(_shown(bank, row) for row in rows)), others=set())
-        if all(np.array_equal(one[0], other[0]) for one, other in zip(*answers, strict=False)):
-            raise Violation(f"{step.name} returned the same scores for two seeds, wanted rows drawn with the seed")
+        fixed = [one for one, other in zip(*answers, strict=False) if np.array_equal(one[0], other[0])]
+        told = f"{step.name} returned the same scores for two seeds, wanted rows drawn with the seed"
+        if len(fixed) == len(answers[0]):
+            raise Violation(told)
+        small = {name for name in wanted if not bank[name].above}
+        drawn = [
+            row
+            for row in (_row(each, MOST_SCORES) for each in answers[0])
+            if not any(np.array_equal(row[0], one[0]) for one in fixed)
+        ]
+        if missing := small.difference(*(_shown(bank, row) for row in drawn)):
+            raise Violation(
+                f"{told}: those that are drawn do not show: {'; '.join(bank[name].misconception for name in sorted(missing))}"
+            )
 
     return _own_law(step, (f"rows.{step.name}",), step.title + ".", check)
 

@@ -199,7 +199,7 @@ def by_one_law(order: Order, student: str, path: Handed, law: str) -> grading.Li
                 source = submissions.read(path, one)
             except submissions.BadSubmission as error:
                 raise UsageError(f"submission: {clean(error)}") from None
-            (line,) = _judge(order, replace(one, steps=(judged,)), source, _settings(order, student, path)[0]).lines
+            line = _judge(order, replace(one, steps=(judged,)), source, _settings(order, student, path)[0]).lines[0]
             return replace(line, message=_within_walls(line.message, order))
     known = sorted({each.rpartition("::")[2] for step in one.steps for each in (*step.laws, step.check) if each})
     raise UsageError(f"--law: got {law!r}, wanted one of {', '.join(known)}")
@@ -212,7 +212,8 @@ def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, i
     """
     from evictionary.classroom import synthetic
 
-    one, settings = order.loaded, {"constants": {}}
+    one = order.loaded
+    settings: dict[str, Any] = {"constants": {}}
     if solution is None and one.stem not in synthetic.STEMS:
         raise UsageError(f"submission: got none, wanted a right answer to {one.name}, for the reference has no {one.stem}")
     try:
@@ -344,9 +345,7 @@ def gradebook(grades: Sequence[dict[str, Any]]) -> str:
     rows = csv.writer(content, lineterminator="\n")
     rows.writerow(("id", "points", "of", "comment"))
     for grade in sorted(grades, key=lambda one: str(one["student"])):
-        lost = [
-            f"{line['name']}: {line['verdict']}, {line['reason']}" for line in grade["lines"] if line["points"] < line["max_points"]
-        ]
+        lost = [f"{line['name']}: {line['verdict']}, {line['reason']}" for line in grade["lines"] if line["verdict"] != "passed"]
         comment = grade["error"] or "; ".join(lost) or "full marks"
         rows.writerow((_no_formula(grade["student"]), grade["score"], grade["max_score"], _no_formula(" ".join(comment.split()))))
     return content.getvalue()

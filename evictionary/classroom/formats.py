@@ -35,7 +35,7 @@ def gradescope(grade: dict[str, Any]) -> str:
         "stdout_visibility": "hidden",
         "tests": [
             {
-                "name": f"{line['title']} ({line['requirement']})",
+                "name": _named(line, "title"),
                 "number": str(number),
                 "score": line["points"],
                 "max_score": line["max_points"],
@@ -79,7 +79,7 @@ def classroom50(grade: dict[str, Any]) -> str:
         "max-score": grade["max_score"],
         "tests": [
             {
-                "test-name": f"{line['name']} ({line['requirement']})",
+                "test-name": _named(line, "name"),
                 "passed": line["verdict"] == "passed",
                 "score": line["points"],
                 "max-score": line["max_points"],
@@ -106,9 +106,7 @@ def junit(grade: dict[str, Any]) -> str:
         timestamp=grade["graded_at"].removesuffix("Z"),
     )
     for line in grade["lines"]:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname=visible(grade["student"]), name=f"{line['name']} ({line['requirement']})"
-        )
+        case = ElementTree.SubElement(suite, "testcase", classname=visible(grade["student"]), name=_named(line, "name"))
         if line["verdict"] == "failed":
             ElementTree.SubElement(case, "failure", message=visible(line["reason"]), type="law").text = visible(line["message"])
         elif line["verdict"] != "passed":
@@ -158,6 +156,10 @@ def write(grade: dict[str, Any], folder: Path, formats: list[str]) -> None:
     temporary = folder / "grade.json.part"
     temporary.write_text(json.dumps(grade, indent=1) + "\n", encoding="utf-8")
     temporary.replace(folder / "grade.json")
+
+
+def _named(line: dict[str, Any], key: str) -> str:
+    return f"{line[key]} ({line['requirement']})" if line["requirement"] else str(line[key])
 
 
 def _told(line: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ from evictionary.classroom.inputs import decided_by
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.degenerate import REFUSAL
-from evictionary.spec_tests.harness.diagnosis import differs, misconceptions
+from evictionary.spec_tests.harness.diagnosis import differs, misconceptions, numbers_in
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import Law, load_laws
 from evictionary.spec_tests.harness.matrix import SECONDS, TimedOut, outcome, time_limit
@@ -40,6 +40,7 @@ from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
 TIMED_SHAPE = (1, 8, 2**16, 128)  # the keys that a kernel is timed with: 256 MiB in float32
 LONGEST_TEXT = 20_000
+MOST_SHOWN = 128  # numbers of an input beside a message
 MOST_UNASKED = 2**16  # numbers in an answer whose shape nothing says, or is wrong
 
 
@@ -141,11 +142,18 @@ def judge(
     return result
 
 
-def blocked(assignment: Assignment) -> str:
-    """Why this machine cannot judge the assignment, or an empty string."""
+def lacking(assignment: Assignment) -> str:
+    """Which library this machine lacks for the assignment and how to get it, or an empty string."""
     for module in ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ():
         if importlib.util.find_spec(module) is None:
-            return f"this machine has no {module}, which the assignment needs"
+            return f"this machine has no {module}, which the assignment needs: pip install 'evictionary[torch]'"
+    return ""
+
+
+def blocked(assignment: Assignment) -> str:
+    """Why this machine cannot judge the assignment, or an empty string."""
+    if reason := lacking(assignment):
+        return reason
     if assignment.contest:
         from evictionary.classroom import contest
 
@@ -214,6 +222,11 @@ class _Judged(Implementation):
         except _WrongForm as error:
             self.calls[-1].result = error.got  # a known mistake is known by it
             raise
+
+    def native(self, value: Any) -> Any:
+        """Rows of channels in the memory, however the law came by them: a step of its own asks about strides."""
+        found = super().native(value)
+        return np.require(found, requirements="C") if isinstance(found, np.ndarray) else found
 
     @contextlib.contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
@@ -378,10 +391,12 @@ def _plain(message: str) -> str:
 
 
 def _stated(law: Law, implementation: Implementation, message: str) -> str:
-    """The law that fails, the input of the last call, and what is wrong, as long as nothing smaller has been looked for."""
-    shown = report.indented(report.arguments(implementation.calls[-1].arguments)) if implementation.calls else ""
-    own = [f"  the law         {law.sentence}", f"  an input        {shown}" if shown else "", f"  what is wrong   {message}"]
-    return "\n".join(filter(None, own))
+    """The law that fails, what is wrong, and the input of the last call if it is short; nothing smaller has been looked for."""
+    lines = [f"  the law         {law.sentence}", f"  what is wrong   {message}"]
+    given = implementation.calls[-1].arguments if implementation.calls else {}
+    if 0 < numbers_in(tuple(given.values())) <= MOST_SHOWN:
+        lines.insert(1, f"  an input        {report.indented(report.arguments(given))}")
+    return "\n".join(lines)
 
 
 TWO_ANSWERS = (

@@ -18,12 +18,13 @@ import itertools
 import json
 import linecache
 import os
+import re
 import resource
 import struct
 import sys
 import traceback
 import zipfile
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, BinaryIO
@@ -369,20 +370,75 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def changed_launches() -> Iterator[None]:
-    """Add 1 to every number that a Triton kernel writes, in the interpreter: only an answer that a kernel computes changes too."""
-    from triton.runtime.interpreter import InterpreterBuilder
+def watched_launches() -> Iterator[dict[str, float]]:
+    """Triton's interpreter as the grader needs it: places that a load leaves out hold NaN, unless it says what else they hold.
+
+    The number "added" of what is returned is added to every number that a kernel writes: an answer that a kernel computes changes
+    too. The interpreter is the same object before and after, so that a file does not see when the grader looks.
+    """
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
+
+    state, originals = {"added": 0.0}, {}
+
+    def watch(name: str, change: Callable[..., tuple[Any, ...]]) -> None:
+        originals[name] = original = getattr(InterpreterBuilder, name)
+        watched = functools.wraps(original)(lambda self, *args, **named: original(self, *change(*args), **named))
+        del watched.__wrapped__
+        setattr(InterpreterBuilder, name, watched)
 
     def changed(value: Any) -> Any:
-        return dataclasses.replace(value, data=value.data + 1) if value.data.dtype.kind == "f" else value
+        return dataclasses.replace(value, data=value.data + state["added"]) if value.data.dtype.kind == "f" else value
 
-    store, add = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_atomic_rmw
-    InterpreterBuilder.create_masked_store = lambda self, place, value, *rest: store(self, place, changed(value), *rest)
-    InterpreterBuilder.create_atomic_rmw = lambda self, kind, place, value, *rest: add(self, kind, place, changed(value), *rest)
+    def filled(place: Any, mask: Any, other: Any, *rest: Any) -> tuple[Any, ...]:
+        dtype = _get_np_dtype(place.get_element_ty())
+        if other is None and dtype.kind == "f":  # a GPU leaves there what was there
+            other = TensorHandle(np.full_like(place.data, np.nan, dtype=dtype), place.get_element_ty())
+        return place, mask, other, *rest
+
+    watch("create_masked_load", filled)
+    watch("create_masked_store", lambda place, value, *rest: (place, changed(value), *rest))
+    watch("create_atomic_rmw", lambda kind, place, value, *rest: (kind, place, changed(value), *rest))
     try:
-        yield
+        yield state
     finally:
-        InterpreterBuilder.create_masked_store, InterpreterBuilder.create_atomic_rmw = store, add
+        for name, original in originals.items():
+            setattr(InterpreterBuilder, name, original)
+
+
+# What torch may do to the keys of a kernel: allocate, move, look whether they are finite. Anything else is arithmetic.
+MOVES = re.compile(
+    r"(new_)?(empty|zeros|ones|full)(_like|_strided)?|clone|contiguous|copy_|to|cpu|float|view|reshape|flatten|(un)?squeeze|expand|"
+    r"transpose|swapaxes|movedim|permute|t|as_strided|detach|narrow|select|split|unbind|chunk|cat|stack|pad|fill_|zero_|"
+    r"__(get|getitem|setitem|set|iter)__|abs|max|min|amax|amin|aminmax|nan_to_num"
+)
+SMALL_KEYS = 4096  # of fewer numbers a step between two launches may be as large
+
+
+@contextlib.contextmanager
+def kernels_alone(keys: Any) -> Iterator[None]:
+    """Raise TypeError if torch or NumPy does arithmetic with as many numbers as the keys have: a kernel has to."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    counts: Counter[str] = Counter()
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result, name = function(*args, **(kwargs or {})), getattr(function, "__name__", str(function))
+            numbers = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
+            leaves = name in ("numpy", "tolist", "__array__", "__dlpack__")
+            is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
+            is_total = name in ("sum", "mean") and is_float and result.numel() == 1  # NaN or infinite if one of them is
+            if leaves or (is_float and not is_total and not MOVES.fullmatch(name)):
+                counts[name] += max((each.numel() for each in numbers), default=0)
+            return result
+
+    with Counting():
+        yield
+    if counts.total() >= max(keys.numel(), SMALL_KEYS):
+        told = f"{', '.join(sorted(counts))} on {counts.total()} numbers outside of a kernel, for {keys.numel()} numbers of keys"
+        raise TypeError(f"{told}: a kernel has to compute with the keys")
 
 
 def numbers(value: Any) -> Any:
@@ -394,7 +450,7 @@ def numbers(value: Any) -> Any:
 
 def answer(function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
     """Call a function. Raises TypeError if it returns nothing, or has written into an argument by then."""
-    code = getattr(function, "__code__", None)
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
     named = itertools.zip_longest(names[: len(arguments)], range(1, 1 + len(arguments)))
     given = dict(zip((name or f"argument {place}" for name, place in named), arguments, strict=True)) | keywords
@@ -428,8 +484,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         torch.set_num_threads(1)
         if setup["interpret"]:
             os.environ["TRITON_INTERPRET"] = "1"
-            import triton.language
-            import triton.runtime.interpreter  # noqa: F401
+            import triton.language  # noqa: F401
+    watching = watched_launches() if setup["interpret"] else contextlib.nullcontext({"added": 0.0})
+    launches = watching.__enter__()  # as long as the process lives
     path, site, banned = setup["path"], setup["site"], setup["banned"]
     walls: dict[str, Any] = {"audit hook": setup["confine"]}
     if setup["confine"]:
@@ -456,7 +513,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             entries = [as_native(entry) for entry in value]
             return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
         if torch is not None and isinstance(value, np.ndarray):
-            return torch.from_numpy(np.array(value, order="C")).to(setup["device"])
+            return torch.from_numpy(np.array(value, order="K")).to(setup["device"])
         return value
 
     def named(name: str, fields: list[str]) -> Any:
@@ -473,8 +530,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
                 result = do_bench(functools.partial(function, *arguments, **keywords), return_mode="median")
             else:
-                with changed_launches() if message.get("change launches") else contextlib.nullcontext():
-                    result = answer(function, arguments, keywords)
+                launches["added"] = float(bool(message.get("change launches")))
+                asked = kernels_alone(arguments[0])(function) if setup["interpret"] else function
+                result = answer(asked, arguments, keywords)
             found: list[Any] = []
             content = encode(result, found)
         except BadFrame as error:

@@ -63,6 +63,7 @@ def start(
     """Begin an assignment: write its starter file, with the functions to fill in."""
     with exit_codes():
         from evictionary.classroom.assignment import load
+        from evictionary.classroom.grading import lacking
 
         chosen = load(assignment, assignments)
         path = work / chosen.file
@@ -88,6 +89,8 @@ def start(
         if any(step.check != "rows" for step in chosen.steps):
             told += " Arrays come in float64, and results must be float64 too."
         console.print(told)
+    if missing := lacking(chosen):
+        console.print(f"Here `check` cannot judge it: {missing}", style="yellow", markup=False)
     console.print(f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]")
 
 
@@ -168,6 +171,9 @@ def _print(chosen: Assignment, judged: Judgement, path: Path, again: str) -> Non
         table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
     console.print(table)
     console.print(f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s")
+    blocked = next((line.reason for line in judged.lines if line.verdict == "blocked"), "")
+    if blocked:
+        console.print(f"Not judged: {blocked}", style="yellow", markup=False, soft_wrap=True)
     first = next((line for line in judged.lines if line.verdict == "failed"), None)
     if first is None:
         return
@@ -244,7 +250,7 @@ def submit(
             raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
     is_begun = path.read_text(encoding="utf-8", errors="replace") != chosen.starter_for(student)
     if not is_begun:
-        messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False)
+        messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"assignment": chosen.name, "archive": str(target), "files": packed, "begun": is_begun}))
         return
@@ -327,7 +333,7 @@ def grade(
                 markup=False,
             )
         missing = _missing_walls(without_walls)
-        secret = _secret(seed_file)
+        secret = os.urandom(32) if try_it else _secret(seed_file)
         order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds, ids, assignments)
         if (try_it or law) and len(found) > 1:
             raise UsageError(f"submission: got {len(found)}, wanted a single one")
@@ -432,7 +438,7 @@ def _missing_walls(without: bool) -> list[str]:
     if harm and not without:
         raise UsageError(
             f"--without-walls: {told} Nothing was run. Grade each submission in a container of its own "
-            "(docs/classroom/container.md), or give --without-walls if there is nothing here to lose"
+            "(the page of that name in the documentation), or give --without-walls if there is nothing here to lose"
         )
     if harm:
         messages.print(told, style="yellow", markup=False)
@@ -508,5 +514,5 @@ def _print_class(result: dict[str, Any], output: Path, as_json: bool) -> None:
         console.print(f"Notes on {len(result['notes']) - MOST_SHOWN} more are in summary.json.", style="yellow")
     if result["walls_missing"]:
         missing = ", ".join(result["walls_missing"])
-        console.print(f"Walls missing here: {missing}. docs/classroom/isolation.md says what is open then.", style="yellow")
+        console.print(f"Walls missing here: {missing}. The page on isolation says what is open then.", style="yellow")
     console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")

@@ -24,7 +24,13 @@ def export(
     ] = 0.5,
     budget: Annotated[int | None, whole_number("Tokens to keep in each head, instead of the ratio.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")] = None,
-    every: Annotated[int | None, whole_number("Compress again after this many new tokens; by default only the prompt.")] = None,
+    every: Annotated[
+        int | None,
+        whole_number(
+            "Compress again after this many new tokens, such as 64; by default only the prompt is compressed, "
+            "with momentkv each token."
+        ),
+    ] = None,
     seed: Annotated[int, whole_number("The seed for methods that draw random numbers.")] = 0,
 ) -> None:
     """Write a folder for model.generate(custom_generate=FOLDER): users of transformers evict without a line of their own."""

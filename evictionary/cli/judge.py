@@ -15,6 +15,7 @@ from evictionary.cli.console import AsJson, exit_codes, given_names, messages, n
 from evictionary.errors import UsageError
 
 app = typer.Typer()
+MEMORY = "memory"
 
 
 @app.command(
@@ -81,12 +82,14 @@ def judge(
         if report is not None:
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))
-        chosen = _law_files(laws, given_names("--method", methods))
+        names = given_names("--method", methods) or []
+        chosen = _law_files(laws, names)
         with tempfile.TemporaryDirectory() as temporary:
             folder = report or Path(temporary)
             # With an equals sign: pytest takes what stands alone for a path of tests, and loads the conftest.py beside it.
             options = [*judged, f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"]
             options += [f"--domain={each}" for each in domain or []]
+            options += [f"--method={each}" for each in names if MEMORY not in names]
             options += [f"--dtype={dtype}"] if dtype else []
             options += [f"--expected-failures={expected_failures}"] if expected_failures else []
             options += ["--strict"] if strict else []
@@ -106,14 +109,14 @@ def judge(
     raise typer.Exit(code)
 
 
-def _law_files(laws: Path, methods: list[str] | None) -> list[Path]:
-    """The files of the laws that judge an implementation: of these methods, or of all."""
+def _law_files(laws: Path, methods: list[str]) -> list[Path]:
+    """The files of the laws that judge an implementation: of these methods and of the memory of their functions, or of all."""
     found = sorted(laws.glob("test_*.py"))
-    for method in methods or []:
+    for method in methods:
         if not (laws / f"test_{method}.py").is_file():
             known = ", ".join(path.stem.removeprefix("test_") for path in found)
             raise UsageError(f"--method: got {method!r}, wanted some of {known}")
-    stems = [f"test_{method}" for method in methods or []]
+    stems = [f"test_{method}" for method in [*methods, MEMORY] if methods]
     return [path for path in found if not stems or any(path.stem == stem or path.stem.startswith(f"{stem}_") for stem in stems)]
 
 

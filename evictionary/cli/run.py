@@ -54,7 +54,8 @@ def run(
     every: Annotated[
         int | None,
         whole_number(
-            "Compress again after this many new tokens, and read the text in blocks of that size; by default only the prompt."
+            "Compress again after this many new tokens, such as 64, and read the text in blocks of that size; by default only the "
+            "prompt is compressed, with momentkv each token."
         ),
     ] = None,
     max_new_tokens: Annotated[int, whole_number("The longest answer, in tokens.")] = 64,

@@ -35,7 +35,7 @@ import triton.language as tl
 
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, outputs, padded, warps
+from .launching import floats, is_amd, launch, outputs, padded, warps
 from .strided import load_row, strided
 from .tiles import at_head, dot_dtype, load_queries, load_tile
 
@@ -140,12 +140,12 @@ def _attend(
     output = outputs(queries, batch, num_query_heads, num_queries, value_dim)
     log_sum_exp = floats(queries, batch, num_query_heads, num_queries)
     scale = math.log2(math.e) / math.sqrt(head_dim)
-    attend_chunks[(programs * row_blocks,)](
+    launch(attend_chunks, (programs * row_blocks,))(
         strided(queries), *flat, *dense, stored, partial, partial_log,
         num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
         STORED=cache is not None, PAGE=keys.shape[1] if isinstance(cache, PagedCache) else 0, BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
-    merge_chunks[(heads * rows,)](
+    launch(merge_chunks, (heads * rows,))(
         strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
         num_kv_heads, num_queries, rows, chunks_each, head_dim, value_dim, scale,
         STORED=cache is not None, MOMENTS=moments is not None, BLOCK_D=32, BLOCK_DV=padded(value_dim),

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..states import CompressedCache
 from .compiling import HEAD_DIMS, configurations
-from .launching import padded
+from .launching import launch, padded
 from .tiles import at_head, copy_tile
 
 ELEMENTS_OF_A_TILE = 4096
@@ -39,7 +39,7 @@ def copy_kept(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows
     block_d, block_dv = padded(head_dim), padded(values.shape[-1])
     block_t = min(128, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
     tiles = triton.cdiv(length, block_t)
-    copy_rows[(batch * num_heads * tiles,)](
+    launch(copy_rows, (batch * num_heads * tiles,))(
         keys, values, kept, rows, *cache[:3], *keys.stride(), *values.stride(),
         num_heads, length, tiles, head_dim, values.shape[-1], BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
     )  # fmt: skip

@@ -34,7 +34,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
-from .launching import floats, padded, register_limit, warps
+from .launching import floats, launch, on_tensor_cores, padded, register_limit, warps
 from .tiles import at_head, dot_dtype, load_tile
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
@@ -60,16 +60,16 @@ def score(
     factors, logits = floats(keys, readers), floats(keys, readers, tiles, tile["BLOCK_T"])
     highest, mass = floats(keys, readers, tiles), floats(keys, readers, tiles)
     scores = floats(keys, batch, num_kv_heads, length)
-    split_covariances[(readers,)](
+    launch(split_covariances, (readers,))(
         covariances, parts, factors, *covariances.stride(), num_query_heads, head_dim,
         BLOCK_R=16, BLOCK_D=2 * tile["BLOCK_H"], TERMS=terms, num_warps=warps(keys, 256),
     )  # fmt: skip
-    expected_logits[(heads * tiles,)](
+    launch(expected_logits, (heads * tiles,))(
         keys, values, means, parts, factors, logits, highest, mass, scores,
         keys.stride(), values.stride(), num_kv_heads, group, length, tiles, head_dim, values.shape[-1],
         GROUP=block_group, TERMS=terms, RESCALE=values.dtype != torch.float16, **tile,
     )  # fmt: skip
-    weigh_values[(heads * runs,)](
+    launch(weigh_values, (heads * runs,))(
         logits, highest, mass, scores, group, length, tiles, runs, float(epsilon),
         GROUP=block_group, TILE=tile["BLOCK_T"], BLOCK_T=TOKENS_OF_A_RUN, num_warps=warps(keys, 128),
     )  # fmt: skip
@@ -80,7 +80,7 @@ def _tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     """Return the constants of `expected_logits`."""
     block_d, block_dv = padded(keys.shape[-1], 32), padded(values.shape[-1])
     wide = block_d > 128
-    if keys.dtype == torch.float32:
+    if not on_tensor_cores(keys):
         # Without tensor cores each product takes registers of its own. With one stage all keys stay in registers too, and spill.
         tile = {"BLOCK_T": 32, "BLOCK_N": 16, "num_warps": 8}
     else:

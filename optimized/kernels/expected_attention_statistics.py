@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ..rope import frequencies
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, padded, register_limit, warps
+from .launching import as_heads, floats, launch, padded, register_limit, warps
 from .tiles import at_head, dot_dtype, load_tile
 
 PROGRAMS_WANTED = 512
@@ -78,13 +78,13 @@ def _statistics(
     products = floats(queries, count * splits, 3, half, half)
     mean, covariance = floats(queries, count, head_dim), floats(queries, count, head_dim, head_dim)
     places = None if positions is None else as_heads(positions[..., None])[..., 0]
-    sum_products[(count * splits, 3 if each else 1)](
+    launch(sum_products, (count * splits, 3 if each else 1))(
         heads, places, contiguous, fractions, shifts, sums, products,
         *heads.stride(), *((0, 0, 0) if places is None else places.stride()), num_heads, length, head_dim, split, splits,
         BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries), ROTATED=places is not None, ODD=odd,
         num_warps=warps(queries, threads), num_stages=stages, **limit,
     )  # fmt: skip
-    finish_statistics[(count, 3, triton.cdiv(half, 16))](
+    launch(finish_statistics, (count, 3, triton.cdiv(half, 16)))(
         shifts, sums, products, mean, covariance, length, head_dim, splits,
         BLOCK_R=16, BLOCK_H=block_h, ODD=odd, num_warps=warps(queries, 128),
     )  # fmt: skip

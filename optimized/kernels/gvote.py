@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, padded
+from .launching import floats, launch, padded
 from .selection import count_keys, find_prefix, keep_from, load_ordered, ordered, store_counts
 from .tiles import at_head, dot_dtype, load_queries, load_tile
 
@@ -108,7 +108,7 @@ def _logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     logits = floats(keys, batch * num_kv_heads * rows, columns)
     tile = _tile(keys, rows)
     blocks = triton.cdiv(length, tile["BLOCK_T"])
-    multiply[(batch * num_kv_heads * blocks, triton.cdiv(rows, tile["BLOCK_ROWS"]))](
+    launch(multiply, (batch * num_kv_heads * blocks, triton.cdiv(rows, tile["BLOCK_ROWS"])))(
         queries, keys, logits, *queries.stride(), *keys.stride(),
         num_kv_heads, num_queries, rows, length, columns, blocks, head_dim, 1 / math.sqrt(head_dim), **tile,
     )  # fmt: skip
@@ -143,7 +143,7 @@ def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool) -> torch.Te
     sizes = torch.empty(count, dtype=torch.int32, device=rows.device)
     if length <= LONGEST_SHORT_ROW:
         tile = _short(length)
-        settle_short_rows[(triton.cdiv(count, tile["ROWS"]),)](
+        launch(settle_short_rows, (triton.cdiv(count, tile["ROWS"]),))(
             rows, sizes, *rows.stride(), count, length, beyond, FROM_LOGITS=from_logits, **tile
         )
         return sizes
@@ -153,15 +153,15 @@ def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool) -> torch.Te
     masses = [floats(rows, count, chunks, 16) for _ in range(2)]
     thresholds = [torch.empty(count, dtype=torch.int32, device=rows.device) for _ in range(2)]
     grid = (count * chunks,)
-    find_peaks[grid](rows, peaks, *rows.stride(), length, chunk, chunks, BLOCK=2048, num_warps=4)
+    launch(find_peaks, grid)(rows, peaks, *rows.stride(), length, chunk, chunks, BLOCK=2048, num_warps=4)
     for digit in range(8):
         now, before = digit % 2, 1 - digit % 2
-        weigh_chunks[grid](
+        launch(weigh_chunks, grid)(
             rows, peaks, masses[before], masses[now], totals, thresholds[before], thresholds[now],
             *rows.stride(), length, chunk, chunks, digit, beyond,
             FROM_LOGITS=from_logits, BLOCK=512, MOST_CHUNKS=MOST_CHUNKS, num_warps=4,
         )  # fmt: skip
-    settle_long_rows[(count,)](
+    launch(settle_long_rows, (count,))(
         rows, peaks, masses[1], totals, thresholds[1], sizes, *rows.stride(), length, chunks, beyond,
         FROM_LOGITS=from_logits, BLOCK=4096, MOST_CHUNKS=MOST_CHUNKS, num_warps=8,
     )  # fmt: skip
@@ -179,7 +179,7 @@ def _vote(rows: torch.Tensor, budgets: torch.Tensor, kept: torch.Tensor, *, exte
     lasts = torch.empty(count, dtype=torch.int32, device=rows.device)
     if length <= LONGEST_SHORT_ROW:
         tile = _short(length)
-        rank_short_rows[(triton.cdiv(count, tile["ROWS"]),)](
+        launch(rank_short_rows, (triton.cdiv(count, tile["ROWS"]),))(
             rows, budgets, thresholds, lasts, *rows.stride(), count, length, sharing, **tile
         )
     else:
@@ -188,13 +188,13 @@ def _vote(rows: torch.Tensor, budgets: torch.Tensor, kept: torch.Tensor, *, exte
         last_counts = torch.empty((count, chunks, 256), dtype=torch.int32, device=rows.device)
         arguments = (*rows.stride(), length, sharing, chunk, chunks)
         for byte in range(4):
-            count_chunks[(count * chunks,)](rows, budgets, counts, last_counts, *arguments, byte, BLOCK=2048, num_warps=4)
-        rank_chunks[(count * chunks,)](
+            launch(count_chunks, (count * chunks,))(rows, budgets, counts, last_counts, *arguments, byte, BLOCK=2048, num_warps=4)
+        launch(rank_chunks, (count * chunks,))(
             rows, budgets, counts, last_counts, thresholds, lasts, *arguments, BLOCK=2048, MOST_CHUNKS=MOST_CHUNKS, num_warps=4
         )
     masks = kept.numel() // length
     blocks = triton.cdiv(length, 2048)
-    unite[(masks * blocks,)](
+    launch(unite, (masks * blocks,))(
         rows, thresholds, lasts, kept, *rows.stride(), length, count // masks, blocks, EXTEND=extend, BLOCK=2048, num_warps=4
     )
 

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, padded
+from .launching import as_heads, floats, launch, padded
 from .tiles import at_head, load_tile
 
 MOST_SPLITS = 64
@@ -61,7 +61,7 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
     some = as_heads(next(keys for keys in (new_keys, evicted_keys) if keys is not None))
     added, removed = (some[:, :, :0] if keys is None else as_heads(keys) for keys in (new_keys, evicted_keys))
     updated = floats(anchor, *anchor.shape)
-    update_sums[(some.shape[0] * some.shape[1],)](
+    launch(update_sums, (some.shape[0] * some.shape[1],))(
         anchor.contiguous(), added, removed, updated, *added.stride(), *removed.stride(),
         some.shape[1], added.shape[2], removed.shape[2], some.shape[3], **_tile(some),
     )  # fmt: skip
@@ -87,7 +87,7 @@ def _partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Te
     batch, num_heads, length, head_dim = heads.shape
     split, splits = _splits(length, tile["BLOCK_T"])
     sums = floats(keys, batch * num_heads, splits, head_dim)
-    sum_unit_keys[(batch * num_heads * splits,)](
+    launch(sum_unit_keys, (batch * num_heads * splits,))(
         heads, sums, sums if inverses is None else inverses, *heads.stride(), num_heads, length, head_dim, split, splits,
         STORED=inverses is not None, **tile,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None
     batch, num_heads, length, head_dim = heads.shape
     split, splits = _splits(length, tile["BLOCK_T"])
     scores = floats(keys, *keys.shape[:-1])
-    score_keys[(batch * num_heads * splits,)](
+    launch(score_keys, (batch * num_heads * splits,))(
         heads, sums, sums if inverses is None else inverses, scores, *heads.stride(),
         num_heads, length, head_dim, split, splits, sums.shape[1], STORED=inverses is not None, **tile,
     )  # fmt: skip

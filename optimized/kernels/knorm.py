@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, padded
+from .launching import as_heads, floats, launch, padded
 from .tiles import at_head, load_tile
 
 ELEMENTS_OF_A_TILE = 8192
@@ -24,7 +24,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     batch, num_heads, length, head_dim = heads.shape
     scores, block_d = floats(keys, *keys.shape[:-1]), padded(head_dim)
     block_t = min(128, ELEMENTS_OF_A_TILE // block_d)
-    score_norms[(batch * num_heads * triton.cdiv(length, block_t),)](
+    launch(score_norms, (batch * num_heads * triton.cdiv(length, block_t),))(
         heads, scores, *heads.stride(), num_heads, length, head_dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8
     )
     return scores

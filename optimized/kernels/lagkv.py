@@ -33,7 +33,7 @@ import triton.language as tl
 from ..states import CompressedCache
 from .cache import empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, padded, register_limit
+from .launching import floats, launch, padded, register_limit
 from .selection import keep_highest, ordered
 from .tiles import at_head, copy_tile, load_tile
 
@@ -48,7 +48,7 @@ def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, nex
     parts = [states.reshape(-1, *states.shape[-2:]) for states in (keys, values, next_keys, next_values)]
     strides = [part.stride() for part in parts]
     scores = floats(keys, *keys.shape[:-1])
-    score_partitions[(parts[0].shape[0],)](
+    launch(score_partitions, (parts[0].shape[0],))(
         *parts, scores, *strides, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values)
     )
     return scores
@@ -61,7 +61,7 @@ def select(
     batch, num_heads, length, head_dim = keys.shape
     scored = (length - sink_size) // lag_size - 1
     limit = register_limit(keys, 128, 100) if keys.element_size() == 2 and max(head_dim, values.shape[3]) <= 128 else {}
-    select_partitions[(batch * num_heads * scored,)](
+    launch(select_partitions, (batch * num_heads * scored,))(
         keys, values, kept, keys.stride(), values.stride(),
         num_heads, length, scored, sink_size, lag_size, kept_each, head_dim, values.shape[3],
         **_tile(lag_size, keys, values), **limit,
@@ -80,7 +80,7 @@ def compress(
     scored = 0 if retained == length else (length - sink_size) // lag_size - 1
     copied = length - scored * lag_size  # the sinks and the tail
     programs = scored + triton.cdiv(copied, lag_size)
-    compress_partitions[(batch * num_heads * programs,)](
+    launch(compress_partitions, (batch * num_heads * programs,))(
         keys, values, *cache[:3], keys.stride(), values.stride(),
         num_heads, length, retained, scored, programs, min(sink_size, length), lag_size, kept_each, head_dim, values.shape[3],
         **_tile(lag_size, keys, values),
@@ -126,7 +126,7 @@ def deviations(
     rows = tl.arange(0, BLOCK_L // BLOCK_T)[:, None]
     channels = tl.arange(0, BLOCK_D)
     channel = (channels < head_dim)[None, :]
-    each = tl.div_rn(1.0, head_dim.to(tl.float32))
+    each = tl.div_rn(1.0, tl.cast(head_dim, tl.float32))  # an argument that is 1 is a constant, which has no `to`
     collected = tl.zeros([BLOCK_L // BLOCK_T, BLOCK_T], dtype=tl.float32)
     for tile in tl.range(0, BLOCK_L // BLOCK_T, num_stages=STAGES):
         tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -139,7 +139,7 @@ def deviations(
             centred = tl.where(channel, centred, 0.0)
         collected = tl.where(rows == tile, tl.sum(centred * centred, axis=1)[None, :], collected)
     # A single channel has no variation; the divisor of the sample deviation is then 1 instead of 0.
-    return tl.sqrt_rn(tl.div_rn(tl.reshape(collected, [BLOCK_L]), tl.maximum(head_dim - 1, 1).to(tl.float32)))
+    return tl.sqrt_rn(tl.div_rn(tl.reshape(collected, [BLOCK_L]), tl.cast(tl.maximum(head_dim - 1, 1), tl.float32)))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import functools
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -69,6 +70,15 @@ class Launchers(ModuleType):
         return launch
 
 
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """Return the launch of a kernel on a grid of programs, to be called with its arguments and options.
+
+    Products and sums are fused, whatever the default of this version of Triton is (3.10 changes it): rounding, registers and times
+    are those of the fused code.
+    """
+    return functools.partial(kernel[grid], enable_fp_fusion=True)
+
+
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which a GPU is the current device; the interpreter has none."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -84,6 +94,18 @@ def is_amd(states: torch.Tensor) -> bool:
     from triton.runtime.driver import driver
 
     return not is_interpreted(states) and driver.active.get_current_target().backend == "hip"
+
+
+def on_tensor_cores(states: torch.Tensor) -> bool:
+    """Return whether products of these states run on tensor cores: not in float32, and not before sm_80.
+
+    There Triton holds both factors in shared memory as float32, of which a program may have 64 KiB: its tiles are smaller.
+    """
+    from triton.runtime.driver import driver
+
+    return states.dtype != torch.float32 and (
+        is_interpreted(states) or is_amd(states) or driver.active.get_current_target().arch >= 80
+    )
 
 
 def register_limit(states: torch.Tensor, most: int, architecture: int = 90) -> dict[str, int]:

@@ -49,7 +49,7 @@ import triton.language as tl
 
 from ..states import Moments, zero_moments
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, outputs, padded
+from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
 from .momentkv_prompt import compress_prompt, contiguous, update
 from .strided import copy_row, load_row, strided
 from .tiles import at_head, dot_dtype, load_tile
@@ -67,7 +67,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     batch, num_kv_heads, length, _ = keys.shape
     scores = floats(keys, batch, num_kv_heads, length)
     block = min(1024, padded(length))
-    finish_scores[(batch * num_kv_heads, triton.cdiv(length, block))](
+    launch(finish_scores, (batch * num_kv_heads, triton.cdiv(length, block)))(
         moments, walked, scores, sizes.group, length, sizes.splits, sizes.chunks,
         GROUP=padded(sizes.group, 1), BLOCK_L=block, num_warps=4,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     batch, num_kv_heads, _, head_dim = keys.shape
     output = outputs(query, *query.shape[:2], values.shape[3])
     block_v = _block_v(keys, values)
-    mix_outputs[(batch * num_kv_heads, triton.cdiv(values.shape[3], block_v))](
+    launch(mix_outputs, (batch * num_kv_heads, triton.cdiv(values.shape[3], block_v)))(
         strided(query), moments, walked, output,
         num_kv_heads, sizes.group, sizes.splits, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
         GROUP=padded(sizes.group, 1), BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
@@ -107,7 +107,7 @@ def step(
     walked, sizes = _walk(query, keys, values, moments, new=(new_key, new_value), scores=True, attends=True)
     output = outputs(query, *query.shape[:2], values.shape[3])
     block_v = _block_v(keys, values)
-    replace_lowest[(batch * num_kv_heads * triton.cdiv(values.shape[3], block_v),)](
+    launch(replace_lowest, (batch * num_kv_heads * triton.cdiv(values.shape[3], block_v),))(
         strided(query), strided(new_key), strided(new_value), strided(keys), strided(values),
         strided(positions), position.contiguous(), moments, walked, output,
         num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
@@ -163,7 +163,7 @@ def _walk(
         torch.empty(heads, dtype=torch.int32, device=keys.device) if new else None,
     )
     new_key, new_value = new or (keys[:, :, 0], values[:, :, 0])
-    walk_cache[(heads * splits * chunks,)](
+    launch(walk_cache, (heads * splits * chunks,))(
         strided(query), strided(new_key), strided(new_value), strided(keys), strided(values),
         None if kept is None else kept.contiguous(), moments, walked,
         num_kv_heads, group, length, tiles, tiles_of_split, head_dim, value_dim, 1 / math.sqrt(head_dim),
@@ -175,7 +175,7 @@ def _walk(
 def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     """Return the constants of `walk_cache`: the covariance of a chunk, [BLOCK_DV, BLOCK_D], stays beside the tiles."""
     block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
-    if keys.dtype == torch.float32:
+    if not on_tensor_cores(keys):
         # Without tensor cores a row of 256 is spread over many threads; with AMD's, which support float32, over few.
         num_warps = 8 if block_d <= 128 else 4 if is_amd(keys) else 16
         tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": num_warps, "num_stages": 1}

@@ -23,7 +23,7 @@ import triton.language as tl
 from ..states import CompressedCache, Moments, zero_moments
 from .cache import empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, padded
+from .launching import floats, launch, padded
 from .strided import strided
 from .tiles import at_head, copy_tile, dot_dtype, load_tile
 
@@ -76,7 +76,7 @@ def _sum_evicted(
         torch.empty((heads, splits), dtype=torch.int64, device=keys.device),
         *(floats(keys, heads, splits, *shape) for shape in shapes),
     )
-    sum_evicted[(heads * splits * chunks,)](
+    launch(sum_evicted, (heads * splits * chunks,))(
         strided(keys), strided(values), kept.contiguous(), copy, sums, num_heads, length, split, splits, head_dim, value_dim,
         COPY=copy is not None, **tile,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def _sum_evicted(
         *(floats(keys, *lead, *shape) for shape in shapes),
     )
     block = min(2048, padded(head_dim * value_dim))
-    add_splits[(heads, triton.cdiv(head_dim * value_dim, block))](
+    launch(add_splits, (heads, triton.cdiv(head_dim * value_dim, block)))(
         contiguous(before), sums, after, splits, head_dim, value_dim,
         MOST_SPLITS=PROGRAMS_WANTED, BLOCK_D=padded(head_dim), BLOCK_DV=padded(value_dim), BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, outputs, padded
+from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
 from .tiles import at_head, dot_dtype, load_tile
 
 MOST_SPLITS = 64
@@ -51,7 +51,7 @@ def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Te
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
     logs, output = floats(queries, heads, rows), outputs(queries, *queries.shape[:3], values.shape[3])
     tile = _tile(queries, rows, values.shape[3])
-    attend_rows[(heads * triton.cdiv(rows, tile["BLOCK_ROWS"]),)](
+    launch(attend_rows, (heads * triton.cdiv(rows, tile["BLOCK_ROWS"]),))(
         queries, keys, values, logs, output, *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         num_kv_heads, *shape, values.shape[3], BLOCK_DV=padded(values.shape[3]), **tile,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def _tile(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
     """Return the constants of a pass over the keys; `widest` is the number of channels of the values, if they are read."""
     block_d = padded(queries.shape[3])
     wide = max(block_d, padded(widest)) > 128
-    if queries.dtype == torch.float32:  # without tensor cores
+    if not on_tensor_cores(queries):
         tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if block_d > 64 or wide else 4, "num_stages": 2}
     else:
         # On AMD the addresses of an output of 128 rows would spill.
@@ -93,13 +93,15 @@ def _sum_rows(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     split = triton.cdiv(split, tile["BLOCK_T"]) * tile["BLOCK_T"]
     splits = triton.cdiv(length, split)
     logs = floats(queries, heads, splits, rows)
-    sum_rows[(heads * blocks * splits,)](
+    launch(sum_rows, (heads * blocks * splits,))(
         queries, keys, logs, *queries.stride()[:3], *keys.stride()[:3], num_kv_heads, *shape, split, **tile
     )
     if splits == 1:
         return logs
     merged = floats(queries, heads, rows)
-    merge_splits[(heads * triton.cdiv(rows, 32),)](logs, merged, rows, splits, MOST_SPLITS=MOST_SPLITS, BLOCK_ROWS=32, num_warps=4)
+    launch(merge_splits, (heads * triton.cdiv(rows, 32),))(
+        logs, merged, rows, splits, MOST_SPLITS=MOST_SPLITS, BLOCK_ROWS=32, num_warps=4
+    )
     return merged
 
 
@@ -107,11 +109,11 @@ def _sum_columns(queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor) 
     """Return the sum of every column of the attention, mean over the group, [B, H_kv, T] float32."""
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
     tile = _tile(queries, rows)
-    if queries.dtype != torch.float32:
+    if on_tensor_cores(queries):
         wide = tile["BLOCK_D"] > 128
         tile |= {"BLOCK_T": 64 if wide else 128, "BLOCK_ROWS": min(32 if wide else 64, padded(rows)), "num_warps": 4 if wide else 8}
     scores = floats(queries, *keys.shape[:3])
-    sum_columns[(heads * triton.cdiv(shape[2], tile["BLOCK_T"]),)](
+    launch(sum_columns, (heads * triton.cdiv(shape[2], tile["BLOCK_T"]),))(
         queries, keys, logs, scores, *queries.stride()[:3], *keys.stride()[:3], num_kv_heads, *shape, **tile
     )
     return scores
@@ -132,7 +134,7 @@ def load_rows(
 @triton.jit
 def scale_of(head_dim):
     """The factor of a product of query and key, whose logit is in powers of two."""
-    return tl.div_rn(1.4426950408889634, tl.sqrt_rn(head_dim.to(tl.float32)))
+    return tl.div_rn(1.4426950408889634, tl.sqrt_rn(tl.cast(head_dim, tl.float32)))  # a constant 1 has no `to`
 
 
 @triton.jit

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import is_amd, padded
+from .launching import is_amd, launch, padded
 
 ROWS_THAT_FILL_A_GPU = 128
 LONGEST_SHORT_ROW = 16384
@@ -52,7 +52,7 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
         num_warps //= 2  # AMD's warps have twice the threads: 1,024 at most, and 16 bytes for each, as elsewhere
     flags = {"PROTECTED": protected is not None, "BLOCK": block, "num_warps": num_warps}
     if whole_rows:
-        keep_rows[(rows.shape[0],)](rows, shielded, kept, *arguments, **flags)
+        launch(keep_rows, (rows.shape[0],))(rows, shielded, kept, *arguments, **flags)
         return kept.view(scores.shape)
     chunk = padded(triton.cdiv(length, MOST_CHUNKS), block)
     chunks = triton.cdiv(length, chunk)
@@ -60,8 +60,10 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
     last_counts = torch.empty((rows.shape[0], chunks, 256), dtype=torch.int32, device=scores.device)
     grid = (rows.shape[0] * chunks,)
     for byte in range(4):
-        count_byte[grid](rows, shielded, counts, last_counts, *arguments, chunk, chunks, byte, **flags)
-    keep_chunks[grid](rows, shielded, counts, last_counts, kept, *arguments, chunk, chunks, MOST_CHUNKS=MOST_CHUNKS, **flags)
+        launch(count_byte, grid)(rows, shielded, counts, last_counts, *arguments, chunk, chunks, byte, **flags)
+    launch(keep_chunks, grid)(
+        rows, shielded, counts, last_counts, kept, *arguments, chunk, chunks, MOST_CHUNKS=MOST_CHUNKS, **flags
+    )
     return kept.view(scores.shape)
 
 

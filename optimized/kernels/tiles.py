@@ -26,7 +26,7 @@ def at_head(ptr, head, num_heads, stride_b, stride_h):
 @triton.jit
 def load_tile(base, rows, channels, inside, stride_row, stride_channel, size):
     """Load rows as float32 [rows, channels]: 0 where not `inside` [rows], and from channel `size` on."""
-    offsets = rows.to(tl.int64)[:, None] * stride_row + channels.to(tl.int64)[None, :] * stride_channel
+    offsets = tl.cast(rows, tl.int64)[:, None] * stride_row + channels.to(tl.int64)[None, :] * stride_channel
     return tl.load(base + offsets, mask=inside[:, None] & (channels < size)[None, :], other=0.0).to(tl.float32)
 
 

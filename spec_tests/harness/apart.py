@@ -45,7 +45,7 @@ class Watch:
         self.seconds = 0.0
         self._folder: Path | None = None
         self._note: IO[bytes] | None = None
-        self._dump: IO[bytes] | None = None
+        self._dump: IO[bytes] = os.fdopen(2, "wb", closefd=False)
 
     def begin(self, seconds: float, folder: Path | None = None, worker: str = "") -> None:
         """Watch from now on; in a worker, leave notes in files of its name in a folder."""

@@ -252,6 +252,28 @@ def long_cases(
     ).map(affordable)
 
 
+# What papers run on: prompts up to 128K. With two channels and a head or two they cost milliseconds.
+PAPER_LENGTHS = (131_072, 16_384, 32_769)
+
+
+def paper_cases(
+    lengths: tuple[int, ...] = PAPER_LENGTHS,
+    kinds: tuple[str, ...] = ("moving_mean", "normal"),
+    groups: tuple[int, ...] = (1,),
+) -> st.SearchStrategy[Case]:
+    """Draw a Case of the lengths that papers use, of as few channels and heads as a law needs."""
+    return st.builds(
+        Case,
+        kind=st.sampled_from(kinds),
+        seed=seeds(),
+        num_kv_heads=st.sampled_from([1, 2]),
+        group=st.sampled_from(groups),
+        length=st.sampled_from((257,) if _interpreted() else lengths),
+        head_dim=st.just(2),
+        value_dim=st.just(2),
+    )
+
+
 def long_rows(
     kinds: tuple[str, ...] = ("ties", "one_bin", "vast", "normal", "duplicate_keys", "minute"),
     lengths: tuple[int, ...] = (131_072, 65_537, *LONG_LENGTHS[1:], 131_071),

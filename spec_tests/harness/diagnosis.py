@@ -43,8 +43,10 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
         if law.examples and not mutant.above:
             continue  # on a long input only mistakes of size are tried: the others show on short ones
         own = [call for call in wrong if call.function == mutant.of]
-        if own and not any(differs(mutant.function, call, implementation.dtype) for call in own):
-            suspects.setdefault(mutant.of, []).append(mutant)
+        # A reference that was changed has no place for some edits: such a mistake is not named.
+        with suppress(ValueError):
+            if own and not any(differs(mutant.function, call, implementation.dtype) for call in own):
+                suspects.setdefault(mutant.of, []).append(mutant)
     if not suspects:
         return []
     if law.examples or law.kind != MATHEMATICS:
@@ -55,8 +57,12 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
         larger = _larger(asked, implementation, suspects)
         for function, mutants in suspects.items():
             calls = larger.get(function, [])
-            suspects[function] = [mutant for mutant in mutants if _agrees(mutant.function, calls, implementation.dtype)]
-            if function not in shown and any(differs(oracle(function), call, implementation.dtype) for call in calls):
+            # Where the answer is right, many mistakes give it too: a mistake has to give the wrong ones, of two inputs at least.
+            own = [call for call in calls if differs(oracle(function), call, implementation.dtype)]
+            suspects[function] = [
+                mutant for mutant in mutants if all(_agrees(mutant.function, each, implementation.dtype) for each in (calls, own))
+            ]
+            if len(own) > 1:
                 shown.add(function)
         if all(not mutants or (len(mutants) == 1 and function in shown) for function, mutants in suspects.items()):
             break

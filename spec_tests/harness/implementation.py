@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import pytest
 
 from evictionary import reference
 from evictionary.source import import_file
-from evictionary.spec_tests.harness.apart import WATCH
+from evictionary.spec_tests.harness.apart import WATCH, NotAsked
 from evictionary.spec_tests.harness.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, OutsideDomain
@@ -33,6 +32,8 @@ STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__)
 OWN = ("reference", "optimized")
 # The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
 NOT_SEAMS = ("checks",)
+NO_GPU = "needs a GPU, and this machine has none"
+CANNOT_HOLD = "cannot hold the numbers"
 # In place of a function, for laws that hold of every function that an implementation provides.
 ANY = "*"
 
@@ -68,7 +69,8 @@ class Implementation:
 
     modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy",
     "torch" or, for a program, "exec"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`);
-    variants maps a function that it declares to be another one to that one. asking is the class of the law at hand; strict where a
+    variants maps a function that it declares to be another one to that one; methods are those that laws of memory ask, all where
+    none are named. asking is the class of the law at hand; strict where a
     refusal has to be in our words; compares_order while scores count as an order; outside says what was asked outside the domain,
     outside_of how often each law asked there and nowhere else; drawn are the inputs of the example at hand. calls are those of the
     example at hand, history the latest of all.
@@ -83,6 +85,7 @@ class Implementation:
     domain: Domain = field(default_factory=Domain)
     conventions: frozenset[str] = frozenset()
     variants: dict[str, str] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
     asking: str = ""
     strict: bool = True
     compares_order: bool = False
@@ -118,6 +121,14 @@ class Implementation:
             if isinstance(value, types.FunctionType)
             and value.__module__ == f"evictionary.reference.{stem}"
             and callable(getattr(self.modules[stem], name, None))
+        ]
+
+    def asked_of_memory(self) -> list[str]:
+        """The functions that laws of memory ask: those of the files of `methods`, or all."""
+        return [
+            path
+            for path in self.functions()
+            if not self.methods or any(f"{path.split('.')[0]}_".startswith(f"{method}_") for method in self.methods)
         ]
 
     def missing(self, functions: tuple[str, ...]) -> str:
@@ -210,7 +221,7 @@ class Implementation:
 
     def unrepresentable(self) -> NoReturn:
         """Leave the case out: its dtype cannot hold the numbers, which says nothing about the implementation."""
-        raise OutsideDomain(f"{self.dtype} cannot hold the numbers that it asks for")
+        raise OutsideDomain(f"{self.dtype} {CANNOT_HOLD} that it asks for")
 
     def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
@@ -300,11 +311,11 @@ class _Stem:
 
 
 def _require_gpu(path: str, error: Exception) -> None:
-    """End the run, in one sentence, where a function raised because it needs a GPU and this machine has none."""
+    """Raise NotAsked where a function raised because it needs a GPU and this machine has none."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     torch = sys.modules.get("torch")
     if torch and re.search("cuda|nvidia|gpu|active drivers", text, re.IGNORECASE) and not torch.cuda.is_available():
-        pytest.exit(f"{path} needs a GPU, and this machine has none ({text})", returncode=pytest.ExitCode.USAGE_ERROR)
+        raise NotAsked(f"{path} {NO_GPU} ({text})") from None
 
 
 def oracle(path: str) -> Callable[..., Any]:
@@ -322,7 +333,7 @@ def load(
     dtype None means float64, and float32 for torch. Whether it computes with NumPy or torch is read from its attribute
     `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch. It may say more, in the package or in a file:
     `DOMAIN`, what it accepts (`domain` adds to it); `IMPLEMENTS = {"score": "keydiff.raw_mean_score"}`, as which variant it is
-    to be judged; `CONVENTIONS = ("indices",)`, in which form it answers.
+    to be judged, or None for a helper that is not judged; `CONVENTIONS = ("indices",)`, in which form it answers.
     Raises UnusableImplementation, saying what was looked for, where nothing can be judged.
     """
     path = Path(target)
@@ -340,10 +351,10 @@ def load(
     else:
         modules, package = _load_package(target)
         name = target
-    library = getattr(package, "ARRAY_LIBRARY", None) or _array_library(modules)
+    said = [package, *modules.values()] if package is not None else list(modules.values())
+    library = next((each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), "") or _array_library(modules)
     if library not in ("numpy", "torch") and program is None:
         raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
-    said = [package, *modules.values()] if package is not None else list(modules.values())
     accepted = Domain()
     for module in said:
         try:
@@ -427,6 +438,9 @@ def _as_declared(target: str, modules: dict[str, types.ModuleType]) -> tuple[dic
         vars(found[stem]).update(vars(module))
     for stem, module in modules.items():
         for name, variant in getattr(module, "IMPLEMENTS", {}).items():
+            if variant is None:  # a helper, which only has the name of a function of the contract
+                vars(found[stem]).pop(name, None)
+                continue
             method, _, function = variant.partition(".")
             homes = [each for each in (method, f"{method}_variants", f"{method}_theory") if each in STEMS]
             home = next((each for each in homes if callable(getattr(_reference(each), function, None))), None)
@@ -479,7 +493,9 @@ def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleTyp
         try:
             modules[file.stem] = import_file(name, file)
         except (Exception, SystemExit) as error:
-            raise UnusableImplementation(f"{file.name}: importing it raised {type(error).__name__}: {error}") from error
+            relative = isinstance(error, ImportError) and "relative import" in str(error)
+            advice = f"; it is a file of a package: judge the folder {file.parent}" * relative
+            raise UnusableImplementation(f"{file.name}: importing it raised {type(error).__name__}: {error}{advice}") from error
     return modules, None
 
 

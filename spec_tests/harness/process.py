@@ -36,6 +36,7 @@ PREFIX = "exec:"
 
 SECONDS = 60.0
 STARTS = 10
+_JSON = {dict: "object", bool: "true or false"}
 LONGEST_LINE = 2**20
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4", "bool": "u1"}
 """How a file holds the numbers of each dtype: little-endian, without a header; bfloat16 as its 16 bits, bool as a byte."""
@@ -61,7 +62,7 @@ class Program:
     """A running program that answers calls; `dtype` is that of the floating-point arrays that it is given."""
 
     def __init__(self, command: str, seconds: float = SECONDS) -> None:
-        self.seconds, self.dtype = seconds, "float64"
+        self.seconds, self.dtype, self.reads_fractions = seconds, "float64", False
         self.words = _words(command)
         self._folder = Path(tempfile.mkdtemp(prefix="evictionary-"))
         self._running: list[subprocess.Popen[bytes]] = []
@@ -88,9 +89,10 @@ class Program:
         for name in functions:
             if not isinstance(name, str) or not isinstance(member(name), types.FunctionType):
                 self._fail(f"provides {_shown(name)}, which is no function of the contract such as keydiff.score")
-        for key, kind in (("domain", dict), ("conventions", list), ("implements", dict), ("name", str)):
+        for key, kind in (("domain", dict), ("conventions", list), ("implements", dict), ("name", str), ("fractions", bool)):
             if not isinstance(said.get(key, kind()), kind):
-                self._fail(f'says {_shown(said[key])} for "{key}", wanted a JSON {"object" if kind is dict else kind.__name__}')
+                self._fail(f'says {_shown(said[key])} for "{key}", wanted a JSON {_JSON.get(kind, kind.__name__)}')
+        self.reads_fractions = said.get("fractions", False)
         return said
 
     def modules(self) -> tuple[str, dict[str, types.ModuleType], types.ModuleType]:
@@ -226,6 +228,10 @@ class Program:
             return {"type": type_name(value), **fields}
         if isinstance(value, tuple | list):
             return [self._written(each, f"{name}.{place}") for place, each in enumerate(value)]
+        if isinstance(value, Fraction) and self.reads_fractions:
+            return {"fraction": [value.numerator, value.denominator]}
+        if isinstance(value, Fraction) and Fraction(repr(float(value))) != value:
+            raise OutsideDomain(f'{value} is no decimal number, and the program does not say that it reads "fractions"')
         return plain(value)
 
     def _read(self, value: Any, function: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import traceback
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
     matches = misconceptions(law, implementation) if matches is None else matches
     requirement = law.requirement
     lines = [
-        f"{requirement.id} does not hold for {' and '.join(law.functions)} of {implementation}",
+        f"{requirement.id} does not hold for {_functions(law)} of {implementation}",
         f"  the law         {law.sentence}",
         f"  the equation    {requirement.statement} ({requirement.source})",
         *([f"  what holds      {requirement.mended}"] if requirement.mended else []),
@@ -70,12 +71,15 @@ def _alone(law: Law, implementation: Implementation) -> str:
     return f"  this law alone  evictionary judge {_named(implementation.origin)} --law {law.name.partition('::')[2]}"
 
 
+def _functions(law: Law) -> str:
+    return " and ".join(law.functions).replace(ANY, "the functions")
+
+
 def unanswered(law: Law, subject: Any, what: str, line: str = "") -> str:
     """Say why a law has no answer; line is where the implementation was, if that is known."""
-    functions = " and ".join(law.functions).replace(ANY, "every function")
     judged = isinstance(subject, Implementation)
     lines = [
-        f"{law.requirement.id} has no answer of {f'{functions} of ' * judged}{subject}",
+        f"{law.requirement.id} has no answer of {f'{_functions(law)} of ' * judged}{subject}",
         f"  the law         {law.sentence}",
         f"  what is wrong   {what}",
         *([f"  it was at       {line}"] if line else []),
@@ -203,7 +207,9 @@ def _has_no_literal(value: Any) -> bool:
 
 
 def _imports(value: Any) -> list[str]:
-    """The line that `_literal` needs for a named tuple."""
+    """The line that `_literal` needs for a named tuple or a fraction."""
+    if isinstance(value, Fraction):
+        return ["from fractions import Fraction"]
     return [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
 
 

@@ -30,7 +30,8 @@ from evictionary.spec_tests.harness.law import REQUIREMENTS
 SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
 PAPER = "the papers themselves"
-UNCOUNTED = " (does not count without --strict)"
+MOST_NAMED = 12
+UNCOUNTED = " (counted only with --strict)"
 
 JUDGED = pytest.StashKey[list[Implementation]]()
 # (requirement, column, "not provided" or "not applicable", the reason)
@@ -166,6 +167,11 @@ class Verdict:
         """Whether an outcome is a failure that counts: of mathematics, with strict of any class of law, and always no answer."""
         return entry["outcome"] == "fail" and (self.strict or entry["kind"] == MATHEMATICS or "unanswered" in entry)
 
+    def unanswered_with(self, text: str) -> str:
+        """Why the first law has no answer whose reason holds a text; empty where there is none."""
+        reasons = [entry.get("unanswered", "") for entries in self.laws.values() for entry in entries]
+        return next((reason for reason in reasons if text in reason), "")
+
     def in_a_line(self, required: list[str]) -> tuple[bool, str]:
         """Whether the verdict is good, and why; an empty line where nothing was judged."""
         entries = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
@@ -241,7 +247,9 @@ class Verdict:
             column = str(one)
             terminal.write_line("")
             terminal.write_line(column, bold=True)
-            terminal.write_line(f"  {'judged as':15}{', '.join(one.functions())}")
+            functions = one.functions()
+            named = ", ".join(functions) if len(functions) <= MOST_NAMED else f"{len(functions)} functions, which --json names"
+            terminal.write_line(f"  {'judged as':15}{named}")
             for kind in KINDS:
                 words: dict[str, list[str]] = {}
                 for name in REQUIREMENTS:

@@ -62,14 +62,14 @@ def test_the_averages_of_table_2():
         assert abs(row[:-1].mean() - row[-1]) <= ROUNDING_OF_TENTHS
 
 
-@law("LK-T1")
+@law("LK-S16")
 def test_table_1_is_measured_on_part_of_the_examples():
     """The single-answer tasks fit 60 to 91 examples, not the 500 of RULER: a point or two between methods is within chance."""
     numbers = numbers_of_examples("Llama")
     assert numbers == {"SK1": 91, "SK2": 87, "SK3": 69, "MK1": 77, "MK2": 60, "MK3": 72, "QA1": 74, "QA2": 64}
 
 
-@law("LK-T2")
+@law("LK-S16")
 def test_table_2_is_measured_on_other_examples_than_table_1():
     """The single-answer tasks fit 112 to 152 examples here: the two tables are not of one test set."""
     numbers = numbers_of_examples("Qwen")

@@ -1,0 +1,45 @@
+"""The reports of docs/judging.md: `python -m docs_build.judging` runs the programs of the page and writes what they are told."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "judging.md"
+# What each program of the page is called, and what it is judged with besides.
+FOLDERS = (("my_homework", ()), ("my_kernels", ()), ("float32_kernels", ("--dtype", "float32,float16,bfloat16")))
+
+
+def written(markdown: str) -> str:
+    """The page with the report of each program below it, without its seconds."""
+    folders = iter(FOLDERS)
+
+    def fill(match: re.Match[str]) -> str:
+        return f"```python\n{match[1]}```\n{match[2]}```text\n{report(match[1], *next(folders))}\n```"
+
+    return re.sub(r"^```python\n(.*?)^```\n(.*?)^```(?:text)?\n.*?^```$", fill, markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def report(program: str, name: str, options: tuple[str, ...]) -> str:
+    """What the program is told: the first failure, and the verdict."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / name
+        folder.mkdir()
+        (folder / "keydiff.py").write_text(program, encoding="utf-8")
+        command = ["pytest", "spec_tests/test_keydiff.py", "--impl", str(folder), "--profile", "student", *options]
+        plain = ["-q", "-p", "no:cacheprovider", "--color=no"]
+        done = subprocess.run([sys.executable, "-m", *command, *plain], cwd=ROOT, capture_output=True, text=True)
+        said = done.stdout.replace(f"{temporary}/", "")
+    failure = re.search(r"^KD-8 does not hold for .*?^  this law alone .*?$", said, flags=re.DOTALL | re.MULTILINE)
+    rows = said.partition("verdict by requirement")[2].partition("\n")[2].splitlines()
+    rows = [row.rstrip() for row in rows if not row.startswith(("====", "FAILED"))]
+    verdict = re.sub(r" in [\d.]+s.*", "", "\n".join(rows))
+    return (f"{failure[0]}\n\n...\n\n" if failure else "") + verdict
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
