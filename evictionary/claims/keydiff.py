@@ -54,7 +54,7 @@ def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     """Measure one text; `example` is the head whose correlation is in the middle."""
-    measured = stacked(_alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers)
+    measured: dict[str, Any] = stacked(_alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers)
     pearson = measured["pearson"]
     layer, head = (int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2]))
     heads = {name: measured.pop(name)[layer, head] for name in ("similarity", "attention")}

@@ -132,7 +132,7 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     states = [torch.cat([getattr(layer, name) for layer in recording.layers]) for name in ("queries", "keys", "values")]
     some = [each[::EVERY] for each in states]
     lengths = np.linspace(recording.split, recording.input_ids.shape[1], PROMPTS).astype(int).tolist()
-    steps = {weight: by_steps(*some, scale.main_budget, lengths, weight) for weight in BY_STEPS}
+    steps = {weight: by_steps(*some, budget=scale.main_budget, lengths=lengths, weight=weight) for weight in BY_STEPS}
 
     def measured(length: int) -> dict[str, np.ndarray]:
         prompt, part = ([each[:, :, :length] for each in given] for given in (states, some))
