@@ -19,12 +19,13 @@ from typer.testing import CliRunner
 
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
 from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim, Condition, Number, Numbers
-from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_on, record
+from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_kept, read_on, record
 from evictionary.cli import app as cli
 from evictionary.errors import UsageError
 from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
 from evictionary.evaluation.run import Line
+from evictionary.optimized import tova
 from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation
 
@@ -238,7 +239,22 @@ def test_expected_attention_compares_methods_of_one_size(lab: Lab, recording: Re
         [name for name in kept if name != "lagkv"], 48
     )
     assert 44 <= int(kept["lagkv"].sum(dim=-1).unique()) <= 48  # its partitions are whole
-    assert all((error > 0).all() for error in expected_attention.reconstruction(lab, recording, 0.5).values())
+    everything = [{"all": torch.ones(1, 2, 96, dtype=torch.bool), "one": kept["tova"]} for _ in recording.layers]
+    errors = expected_attention.reconstruction(lab, recording, everything)
+    assert errors["all"] < 1e-4 < errors["one"]
+
+
+def test_a_hidden_token_is_as_good_as_removed(lab: Lab, recording: Recording) -> None:
+    """A mask in a whole cache gives what a cache without the tokens gives."""
+    split, count = recording.split, recording.residual.shape[1]
+    kept = [tova.score(layer.queries[:, :, :split], layer.keys[:, :, :split]) for layer in recording.layers]
+    kept = [score >= score.median() for score in kept]
+    stored = [(layer.keys[:, :, :split], layer.values[:, :, :split]) for layer in recording.layers]
+    output = read_on(
+        lab.model, recording.input_ids[:, split : split + count], compressed(stored, kept), split, output_hidden_states=True
+    )
+    np.testing.assert_allclose(read_kept(lab, recording, kept, count)[0], as_array(output.hidden_states[1][0]), atol=1e-4)
+    assert not lab.model.base_model.layers[0].self_attn._forward_pre_hooks
 
 
 def test_ranks_give_spearman() -> None:
@@ -299,6 +315,14 @@ def test_moments_in_half_precision_stall_where_half_precision_does() -> None:
     exact = reference.update(reference.no_moments(keys, keys), keys, keys, evicted)
     for half, whole in zip(momentkv.in_half(keys, keys, evicted), exact, strict=True):
         np.testing.assert_array_equal(half, whole)
+
+
+def test_keydiff_variants_of_the_tables(recording: Recording) -> None:
+    kept = keydiff.tables(as_array(recording.layers[0].keys), 0.5)
+    assert {int(mask.sum(dim=-1).unique()) for mask in kept.values()} == {64}
+    assert torch.equal(kept["keydiff"], kept["pairwise"])
+    assert kept["recent_20"][..., -12:].all() and not torch.equal(kept["recent_20"], kept["keydiff"])
+    assert len({mask.numpy().tobytes() for mask in kept.values()}) == len(kept) - 1
 
 
 def test_gvote_synthetic_queries_without_noise_are_the_mean_query(recording: Recording) -> None:

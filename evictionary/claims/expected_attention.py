@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from evictionary.claims.recording import (
     Recording,
     Scale,
     as_array,
-    compressed,
     later_attention,
     of_texts,
-    read_on,
+    read_kept,
     spread_by_layer,
     stacked,
 )
@@ -77,7 +76,9 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     for name in ("queries", "hidden"):
         measured |= _shapes(name, [getattr(layer, STATES[name]) for layer in recording.layers])
     for ratio in RATIOS:
-        measured[f"error_{100 * ratio:g}"] = {name: each.mean() for name, each in reconstruction(lab, recording, ratio).items()}
+        draw, amount = torch.Generator().manual_seed(recording.seed), budget(recording.split, ratio)
+        kept = [masks(recording, layer, amount, draw) for layer in recording.layers]
+        measured[f"error_{100 * ratio:g}"] = reconstruction(lab, recording, kept)
     return measured
 
 
@@ -127,26 +128,20 @@ def standardised(states: np.ndarray) -> np.ndarray:
     return centred / np.where(deviation == 0, 1, deviation)
 
 
-def reconstruction(lab: Lab, recording: Recording, ratio: float) -> dict[str, np.ndarray]:
-    """For each method the mean of |h - h_compr| over the tokens after the prompt, one number for each layer."""
-    split = recording.split
-    generator = torch.Generator().manual_seed(recording.seed)
-    kept = [masks(recording, layer, budget(split, ratio), generator) for layer in recording.layers]
-    stored = [(layer.keys[:, :, :split], layer.values[:, :, :split]) for layer in recording.layers]
+def reconstruction(lab: Lab, recording: Recording, kept: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """For each method the mean of |h - h_compr| over layers and tokens after the prompt; `kept` [1, H_kv, split] by layer."""
     original = as_array(recording.residual)
-    following = recording.input_ids[:, split : split + original.shape[1]]
-    errors = {}
-    for name in kept[0]:
-        cache = compressed(stored, [of_layer[name] for of_layer in kept])
-        output = read_on(lab.model, following, cache, split, output_hidden_states=True, logits_to_keep=1)
-        got = as_array(torch.stack([states[0] for states in output.hidden_states[1:-1]]))
-        errors[name] = theory.reconstruction_error(original, got)
-    return errors
+
+    def error(name: str) -> float:
+        got = read_kept(lab, recording, [of_layer[name] for of_layer in kept], original.shape[1])
+        return float(theory.reconstruction_error(original, got).mean())
+
+    return {name: error(name) for name in kept[0]}
 
 
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
-    error = {f"{100 * ratio:g}": _errors(texts, f"error_{100 * ratio:g}") for ratio in RATIOS}
+    error = {f"{100 * ratio:g}": errors_of(texts, f"error_{100 * ratio:g}") for ratio in RATIOS}
     best = {f"best_{percent}": _best_other(of) for percent, of in error.items()}
     numbers = PAPER.numbers([text.kind for text in texts], **best)
     for percent, of in error.items():
@@ -177,7 +172,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     return Findings(numbers, series)
 
 
-def _errors(texts: Sequence[Observed], name: str) -> dict[str, np.ndarray]:
+def errors_of(texts: Sequence[Observed], name: str) -> dict[str, np.ndarray]:
     """The error of each method, [texts]."""
     return {method: np.array([text.values[name][method] for text in texts]) for method in texts[0].values[name]}
 

@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.expected_attention import SINKS, ranks
+from evictionary.claims.expected_attention import RATIOS, SINKS, errors_of, ranks, reconstruction
 from evictionary.claims.pictures import band, finish
 from evictionary.claims.recording import (
     Lab,
@@ -28,11 +28,22 @@ from evictionary.optimized import keydiff as fast
 from evictionary.optimized import streaming_llm, tova
 from evictionary.optimized.selection import budget, top_k
 from evictionary.reference import keydiff as paper
+from evictionary.reference import keydiff_variants as variants
 from evictionary.reference.expected_attention_theory import correlation
 
 PAPER = read_paper("keydiff")
 RATIO = 0.5
 OTHERS = ("tova", "streaming_llm")
+ANCHORS = {
+    "keydiff": paper.score,
+    "pairwise": paper.pairwise_score,
+    "median": variants.median_score,
+    "raw_mean": variants.raw_mean_score,
+    "dot": variants.dot_product_score,
+    "euclidean": variants.euclidean_score,
+}
+"""Tables 2 and 3: the score of each anchor and similarity."""
+RECENT = (10, 20)
 
 
 def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -43,11 +54,22 @@ def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     """Measure one text; `example` is the head whose correlation is in the middle."""
-    measured = stacked(_alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers)
+    measured: dict[str, Any] = stacked(_alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers)
     pearson = measured["pearson"]
     layer, head = (int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2]))
     heads = {name: measured.pop(name)[layer, head] for name in ("similarity", "attention")}
+    for ratio in RATIOS:
+        kept = [tables(as_array(layer.keys)[:, :, : recording.split], ratio) for layer in recording.layers]
+        measured[f"error_{100 * ratio:g}"] = reconstruction(lab, recording, kept)
     return measured | {"example": {"pearson": pearson[layer, head]} | heads}
+
+
+def tables(keys: np.ndarray, ratio: float) -> dict[str, torch.Tensor]:
+    """KD-T2, KD-T3, KD-T11: what each variant keeps of keys [1, H_kv, N, D], [1, H_kv, N]; `ratio` is the share removed."""
+    amount = budget(keys.shape[2], ratio)
+    kept = {name: top_k(torch.as_tensor(score(keys)), amount) for name, score in ANCHORS.items()}
+    recent = {each: variants.select_with_recent(keys, budget=amount, recent_ratio=each / 100) for each in RECENT}
+    return kept | {f"recent_{each}": torch.as_tensor(mask) for each, mask in recent.items()}
 
 
 def _alignment(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
@@ -86,7 +108,7 @@ def _volumes(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
     examples = sorted((text.values["example"] for text in texts), key=lambda example: example["pearson"])
-    found = {name: of_texts(texts, name) for name in texts[0].values if name != "example"}
+    found = {name: of_texts(texts, name) for name in texts[0].values if name != "example" and "error" not in name}
     pearson = found["pearson"]
     numbers = PAPER.numbers([text.kind for text in texts])
     numbers.median("pearson", pearson)
@@ -101,7 +123,15 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     for other in OTHERS:
         numbers.median(f"gain_over_{other}", found["keydiff"] - found[other])
         numbers.median(f"gain_over_{other}_unit_keys", found["keydiff unit"] - found[f"{other} unit"])
+    errors: dict[str, dict[str, np.ndarray]] = {}
+    for percent in (f"{100 * ratio:g}" for ratio in RATIOS):
+        each = errors[percent] = errors_of(texts, f"error_{percent}")
+        for name in each.keys() - {"keydiff"}:
+            numbers.mean(f"{name}_over_keydiff_{percent}", each[name] / each["keydiff"])
+        gaps = np.stack([each[name] / each["keydiff"] for name in ("pairwise", "median")], axis=1)
+        numbers.add(f"largest_gap_of_anchors_{percent}", lambda gaps: np.abs(gaps.mean(axis=0) - 1).max(), gaps)
     series = {
+        "error": {percent: {name: float(of.mean()) for name, of in each.items()} for percent, each in errors.items()},
         "example": examples[len(examples) // 2],
         "pearson_by_layer": spread_by_layer(texts, "pearson"),
         "rank_by_layer": spread_by_layer(texts, "rank"),
@@ -113,7 +143,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
     """Draw the paper's picture; `shown` in its file says what is seen."""
-    (head, layers), (volume, means) = figure.subplots(2, 2)
+    (head, layers, errors), (volume, means, other) = figure.subplots(2, 3)
     example = series["example"]
     head.semilogy(example["similarity"], np.maximum(example["attention"], 1e-7), ".", markersize=3)
     head.set(
@@ -135,3 +165,7 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     band(means, series["means_by_layer"], "median and 10 to 90 % of heads")
     means.axhline(0, color="grey", linewidth=1)
     finish(means, xlabel="layer", ylabel="cos(mean key, mean query)", title="mean key against mean query")
+    for axes, (percent, error) in zip((errors, other), series["error"].items(), strict=True):
+        axes.barh(list(error), list(error.values()))
+        axes.invert_yaxis()
+        axes.set(xlabel="mean |h - h_compr| (residual stream)", title=f"variants: {percent}% removed")

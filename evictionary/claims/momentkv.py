@@ -132,7 +132,8 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     states = [torch.cat([getattr(layer, name) for layer in recording.layers]) for name in ("queries", "keys", "values")]
     some = [each[::EVERY] for each in states]
     lengths = np.linspace(recording.split, recording.input_ids.shape[1], PROMPTS).astype(int).tolist()
-    steps = {weight: by_steps(*some, scale.main_budget, lengths, weight) for weight in BY_STEPS}
+    queries, keys, values = some
+    steps = {weight: by_steps(queries, keys, values, scale.main_budget, lengths, weight) for weight in BY_STEPS}
 
     def measured(length: int) -> dict[str, np.ndarray]:
         prompt, part = ([each[:, :, :length] for each in given] for given in (states, some))
@@ -140,9 +141,9 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         kept = _compared(part, scale, draw) | {weight: next(masks) for weight, masks in steps.items()}
         found |= _outcomes(part, kept, corrected=SELECTIONS)
         if length == lengths[-1]:
-            query, keys, values = _last(part)
+            query, *read = _last(part)
             mask = as_array(kept["residual"]) > 0
-            last["half"] = corrections(query, keys, values, mask, in_half(keys, values, ~mask))["first"].mean(axis=(1, 2))
+            last["half"] = corrections(query, read[0], read[1], mask, in_half(read[0], read[1], ~mask))["first"].mean(axis=(1, 2))
             last["whole"] = found["residual: first"].mean(axis=(1, 2))
         return found
 

@@ -184,3 +184,32 @@ def read_on(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache
     """The model's output for ids [B, M] that stand at position .. position + M - 1, whatever the cache still holds before them."""
     positions = torch.arange(position, position + input_ids.shape[1], device=input_ids.device)[None]
     return model(input_ids, past_key_values=cache, position_ids=positions, use_cache=True, **named)
+
+
+@torch.no_grad()
+def read_kept(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: int) -> np.ndarray:
+    """The residual stream of the `count` tokens after the prompt, as Recording.residual, where `kept` hides the other tokens.
+
+    kept [1, H_kv, split] of each layer: heads may keep different numbers of tokens, since a mask hides them in a whole cache.
+    """
+    base: Any = lab.model.base_model
+    handles: list[Any] = []
+    split, cache = recording.split, DynamicCache()
+    ids = recording.input_ids[:, split : split + count]
+    causal = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()
+    for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
+        cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
+        rows = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)[:, :, None].expand(-1, -1, count, -1)
+        seen = torch.cat([rows, causal.expand(*rows.shape[:3], -1)], dim=-1)
+        hidden = layer.keys.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(layer.keys.dtype).min)
+
+        def hide(module: Any, arguments: Any, named: dict[str, Any], hidden: torch.Tensor = hidden) -> Any:
+            return arguments, named | {"attention_mask": hidden}
+
+        handles.append(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
+    try:
+        output = read_on(lab.model, ids, cache, split, output_hidden_states=True, logits_to_keep=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return as_array(torch.stack([states[0] for states in output.hidden_states[1:-1]]))
