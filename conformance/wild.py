@@ -43,7 +43,7 @@ COMMON = tuple(
         for name in ("arithmetic", "by_hand", "cases", "degenerate", "domain", "tolerance")
     ]
 )
-JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "rich", "typer")
+JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "pytest-xdist", "rich", "typer")
 
 
 class NotReached(Exception):
