@@ -18,6 +18,7 @@ from evictionary.spec_tests.harness.by_hand import (
 )
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.sizes import narrow
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_numbers
 from evictionary.spec_tests.test_h2o import prompt_queries
 
@@ -63,9 +64,8 @@ def test_the_worst_case_counts_and_no_token_less_than_the_mean(impl, rows):
     require_equal(impl.criticalkv.defend(weights), expected, "the aggregate is not the largest, clamped at its mean")
 
 
-@law("CK-3", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
-def test_importance_is_the_defended_attention_of_the_window(impl, case, seed, window_size, kernel_size):
-    """Causal attention of each query, pooled and scaled to its sum, the largest of all queries and heads; also by loops."""
+def check_importance(impl, case, seed, window_size, kernel_size):
+    """Raise Violation unless the importance is that of plain loops."""
     queries, keys = prompt_queries(case, seed), impl.round(case.keys)
     window, reach = min(window_size, keys.shape[2] - 1), kernel_size // 2
     settings = {"window_size": window, "kernel_size": kernel_size}
@@ -79,6 +79,19 @@ def test_importance_is_the_defended_attention_of_the_window(impl, case, seed, wi
     largest = pooled.max(axis=2).reshape(*keys.shape[:2], -1, count).max(axis=2)
     expected = np.maximum(largest, largest.mean(axis=-1, keepdims=True))
     require_loops(allowed.expected, expected, 1 + np.abs(keys).max())
+
+
+@law("CK-3", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
+def test_importance_is_the_defended_attention_of_the_window(impl, case, seed, window_size, kernel_size):
+    """Causal attention of each query, pooled and scaled to its sum, the largest of all queries and heads; also by loops."""
+    check_importance(impl, case, seed, window_size, kernel_size)
+
+
+@law("CK-3", of=IMPORTANCE, examples=1, seed=seeds())
+def test_importance_by_the_window_of_the_public_code(impl, seed):
+    """The same by 32 queries and 5 neighbours over 64 to 1,024 tokens, of a batch of three."""
+    for case in narrow(impl, seed, group=2):
+        check_importance(impl, case, seed, 32, 5)
 
 
 @law("CK-3", of=IMPORTANCE)

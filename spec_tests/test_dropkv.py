@@ -17,6 +17,7 @@ from evictionary.spec_tests.harness.by_hand import (
 )
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.sizes import narrow
 from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_numbers
 from evictionary.spec_tests.test_h2o import prompt_queries
 
@@ -89,9 +90,8 @@ def test_a_value_equal_to_the_output_costs_nothing(impl):
         raise Violation("the removal of -3, 0 and 3 among -3, 0, 3, 0 changes the mean by 1, 0 and 1", [[[1, 0, 1]]], got)
 
 
-@law("DK-2", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds(), window_size=windows, kernel_size=kernels)
-def test_the_changes_of_the_window_add_up(impl, case, seed, window_size, kernel_size):
-    """Squared changes of each output of the window, summed, averaged over the group and over the neighbours; also by loops."""
+def check_changes(impl, case, seed, window_size, kernel_size):
+    """Raise Violation unless the score is that of attention computed again without each token."""
     queries, settings = prompt_queries(case, seed), {"window_size": window_size, "kernel_size": kernel_size}
     allowed = impl.allowance(SCORE, queries, case.keys, case.values, **settings)
     got = impl.dropkv.score(queries, case.keys, case.values, **settings)
@@ -110,6 +110,19 @@ def test_the_changes_of_the_window_add_up(impl, case, seed, window_size, kernel_
     for token in range(before):
         pooled = summed[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
         require_loops(allowed.expected[..., token], pooled, size)
+
+
+@law("DK-2", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds(), window_size=windows, kernel_size=kernels)
+def test_the_changes_of_the_window_add_up(impl, case, seed, window_size, kernel_size):
+    """Squared changes of each output of the window, summed, averaged over the group and over the neighbours; also by loops."""
+    check_changes(impl, case, seed, window_size, kernel_size)
+
+
+@law("DK-2", of=SCORE, examples=1, seed=seeds())
+def test_the_changes_of_the_window_of_the_public_code_add_up(impl, seed):
+    """The same by 32 queries and 7 neighbours over 64 and 128 tokens, of a batch of three."""
+    for case in narrow(impl, seed, (64, 128)):
+        check_changes(impl, case, seed, 32, 7)
 
 
 @law("DK-2", of=SCORE, case=seeded_cases(min_length=2, kinds=("normal", "ties")), seed=seeds())

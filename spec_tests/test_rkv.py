@@ -18,6 +18,7 @@ from evictionary.spec_tests.harness.by_hand import (
 )
 from evictionary.spec_tests.harness.cases import cases, long_cases, seeded_cases, seeds, shares
 from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.harness.sizes import narrow
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation, check_selection, require_numbers
 from evictionary.spec_tests.test_h2o import prompt_queries
 
@@ -149,9 +150,8 @@ def before_and_window(case, seed, window_size):
     return prompt_queries(case, seed), min(window_size, case.keys.shape[2] - 1)
 
 
-@law("RK-4", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
-def test_importance_is_the_attention_of_the_largest_logit_of_a_group(impl, case, seed, window_size, kernel_size):
-    """Largest logit of the group, softmax over the tokens before the window, mean over it, largest neighbour; also by loops."""
+def check_importance(impl, case, seed, window_size, kernel_size):
+    """Raise Violation unless the importance is that of plain loops."""
     queries, window = before_and_window(case, seed, window_size)
     allowed = impl.allowance(IMPORTANCE, queries, case.keys, window_size=window, kernel_size=kernel_size)
     got = impl.rkv.importance(queries, case.keys, window_size=window, kernel_size=kernel_size)
@@ -169,6 +169,19 @@ def test_importance_is_the_attention_of_the_largest_logit_of_a_group(impl, case,
         reach = kernel_size // 2
         expected = [received[max(0, t - reach) : t + reach + 1].max() for t in range(len(before))]
         require_loops(allowed.expected[item, head], np.array(expected), 1 + np.abs(keys).max())
+
+
+@law("RK-4", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
+def test_importance_is_the_attention_of_the_largest_logit_of_a_group(impl, case, seed, window_size, kernel_size):
+    """Largest logit of the group, softmax over the tokens before the window, mean over it, largest neighbour; also by loops."""
+    check_importance(impl, case, seed, window_size, kernel_size)
+
+
+@law("RK-4", of=IMPORTANCE, examples=1, seed=seeds())
+def test_importance_by_the_window_of_the_public_code(impl, seed):
+    """The same by 8 queries and 7 neighbours over 64 to 1,024 tokens, of a batch of three."""
+    for case in narrow(impl, seed, group=2):
+        check_importance(impl, case, seed, 8, 7)
 
 
 @law("RK-4", of=IMPORTANCE)

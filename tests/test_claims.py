@@ -25,6 +25,7 @@ from evictionary.errors import UsageError
 from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
 from evictionary.evaluation.run import Line
+from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation
 
 SCALE = Scale(
@@ -259,11 +260,45 @@ def test_momentkv_errors_are_zero_where_the_theory_says_so() -> None:
     kept = np.ones((2, 9), dtype=bool)
     kept[:, 1:5] = False
     keys[:, 1:5] = keys[:, 1:2]
-    got = momentkv.errors(query, keys, values, kept, split=7)
+    one = query[None], keys[None], values[None], kept[None]
+    got = momentkv.errors(*one) | momentkv.corrections(*one)
     np.testing.assert_allclose(got["first"], 0, atol=1e-12)
     np.testing.assert_allclose(got["direction"], 1)
     assert (got["none"] > 1e-3).all()
-    np.testing.assert_allclose(momentkv.errors(0 * query, keys, values, kept, split=7)["mass"], 4 / 9)
+    np.testing.assert_allclose([got["spread"], got["gap"]], 0, atol=1e-12)
+    np.testing.assert_allclose(got["gamma"] * got["mass"], got["none"])
+    np.testing.assert_allclose(momentkv.errors(0 * one[0], *one[1:])["mass"], 4 / 9)
+
+
+def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
+    """Token by token as the reference decodes; without moments, and with values of length one, where no residual selects."""
+    draw = torch.Generator().manual_seed(1)
+    queries, keys, values = (torch.randn(2, heads, 24, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    chosen = {}
+    for weight in momentkv.BY_STEPS:
+        chosen[weight] = list(momentkv.by_steps(queries, keys, values, 6, [9, 24], weight))
+        read = torch.ones_like(values) if weight == "attention" else values
+        arrays = [as_array(each) for each in (queries, keys, read)]
+        left, moments = [each[:, :, :6] for each in arrays[1:]], reference.no_moments(*arrays[1:])
+        for last in range(6, 24):
+            new = [each[:, :, last] for each in arrays]
+            _, *left, after = reference.decode_step(*new, *left, moments, 6)
+            moments = after if weight == "residual" else moments
+            if last == 8:
+                np.testing.assert_array_equal(arrays[1][:, :, :9][chosen[weight][0].numpy()].reshape(2, 2, 6, 8), left[0])
+        np.testing.assert_array_equal(arrays[1][chosen[weight][1].numpy()].reshape(2, 2, 6, 8), left[0])
+    assert len({mask[1].numpy().tobytes() for mask in chosen.values()}) == 3
+
+
+def test_moments_in_half_precision_stall_where_half_precision_does() -> None:
+    """MK-C2: a sum of ones stops at 2048 in float16; few small numbers are exact."""
+    ones = np.ones((1, 1, 3000, 1))
+    assert momentkv.in_half(ones, ones, ones[..., 0] > 0)[1:] == (2048, 2048, 2048)
+    keys = np.arange(6.0).reshape(1, 1, 3, 2)
+    evicted = np.array([[[True, False, True]]])
+    exact = reference.update(reference.no_moments(keys, keys), keys, keys, evicted)
+    for half, whole in zip(momentkv.in_half(keys, keys, evicted), exact, strict=True):
+        np.testing.assert_array_equal(half, whole)
 
 
 def test_gvote_synthetic_queries_without_noise_are_the_mean_query(recording: Recording) -> None:

@@ -122,6 +122,7 @@ def test_one_dead_child_costs_one_step() -> None:
         "symmetries": "passed",
         "edges": "passed",
         "pairwise": "not judged yet",
+        "sizes": "not judged yet",
     }
     assert "exited with code 0" in result.lines[0].reason
     assert result.lines[-1].reason == "needs anchor first"

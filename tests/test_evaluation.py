@@ -339,6 +339,8 @@ def test_the_help_names_every_task() -> None:
         (["--output", "/proc/none"], "--output: got /proc/none, wanted a folder that can be written, or made"),
         (["--methods", "sink=4"], "--methods: got 'sink=4' first"),
         (["--methods", "keydiff:sink=4"], "keydiff has no such option"),
+        (["--methods", "streaming_llm:sink_size=-1"], "sink_size: got -1, wanted a whole number of at least 0"),
+        (["--methods", "gvote:p=2"], "p: got 2.0, wanted a number in [0, 1]"),
         (["--methods", "absent.py"], "wanted a Python file that exists"),
         (["--tasks", "passkey"], "tasks: got 'passkey' (did you mean passkey7?)"),
         (["--tasks", ","], "tasks: got none"),

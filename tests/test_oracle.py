@@ -40,6 +40,16 @@ def test_only_a_law_of_its_own_sees_a_mistake_that_the_oracle_makes_too(law: str
     assert (result.verdict, result.law) == (verdict, law if verdict == oracle.SEEN else "")
 
 
+def test_a_mistake_that_begins_at_a_size_is_seen_by_a_law_that_draws_it() -> None:
+    mistake = str(next(each for each in mutations("momentkv.decode_step") if each.was.startswith("while") and ">=" in each.now))
+    law = "test_momentkv_steps::test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score"
+    (result,) = oracle.judge("momentkv.decode_step", [(mistake, oracle.PROGRAM)], [law], above=66)
+    assert result.verdict == oracle.SEEN
+    right_below = oracle.beyond("keydiff.score", lambda keys: keys[..., 0], 3)
+    keys = np.arange(8.0).reshape(4, 2)
+    assert (right_below(keys[:3]) == keydiff.score(keys[:3])).all() and (right_below(keys) == keys[:, 0]).all()
+
+
 def test_a_mutation_without_effect_is_told_apart() -> None:
     mistake = "scores = np.asanyarray(scores)  ->  pass"
     (result,) = oracle.judge(

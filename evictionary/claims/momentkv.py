@@ -1,57 +1,86 @@
-"""MomentKV (arXiv 2606.01563): evicted mass, angle of the two sub-outputs, error with and without the correction."""
+"""MomentKV (arXiv 2606.01563): evicted mass, angle of the two sub-outputs, selections, error with and without the correction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import band, finish
-from evictionary.claims.recording import Lab, Layer, Observed, Recording, Scale, as_array, of_texts, spread_by_layer, stacked
-from evictionary.optimized import h2o
+from evictionary.claims.recording import Lab, Observed, Recording, Scale, as_array, of_texts, spread_by_layer
+from evictionary.optimized import h2o, snapkv, streaming_llm
+from evictionary.optimized import momentkv as fast
+from evictionary.optimized.selection import top_k
 from evictionary.reference import momentkv as paper
 from evictionary.reference import momentkv_theory as theory
+from evictionary.reference.attention import log_sum_exp
 
 PAPER = read_paper("momentkv")
 WINDOW = 32
-POSITIONS = 8
+PROMPTS = 8
+EVERY = 3
+BY_STEPS = ("attention", "value", "residual")
+"""What multiplies a token's attention in Algorithm 1: nothing, the norm of its value, or that of its moment residual (MI)."""
+SELECTIONS = {
+    "random": "random",
+    "recent": "recent + sinks",
+    "attention": "attention, by steps",
+    "value": "attention x |v|, by steps",
+    "residual": "attention x |r|, by steps (MI)",
+    "snapkv": "SnapKV",
+    "oracle": "the query's own top tokens",
+}
 
 
-def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, split: int) -> dict[str, np.ndarray]:
-    """Everything measured for one query, [H_kv, G] each.
+QUANTITIES = ("mass", "cosine", "none", "zeroth", "first", "direction", "gamma", "spread", "gap")
+SKEWED = QUANTITIES[-3:]  # a few steps are far from the others, so the median stands for a layer
 
-    Args: query [H_kv, G, D]; keys [H_kv, T, D]; values [H_kv, T, D_v]; kept [H_kv, T], True after the prompt of `split` tokens.
+
+def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
+    """What eviction does to the output of one query without a correction: [B, H_kv, G] each.
+
+    Args: query [B, H_kv, G, D]; keys [B, H_kv, N, D]; values [B, H_kv, N, D_v]; kept [B, H_kv, N]: R, the others are E.
     """
-    per_query_head = keys[:, None], values[:, None], kept[:, None]
-    full = theory.full_output(query, *per_query_head[:2])
-    retained, evicted = theory.sub_outputs(query, *per_query_head)
-    mass = theory.mass(query, keys[:, None], kept[:, None])[1]
-    prompt = slice(0, split)
-    nothing = paper.no_moments(keys, values)
-    moments = paper.update(nothing, keys[:, prompt], values[:, prompt], ~kept[:, prompt])
-    of_each_query = paper.Moments(*(part[:, None] for part in moments))
-    batched = (
-        query.reshape(1, -1, query.shape[-1]),
-        keys[None],
-        values[None],
-        kept[None],
-        paper.Moments(*(part[None] for part in moments)),
-    )
-    size = theory.norm(full)
-
-    def error(output: np.ndarray) -> np.ndarray:
-        return theory.norm(full - output.reshape(full.shape)) / size
-
+    seen = query, keys[:, :, None], values[:, :, None]
+    full, (retained, evicted) = theory.full_output(*seen), theory.sub_outputs(*seen, kept[:, :, None])
+    mass = theory.mass(query, seen[1], kept[:, :, None])[1]
     return {
         "mass": mass,
         "cosine": cosine(retained, evicted),
+        "none": theory.norm(full - retained) / theory.norm(full),
+        "gamma": theory.amplification(retained, evicted, mass),
+    }
+
+
+def corrections(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: paper.Moments | None = None
+) -> dict[str, np.ndarray]:
+    """What the correction makes of it, arguments and shapes as `errors`; `moments` of E in place of exact ones.
+
+    zeroth and first: the relative error; direction: cos(f_E, fhat_E); spread: sigma, the largest centred logit of E; gap:
+    log(Z_E / Zhat_E).
+    """
+    seen = query, keys[:, :, None], values[:, :, None]
+    moments = moments or paper.update(paper.no_moments(keys, values), keys, values, ~kept)
+    of_each_query = paper.Moments(*(part[:, :, None] for part in moments))
+    full, evicted = theory.full_output(*seen), theory.sub_outputs(*seen, kept[:, :, None])[1]
+    logits, gone = theory.logits_of(query, seen[1]), ~kept[:, :, None]
+    centre = (logits * gone).sum(axis=-1, keepdims=True) / gone.sum(axis=-1, keepdims=True)
+    heads = query.reshape(len(query), -1, query.shape[-1]), keys, values, kept, moments
+
+    def error(output: np.ndarray) -> np.ndarray:
+        return theory.norm(full - output.reshape(full.shape)) / theory.norm(full)
+
+    return {
+        "zeroth": error(theory.attend_zeroth_order(*heads)),
+        "first": error(paper.attend(*heads)),
         "direction": cosine(evicted, paper.approximate_evicted(query, of_each_query)),
-        "none": error(retained),
-        "zeroth": error(theory.attend_zeroth_order(*batched)),
-        "first": error(paper.attend(*batched)),
+        "spread": (np.abs(logits - centre) * gone).max(axis=-1),
+        "gap": log_sum_exp(np.where(gone, logits, -np.inf)) - paper.log_evicted_partition(query, of_each_query),
     }
 
 
@@ -61,48 +90,115 @@ def cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return (one * other).sum(axis=-1) / np.where(size == 0, 1, size)
 
 
+def by_steps(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, budget: int, lengths: Sequence[int], weight: str
+) -> Iterator[torch.Tensor]:
+    """Phase 1 of Algorithm 1, token by token from an empty cache: what is kept [B, H_kv, N] when N tokens have come.
+
+    Args: queries [B, H_q, T, D], keys and values [B, H_kv, T, D]; lengths, each N, rising, above the budget; weight, of BY_STEPS.
+    """
+    batch, heads = keys.shape[:2]
+    slots = torch.arange(budget, device=keys.device).repeat(batch, heads, 1)
+    read = values if weight != "attention" else torch.ones_like(values[..., :1])
+    moments = nothing = fast.no_moments(keys, read)
+    for last in range(budget, lengths[-1]):
+        slots = torch.cat([slots, torch.full_like(slots[..., :1], last)], dim=-1)
+        present = [states.take_along_dim(slots[..., None], dim=2) for states in (keys, read)]
+        scores = fast.score(queries[:, :, last], *present, moments if weight == "residual" else nothing)
+        evicted = torch.arange(budget + 1, device=keys.device) == scores.argmin(dim=-1, keepdim=True)
+        moments = fast.update(moments, *present, evicted)
+        slots = slots[~evicted].view(batch, heads, budget)
+        if last + 1 in lengths:
+            yield torch.zeros(batch, heads, last + 1, dtype=torch.bool, device=keys.device).scatter(2, slots, True)
+
+
+def in_half(keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> paper.Moments:
+    """MK-C2, MK-C4: the moments of the evicted tokens [B, H_kv, N], each product and each sum rounded to float16."""
+    halves = [torch.as_tensor(states * evicted[..., None]).half() for states in (keys, values)]
+    sums = [torch.zeros_like(states[:, :, 0]) for states in halves]
+    products = torch.zeros_like(sums[1][..., None] * sums[0][..., None, :])
+    for key, value in zip(*(states.unbind(dim=2) for states in halves), strict=True):
+        sums = [sums[0] + key, sums[1] + value]
+        products += value[..., None] * key[..., None, :]
+    return paper.Moments(evicted.sum(axis=-1), *map(as_array, (*sums, products)))
+
+
 def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
-    """Measure one text: each quantity as the mean over the queries, [layers, heads], where no other shape is said."""
-    scale = lab.scale
+    """Measure one text: its first N tokens are the prompt, for eight N, and the last query reads R and E of these N tokens.
 
-    def measured(layer: Layer) -> dict[str, Any]:
-        selections = _selections(recording, layer, scale.budgets, scale.main_budget)
-        found = {selection: _over_queries(recording, layer, kept) for selection, kept in selections.items()}
-        theirs, ours = found[f"h2o {scale.main_budget}"], found["momentkv"]
-        means = {f"h2o: {name}": theirs[name].mean(axis=0) for name in ("mass", "cosine", "none")}
-        means |= {name: ours[name].mean(axis=0) for name in ("none", "zeroth", "first", "direction")}
-        # of a layer, over queries and heads
-        means |= {f"{name} hurts": (ours[name] > ours["none"]).mean() for name in ("zeroth", "first")}
-        means["amplification"] = np.median(theirs["none"] / theirs["mass"])
-        for budget in scale.budgets:
-            means |= {f"h2o {budget}: {name}": found[f"h2o {budget}"][name].mean() for name in ("mass", "none")}
-        return means
+    The mean over the prompts, [layers, heads], of what H2O and MomentKV do; [layers], every third, for the other selections.
+    """
+    scale, draw = lab.scale, torch.Generator().manual_seed(recording.seed)
+    states = [torch.cat([getattr(layer, name) for layer in recording.layers]) for name in ("queries", "keys", "values")]
+    some = [each[::EVERY] for each in states]
+    lengths = np.linspace(recording.split, recording.input_ids.shape[1], PROMPTS).astype(int).tolist()
+    steps = {weight: by_steps(*some, scale.main_budget, lengths, weight) for weight in BY_STEPS}
 
-    return stacked(map(measured, recording.layers))
+    def measured(length: int) -> dict[str, np.ndarray]:
+        prompt, part = ([each[:, :, :length] for each in given] for given in (states, some))
+        found = _outcomes(prompt, _of_papers(prompt, scale), corrected=("momentkv",))
+        kept = _compared(part, scale, draw) | {weight: next(masks) for weight, masks in steps.items()}
+        found |= _outcomes(part, kept, corrected=SELECTIONS)
+        if length == lengths[-1]:
+            query, keys, values = _last(part)
+            mask = as_array(kept["residual"]) > 0
+            last["half"] = corrections(query, keys, values, mask, in_half(keys, values, ~mask))["first"].mean(axis=(1, 2))
+            last["whole"] = found["residual: first"].mean(axis=(1, 2))
+        return found
+
+    last: dict[str, np.ndarray] = {}
+    every = list(map(measured, lengths))
+    found = {name: np.stack([each[name] for each in every]) for name in every[0]}  # [prompts, layers, H_kv, G] each
+    main, ours = f"h2o {scale.main_budget}", {name: found[f"momentkv: {name}"] for name in ("none", "zeroth", "first", "direction")}
+    means = {f"h2o: {name}": found[f"{main}: {name}"].mean(axis=0) for name in ("mass", "cosine", "none")}
+    means |= {name: each.mean(axis=0) for name, each in ours.items()}
+    means |= {f"{name} hurts": (ours[name] > ours["none"]).mean(axis=(0, 2, 3)) for name in ("zeroth", "first")}
+    means["amplification"] = np.median(found[f"{main}: gamma"], axis=(0, 2, 3))
+    for budget in scale.budgets:
+        means |= {f"h2o {budget}: {name}": found[f"h2o {budget}: {name}"].mean(axis=(0, 2, 3)) for name in ("mass", "none")}
+    for name in SELECTIONS:
+        for quantity in QUANTITIES:
+            middle = np.median if quantity in SKEWED else np.mean
+            means[f"{name}: {quantity}"] = middle(found[f"{name}: {quantity}"], axis=(0, 2, 3))
+    return means | last
 
 
-def _selections(recording: Recording, layer: Layer, budgets: tuple[int, ...], main: int) -> dict[str, np.ndarray]:
-    """Kept masks [H_kv, split]: H2O at each budget, and MomentKV's own selection at the main one."""
-    split = recording.split
-    queries, keys, values = layer.queries[:, :, :split], layer.keys[:, :, :split], layer.values[:, :, :split]
-    kept = {f"h2o {budget}": h2o.select(queries, keys, budget=budget)[0].cpu().numpy() for budget in {*budgets, main}}
-    window = as_array(queries[:, :, -WINDOW:])
-    kept["momentkv"] = paper.select_prompt(window, as_array(keys), as_array(values), main)[0]
-    return kept
+def _last(prompt: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """The prompt's last query by KV head [layers, H_kv, G, D], its keys and its values."""
+    queries, keys, values = map(as_array, (prompt[0][:, :, -1], *prompt[1:]))
+    return [queries.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys, values]
 
 
-def _over_queries(recording: Recording, layer: Layer, kept: np.ndarray) -> dict[str, np.ndarray]:
-    queries, keys, values = (as_array(each)[0] for each in (layer.queries, layer.keys, layer.values))
-    num_kv_heads, length, _ = keys.shape
-    grouped = queries.reshape(num_kv_heads, -1, *queries.shape[1:])
-    later = np.ones((num_kv_heads, length - recording.split), dtype=bool)
-    everywhere = np.concatenate([kept, later], axis=-1)
+def _outcomes(prompt: Sequence[torch.Tensor], kept: Mapping[str, torch.Tensor], corrected: Container[str]) -> dict[str, np.ndarray]:
+    """`errors` of each selection, and `corrections` of the named ones: [layers, H_kv, G] by "selection: quantity"."""
+    query, keys, values = _last(prompt)
+    found: dict[str, np.ndarray] = {}
+    for name, mask in kept.items():
+        given = query, keys, values, as_array(mask) > 0
+        outcome = errors(*given) | (corrections(*given) if name in corrected else {})
+        found |= {f"{name}: {quantity}": value for quantity, value in outcome.items()}
+    return found
 
-    def measured(position: int) -> dict[str, np.ndarray]:
-        seen = slice(0, position + 1)
-        return errors(grouped[:, :, position], keys[:, seen], values[:, seen], everywhere[:, seen], recording.split)
 
-    return stacked(map(measured, np.linspace(recording.split, length - 1, POSITIONS).astype(int)))
+def _of_papers(prompt: Sequence[torch.Tensor], scale: Scale) -> dict[str, torch.Tensor]:
+    """Kept masks [layers, H_kv, N]: H2O at each budget, and MomentKV's own selection at the main one."""
+    queries, keys, values = prompt
+    received = h2o.score(queries, keys)
+    kept = {f"h2o {budget}": h2o.select_scored(received, budget=budget) for budget in {*scale.budgets, scale.main_budget}}
+    return kept | {"momentkv": fast.select_prompt(queries[:, :, -WINDOW:], keys, values, scale.main_budget)}
+
+
+def _compared(prompt: Sequence[torch.Tensor], scale: Scale, draw: torch.Generator) -> dict[str, torch.Tensor]:
+    """Kept masks [layers, H_kv, N] of the selections that are made in one shot."""
+    queries, keys, values = prompt
+    ones = torch.ones_like(values[..., :1])
+    scores = {
+        "snapkv": snapkv.score(queries[:, :, -WINDOW:], keys, window_size=WINDOW),
+        "oracle": fast.score(queries[:, :, -1], keys, ones, fast.no_moments(keys, ones)),
+        "recent": streaming_llm.score(keys),
+        "random": torch.rand(keys.shape[:3], generator=draw).to(keys.device),
+    }
+    return {name: top_k(score, scale.main_budget) for name, score in scores.items()}
 
 
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
@@ -112,15 +208,19 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     mass, cosine, relative = (found[f"h2o: {name}"].mean(axis=(2, 3)) for name in ("mass", "cosine", "none"))
     none, zeroth, first, direction = (found[name].mean(axis=(2, 3)) for name in ("none", "zeroth", "first", "direction"))
     hurt, size = found["first hurts"], none.mean(axis=1)
-    numbers = PAPER.numbers([text.kind for text in texts], smallest=min(scale.budgets))
+    smallest, largest = (f"h2o {pick(scale.budgets)}" for pick in (min, max))
+    numbers = PAPER.numbers([text.kind for text in texts], smallest=min(scale.budgets), largest=max(scale.budgets))
     numbers.mean("evicted_mass", mass)
     numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
-    numbers.mean("evicted_mass_at_the_paper_s_share", found[f"h2o {min(scale.budgets)}: mass"])
+    numbers.mean("evicted_mass_at_the_paper_s_share", found[f"{smallest}: mass"])
     numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
     numbers.mean("cosine", cosine)
     numbers.mean("relative_error", relative)
     numbers.median("amplification", found["amplification"])
-    numbers.mean("loss_against_h2o", first.mean(axis=1) / relative.mean(axis=1))
+    numbers.mean("mass_at_largest_over_smallest_budget", _ratio(found[f"{largest}: mass"], found[f"{smallest}: mass"]))
+    numbers.mean("shallow_error_at_largest_budget", found[f"{largest}: none"][:, : -(-mass.shape[1] // 4)])
+    numbers.mean("error_at_largest_budget", found[f"{largest}: none"])
+    numbers.mean("loss_against_h2o", _ratio(first, relative))
     numbers.add("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none)
     numbers.add("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none)
     numbers.mean("direction", direction)
@@ -130,6 +230,34 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     numbers.mean("share_hurt", hurt)
     numbers.mean("share_hurt_zeroth_order", found["zeroth hurts"])
     numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
+    residual = {name: found[f"residual: {name}"] for name in ("none", "zeroth", "first", "direction")}
+    base = found["attention: none"]
+    numbers.mean("loss_of_algorithm_1_against_h2o", _ratio(residual["first"], relative[:, ::EVERY]))
+    numbers.mean("direction_by_algorithm_1", residual["direction"])
+    numbers.mean("gain_of_zeroth_order_by_algorithm_1", 1 - _ratio(residual["zeroth"], residual["none"]))
+    numbers.mean("further_gain_of_first_order_by_algorithm_1", _ratio(residual["zeroth"] - residual["first"], residual["none"]))
+    for name in ("value", "residual"):
+        numbers.mean(f"error_by_{name}_over_attention", _ratio(found[f"{name}: none"], base))
+        for quantity in ("spread", "gap"):
+            numbers.mean(
+                f"{quantity}_by_{name}_over_attention", _ratio(found[f"{name}: {quantity}"], found[f"attention: {quantity}"])
+            )
+    numbers.mean("spread", found["residual: spread"])
+    numbers.median("partition_ratio", np.exp(found["residual: gap"]))
+    selected, corrected = 1 - _ratio(residual["none"], base), 1 - _ratio(found["attention: first"], base)
+    both = 1 - _ratio(residual["first"], base)
+    numbers.mean("gain_of_selection", selected)
+    numbers.mean("gain_of_correction", corrected)
+    numbers.mean("gain_of_both", both)
+    numbers.mean("correction_minus_selection", corrected - selected)
+    numbers.mean("excess_of_both", both - selected - corrected)
+    numbers.mean("gain_of_correction_after_snapkv", 1 - _ratio(found["snapkv: first"], found["snapkv: none"]))
+    for one, other in (("attention", "random"), ("oracle", "attention")):
+        for quantity in ("mass", "gamma"):
+            numbers.mean(f"{quantity}_of_{one}_over_{other}", _ratio(found[f"{one}: {quantity}"], found[f"{other}: {quantity}"]))
+    for name in ("random", "attention", "oracle"):
+        numbers.mean(f"cosine_of_{name}", found[f"{name}: cosine"])
+    numbers.mean("size_of_change_in_half", np.abs(_ratio(found["half"], found["whole"]) - 1))
     by_budget = {name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets] for name in ("mass", "none")}
     series = {
         **{name: spread_by_layer(texts, f"h2o: {name}", np.mean) for name in ("mass", "cosine")},
@@ -137,13 +265,19 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         "error": {name: each.mean(axis=0).tolist() for name, each in {"none": none, "zeroth": zeroth, "first": first}.items()},
         "hurt": hurt.mean(axis=0).tolist(),
         "by_budget": {"budget": list(scale.budgets), "mass": by_budget["mass"], "relative error": by_budget["none"]},
+        "by_selection": {name: {each: float(found[f"{name}: {each}"].mean()) for each in QUANTITIES} for name in SELECTIONS},
     }
     return Findings(numbers, series)
 
 
+def _ratio(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The mean over the layers [texts, layers] of one quantity, divided by that of another: [texts]."""
+    return one.mean(axis=1) / other.mean(axis=1)
+
+
 def draw(figure: Figure, series: dict[str, Any]) -> None:
     """Draw the paper's picture; `shown` in its file says what is seen."""
-    (mass, angle, budgets), (error, direction, hurt) = figure.subplots(2, 3)
+    (mass, angle, budgets), (error, direction, hurt), (selections, gamma, spread) = figure.subplots(3, 3)
     band(mass, series["mass"], "mean and 10 to 90 % of heads")
     mass.axhline(0.08, color="grey", linestyle="--", linewidth=1)
     finish(mass, xlabel="layer", ylabel="evicted mass w_E", title="H2O: attention on evicted tokens")
@@ -171,3 +305,13 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     finish(direction, xlabel="layer", ylabel="cos(f_E, its approximation)", title="direction of the approximated output")
     hurt.bar(range(len(series["hurt"])), series["hurt"])
     hurt.set(xlabel="layer", ylabel="share of steps", title="where the correction makes it worse")
+    names = list(series["by_selection"])
+    places, drawn = np.arange(len(names)), series["by_selection"].values()
+    for offset, (name, label) in enumerate((("none", "no correction"), ("first", "first order"))):
+        selections.barh(places + 0.4 * offset, [each[name] for each in drawn], height=0.38, label=label)
+    selections.set_yticks(places + 0.2, [SELECTIONS[name] for name in names])
+    finish(selections, xlabel="mean relative error", title="each selection, with and without the correction")
+    for axes, name, label in ((gamma, "gamma", "median error / evicted mass"), (spread, "spread", "median sigma of E")):
+        axes.barh(places, [each[name] for each in drawn])
+        axes.set_yticks(places, [])
+        axes.set(xlabel=label, title=f"each selection: {'amplification' if name == 'gamma' else 'spread of the logits'}")

@@ -6,12 +6,11 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.classroom.assignment import Step
 from evictionary.classroom.child import StudentError
 from evictionary.spec_tests.harness.by_hand import for_each_reader, require_equal
 from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
@@ -19,6 +18,9 @@ from evictionary.spec_tests.harness.implementation import Implementation, oracle
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
+
+if TYPE_CHECKING:
+    from evictionary.classroom.assignment import Step
 
 OWN = "grader::"  # what the names of these laws begin with
 

@@ -171,6 +171,9 @@ def _print(chosen: Assignment, judged: Judgement, path: Path, again: str) -> Non
         table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
     console.print(table)
     console.print(f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s")
+    blocked = next((line.reason for line in judged.lines if line.verdict == "blocked"), "")
+    if blocked:
+        console.print(f"Not judged: {blocked}", style="yellow", markup=False, soft_wrap=True)
     first = next((line for line in judged.lines if line.verdict == "failed"), None)
     if first is None:
         return

@@ -31,6 +31,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 
 from evictionary import __version__
+from evictionary.cache.arguments import checked
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import require_prompt
@@ -124,7 +125,7 @@ class Plan:
         """The full cache, then each method and random eviction at each ratio and budget, without repetitions."""
         found = [Setting(FULL, ratio=0.0)]
         for name, options in [*self.methods, (RANDOM, {})]:
-            typed = resolve(name).typed_options(options)
+            typed = checked(name, 0.0, options, None, 0)[1]
             for ratio in self.ratios:
                 found.append(Setting(name, typed, ratio=float(ratio)))
             for budget in self.budgets:

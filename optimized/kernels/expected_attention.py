@@ -34,7 +34,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
-from .launching import floats, launch, padded, register_limit, warps
+from .launching import floats, launch, on_tensor_cores, padded, register_limit, warps
 from .tiles import at_head, dot_dtype, load_tile
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
@@ -80,7 +80,7 @@ def _tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     """Return the constants of `expected_logits`."""
     block_d, block_dv = padded(keys.shape[-1], 32), padded(values.shape[-1])
     wide = block_d > 128
-    if keys.dtype == torch.float32:
+    if not on_tensor_cores(keys):
         # Without tensor cores each product takes registers of its own. With one stage all keys stay in registers too, and spill.
         tile = {"BLOCK_T": 32, "BLOCK_N": 16, "num_warps": 8}
     else:

@@ -49,7 +49,7 @@ import triton.language as tl
 
 from ..states import Moments, zero_moments
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, launch, outputs, padded
+from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
 from .momentkv_prompt import compress_prompt, contiguous, update
 from .strided import copy_row, load_row, strided
 from .tiles import at_head, dot_dtype, load_tile
@@ -175,7 +175,7 @@ def _walk(
 def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     """Return the constants of `walk_cache`: the covariance of a chunk, [BLOCK_DV, BLOCK_D], stays beside the tiles."""
     block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
-    if keys.dtype == torch.float32:
+    if not on_tensor_cores(keys):
         # Without tensor cores a row of 256 is spread over many threads; with AMD's, which support float32, over few.
         num_warps = 8 if block_d <= 128 else 4 if is_amd(keys) else 16
         tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": num_warps, "num_stages": 1}

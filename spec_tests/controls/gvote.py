@@ -335,7 +335,7 @@ def refuse(query, keys, sampled_queries, p) -> None:
             raise ValueError(f"{name}: does not fit")
 
 
-@control(SELECT, dtypes=NUMPY)
+@control(SELECT, dtypes=NUMPY, max_length=8192)
 def head_by_head(query, keys, sampled_queries, *, p=0.95):
     """One query head and one sample after the other, the votes or-ed into the mask of the KV head."""
     refuse(query, keys, sampled_queries, p)
@@ -351,7 +351,7 @@ def head_by_head(query, keys, sampled_queries, *, p=0.95):
     return kept
 
 
-@control(SELECT, dtypes=NUMPY)
+@control(SELECT, dtypes=NUMPY, max_length=1024)
 def tokens_first(query, keys, sampled_queries, *, p=0.95):
     """A permuted layout; votes by counting what comes before a token, added up over samples and query heads."""
     refuse(query, keys, sampled_queries, p)

@@ -243,7 +243,7 @@ def searched(length, budget, *, sink_size=16, lag_size=1024):
     return Fraction(low, lag_size)
 
 
-@control(STEP)
+@control(STEP, max_length=4096)
 def token_by_token(stream, keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
     """Tokens enter one at a time; a partition is compressed at the moment when the next one is full."""
     count = exact_count(keep_ratio, sink_size, lag_size)

@@ -179,8 +179,23 @@ def differ(right: Callable[..., Any], wrong: Callable[..., Any], calls: list[Arg
     return not calls or any(not same(answer(right, *call), answer(wrong, *call)) for call in calls)
 
 
-def judge(path: str, mistakes: list[tuple[str, str]], names: list[str]) -> list[Result]:
-    """Put each mistake in one function, (what, how made), to the laws that run it, until the first law sees it."""
+def longest(values: Any) -> int:
+    """The largest extent of the arrays among some arguments."""
+    nested = values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else ()
+    return max([*getattr(values, "shape", ()), *map(longest, nested)], default=0)
+
+
+def beyond(path: str, wrong: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """The mistake where an array has more than `size` along an axis, and the right function below."""
+    right = copied(oracle(path))
+    return lambda *args, **kwargs: (wrong if longest((args, kwargs)) > size else right)(*args, **kwargs)
+
+
+def judge(path: str, mistakes: list[tuple[str, str]], names: list[str], above: int = 0) -> list[Result]:
+    """Put each mistake in one function, (what, how made), to the laws that run it, until the first law sees it.
+
+    above, a size up to which the function stays right.
+    """
     laws, results = [load_laws()[name] for name in names], []
     calls: list[Arguments] = []
     by_program = {str(each): each for each in mutations(path)}
@@ -197,6 +212,7 @@ def judge(path: str, mistakes: list[tuple[str, str]], names: list[str]) -> list[
         own: list[Law] = []
         if made == PROGRAM:
             wrong = by_program[mistake].function
+            wrong = beyond(path, wrong, above) if above else wrong
         else:
             mutant = load_mutants()[mistake]
             wrong, own = mutant.function, [law for law in laws_for(mutant, mutant.killed_by) if law.kind != REFUSAL]
@@ -230,8 +246,11 @@ def listed() -> dict[tuple[str, str], str]:
     return {(entry["of"], mistake): entry["reason"] for entry in entries for mistake in entry["mistakes"]}
 
 
-def run(only: list[str], jobs: int) -> list[Result]:
-    """Judge every mistake in the functions whose path contains one of `only`, in as many processes; all where it is empty."""
+def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
+    """Judge every mistake in the functions whose path contains one of `only`, in as many processes; all where it is empty.
+
+    above, a size up to which the functions stay right: then those of the program alone are made, and long laws are asked first.
+    """
     from joblib import Parallel, delayed
     from rich.progress import track
 
@@ -248,9 +267,11 @@ def run(only: list[str], jobs: int) -> list[Result]:
             continue
         names = [name for name in laws if path in runs[name]]
         # First the laws that are about this function, then those that run few others; what is long comes last.
-        names.sort(key=lambda name: (laws[name].examples > 0, path not in laws[name].functions, len(runs[name]), name))
-        mistakes = [(str(each), PROGRAM) for each in mutations(path)] + [(name, BANK) for name in by_hand.get(path, [])]
-        work += [(path, mistakes[start : start + PART], names[:FAR]) for start in range(0, len(mistakes), PART)]
+        far = {name: (laws[name].examples > 0) != (above > 0) for name in names}
+        names.sort(key=lambda name: (far[name], path not in laws[name].functions, len(runs[name]), name))
+        mistakes = [(str(each), PROGRAM) for each in mutations(path)]
+        mistakes += [] if above else [(name, BANK) for name in by_hand.get(path, [])]
+        work += [(path, mistakes[start : start + PART], names[:FAR], above) for start in range(0, len(mistakes), PART)]
     reasons = listed()
     found = [each for part in all_of([delayed(judge)(*each) for each in work], "mistakes") for each in part]
     return [
@@ -282,6 +303,12 @@ def page(results: list[Result]) -> str:
         f"- **Equivalent**: {total[LISTED]}. The function gives other numbers, and a reason says why no law can object.",
         f"- **Unseen**: {total[UNSEEN]}.",
         "",
+        "These figures speak of these mistakes, and of no others. A mistake that begins at a size is seen if a law draws that",
+        f"size: {sum(bool(each.above) for each in load_mutants().values())} of the bank begin at one, such as a budget of 100 or",
+        "the last of several whole tiles. The program's mistakes hold at every size.",
+        "`python -m spec_tests.harness.oracle --above 100` makes them where an array is longer than 100 alone, in the functions",
+        "named by `--only`. *Same numbers* then also means that no law draws such a size.",
+        "",
         "| function | by hand | by the program | seen | same numbers | equivalent | unseen |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -299,13 +326,16 @@ def page(results: list[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="FUNCTION", help="a part of `stem.function`; no page then")
+    parser.add_argument(
+        "--above", type=int, default=0, metavar="SIZE", help="make mistakes that only arrays longer than this meet; no page then"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", metavar="FILE", help="write every mistake with its verdict, and the law that saw it")
     arguments = parser.parse_args()
-    results = run(arguments.only, arguments.jobs)
+    results = run(arguments.only, arguments.jobs, arguments.above)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n", encoding="utf-8")
-    if not arguments.only:
+    if not arguments.only and not arguments.above:
         (DOCS / "oracle.md").write_text(page(results), encoding="utf-8")
     unseen = [each for each in results if each.verdict == UNSEEN]
     for each in unseen:
