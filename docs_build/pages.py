@@ -239,10 +239,12 @@ def retrieved(page: str, stem: str) -> str:
 
 
 def studied(page: str, part: str) -> str:
-    """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two of its final too."""
+    """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two also of `finals.` and
+    `pyramid.`, the final with PyramidKV's division.
+    """
     found = json.loads(study.STORED.read_text(encoding="utf-8"))
-    if part.startswith("finals."):
-        found, part = found["finals"], part.removeprefix("finals.")
+    summary, dot, part = part.rpartition(".")
+    found = found[summary] if dot else found
     return {"recommended": _recommended, "corrected": _corrected, "effects": _effects, "table": study.markdown}[part](found)
 
 

@@ -1,6 +1,7 @@
 """Makes what is stored of the study: `python -m docs_build.study` reads docs/study/, writes its summary and its picture.
 
-results.jsonl are the measurements of every composition, finals.jsonl those of the final, as `evictionary study` writes them.
+results.jsonl are the measurements of every composition, finals.jsonl those of the final, pyramid.jsonl those of the final with
+PyramidKV's division on some of its prompts, as `evictionary study` writes them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def lines(name: str) -> list[Line]:
 
 
 def summary() -> study.Summary:
-    """The whole study, with its final."""
-    return study.with_finals(study.summarise(lines("results.jsonl")), study.summarise(lines("finals.jsonl")))
+    """The whole study, with its final, and with what PyramidKV changes in the final."""
+    found = study.with_finals(study.summarise(lines("results.jsonl")), study.summarise(lines("finals.jsonl")))
+    return found | {"pyramid": study.summarise(lines("pyramid.jsonl"))}
 
 
 def main() -> None:
