@@ -235,13 +235,32 @@ def test_the_rope_base_has_to_be_plain(lab: Lab) -> None:
 
 def test_expected_attention_compares_methods_of_one_size(lab: Lab, recording: Recording) -> None:
     kept = expected_attention.masks(recording, recording.layers[0], 48, torch.Generator().manual_seed(0))
-    assert {name: int(mask.sum(dim=-1).unique()) for name, mask in kept.items() if name != "lagkv"} == dict.fromkeys(
-        [name for name in kept if name != "lagkv"], 48
-    )
+    adaptive = kept.pop(expected_attention.VARIANTS["adaptive"]).sum(dim=-1)
+    assert adaptive.sum() == 2 * 48 and adaptive.min() >= 48 // 5 and len(adaptive.unique()) == 2
+    assert {int(mask.sum(dim=-1).unique()) for name, mask in kept.items() if name != "lagkv"} == {48}
     assert 44 <= int(kept["lagkv"].sum(dim=-1).unique()) <= 48  # its partitions are whole
     everything = [{"all": torch.ones(1, 2, 96, dtype=torch.bool), "one": kept["tova"]} for _ in recording.layers]
     errors = expected_attention.reconstruction(lab, recording, everything)
     assert errors["all"] < 1e-4 < errors["one"]
+
+
+def test_the_score_with_w_o_is_equation_9_of_each_query_head(lab: Lab, recording: Recording) -> None:
+    """Against the reference head by head, with columns of the model's own projection."""
+    layer, module = recording.layers[0], lab.model.base_model.layers[0].self_attn
+    statistics = expected_attention.statistics(layer, 96, recording, recording.later)
+    got = expected_attention.by_output(layer, layer.keys, layer.values, statistics)[0]
+    mean, covariance, keys, values = (as_array(each)[0] for each in (*statistics, layer.keys, layer.values))
+    columns = np.split(as_array(module.o_proj.weight), 4, axis=1)
+    each = [
+        expected_attention.paper.contribution(
+            expected_attention.paper.expected_weights(keys[head // 2], mean[head], covariance[head]),
+            values[head // 2],
+            0.02,
+            columns[head],
+        )
+        for head in range(4)
+    ]
+    np.testing.assert_allclose(got, [(each[0] + each[1]) / 2, (each[2] + each[3]) / 2], rtol=1e-3)
 
 
 def test_a_hidden_token_is_as_good_as_removed(lab: Lab, recording: Recording) -> None:

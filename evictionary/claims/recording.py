@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.model_hooks import output_projection
 from evictionary.claims import texts
 from evictionary.errors import UsageError
 from evictionary.reference.attention import by_group, causal_attention
@@ -37,7 +38,8 @@ class Layer:
     """The states of one layer over the T tokens of a text; queries and keys are after RoPE.
 
     queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads them (after the
-    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, cos and sin [1, 1, T, D], the model's own RoPE.
+    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, output_weight [H_q, D, C], cos and sin [1, 1, T, D], the model's
+    own RoPE.
     """
 
     queries: torch.Tensor
@@ -46,6 +48,7 @@ class Layer:
     hidden_states: torch.Tensor
     query_weight: torch.Tensor
     query_bias: torch.Tensor | None
+    output_weight: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -140,7 +143,8 @@ def record(lab: Lab, kind: str) -> Recording:
         states = cache.recorded[index]
         assert stored.keys is not None and stored.values is not None
         weight, bias = _query_projection(block.self_attn, states["queries"].shape[1])
-        layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, cos, sin))
+        out = output_projection(model, block.self_attn)
+        layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, out, cos, sin))
     # The last hidden state has passed the final norm, so it is not the residual stream any more.
     half = slice(scale.prompt_tokens, scale.prompt_tokens + scale.later_tokens // 2)
     residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
