@@ -352,6 +352,27 @@ def test_gvote_synthetic_queries_without_noise_are_the_mean_query(recording: Rec
     np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(mean, axis=-1)[:, None].repeat(2, 1), rtol=1e-4)
 
 
+def test_nearness_is_the_correlation_over_all_pairs() -> None:
+    """A turning vector is the less alike the further; the other head is random; each pair by a loop."""
+    angles, draw = torch.arange(8) / 4, torch.Generator().manual_seed(0)
+    states = torch.stack([torch.stack([angles.cos(), 2 * angles.sin()], dim=-1), torch.randn(8, 2, generator=draw)])
+    pairs = [(one, other) for one in range(8) for other in range(one)]
+    for head, got in zip(as_array(states), lagkv.nearness(states), strict=True):
+        cosines = [head[one] @ head[other] / np.linalg.norm(head[one]) / np.linalg.norm(head[other]) for one, other in pairs]
+        assert got == pytest.approx(np.corrcoef(cosines, [-np.log(one - other) for one, other in pairs])[0, 1])
+    assert lagkv.nearness(states)[0] > 0.7
+
+
+def test_keys_before_rope_are_the_projection(lab: Lab, recording: Recording) -> None:
+    """Equal hidden states give equal keys before RoPE, so their nearness is that of W_K times the states."""
+    layer, module = recording.layers[0], lab.model.base_model.layers[0].self_attn
+    projected = module.k_proj(layer.hidden_states).unflatten(-1, (2, -1)).transpose(1, 2)
+    got = lagkv.near_are_alike(lab, layer.keys, layer.values, 0)
+    for name, states in (("keys", layer.keys), ("plain_keys", projected), ("values", layer.values)):
+        np.testing.assert_allclose(got[f"near_{name}"][0], lagkv.nearness(states[0, :, lagkv.SINKS :]), atol=1e-4)
+    assert not np.allclose(got["near_keys"], got["near_plain_keys"], atol=1e-3)
+
+
 def test_partial_match() -> None:
     assert lagkv.partial_match(" 12 34,56.", "123456") == 1
     assert lagkv.partial_match("It is 99934", "123456") == pytest.approx(2 / 6)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import output_projection
@@ -184,7 +184,7 @@ def compressed(layers: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Sequen
 
 
 @torch.no_grad()
-def read_on(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache, position: int, **named: Any) -> Any:
+def read_on(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, position: int, **named: Any) -> Any:
     """The model's output for ids [B, M] that stand at position .. position + M - 1, whatever the cache still holds before them."""
     positions = torch.arange(position, position + input_ids.shape[1], device=input_ids.device)[None]
     return model(input_ids, past_key_values=cache, position_ids=positions, use_cache=True, **named)
@@ -199,8 +199,7 @@ def read_kept(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], coun
     base: Any = lab.model.base_model
     handles: list[Any] = []
     split, cache = recording.split, DynamicCache()
-    ids = recording.input_ids[:, split : split + count]
-    causal = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()
+    causal = torch.ones(count, count, dtype=torch.bool, device=recording.input_ids.device).tril()
     for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
         cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
         rows = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)[:, :, None].expand(-1, -1, count, -1)
@@ -212,8 +211,14 @@ def read_kept(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], coun
 
         handles.append(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
     try:
-        output = read_on(lab.model, ids, cache, split, output_hidden_states=True, logits_to_keep=1)
+        return residual_after(lab, recording, cache, count)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def residual_after(lab: Lab, recording: Recording, cache: Cache, count: int) -> np.ndarray:
+    """The residual stream of the `count` tokens after the prompt, as Recording.residual, read from a cache of the prompt."""
+    ids = recording.input_ids[:, recording.split : recording.split + count]
+    output = read_on(lab.model, ids, cache, recording.split, output_hidden_states=True, logits_to_keep=1)
     return as_array(torch.stack([states[0] for states in output.hidden_states[1:-1]]))
