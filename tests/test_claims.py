@@ -344,6 +344,14 @@ def test_keydiff_variants_of_the_tables(recording: Recording) -> None:
     assert len({mask.numpy().tobytes() for mask in kept.values()}) == len(kept) - 1
 
 
+def test_keydiff_in_one_block_is_keydiff_in_one_shot_and_smaller_blocks_are_not(lab: Lab, recording: Recording) -> None:
+    """The cache that evicts, against the mask in a whole cache."""
+    kept = [keydiff.tables(as_array(layer.keys)[:, :, :96], 0.5) for layer in recording.layers]
+    whole, in_blocks = (keydiff.error_in_blocks(lab, recording, "keydiff", block) for block in (96, 24))
+    assert whole == pytest.approx(expected_attention.reconstruction(lab, recording, kept)["keydiff"], rel=1e-4)
+    assert whole != pytest.approx(in_blocks, rel=1e-2)
+
+
 def test_gvote_synthetic_queries_without_noise_are_the_mean_query(recording: Recording) -> None:
     layer, channels = recording.layers[0], recording.layers[0].hidden_states.shape[-1]
     got = gvote.synthetic_queries(layer, 96, 1, recording.theta, np.zeros((2, channels)))

@@ -35,8 +35,8 @@ OURS = "expected_attention"
 VARIANTS = {
     "epsilon": "expected_attention, epsilon 0",
     "sinks": "expected_attention, 4 sinks kept",
-    "adaptive": "expected_attention, heads share by AdaKV",
-    "output": "expected_attention, W_o v in the place of v",
+    "adaptive": "expected_attention, AdaKV",
+    "output": "expected_attention, W_o v",
 }
 RATIOS = (0.5, 0.75)
 SINKS = 4
