@@ -381,6 +381,21 @@ def test_keys_before_rope_are_the_projection(lab: Lab, recording: Recording) -> 
     assert not np.allclose(got["near_keys"], got["near_plain_keys"], atol=1e-3)
 
 
+def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache holds what the paper's recursion keeps; where nothing can be removed, the digit is that of the full cache."""
+    lengths: list[int] = []
+
+    def reads(model: Any, ids: torch.Tensor, cache: Any, *arguments: Any, **named: Any) -> Any:
+        lengths.append(cache.get_seq_length() if isinstance(cache, DynamicCache) else cache.layers[1].stored)
+        return read_on(model, ids, cache, *arguments, **named)
+
+    monkeypatch.setattr(lagkv, "read_on", reads)
+    lagkv.first_digits(lab, "varied")
+    assert lengths == [272, lagkv.paper.retained_length(272, keep_ratio=0.25, sink_size=lagkv.SINKS, lag_size=64)]
+    whole, in_chunks = lagkv.first_digits(replace(lab, scale=replace(SCALE, lag_sizes=(129,))), "varied")
+    assert whole == in_chunks
+
+
 def test_partial_match() -> None:
     assert lagkv.partial_match(" 12 34,56.", "123456") == 1
     assert lagkv.partial_match("It is 99934", "123456") == pytest.approx(2 / 6)

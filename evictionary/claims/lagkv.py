@@ -14,6 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import DynamicCache
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.future_queries import rotation, unrotated
 from evictionary.claims import texts as kinds_of_text
 from evictionary.claims.claim import Findings, read_paper
@@ -81,8 +82,26 @@ def observe(lab: Lab, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
         found[method] = np.stack(each, axis=1)
     likeness = stacked(near_are_alike(lab, *states, layer) for layer, states in enumerate(prompts.layers))
     found |= {name: each.swapaxes(0, 1) for name, each in likeness.items()}
+    found["first_digit"] = np.array([first_digits(lab, kind) for kind in kinds])
     for index in range(len(kinds)):
         yield {name: of_prompts[index] for name, of_prompts in found.items()}
+
+
+@torch.no_grad()
+def first_digits(lab: Lab, kind: str) -> list[int]:
+    """Figure 3: the first token after the answer's space, of the full cache and of chunks at the largest L and the smallest r."""
+    context_ids, question_ids, _ = make_text(lab.tokenizer, lab.scale, kind, lab.seed)
+    space = lab.tokenizer(" ", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    asked, length, lag = torch.cat([question_ids, space], dim=1), context_ids.shape[1], max(lab.scale.lag_sizes)
+    settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS, "lag_size": lag}
+    evicting = EvictingCache(lab.model, "lagkv", options=settings, every=lag)
+    first = []
+    for cache, ends in ((DynamicCache(), ()), (evicting, tuple(range(SINKS + 2 * lag, length, lag)))):
+        for chunk in context_ids.to(lab.model.device).tensor_split(ends, dim=1):
+            lab.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = read_on(lab.model, asked.to(lab.model.device), cache, length, logits_to_keep=1)
+        first.append(int(output.logits[0, -1].argmax()))
+    return first
 
 
 def near_are_alike(lab: Lab, keys: torch.Tensor, values: torch.Tensor, layer: int) -> dict[str, np.ndarray]:
@@ -192,6 +211,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     numbers.mean("over_norm", over_norm)
     numbers.mean("over_local_at_smallest_ratio", over_local[:, at["smallest"]])
     numbers.add("size_of_gap_at_largest_ratio", lambda gap: abs(gap.mean()), over_local[:, at["largest"]])
+    numbers.mean("first_token_in_chunks", [one == other for one, other in of_texts(texts, "first_digit")])
     for name in STATES:
         numbers.median(f"near_{name}", of_texts(texts, f"near_{name}"))
         numbers.mean(f"share_near_{name}", of_texts(texts, f"near_{name}") > 0)
