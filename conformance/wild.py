@@ -43,7 +43,7 @@ COMMON = tuple(
         for name in ("arithmetic", "by_hand", "cases", "degenerate", "domain", "tolerance")
     ]
 )
-JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "rich", "typer")
+JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "pytest-xdist", "rich", "typer")
 
 
 class NotReached(Exception):
@@ -178,6 +178,7 @@ def judge(source: Source, method: str, folder: Path, python: Path, profile: str,
             for name, entry in found.items()
             # A variant among the other methods of the folder is none of this one.
             if entry["verdict"] != "not provided" and (entry["verdict"] != "variant" or entry["reason"].startswith(f"{method}."))
+            if not name.startswith("MEM-")  # that is the adapter's affair
         },
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -78,7 +80,7 @@ def test_a_partition_of_thousands_of_tokens_has_one_range_and_one_softmax(impl, 
     check_score(impl, case)
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "percent": st.sampled_from([25, 50, 12]),
     "sink": st.sampled_from([16, 100, 4, 0, 256]),
     "lag": st.sampled_from([1024, 128, 512]),
@@ -94,7 +96,7 @@ def streamed(impl, keys, values, *, sink_size, lag_size, **settings):
     settings |= {"sink_size": sink_size, "lag_size": lag_size}
     lengths = np.random.default_rng(lag_size).integers(lag_size // 2, lag_size + 1, size=2 * keys.shape[2] // lag_size)
     ends = sink_size + 2 * lag_size + np.concatenate([[0], np.cumsum(lengths)])
-    stream, start = None, 0
+    start, stream = 0, cast(Any, None)
     for stop in [*ends[ends < keys.shape[2]].tolist(), keys.shape[2]]:
         stream = impl.lagkv.step(stream, keys[:, :, start:stop], values[:, :, start:stop], **settings)
         start = stop

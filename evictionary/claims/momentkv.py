@@ -103,10 +103,10 @@ def by_steps(
     moments = nothing = fast.no_moments(keys, read)
     for last in range(budget, lengths[-1]):
         slots = torch.cat([slots, torch.full_like(slots[..., :1], last)], dim=-1)
-        present = [states.take_along_dim(slots[..., None], dim=2) for states in (keys, read)]
-        scores = fast.score(queries[:, :, last], *present, moments if weight == "residual" else nothing)
+        kept_keys, kept_read = (states.take_along_dim(slots[..., None], dim=2) for states in (keys, read))
+        scores = fast.score(queries[:, :, last], kept_keys, kept_read, moments if weight == "residual" else nothing)
         evicted = torch.arange(budget + 1, device=keys.device) == scores.argmin(dim=-1, keepdim=True)
-        moments = fast.update(moments, *present, evicted)
+        moments = fast.update(moments, kept_keys, kept_read, evicted)
         slots = slots[~evicted].view(batch, heads, budget)
         if last + 1 in lengths:
             yield torch.zeros(batch, heads, last + 1, dtype=torch.bool, device=keys.device).scatter(2, slots, True)
