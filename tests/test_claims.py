@@ -235,13 +235,32 @@ def test_the_rope_base_has_to_be_plain(lab: Lab) -> None:
 
 def test_expected_attention_compares_methods_of_one_size(lab: Lab, recording: Recording) -> None:
     kept = expected_attention.masks(recording, recording.layers[0], 48, torch.Generator().manual_seed(0))
-    assert {name: int(mask.sum(dim=-1).unique()) for name, mask in kept.items() if name != "lagkv"} == dict.fromkeys(
-        [name for name in kept if name != "lagkv"], 48
-    )
+    adaptive = kept.pop(expected_attention.VARIANTS["adaptive"]).sum(dim=-1)
+    assert adaptive.sum() == 2 * 48 and adaptive.min() >= 48 // 5 and len(adaptive.unique()) == 2
+    assert {int(mask.sum(dim=-1).unique()) for name, mask in kept.items() if name != "lagkv"} == {48}
     assert 44 <= int(kept["lagkv"].sum(dim=-1).unique()) <= 48  # its partitions are whole
     everything = [{"all": torch.ones(1, 2, 96, dtype=torch.bool), "one": kept["tova"]} for _ in recording.layers]
     errors = expected_attention.reconstruction(lab, recording, everything)
     assert errors["all"] < 1e-4 < errors["one"]
+
+
+def test_the_score_with_w_o_is_equation_9_of_each_query_head(lab: Lab, recording: Recording) -> None:
+    """Against the reference head by head, with columns of the model's own projection."""
+    layer, module = recording.layers[0], lab.model.base_model.layers[0].self_attn
+    statistics = expected_attention.statistics(layer, 96, recording, recording.later)
+    got = expected_attention.by_output(layer, layer.keys, layer.values, statistics)[0]
+    mean, covariance, keys, values = (as_array(each)[0] for each in (*statistics, layer.keys, layer.values))
+    columns = np.split(as_array(module.o_proj.weight), 4, axis=1)
+    each = [
+        expected_attention.paper.contribution(
+            expected_attention.paper.expected_weights(keys[head // 2], mean[head], covariance[head]),
+            values[head // 2],
+            0.02,
+            columns[head],
+        )
+        for head in range(4)
+    ]
+    np.testing.assert_allclose(got, [(each[0] + each[1]) / 2, (each[2] + each[3]) / 2], rtol=1e-3)
 
 
 def test_a_hidden_token_is_as_good_as_removed(lab: Lab, recording: Recording) -> None:
@@ -325,12 +344,56 @@ def test_keydiff_variants_of_the_tables(recording: Recording) -> None:
     assert len({mask.numpy().tobytes() for mask in kept.values()}) == len(kept) - 1
 
 
+def test_keydiff_in_one_block_is_keydiff_in_one_shot_and_smaller_blocks_are_not(lab: Lab, recording: Recording) -> None:
+    """The cache that evicts, against the mask in a whole cache."""
+    kept = [keydiff.tables(as_array(layer.keys)[:, :, :96], 0.5) for layer in recording.layers]
+    whole, in_blocks = (keydiff.error_in_blocks(lab, recording, "keydiff", block) for block in (96, 24))
+    assert whole == pytest.approx(expected_attention.reconstruction(lab, recording, kept)["keydiff"], rel=1e-4)
+    assert whole != pytest.approx(in_blocks, rel=1e-2)
+
+
 def test_gvote_synthetic_queries_without_noise_are_the_mean_query(recording: Recording) -> None:
     layer, channels = recording.layers[0], recording.layers[0].hidden_states.shape[-1]
     got = gvote.synthetic_queries(layer, 96, 1, recording.theta, np.zeros((2, channels)))
     mean = as_array(layer.plain_queries)[0, :, gvote.SINKS : 96].mean(axis=1)
     assert got.shape == (4, 2, 8)
     np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(mean, axis=-1)[:, None].repeat(2, 1), rtol=1e-4)
+
+
+def test_nearness_is_the_correlation_over_all_pairs() -> None:
+    """A turning vector is the less alike the further; the other head is random; each pair by a loop."""
+    angles, draw = torch.arange(8) / 4, torch.Generator().manual_seed(0)
+    states = torch.stack([torch.stack([angles.cos(), 2 * angles.sin()], dim=-1), torch.randn(8, 2, generator=draw)])
+    pairs = [(one, other) for one in range(8) for other in range(one)]
+    for head, got in zip(as_array(states), lagkv.nearness(states), strict=True):
+        cosines = [head[one] @ head[other] / np.linalg.norm(head[one]) / np.linalg.norm(head[other]) for one, other in pairs]
+        assert got == pytest.approx(np.corrcoef(cosines, [-np.log(one - other) for one, other in pairs])[0, 1])
+    assert lagkv.nearness(states)[0] > 0.7
+
+
+def test_keys_before_rope_are_the_projection(lab: Lab, recording: Recording) -> None:
+    """Equal hidden states give equal keys before RoPE, so their nearness is that of W_K times the states."""
+    layer, module = recording.layers[0], lab.model.base_model.layers[0].self_attn
+    projected = module.k_proj(layer.hidden_states).unflatten(-1, (2, -1)).transpose(1, 2)
+    got = lagkv.near_are_alike(lab, layer.keys, layer.values, 0)
+    for name, states in (("keys", layer.keys), ("plain_keys", projected), ("values", layer.values)):
+        np.testing.assert_allclose(got[f"near_{name}"][0], lagkv.nearness(states[0, :, lagkv.SINKS :]), atol=1e-4)
+    assert not np.allclose(got["near_keys"], got["near_plain_keys"], atol=1e-3)
+
+
+def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache holds what the paper's recursion keeps; where nothing can be removed, the digit is that of the full cache."""
+    lengths: list[int] = []
+
+    def reads(model: Any, ids: torch.Tensor, cache: Any, *arguments: Any, **named: Any) -> Any:
+        lengths.append(cache.get_seq_length() if isinstance(cache, DynamicCache) else cache.layers[1].stored)
+        return read_on(model, ids, cache, *arguments, **named)
+
+    monkeypatch.setattr(lagkv, "read_on", reads)
+    lagkv.first_digits(lab, "varied")
+    assert lengths == [272, lagkv.paper.retained_length(272, keep_ratio=0.25, sink_size=lagkv.SINKS, lag_size=64)]
+    whole, in_chunks = lagkv.first_digits(replace(lab, scale=replace(SCALE, lag_sizes=(129,))), "varied")
+    assert whole == in_chunks
 
 
 def test_partial_match() -> None:

@@ -24,15 +24,20 @@ from evictionary.claims.recording import (
     spread_by_layer,
     stacked,
 )
+from evictionary.optimized import ada_kv, h2o, keydiff, knorm, lagkv, snapkv, streaming_llm, tova
 from evictionary.optimized import expected_attention as fast
-from evictionary.optimized import h2o, keydiff, knorm, lagkv, snapkv, streaming_llm, tova
 from evictionary.optimized.selection import budget, top_k
 from evictionary.reference import expected_attention as paper
 from evictionary.reference import expected_attention_theory as theory
 
 PAPER = read_paper("expected_attention")
 OURS = "expected_attention"
-VARIANTS = {"epsilon": "expected_attention, epsilon 0", "sinks": "expected_attention, 4 sinks kept"}
+VARIANTS = {
+    "epsilon": "expected_attention, epsilon 0",
+    "sinks": "expected_attention, 4 sinks kept",
+    "adaptive": "expected_attention, AdaKV",
+    "output": "expected_attention, W_o v",
+}
 RATIOS = (0.5, 0.75)
 SINKS = 4
 BINS = np.linspace(-6, 6, 61)
@@ -61,6 +66,8 @@ def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Gene
     kept = {name: top_k(score(), amount) for name, score in scores.items()}
     theirs = fast.score(keys, values, *statistics(layer, split, recording, recording.later), epsilon=0)
     kept[VARIANTS["epsilon"]] = top_k(theirs, amount)
+    kept[VARIANTS["adaptive"]] = ada_kv.select(scores[OURS](), amount)
+    kept[VARIANTS["output"]] = top_k(by_output(layer, keys, values, statistics(layer, split, recording, recording.later)), amount)
     sinks = torch.arange(split, device=keys.device).expand(keys.shape[:3]) < SINKS
     kept[VARIANTS["sinks"]] = top_k(scores[OURS](), amount, sinks)
     kept["h2o"] = h2o.select(queries, keys, budget=amount)
@@ -68,6 +75,15 @@ def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Gene
     ratio: Any = lagkv.keep_ratio_for(split, amount, lag_size=lag)
     kept["lagkv"] = lagkv.select(keys, values, keep_ratio=ratio, lag_size=lag)
     return kept
+
+
+def by_output(
+    layer: Layer, keys: torch.Tensor, values: torch.Tensor, statistics: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Equation 9 as printed: the score of each query head with its own W_o v, mean over the group; [1, H_kv, T]."""
+    group = len(layer.output_weight) // keys.shape[1]
+    each, values = (states.repeat_interleave(group, dim=1) for states in (keys, values))
+    return fast.score(each, values @ layer.output_weight, *statistics).unflatten(1, (-1, group)).mean(dim=2)
 
 
 def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
@@ -155,6 +171,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         numbers.mean(f"error_vs_random_{percent}", of[OURS] / of["random"])
         for variant, name in VARIANTS.items():
             numbers.add(f"{variant}_vs_best_other_{percent}", against_best, of[name], table)
+            numbers.mean(f"{variant}_vs_plain_{percent}", of[name] / of[OURS])
     pearson = of_texts(texts, "pearson")
     numbers.median("pearson", pearson)
     numbers.median("pearson_without_sinks", of_texts(texts, "without_sinks"))

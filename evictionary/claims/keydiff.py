@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.expected_attention import RATIOS, SINKS, errors_of, ranks, reconstruction
 from evictionary.claims.pictures import band, finish
@@ -21,15 +22,17 @@ from evictionary.claims.recording import (
     as_array,
     later_attention,
     of_texts,
+    residual_after,
     spread_by_layer,
     stacked,
 )
+from evictionary.evaluation.questions import prefill
 from evictionary.optimized import keydiff as fast
 from evictionary.optimized import streaming_llm, tova
 from evictionary.optimized.selection import budget, top_k
 from evictionary.reference import keydiff as paper
 from evictionary.reference import keydiff_variants as variants
-from evictionary.reference.expected_attention_theory import correlation
+from evictionary.reference.expected_attention_theory import correlation, reconstruction_error
 
 PAPER = read_paper("keydiff")
 RATIO = 0.5
@@ -44,6 +47,7 @@ ANCHORS = {
 }
 """Tables 2 and 3: the score of each anchor and similarity."""
 RECENT = (10, 20)
+BLOCKS = (64, 128, 256)
 
 
 def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -61,7 +65,18 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     for ratio in RATIOS:
         kept = [tables(as_array(layer.keys)[:, :, : recording.split], ratio) for layer in recording.layers]
         measured[f"error_{100 * ratio:g}"] = reconstruction(lab, recording, kept)
+    measured["error_in_blocks"] = {
+        f"{method} {block}": error_in_blocks(lab, recording, method, block) for block in BLOCKS for method in ("keydiff", *OTHERS)
+    }
     return measured | {"example": {"pearson": pearson[layer, head]} | heads}
+
+
+def error_in_blocks(lab: Lab, recording: Recording, method: str, block: int) -> float:
+    """KD-T10: the mean of |h - h_compr| after the prompt, read in blocks by a cache that evicts after each; half is removed."""
+    split, original = recording.split, as_array(recording.residual)
+    cache = EvictingCache(lab.model, method, budget=budget(split, RATIO), every=block)
+    prefill(lab.model, recording.input_ids[:, :split], cache, block)
+    return float(reconstruction_error(original, residual_after(lab, recording, cache, original.shape[1])).mean())
 
 
 def tables(keys: np.ndarray, ratio: float) -> dict[str, torch.Tensor]:
@@ -130,6 +145,11 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
             numbers.mean(f"{name}_over_keydiff_{percent}", each[name] / each["keydiff"])
         gaps = np.stack([each[name] / each["keydiff"] for name in ("pairwise", "median")], axis=1)
         numbers.add(f"largest_gap_of_anchors_{percent}", lambda gaps: np.abs(gaps.mean(axis=0) - 1).max(), gaps)
+    blocks = errors_of(texts, "error_in_blocks")
+    for block in BLOCKS:
+        best = np.minimum(*(blocks[f"{other} {block}"] for other in OTHERS))
+        numbers.mean(f"blocks_of_{block}_vs_best_other", blocks[f"keydiff {block}"] / best)
+        numbers.mean(f"blocks_of_{block}_vs_one_shot", blocks[f"keydiff {block}"] / errors["50"]["keydiff"])
     series = {
         "error": {percent: {name: float(of.mean()) for name, of in each.items()} for percent, each in errors.items()},
         "example": examples[len(examples) // 2],

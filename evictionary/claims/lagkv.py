@@ -1,4 +1,4 @@
-"""LagKV (arXiv 2504.04704): retrieval of a 64-digit number against the tokens kept per partition, and against LocalKV and L2."""
+"""LagKV (arXiv 2504.04704): retrieval of a long number by the tokens kept, against LocalKV and L2; likeness of neighbours."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ import torch
 from matplotlib.figure import Figure
 from transformers import DynamicCache
 
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.future_queries import rotation, unrotated
 from evictionary.claims import texts as kinds_of_text
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import finish
-from evictionary.claims.recording import Lab, Observed, Scale, as_array, compressed, of_texts, read_on
+from evictionary.claims.recording import Lab, Observed, Scale, as_array, compressed, of_texts, read_on, stacked
 from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, sentences_of
 from evictionary.evaluation.questions import prefill, tokenize
 from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper
 from evictionary.reference import lagkv_variants as variants
+from evictionary.reference.expected_attention_theory import correlation
 
 PAPER = read_paper("lagkv")
 SINKS = 16
 SPARE = 6  # tokens beside the digits that an answer may begin with
 METHODS = ("lagkv", "local", "norm")
+STATES = ("keys", "plain_keys", "values")
 LABELS = {"lagkv": "LagKV", "local": "LocalKV", "norm": "L2 norm"}
 
 
@@ -76,8 +80,42 @@ def observe(lab: Lab, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     for method in METHODS:
         each = [partial(lab, prompts, _masks(prompts, method, lag, ratio)) for lag, ratio in setups(lab.scale)]
         found[method] = np.stack(each, axis=1)
+    likeness = stacked(near_are_alike(lab, *states, layer) for layer, states in enumerate(prompts.layers))
+    found |= {name: each.swapaxes(0, 1) for name, each in likeness.items()}
+    found["first_digit"] = np.array([first_digits(lab, kind) for kind in kinds])
     for index in range(len(kinds)):
         yield {name: of_prompts[index] for name, of_prompts in found.items()}
+
+
+@torch.no_grad()
+def first_digits(lab: Lab, kind: str) -> list[int]:
+    """Figure 3: the first token after the answer's space, of the full cache and of chunks at the largest L and the smallest r."""
+    context_ids, question_ids, _ = make_text(lab.tokenizer, lab.scale, kind, lab.seed)
+    space = lab.tokenizer(" ", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    asked, length, lag = torch.cat([question_ids, space], dim=1), context_ids.shape[1], max(lab.scale.lag_sizes)
+    settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS, "lag_size": lag}
+    evicting = EvictingCache(lab.model, "lagkv", options=settings, every=lag)
+    first = []
+    for cache, ends in ((DynamicCache(), ()), (evicting, tuple(range(SINKS + 2 * lag, length, lag)))):
+        for chunk in context_ids.to(lab.model.device).tensor_split(ends, dim=1):
+            lab.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = read_on(lab.model, asked.to(lab.model.device), cache, length, logits_to_keep=1)
+        first.append(int(output.logits[0, -1].argmax()))
+    return first
+
+
+def near_are_alike(lab: Lab, keys: torch.Tensor, values: torch.Tensor, layer: int) -> dict[str, np.ndarray]:
+    """The nearness of the keys, the keys before RoPE and the values of a layer, [P, H_kv] each, without the attention sinks."""
+    turns = rotation(lab.model, layer, torch.arange(keys.shape[2], device=keys.device))
+    every = (keys, unrotated(keys, *turns), values)
+    return {f"near_{name}": np.stack([*map(nearness, states[:, :, SINKS:])]) for name, states in zip(STATES, every, strict=True)}
+
+
+def nearness(states: torch.Tensor) -> np.ndarray:
+    """Over all pairs of tokens, the correlation of their cosine with minus the logarithm of their distance; [H, T, D] to [H]."""
+    unit = torch.nn.functional.normalize(states.double(), dim=-1)
+    one, other = torch.triu_indices(*(2 * [states.shape[1]]), offset=1, device=states.device)
+    return correlation(as_array((unit @ unit.mT)[:, one, other]), -np.log(as_array(other - one)))
 
 
 def partial(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> np.ndarray:
@@ -173,6 +211,10 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     numbers.mean("over_norm", over_norm)
     numbers.mean("over_local_at_smallest_ratio", over_local[:, at["smallest"]])
     numbers.add("size_of_gap_at_largest_ratio", lambda gap: abs(gap.mean()), over_local[:, at["largest"]])
+    numbers.mean("first_token_in_chunks", [one == other for one, other in of_texts(texts, "first_digit")])
+    for name in STATES:
+        numbers.median(f"near_{name}", of_texts(texts, f"near_{name}"))
+        numbers.mean(f"share_near_{name}", of_texts(texts, f"near_{name}") > 0)
     for method in METHODS:
         numbers.mean(f"partial_{method}", score[method])
         numbers.mean(f"exact_{method}", score[method] == 1)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.cache.model_hooks import output_projection
 from evictionary.claims import texts
 from evictionary.errors import UsageError
 from evictionary.reference.attention import by_group, causal_attention
@@ -37,7 +38,8 @@ class Layer:
     """The states of one layer over the T tokens of a text; queries and keys are after RoPE.
 
     queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads them (after the
-    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, cos and sin [1, 1, T, D], the model's own RoPE.
+    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, output_weight [H_q, D, C], cos and sin [1, 1, T, D], the model's
+    own RoPE.
     """
 
     queries: torch.Tensor
@@ -46,6 +48,7 @@ class Layer:
     hidden_states: torch.Tensor
     query_weight: torch.Tensor
     query_bias: torch.Tensor | None
+    output_weight: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -140,7 +143,8 @@ def record(lab: Lab, kind: str) -> Recording:
         states = cache.recorded[index]
         assert stored.keys is not None and stored.values is not None
         weight, bias = _query_projection(block.self_attn, states["queries"].shape[1])
-        layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, cos, sin))
+        out = output_projection(model, block.self_attn)
+        layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, out, cos, sin))
     # The last hidden state has passed the final norm, so it is not the residual stream any more.
     half = slice(scale.prompt_tokens, scale.prompt_tokens + scale.later_tokens // 2)
     residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
@@ -180,7 +184,7 @@ def compressed(layers: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Sequen
 
 
 @torch.no_grad()
-def read_on(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache, position: int, **named: Any) -> Any:
+def read_on(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, position: int, **named: Any) -> Any:
     """The model's output for ids [B, M] that stand at position .. position + M - 1, whatever the cache still holds before them."""
     positions = torch.arange(position, position + input_ids.shape[1], device=input_ids.device)[None]
     return model(input_ids, past_key_values=cache, position_ids=positions, use_cache=True, **named)
@@ -195,8 +199,7 @@ def read_kept(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], coun
     base: Any = lab.model.base_model
     handles: list[Any] = []
     split, cache = recording.split, DynamicCache()
-    ids = recording.input_ids[:, split : split + count]
-    causal = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()
+    causal = torch.ones(count, count, dtype=torch.bool, device=recording.input_ids.device).tril()
     for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
         cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
         rows = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)[:, :, None].expand(-1, -1, count, -1)
@@ -208,8 +211,14 @@ def read_kept(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], coun
 
         handles.append(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
     try:
-        output = read_on(lab.model, ids, cache, split, output_hidden_states=True, logits_to_keep=1)
+        return residual_after(lab, recording, cache, count)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def residual_after(lab: Lab, recording: Recording, cache: Cache, count: int) -> np.ndarray:
+    """The residual stream of the `count` tokens after the prompt, as Recording.residual, read from a cache of the prompt."""
+    ids = recording.input_ids[:, recording.split : recording.split + count]
+    output = read_on(lab.model, ids, cache, recording.split, output_hidden_states=True, logits_to_keep=1)
     return as_array(torch.stack([states[0] for states in output.hidden_states[1:-1]]))
