@@ -138,6 +138,7 @@ def _controls() -> list[str]:
         *how,
         f"{len(content['alarms'])} alarms in {content['runs']} runs{silent}",
         f"(`python -m spec_tests.harness.matrix --controls {content['seeds']}`).",
+        *(["Laws and variants have changed since that run."] if content.get("suite") != suite_version() else []),
         "",
         *(f"- {alarm}" for alarm in content["alarms"]),
         *(f"- Mended: {alarm}" for alarm in mended),
