@@ -22,6 +22,7 @@ def narrow(impl: Implementation, seed: int, lengths: Iterable[int] = BUDGETS, ki
     shape = {"batch": 3, "head_dim": 2, "value_dim": 2} | sizes
     asked = [length for length in lengths if length <= 256 or os.environ.get("TRITON_INTERPRET") != "1"]
     cases = [impl.domain.fitted({"case": Case(kind=kind, seed=seed, length=length, **shape)})["case"] for length in asked]
-    if not (inside := [case for case, length in zip(cases, asked, strict=True) if case.length >= length]):
+    inside = [case for case, length in zip(cases, asked, strict=True) if case.length >= length]
+    if asked and not inside:
         raise OutsideDomain(f"lengths from {min(asked)} on lie outside its domain", always=True)
     yield from inside
