@@ -314,18 +314,12 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
             session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"
         elif line:
             session.exitstatus = good if passed else bad
-        elif found.reasons and not _others_ran(terminal):
+        elif found.reasons and not found.others:
             session.exitstatus, line = nothing, "nothing was judged: no law applies"
     result = yield
     if session.exitstatus in (good, bad, nothing, pytest.ExitCode.USAGE_ERROR) and line:
         terminal.write_line(line, green=passed, red=not passed)
     return result
-
-
-def _others_ran(terminal: Any) -> bool:
-    """Whether something was run that is no law."""
-    reports = [each for word in ("passed", "failed", "error") for each in terminal.stats.get(word, [])]
-    return any("law" not in dict(getattr(each, "user_properties", [])) for each in reports)
 
 
 def _report_what_was_not_asked(config: pytest.Config, terminal: Any) -> None:

@@ -34,8 +34,8 @@ MOST_NAMED = 12
 UNCOUNTED = " (counted only with --strict)"
 
 JUDGED = pytest.StashKey[list[Implementation]]()
-# (requirement, column, "not provided" or "not applicable", the reason)
 FOUND: pytest.StashKey[Verdict] = pytest.StashKey()
+# (requirement, column, "not provided" or "not applicable", the reason)
 LEFT_OUT = pytest.StashKey[list[tuple[str, str, str, str]]]()
 
 
@@ -100,11 +100,12 @@ class Verdict:
         self.expected = expected or {}
         self.strict = config.getoption("strict")
         self.laws: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        self.other_failures = 0
+        self.others = self.other_failures = 0
         self.reasons: dict[tuple[str, str], tuple[str, str]] = {}
         for outcome in ("passed", "failed", "error"):
             for result in terminal.stats.get(outcome, []):
                 properties = dict(getattr(result, "user_properties", []))
+                self.others += "law" not in properties
                 if outcome != "passed" and ("law" not in properties or properties["law"][1] == PAPER):
                     self.other_failures += 1
                 if "law" not in properties or (result.when != "call" and not result.failed):
