@@ -94,6 +94,13 @@ def torch_score(queries, keys, values, w_o, *, budget, window_size=32, kernel_si
     return scores.to(keys.dtype)
 
 
+@control(SCORE, array_library="torch", dtypes=ALL)
+def torch_largest_of_the_dtype(queries, keys, values, w_o, **settings):
+    """As in kvpress's CriticalKVPress, the first stage and the window have the largest number of the dtype."""
+    scores = torch_score(queries, keys, values, w_o, **settings)
+    return scores.clamp(max=torch.finfo(scores.dtype).max)
+
+
 @control(BOUND, dtypes=NUMPY)
 def change_by_change(weights, norms, kept):
     """The lengths of the changes of the tokens added up: p n of the evicted, p n (1/S - 1) of the kept."""

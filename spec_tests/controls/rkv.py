@@ -7,7 +7,7 @@ import torch
 
 from evictionary.reference import rkv
 from evictionary.spec_tests.controls.attention import ALL, NUMPY, refuse
-from evictionary.spec_tests.controls.snapkv import checked
+from evictionary.spec_tests.controls.snapkv import checked, finite_window
 from evictionary.spec_tests.harness.planted import control
 
 REDUNDANCY, IMPORTANCE, SCORE = "rkv.redundancy", "rkv.importance", "rkv.score"
@@ -108,6 +108,12 @@ def torch_score(queries, keys, *, window_size=8, kernel_size=7, importance_share
         repeated = torch_at_once(keys.to(wide), threshold=threshold)[..., :-window]
         scores[..., :-window] = importance_share * attended - (1 - importance_share) * repeated
     return scores.to(keys.dtype)
+
+
+@control(SCORE, array_library="torch", dtypes=ALL)
+def torch_window_above_the_rest(queries, keys, **settings):
+    """The window has a finite score, more than the best token before it."""
+    return finite_window(torch_score(queries, keys, **settings))
 
 
 @control("rkv_variants.released_score", dtypes=NUMPY)
