@@ -23,6 +23,47 @@ METHOD = (
 )
 
 
+def score(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    w_o: np.ndarray,
+    *,
+    budget: int,
+    window_size: int = 32,
+    kernel_size: int = 5,
+    first_share: float = 0.5,
+    epsilon: float = 1e-4,
+) -> np.ndarray:
+    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget`
+    tokens of the highest a.
+
+    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep,
+    the window among them; first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher
+    = keep; all infinite where T <= window_size. Raises ValueError naming the argument. Source: the
+    public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
+    """
+    budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
+    norms, keys = projected_norms(values, w_o), as_float64("keys", keys, "B H_kv T D")
+    require_shape("values", norms, keys.shape[:3], "the tokens of keys")
+    if np.shape(queries)[1] != np.shape(w_o)[0]:
+        raise ValueError(
+            f"w_o: got {np.shape(w_o)[0]} query heads, wanted the {np.shape(queries)[1]} of queries"
+        )
+    length, window_size = keys.shape[2], as_count("window_size", window_size, low=1)
+    if length <= window_size:
+        by_group(queries, keys)
+        return np.full(keys.shape[:3], np.inf)
+    attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
+    window = np.full((*attended.shape[:-1], window_size), np.inf)
+    # Decision: the window is the first part of the first stage, as in the public code.
+    first = top_k(np.concatenate([attended, window], axis=-1), math.floor(share * budget))
+    second = np.concatenate([(attended + epsilon) * norms[..., :-window_size], window], axis=-1)
+    return np.where(first, np.inf, second)
+
+
 def projected_norms(values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
     r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual
     stream, for a weight of 1.
@@ -74,47 +115,6 @@ def importance(
     # Decision: a query whose attention stays within the window to the last digit says nothing, in
     # place of 0/0.
     return defend(pooled * (weights.sum(axis=-1, keepdims=True) / np.where(total == 0, 1, total)))
-
-
-def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    w_o: np.ndarray,
-    *,
-    budget: int,
-    window_size: int = 32,
-    kernel_size: int = 5,
-    first_share: float = 0.5,
-    epsilon: float = 1e-4,
-) -> np.ndarray:
-    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget`
-    tokens of the highest a.
-
-    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep,
-    the window among them; first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher
-    = keep; all infinite where T <= window_size. Raises ValueError naming the argument. Source: the
-    public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
-    """
-    budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
-    norms, keys = projected_norms(values, w_o), as_float64("keys", keys, "B H_kv T D")
-    require_shape("values", norms, keys.shape[:3], "the tokens of keys")
-    if np.shape(queries)[1] != np.shape(w_o)[0]:
-        raise ValueError(
-            f"w_o: got {np.shape(w_o)[0]} query heads, wanted the {np.shape(queries)[1]} of queries"
-        )
-    length, window_size = keys.shape[2], as_count("window_size", window_size, low=1)
-    if length <= window_size:
-        by_group(queries, keys)
-        return np.full(keys.shape[:3], np.inf)
-    attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
-    window = np.full((*attended.shape[:-1], window_size), np.inf)
-    # Decision: the window is the first part of the first stage, as in the public code.
-    first = top_k(np.concatenate([attended, window], axis=-1), math.floor(share * budget))
-    second = np.concatenate([(attended + epsilon) * norms[..., :-window_size], window], axis=-1)
-    return np.where(first, np.inf, second)
 
 
 def error_bound(weights: np.ndarray, norms: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -17,28 +17,6 @@ from .snapkv import average_pool
 METHOD = "keeps the last tokens, and those whose removal alone would change the last outputs most"
 
 
-def perturbation(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
-    r"""DK-1: `p_j / (1 - p_j) |v_j - o|`, the change of the output `o = sum_j p_j v_j` when only
-    token j is evicted.
-
-    It is the removal error of EA-4 without W_o. The token of the largest weight is computed as
-    `p_j |v_j - o'|`, o' the output without it: the same number, but where p_j rounds to 1 the other
-    form is infinity times 0.
-
-    Args: logits [..., T], finite for two tokens or more, -inf for those that are not seen; values
-    [..., T, D_v]. Returns [..., T], 0 for tokens that are not seen.
-    """
-    weights = softmax(logits)
-    first = np.arange(logits.shape[-1]) == logits.argmax(axis=-1)[..., None]
-    output = (weights[..., None, :] @ values)[..., 0, :]
-    without = (softmax(np.where(first, -np.inf, logits))[..., None, :] @ values)[..., 0, :]
-    others = np.where(first, 0.0, weights)
-    # Decision: no epsilon. With the public code's, a token that holds all the attention has the
-    # score 0.
-    errors = others / (1 - others) * norm(values - output[..., None, :])
-    return np.where(first, weights * norm(values - without[..., None, :]), errors)
-
-
 def score(
     queries: np.ndarray,
     keys: np.ndarray,
@@ -79,3 +57,25 @@ def score(
     # SnapKV's are not.
     pooled = average_pool(total.mean(axis=2), kernel_size)
     return np.where(np.arange(length) >= length - window, np.inf, pooled)
+
+
+def perturbation(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
+    r"""DK-1: `p_j / (1 - p_j) |v_j - o|`, the change of the output `o = sum_j p_j v_j` when only
+    token j is evicted.
+
+    It is the removal error of EA-4 without W_o. The token of the largest weight is computed as
+    `p_j |v_j - o'|`, o' the output without it: the same number, but where p_j rounds to 1 the other
+    form is infinity times 0.
+
+    Args: logits [..., T], finite for two tokens or more, -inf for those that are not seen; values
+    [..., T, D_v]. Returns [..., T], 0 for tokens that are not seen.
+    """
+    weights = softmax(logits)
+    first = np.arange(logits.shape[-1]) == logits.argmax(axis=-1)[..., None]
+    output = (weights[..., None, :] @ values)[..., 0, :]
+    without = (softmax(np.where(first, -np.inf, logits))[..., None, :] @ values)[..., 0, :]
+    others = np.where(first, 0.0, weights)
+    # Decision: no epsilon. With the public code's, a token that holds all the attention has the
+    # score 0.
+    errors = others / (1 - others) * norm(values - output[..., None, :])
+    return np.where(first, weights * norm(values - without[..., None, :]), errors)

@@ -17,6 +17,31 @@ METHOD = "keeps all tokens of retrieval heads, and the first and the last tokens
 TRAITS = {"moving_window", "own_budget"}
 
 
+def select(
+    keys: np.ndarray,
+    gates: np.ndarray,
+    *,
+    threshold: float = 0.5,
+    sink_size: int = 128,
+    recent_size: int = 256,
+) -> np.ndarray:
+    r"""DA-2: a head with `g >= threshold` keeps all tokens, another one the first `sink_size` and
+    the last `recent_size`.
+
+    Args: keys [B, H_kv, T, D], of which only the shape is read; gates [B, H_kv], trained or
+    estimated; sink_size and recent_size, at least 0 and together at least 1. Returns kept
+    [B, H_kv, T], boolean. Raises ValueError naming the argument.
+    """
+    keys, gates = as_float64("keys", keys, "B H_kv T D"), as_float64("gates", gates, "B H_kv")
+    require_shape("gates", gates, keys.shape[:2], "the batch and heads of keys")
+    sink_size, length = as_count("sink_size", sink_size, low=0), keys.shape[2]
+    # Decision: a streaming head keeps a token at least.
+    recent_size = as_count("recent_size", recent_size, low=0 if sink_size else 1)
+    places = np.arange(length)
+    streaming = (places < sink_size) | (places >= length - recent_size)
+    return (gates >= threshold)[..., None] | streaming
+
+
 def estimate_gates(
     query_mean: np.ndarray, key_mean: np.ndarray, *, length: int = 500, theta: float = 10000.0
 ) -> np.ndarray:
@@ -45,31 +70,6 @@ def estimate_gates(
     weights = softmax(attention_logits(last, keys))[..., 0, :]
     # The token at place t is in the cumulated sums of the n - t places from t on.
     return (weights * (places.size - places) / places.size).sum(axis=-1).mean(axis=2)
-
-
-def select(
-    keys: np.ndarray,
-    gates: np.ndarray,
-    *,
-    threshold: float = 0.5,
-    sink_size: int = 128,
-    recent_size: int = 256,
-) -> np.ndarray:
-    r"""DA-2: a head with `g >= threshold` keeps all tokens, another one the first `sink_size` and
-    the last `recent_size`.
-
-    Args: keys [B, H_kv, T, D], of which only the shape is read; gates [B, H_kv], trained or
-    estimated; sink_size and recent_size, at least 0 and together at least 1. Returns kept
-    [B, H_kv, T], boolean. Raises ValueError naming the argument.
-    """
-    keys, gates = as_float64("keys", keys, "B H_kv T D"), as_float64("gates", gates, "B H_kv")
-    require_shape("gates", gates, keys.shape[:2], "the batch and heads of keys")
-    sink_size, length = as_count("sink_size", sink_size, low=0), keys.shape[2]
-    # Decision: a streaming head keeps a token at least.
-    recent_size = as_count("recent_size", recent_size, low=0 if sink_size else 1)
-    places = np.arange(length)
-    streaming = (places < sink_size) | (places >= length - recent_size)
-    return (gates >= threshold)[..., None] | streaming
 
 
 def gated_attention(

@@ -18,9 +18,59 @@ METHOD = (
 )
 
 
-def norm(vectors: np.ndarray) -> np.ndarray:
-    r"""`|x|`, the Euclidean norm along the last axis."""
-    return np.sqrt((vectors * vectors).sum(axis=-1))
+def score(
+    keys: np.ndarray,
+    values: np.ndarray,
+    query_mean: np.ndarray,
+    query_covariance: np.ndarray,
+    *,
+    epsilon: float = 0.02,
+) -> np.ndarray:
+    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
+    `ada_kv` on these scores.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and
+    query_covariance [B, H_q, D, D], averaged over RoPE by `average_rope`; epsilon >= 0 (0.02 in the
+    paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep. With W_o v
+    [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the
+    experiments (EA-V). Raises ValueError naming the argument whose shape or numbers do not fit.
+    Source: section 2.2, equations 7 to 9.
+    """
+    keys = as_float64("keys", keys, "B H_kv T D")
+    values = as_float64("values", values, "B H_kv T D_v")
+    require_shape(
+        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
+    )
+    query_mean = as_float64("query_mean", query_mean, "B H_q D")
+    query_covariance = as_float64("query_covariance", query_covariance, "B H_q D D")
+    batch, num_kv_heads, _, head_dim = keys.shape
+    num_query_heads = query_mean.shape[1]
+    if num_query_heads % num_kv_heads:
+        raise ValueError(
+            f"query_mean: got {num_query_heads} query heads, wanted a multiple of the "
+            f"{num_kv_heads} KV heads"
+        )
+    require_shape(
+        "query_mean",
+        query_mean,
+        (batch, num_query_heads, head_dim),
+        "the batch and head_dim of keys",
+    )
+    require_shape(
+        "query_covariance",
+        query_covariance,
+        (*query_mean.shape, head_dim),
+        "query_mean with D twice",
+    )
+    if not 0 <= epsilon < np.inf:
+        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
+    group = num_query_heads // num_kv_heads
+    grouped_mean = query_mean.reshape(batch, num_kv_heads, group, head_dim)
+    grouped_covariance = query_covariance.reshape(batch, num_kv_heads, group, head_dim, head_dim)
+    # Decision: softmax for each query head, then the mean over the group; each query head attends
+    # by itself.
+    weights = expected_weights(keys[:, :, None], grouped_mean, grouped_covariance).mean(axis=2)
+    return contribution(weights, values, epsilon)
 
 
 def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -143,61 +193,6 @@ def contribution(
     return (weights + epsilon) * norm(values if w_o is None else values @ np.swapaxes(w_o, -1, -2))
 
 
-def score(
-    keys: np.ndarray,
-    values: np.ndarray,
-    query_mean: np.ndarray,
-    query_covariance: np.ndarray,
-    *,
-    epsilon: float = 0.02,
-) -> np.ndarray:
-    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
-    `ada_kv` on these scores.
-
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and
-    query_covariance [B, H_q, D, D], averaged over RoPE by `average_rope`; epsilon >= 0 (0.02 in the
-    paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep. With W_o v
-    [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the
-    experiments (EA-V). Raises ValueError naming the argument whose shape or numbers do not fit.
-    Source: section 2.2, equations 7 to 9.
-    """
-    keys = as_float64("keys", keys, "B H_kv T D")
-    values = as_float64("values", values, "B H_kv T D_v")
-    require_shape(
-        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
-    )
-    query_mean = as_float64("query_mean", query_mean, "B H_q D")
-    query_covariance = as_float64("query_covariance", query_covariance, "B H_q D D")
-    batch, num_kv_heads, _, head_dim = keys.shape
-    num_query_heads = query_mean.shape[1]
-    if num_query_heads % num_kv_heads:
-        raise ValueError(
-            f"query_mean: got {num_query_heads} query heads, wanted a multiple of the "
-            f"{num_kv_heads} KV heads"
-        )
-    require_shape(
-        "query_mean",
-        query_mean,
-        (batch, num_query_heads, head_dim),
-        "the batch and head_dim of keys",
-    )
-    require_shape(
-        "query_covariance",
-        query_covariance,
-        (*query_mean.shape, head_dim),
-        "query_mean with D twice",
-    )
-    if not 0 <= epsilon < np.inf:
-        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
-    group = num_query_heads // num_kv_heads
-    grouped_mean = query_mean.reshape(batch, num_kv_heads, group, head_dim)
-    grouped_covariance = query_covariance.reshape(batch, num_kv_heads, group, head_dim, head_dim)
-    # Decision: softmax for each query head, then the mean over the group; each query head attends
-    # by itself.
-    weights = expected_weights(keys[:, :, None], grouped_mean, grouped_covariance).mean(axis=2)
-    return contribution(weights, values, epsilon)
-
-
 def listing_1(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, compression_ratio: float
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -255,17 +250,6 @@ def start_decoding(
     return Decoding(keys, values, positions, queries[:, :, -buffer_size:], length, 0)
 
 
-def appended(name: str, rows: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Append one token, [B, H, D], to rows, [B, H, n, D]. Raises ValueError if the shape does not
-    fit.
-    """
-    row = as_float64(name, row, "B H D")
-    require_shape(
-        name, row, (*rows.shape[:2], rows.shape[3]), "the batch, heads and channels of the state"
-    )
-    return np.concatenate([rows, row[:, :, None]], axis=2)
-
-
 def decode_step(
     state: Decoding,
     query: np.ndarray,
@@ -316,3 +300,19 @@ def decode_step(
     return grown._replace(
         keys=gather(keys), values=gather(values), positions=gather(positions), steps=0
     )
+
+
+def appended(name: str, rows: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """Append one token, [B, H, D], to rows, [B, H, n, D]. Raises ValueError if the shape does not
+    fit.
+    """
+    row = as_float64(name, row, "B H D")
+    require_shape(
+        name, row, (*rows.shape[:2], rows.shape[3]), "the batch, heads and channels of the state"
+    )
+    return np.concatenate([rows, row[:, :, None]], axis=2)
+
+
+def norm(vectors: np.ndarray) -> np.ndarray:
+    r"""`|x|`, the Euclidean norm along the last axis."""
+    return np.sqrt((vectors * vectors).sum(axis=-1))

@@ -18,6 +18,45 @@ METHOD = (
 TRAITS = {"own_budget"}
 
 
+def select(
+    query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, p: float = 0.95
+) -> np.ndarray:
+    r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
+    of the group.
+
+    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D]; sampled_queries
+    [B, H_q, S, D]; all after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to
+    min(T, S * sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the
+    argument whose shape does not fit. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
+    """
+    query = as_float64("query", query, "B H_q D")
+    keys = as_float64("keys", keys, "B H_kv T D")
+    sampled_queries = as_float64("sampled_queries", sampled_queries, "B H_q S D")
+    batch, num_kv_heads, length, head_dim = keys.shape
+    num_query_heads, samples = query.shape[1], sampled_queries.shape[2]
+    require_shape(
+        "query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys"
+    )
+    require_shape(
+        "sampled_queries",
+        sampled_queries,
+        (batch, num_query_heads, samples, head_dim),
+        "the batch, heads and channels of query",
+    )
+    group = group_size(num_query_heads, num_kv_heads)
+    per_query_head = keys[:, :, None]
+    current = query.reshape(batch, num_kv_heads, group, head_dim)
+    sampled = sampled_queries.reshape(batch, num_kv_heads, group, samples, head_dim)
+
+    budgets = single_step_budget(nucleus(attention_weights(current, per_query_head), p))
+    logits = sampled_logits(sampled, per_query_head)
+    votes = top_each(logits, np.repeat(budgets[..., None], samples, axis=-1))
+    # Decision: the query heads of a group share one cache, so it keeps every token that any of them
+    # voted for. The tokens of K_0 itself are not added, and no sink is protected: the paper's union
+    # has only the sets of the samples.
+    return union(votes.reshape(batch, num_kv_heads, group * samples, length))
+
+
 def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
     r"""GV-1, GV-A1: `A_0 = softmax(q K^T / sqrt(D))`, one query over all the tokens.
 
@@ -26,23 +65,6 @@ def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """
     query, keys = as_float64("query", query, "... D"), as_float64("keys", keys, "... T D")
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
-
-
-def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-    r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
-
-    Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the
-    lower position is kept. Raises ValueError if budgets do not fit the rows. Source: equation 5;
-    Algorithm 1, line 10.
-    """
-    scores, budgets = as_float64("scores", scores, "... T"), np.asarray(budgets)
-    if budgets.dtype.kind not in "iu" or (budgets < 0).any():
-        raise ValueError(f"budgets: got {budgets.tolist()}, wanted whole numbers of at least 0")
-    require_shape("budgets", budgets, scores.shape[:-1], "the rows of scores")
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    kept = np.zeros(scores.shape, dtype=bool)
-    np.put_along_axis(kept, order, np.arange(scores.shape[-1]) < budgets[..., None], axis=-1)
-    return kept
 
 
 def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
@@ -181,6 +203,23 @@ def sampled_logits(sampled_queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     )
 
 
+def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+    r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
+
+    Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the
+    lower position is kept. Raises ValueError if budgets do not fit the rows. Source: equation 5;
+    Algorithm 1, line 10.
+    """
+    scores, budgets = as_float64("scores", scores, "... T"), np.asarray(budgets)
+    if budgets.dtype.kind not in "iu" or (budgets < 0).any():
+        raise ValueError(f"budgets: got {budgets.tolist()}, wanted whole numbers of at least 0")
+    require_shape("budgets", budgets, scores.shape[:-1], "the rows of scores")
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    kept = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(kept, order, np.arange(scores.shape[-1]) < budgets[..., None], axis=-1)
+    return kept
+
+
 def union(votes: np.ndarray) -> np.ndarray:
     r"""GV-A11: `K = union of the K_s`. Args: votes [..., S, T], boolean. Returns kept [..., T].
     Source: Algorithm 1, line 11.
@@ -194,45 +233,6 @@ def prune(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> CompressedC
     Source: Algorithm 1, line 12.
     """
     return compress(keys, values, kept)
-
-
-def select(
-    query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, p: float = 0.95
-) -> np.ndarray:
-    r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
-    of the group.
-
-    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D]; sampled_queries
-    [B, H_q, S, D]; all after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to
-    min(T, S * sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the
-    argument whose shape does not fit. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
-    """
-    query = as_float64("query", query, "B H_q D")
-    keys = as_float64("keys", keys, "B H_kv T D")
-    sampled_queries = as_float64("sampled_queries", sampled_queries, "B H_q S D")
-    batch, num_kv_heads, length, head_dim = keys.shape
-    num_query_heads, samples = query.shape[1], sampled_queries.shape[2]
-    require_shape(
-        "query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys"
-    )
-    require_shape(
-        "sampled_queries",
-        sampled_queries,
-        (batch, num_query_heads, samples, head_dim),
-        "the batch, heads and channels of query",
-    )
-    group = group_size(num_query_heads, num_kv_heads)
-    per_query_head = keys[:, :, None]
-    current = query.reshape(batch, num_kv_heads, group, head_dim)
-    sampled = sampled_queries.reshape(batch, num_kv_heads, group, samples, head_dim)
-
-    budgets = single_step_budget(nucleus(attention_weights(current, per_query_head), p))
-    logits = sampled_logits(sampled, per_query_head)
-    votes = top_each(logits, np.repeat(budgets[..., None], samples, axis=-1))
-    # Decision: the query heads of a group share one cache, so it keeps every token that any of them
-    # voted for. The tokens of K_0 itself are not added, and no sink is protected: the paper's union
-    # has only the sets of the samples.
-    return union(votes.reshape(batch, num_kv_heads, group * samples, length))
 
 
 def algorithm_1(

@@ -18,6 +18,17 @@ METHOD = "keeps the keys least similar in direction to the mean of all keys"
 ArrayMap = Callable[[np.ndarray], np.ndarray]
 
 
+def score(keys: np.ndarray) -> np.ndarray:
+    r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
+
+    Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T] in [-1, 1], higher =
+    keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: section 3.2,
+    equation 8.
+    """
+    keys = as_float64("keys", keys, "... T D")
+    return -cosine(keys, anchor(keys))
+
+
 class Cache(NamedTuple):
     """The cache between two blocks: keys [..., n, D], values [..., n, D_v], positions [..., n],
     number of tokens seen.
@@ -88,61 +99,6 @@ def evict(cache: Cache, kept: np.ndarray) -> Cache:
     )
 
 
-def unit(vectors: np.ndarray) -> np.ndarray:
-    r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
-    # The vector is divided by its largest component first: the square of 1e200 overflows in
-    # float64.
-    scale = np.abs(vectors).max(axis=-1, keepdims=True)
-    vectors = vectors / np.where(scale == 0, 1, scale)
-    length = np.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
-    # Decision: the cosine with a zero vector is 0, so its unit vector is the zero vector.
-    return vectors / np.where(length == 0, 1, length)
-
-
-def cosine(keys: np.ndarray, direction: np.ndarray) -> np.ndarray:
-    r"""`cos(k_i, a)` of every key with one vector: keys [..., T, D], direction [..., D] give
-    [..., T].
-    """
-    return (unit(keys) @ unit(direction)[..., None])[..., 0]
-
-
-def similarity_matrix(keys: np.ndarray) -> np.ndarray:
-    r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key.
-
-    Args: keys [..., T, D]. Returns [..., T, T]. Source: section 3.2, equation 7.
-    """
-    directions = unit(as_float64("keys", keys, "... T D"))
-    return directions @ np.swapaxes(directions, -1, -2)
-
-
-def pairwise_score(keys: np.ndarray) -> np.ndarray:
-    r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
-
-    Args: keys [..., T, D]. Returns [..., T]. It ranks the tokens as `score` does: row i sums to
-    `T |mu| cos(k_i, mu)`. Source: section 3.2, equation 7.
-    """
-    return -similarity_matrix(keys).sum(axis=-1)
-
-
-def anchor(keys: np.ndarray) -> np.ndarray:
-    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys (not the mean of the keys).
-
-    Args: keys [..., T, D]. Returns [..., D]. Source: section 3.2, equation 8.
-    """
-    return unit(as_float64("keys", keys, "... T D")).mean(axis=-2)
-
-
-def score(keys: np.ndarray) -> np.ndarray:
-    r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
-
-    Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T] in [-1, 1], higher =
-    keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: section 3.2,
-    equation 8.
-    """
-    keys = as_float64("keys", keys, "... T D")
-    return -cosine(keys, anchor(keys))
-
-
 def process_block(
     cache: Cache | None,
     keys: np.ndarray,
@@ -197,3 +153,47 @@ def decode(
     return process_block(
         cache, key[..., None, :], value[..., None, :], budget=budget, scorer=scorer
     )
+
+
+def similarity_matrix(keys: np.ndarray) -> np.ndarray:
+    r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key.
+
+    Args: keys [..., T, D]. Returns [..., T, T]. Source: section 3.2, equation 7.
+    """
+    directions = unit(as_float64("keys", keys, "... T D"))
+    return directions @ np.swapaxes(directions, -1, -2)
+
+
+def pairwise_score(keys: np.ndarray) -> np.ndarray:
+    r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
+
+    Args: keys [..., T, D]. Returns [..., T]. It ranks the tokens as `score` does: row i sums to
+    `T |mu| cos(k_i, mu)`. Source: section 3.2, equation 7.
+    """
+    return -similarity_matrix(keys).sum(axis=-1)
+
+
+def anchor(keys: np.ndarray) -> np.ndarray:
+    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys (not the mean of the keys).
+
+    Args: keys [..., T, D]. Returns [..., D]. Source: section 3.2, equation 8.
+    """
+    return unit(as_float64("keys", keys, "... T D")).mean(axis=-2)
+
+
+def cosine(keys: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    r"""`cos(k_i, a)` of every key with one vector: keys [..., T, D], direction [..., D] give
+    [..., T].
+    """
+    return (unit(keys) @ unit(direction)[..., None])[..., 0]
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
+    # The vector is divided by its largest component first: the square of 1e200 overflows in
+    # float64.
+    scale = np.abs(vectors).max(axis=-1, keepdims=True)
+    vectors = vectors / np.where(scale == 0, 1, scale)
+    length = np.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
+    # Decision: the cosine with a zero vector is 0, so its unit vector is the zero vector.
+    return vectors / np.where(length == 0, 1, length)

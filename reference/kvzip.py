@@ -19,20 +19,6 @@ METHOD = (
 TRAITS = {"prompt_only"}
 
 
-def replay_attention(
-    keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray
-) -> np.ndarray:
-    r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
-    replay up to itself.
-
-    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D], after RoPE, at the positions
-    after the text. Returns [..., M, T], each row summing to less than 1 by what the replay attends
-    to itself.
-    """
-    whole = np.concatenate([keys, replay_keys], axis=-2)
-    return causal_attention(replay_queries, whole)[..., : keys.shape[-2]]
-
-
 def score(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray) -> np.ndarray:
     r"""KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to
     a token.
@@ -56,6 +42,20 @@ def score(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray)
     except ValueError as error:
         raise ValueError(f"replay_{error}") from None
     return replay_attention(keys[:, :, None], queries, replay).max(axis=(2, 3))
+
+
+def replay_attention(
+    keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray
+) -> np.ndarray:
+    r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
+    replay up to itself.
+
+    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D], after RoPE, at the positions
+    after the text. Returns [..., M, T], each row summing to less than 1 by what the replay attends
+    to itself.
+    """
+    whole = np.concatenate([keys, replay_keys], axis=-2)
+    return causal_attention(replay_queries, whole)[..., : keys.shape[-2]]
 
 
 def top_r(scores: np.ndarray, budget: int) -> np.ndarray:

@@ -19,6 +19,39 @@ METHOD = "keeps, partition by partition, the tokens that vary most against the n
 TRAITS = {"recursive"}
 
 
+def score(
+    keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray
+) -> np.ndarray:
+    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
+    of a partition sum to 2.
+
+    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values
+    [..., L', D_v], the partition after it. Returns [..., L], higher = keep. Raises ValueError where
+    the shapes disagree. Source: section 2.2, equations 7 to 11.
+    """
+    keys = as_float64("keys", keys, "... L D")
+    values = as_float64("values", values, "... L D_v")
+    next_keys = as_float64("next_keys", next_keys, "... L D")
+    next_values = as_float64("next_values", next_values, "... L D_v")
+    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
+    lag = next_keys.shape[-2]
+    require_shape(
+        "next_keys",
+        next_keys,
+        (*keys.shape[:-2], lag, keys.shape[-1]),
+        "the heads and channels of keys",
+    )
+    require_shape(
+        "next_values",
+        next_values,
+        (*values.shape[:-2], lag, values.shape[-1]),
+        "the tokens of next_keys",
+    )
+    return variation_score(normalise(keys, next_keys)) + variation_score(
+        normalise(values, next_values)
+    )
+
+
 def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:
     r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to
     [..., N + n, D].
@@ -80,36 +113,23 @@ def variation_score(normalised: np.ndarray) -> np.ndarray:
     return softmax(deviation, axis=-1)
 
 
-def score(
-    keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray
+def select(
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    keep_ratio: float | Fraction,
+    sink_size: int = 16,
+    lag_size: int = 1024,
 ) -> np.ndarray:
-    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
-    of a partition sum to 2.
+    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
+    last partition onwards.
 
-    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values
-    [..., L', D_v], the partition after it. Returns [..., L], higher = keep. Raises ValueError where
-    the shapes disagree. Source: section 2.2, equations 7 to 11.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0;
+    lag_size >= 1. Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens.
+    Raises ValueError naming the argument. Source: section 2.2 and figure 1.
     """
-    keys = as_float64("keys", keys, "... L D")
-    values = as_float64("values", values, "... L D_v")
-    next_keys = as_float64("next_keys", next_keys, "... L D")
-    next_values = as_float64("next_values", next_values, "... L D_v")
-    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
-    lag = next_keys.shape[-2]
-    require_shape(
-        "next_keys",
-        next_keys,
-        (*keys.shape[:-2], lag, keys.shape[-1]),
-        "the heads and channels of keys",
-    )
-    require_shape(
-        "next_values",
-        next_values,
-        (*values.shape[:-2], lag, values.shape[-1]),
-        "the tokens of next_keys",
-    )
-    return variation_score(normalise(keys, next_keys)) + variation_score(
-        normalise(values, next_values)
+    return _kept_after(
+        as_count("sink_size", sink_size, low=0), score, keys, values, keep_ratio, lag_size
     )
 
 
@@ -188,71 +208,6 @@ def why_nothing_removed(length: int, *, sink_size: int = 16, lag_size: int = 102
     )
 
 
-def _states(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    keys = as_float64("keys", keys, "B H_kv T D")
-    values = as_float64("values", values, "B H_kv T D_v")
-    require_shape(
-        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
-    )
-    return keys, values
-
-
-def _kept_after(
-    static_length: int,
-    scorer: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
-    keys: np.ndarray,
-    values: np.ndarray,
-    keep_ratio: float | Fraction,
-    lag_size: int,
-) -> np.ndarray:
-    """The kept mask: the first `static_length` tokens stay; every later partition but the last is
-    compressed.
-    """
-    keys, values = _states(keys, values)
-    lag_size = as_count("lag_size", lag_size, low=1)
-    kept_each = tokens_per_partition(keep_ratio, lag_size)
-    batch, num_kv_heads, length, _ = keys.shape
-    kept = np.ones((batch, num_kv_heads, length), dtype=bool)
-    partitions = (length - static_length) // lag_size
-    if partitions < 2:
-        return kept
-    window = slice(static_length, static_length + partitions * lag_size)
-
-    def partitioned(
-        states: np.ndarray,
-    ) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
-        return states[:, :, window].reshape(batch, num_kv_heads, partitions, lag_size, -1)
-
-    key_parts, value_parts = partitioned(keys), partitioned(values)
-    scores = scorer(
-        key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:]
-    )
-    kept[:, :, static_length : window.stop - lag_size] = top_k(scores, kept_each).reshape(
-        batch, num_kv_heads, -1
-    )
-    return kept
-
-
-def select(
-    keys: np.ndarray,
-    values: np.ndarray,
-    *,
-    keep_ratio: float | Fraction,
-    sink_size: int = 16,
-    lag_size: int = 1024,
-) -> np.ndarray:
-    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
-    last partition onwards.
-
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0;
-    lag_size >= 1. Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens.
-    Raises ValueError naming the argument. Source: section 2.2 and figure 1.
-    """
-    return _kept_after(
-        as_count("sink_size", sink_size, low=0), score, keys, values, keep_ratio, lag_size
-    )
-
-
 class Stream(NamedTuple):
     """LK-R: the cache between two steps: the static part (sinks and kept tokens of partitions),
     then uncompressed tokens.
@@ -318,3 +273,48 @@ def step(
 
     static_length = stream.static_length + compressed * tokens_per_partition(keep_ratio, lag_size)
     return Stream(gather(keys), gather(values), gather(positions), static_length, stream.seen + new)
+
+
+def _states(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    keys = as_float64("keys", keys, "B H_kv T D")
+    values = as_float64("values", values, "B H_kv T D_v")
+    require_shape(
+        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
+    )
+    return keys, values
+
+
+def _kept_after(
+    static_length: int,
+    scorer: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
+    keys: np.ndarray,
+    values: np.ndarray,
+    keep_ratio: float | Fraction,
+    lag_size: int,
+) -> np.ndarray:
+    """The kept mask: the first `static_length` tokens stay; every later partition but the last is
+    compressed.
+    """
+    keys, values = _states(keys, values)
+    lag_size = as_count("lag_size", lag_size, low=1)
+    kept_each = tokens_per_partition(keep_ratio, lag_size)
+    batch, num_kv_heads, length, _ = keys.shape
+    kept = np.ones((batch, num_kv_heads, length), dtype=bool)
+    partitions = (length - static_length) // lag_size
+    if partitions < 2:
+        return kept
+    window = slice(static_length, static_length + partitions * lag_size)
+
+    def partitioned(
+        states: np.ndarray,
+    ) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
+        return states[:, :, window].reshape(batch, num_kv_heads, partitions, lag_size, -1)
+
+    key_parts, value_parts = partitioned(keys), partitioned(values)
+    scores = scorer(
+        key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:]
+    )
+    kept[:, :, static_length : window.stop - lag_size] = top_k(scores, kept_each).reshape(
+        batch, num_kv_heads, -1
+    )
+    return kept

@@ -24,6 +24,26 @@ METHOD = (
 TRAITS = {"every_token", "evicts_first"}
 
 
+def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
+    r"""MK-10: `score_j = alpha_j |r_j|`, with alpha the attention of the query over the retained
+    keys.
+
+    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of
+    the retained tokens; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
+    keep; alpha is the mean of the probabilities that the query heads of a group give. Raises
+    ValueError naming the argument that does not fit. Source: section 4.2, equation 10, Algorithm 1
+    lines 7 to 12.
+    """
+    keys, values = _as_tokens(keys, values, "B H_kv T")
+    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
+    # Decision: a KV head is scored once for its group: the mean over its query heads, after the
+    # softmax.
+    alpha = softmax(
+        attention_logits(_grouped("query", as_float64("query", query, "B H_q D"), keys), keys)
+    ).mean(axis=-2)
+    return alpha * residual_norm(keys, values, moments)
+
+
 class Moments(NamedTuple):
     r"""MK-22: `n_e = |E|`, `s_k = sum k_i`, `s_v = sum v_i`, `S = sum v_i k_i^T` over the evicted
     tokens of each KV head.
@@ -140,26 +160,6 @@ def residual_norm(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.
     return np.sqrt((unexplained * unexplained).sum(axis=-1))
 
 
-def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-10: `score_j = alpha_j |r_j|`, with alpha the attention of the query over the retained
-    keys.
-
-    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of
-    the retained tokens; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
-    keep; alpha is the mean of the probabilities that the query heads of a group give. Raises
-    ValueError naming the argument that does not fit. Source: section 4.2, equation 10, Algorithm 1
-    lines 7 to 12.
-    """
-    keys, values = _as_tokens(keys, values, "B H_kv T")
-    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    # Decision: a KV head is scored once for its group: the mean over its query heads, after the
-    # softmax.
-    alpha = softmax(
-        attention_logits(_grouped("query", as_float64("query", query, "B H_q D"), keys), keys)
-    ).mean(axis=-2)
-    return alpha * residual_norm(keys, values, moments)
-
-
 def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
     r"""MK-11: `log Zhat_E = log n_e + q . kbar / sqrt(d)`, at most log Z_E (Jensen); -inf where
     nothing was evicted.
@@ -168,6 +168,36 @@ def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
     """
     mean_logit = (query * recover(moments).mean_key).sum(axis=-1) / np.sqrt(query.shape[-1])
     return np.where(moments.count > 0, np.log(np.maximum(moments.count, 1)) + mean_logit, -np.inf)
+
+
+def attend(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
+) -> np.ndarray:
+    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log
+    domain.
+
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T],
+    boolean (other tokens are not read; if they have been evicted, `moments` holds them); moments of
+    the evicted tokens. Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps nothing
+    and has no moments gives 0. Raises ValueError naming the argument that does not fit. Source:
+    section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
+    """
+    keys, values = _as_tokens(keys, values, "B H_kv T")
+    kept = as_kept("kept", kept, keys.shape[:-1], "the batch, heads and tokens of keys")
+    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
+    queries = _grouped("query", as_float64("query", query, "B H_q D"), keys)
+    from_retained, log_retained = retained_attention(
+        attention_logits(queries, keys), values, kept[..., None, :]
+    )
+    of_each_query = Moments(
+        *(field[:, :, None] for field in moments)
+    )  # one more axis: the query heads of a group share the keys
+    log_weights = log_mixing_weights(log_retained, log_evicted_partition(queries, of_each_query))
+    retained_weight, evicted_weight = (np.exp(log_weight)[..., None] for log_weight in log_weights)
+    output = retained_weight * from_retained + evicted_weight * approximate_evicted(
+        queries, of_each_query
+    )
+    return output.reshape(output.shape[0], -1, output.shape[-1])
 
 
 def log_mixing_weights(
@@ -201,36 +231,6 @@ def retained_attention(
     # rounding.
     weights = np.exp(np.where(kept, logits - np.where(total > 0, log_total, 0), -np.inf))
     return weights @ values, log_total[..., 0]
-
-
-def attend(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
-) -> np.ndarray:
-    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log
-    domain.
-
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T],
-    boolean (other tokens are not read; if they have been evicted, `moments` holds them); moments of
-    the evicted tokens. Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps nothing
-    and has no moments gives 0. Raises ValueError naming the argument that does not fit. Source:
-    section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
-    """
-    keys, values = _as_tokens(keys, values, "B H_kv T")
-    kept = as_kept("kept", kept, keys.shape[:-1], "the batch, heads and tokens of keys")
-    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    queries = _grouped("query", as_float64("query", query, "B H_q D"), keys)
-    from_retained, log_retained = retained_attention(
-        attention_logits(queries, keys), values, kept[..., None, :]
-    )
-    of_each_query = Moments(
-        *(field[:, :, None] for field in moments)
-    )  # one more axis: the query heads of a group share the keys
-    log_weights = log_mixing_weights(log_retained, log_evicted_partition(queries, of_each_query))
-    retained_weight, evicted_weight = (np.exp(log_weight)[..., None] for log_weight in log_weights)
-    output = retained_weight * from_retained + evicted_weight * approximate_evicted(
-        queries, of_each_query
-    )
-    return output.reshape(output.shape[0], -1, output.shape[-1])
 
 
 class Step(NamedTuple):

@@ -14,6 +14,22 @@ from .checks import as_float64, group_size, require_shape
 METHOD = "keeps the keys with the largest projection on the main direction of calibrated queries"
 
 
+def score(keys: np.ndarray, q_filters: np.ndarray) -> np.ndarray:
+    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
+    spread around f.
+
+    Args: keys [B, H_kv, T, D], after RoPE; q_filters [B, H_kv, D], of `calibrate`. Returns scores
+    [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does not fit. Source:
+    the public code, where both the stored filter and the score have the other sign.
+    """
+    keys = as_float64("keys", keys, "B H_kv T D")
+    q_filters = as_float64("q_filters", q_filters, "B H_kv D")
+    require_shape(
+        "q_filters", q_filters, (*keys.shape[:2], keys.shape[3]), "the heads and channels of keys"
+    )
+    return (keys @ q_filters[..., None])[..., 0]
+
+
 def main_direction(queries: np.ndarray) -> np.ndarray:
     r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them
     have `q . v > 0`.
@@ -38,19 +54,3 @@ def calibrate(queries: np.ndarray, num_kv_heads: int) -> np.ndarray:
     directions = main_direction(as_float64("queries", queries, "B H_q N D"))
     group = group_size(directions.shape[1], num_kv_heads)
     return directions.reshape(directions.shape[0], num_kv_heads, group, -1).mean(axis=2)
-
-
-def score(keys: np.ndarray, q_filters: np.ndarray) -> np.ndarray:
-    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
-    spread around f.
-
-    Args: keys [B, H_kv, T, D], after RoPE; q_filters [B, H_kv, D], of `calibrate`. Returns scores
-    [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does not fit. Source:
-    the public code, where both the stored filter and the score have the other sign.
-    """
-    keys = as_float64("keys", keys, "B H_kv T D")
-    q_filters = as_float64("q_filters", q_filters, "B H_kv D")
-    require_shape(
-        "q_filters", q_filters, (*keys.shape[:2], keys.shape[3]), "the heads and channels of keys"
-    )
-    return (keys @ q_filters[..., None])[..., 0]

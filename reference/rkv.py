@@ -16,6 +16,32 @@ from .keydiff import similarity_matrix
 METHOD = "keeps the last tokens, and those that get attention and whose keys no other key repeats"
 
 
+def score(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    *,
+    window_size: int = 8,
+    kernel_size: int = 7,
+    importance_share: float = 0.07,
+    threshold: float = 0.5,
+) -> np.ndarray:
+    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
+
+    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window
+    count for the redundancy of the others. Returns scores [B, H_kv, T], higher = keep; all infinite
+    where T <= window_size. Raises ValueError naming the argument. Source: the public code, whose
+    defaults these are.
+    """
+    share = float(as_fraction("importance_share", importance_share))
+    keys, length = as_float64("keys", keys, "B H_kv T D"), np.shape(keys)[-2]
+    if length <= as_count("window_size", window_size, low=1):
+        by_group(queries, keys)
+        return np.full(keys.shape[:-1], np.inf)
+    attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
+    repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
+    return combined(attended, repeated, share, window_size)
+
+
 def similarities(keys: np.ndarray) -> np.ndarray:
     r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`. Keys [..., T, D] to [..., T, T]; a zero key
     resembles none.
@@ -82,29 +108,3 @@ def combined(
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, then infinity for the window: [..., T] in all."""
     scores = share * attended - (1 - share) * repeated
     return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)
-
-
-def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    *,
-    window_size: int = 8,
-    kernel_size: int = 7,
-    importance_share: float = 0.07,
-    threshold: float = 0.5,
-) -> np.ndarray:
-    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
-
-    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window
-    count for the redundancy of the others. Returns scores [B, H_kv, T], higher = keep; all infinite
-    where T <= window_size. Raises ValueError naming the argument. Source: the public code, whose
-    defaults these are.
-    """
-    share = float(as_fraction("importance_share", importance_share))
-    keys, length = as_float64("keys", keys, "B H_kv T D"), np.shape(keys)[-2]
-    if length <= as_count("window_size", window_size, low=1):
-        by_group(queries, keys)
-        return np.full(keys.shape[:-1], np.inf)
-    attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
-    repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
-    return combined(attended, repeated, share, window_size)

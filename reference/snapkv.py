@@ -15,25 +15,6 @@ METHOD = (
 )
 
 
-def average_pool(weights: np.ndarray, kernel_size: int) -> np.ndarray:
-    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
-    [..., N] to [..., N].
-    """
-    kernel_size = as_count("kernel_size", kernel_size, low=1)
-    if kernel_size % 2 == 0:
-        raise ValueError(
-            f"kernel_size: got {kernel_size}, wanted an odd number, or the pooled tokens would be "
-            "shifted"
-        )
-    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores
-    # as if zeros lay beyond it.
-    beyond = np.zeros((*weights.shape[:-1], kernel_size // 2))
-    padded = np.concatenate([beyond, weights, beyond], axis=-1)
-    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).mean(
-        axis=-1
-    )
-
-
 def score(
     queries: np.ndarray, keys: np.ndarray, *, window_size: int = 32, kernel_size: int = 7
 ) -> np.ndarray:
@@ -63,3 +44,22 @@ def score(
     before = attention[..., : length - window].mean(axis=(2, 3))
     pooled = average_pool(before, kernel_size)
     return np.concatenate([pooled, np.full((*pooled.shape[:-1], window), np.inf)], axis=-1)
+
+
+def average_pool(weights: np.ndarray, kernel_size: int) -> np.ndarray:
+    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
+    [..., N] to [..., N].
+    """
+    kernel_size = as_count("kernel_size", kernel_size, low=1)
+    if kernel_size % 2 == 0:
+        raise ValueError(
+            f"kernel_size: got {kernel_size}, wanted an odd number, or the pooled tokens would be "
+            "shifted"
+        )
+    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores
+    # as if zeros lay beyond it.
+    beyond = np.zeros((*weights.shape[:-1], kernel_size // 2))
+    padded = np.concatenate([beyond, weights, beyond], axis=-1)
+    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).mean(
+        axis=-1
+    )
