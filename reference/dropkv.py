@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax
-from .checks import as_count, as_float64, require_shape
+from .checks import arrays, as_window
 from .expected_attention import norm
 from .snapkv import average_pool
 
@@ -34,20 +34,12 @@ def score(
     window_size. Raises ValueError naming the argument. Source: the public code, whose defaults
     these are.
     """
-    window_size = as_count("window_size", window_size, low=1)
-    queries, keys = by_group(queries, keys)
-    values = as_float64("values", values, "B H_kv T D_v")
-    require_shape(
-        "values", values, (*keys.shape[:2], keys.shape[3], values.shape[-1]), "the tokens of keys"
-    )
-    num_queries, length = queries.shape[-2], keys.shape[-2]
-    window = min(window_size, length)
-    if num_queries < window:
-        raise ValueError(
-            f"queries: got those of {num_queries} tokens, wanted the {window} of the window"
-        )
+    queries, keys, values = arrays("dropkv.score", queries, keys, values)
+    length = keys.shape[2]
+    window = as_window(window_size, queries.shape[2], length)
     if window == length:
-        return np.full((*keys.shape[:2], length), np.inf)
+        return np.full(keys.shape[:3], np.inf)
+    queries, keys = by_group(queries, keys)
     total = np.zeros((*queries.shape[:3], length))
     for place in range(length - window, length):
         logits = attention_logits(queries[..., [place - length], :], keys)[..., 0, :]
