@@ -8,16 +8,7 @@ from types import ModuleType
 import torch
 from torch.linalg import vector_norm
 
-from .checks import (
-    converted,
-    require_finite,
-    require_same_device,
-    require_same_kind,
-    require_shape,
-    require_states,
-    working_dtype,
-    working_room,
-)
+from .checks import converted, require_finite, require_fit, require_same_kind, working_dtype, working_room
 from .kernels.launching import kernels_for
 
 # Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
@@ -104,7 +95,7 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
 
 def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:
     """Return the kernels if they take `keys` [..., T, D], or raise ValueError; the torch path sees NaN in the norms it computes."""
-    require_states(name, keys, "... T D", finite=False)
+    require_fit(f"{name}: ... T D", keys, finite=False)
     kernels = kernels_for("keydiff", keys)
     if kernels:
         require_finite(name, keys)
@@ -113,11 +104,10 @@ def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:
 
 def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
     """Raise ValueError unless `anchor` [..., D] has one vector for each head of `keys` [..., T, D], in the working dtype."""
-    require_states("anchor", anchor, "... D")
-    require_shape("anchor", anchor, (*keys.shape[:-2], keys.shape[-1]), "the heads and channels of the keys")
+    require_fit("keys: ... T D, anchor: ... D", keys, anchor, free=("anchor",), finite=False)
+    require_finite("anchor", anchor)
     if anchor.dtype != working_dtype(keys):
         raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
-    require_same_device("anchor", anchor, "the keys", keys)
 
 
 def _score_into(scores: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, room: torch.Tensor) -> None:

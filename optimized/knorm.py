@@ -7,7 +7,7 @@ import math
 import torch
 from torch.linalg import vector_norm
 
-from .checks import converted, require_finite, require_states, working_dtype, working_room
+from .checks import converted, require_finite, require_fit, working_dtype, working_room
 from .kernels.launching import kernels_for
 
 # Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
@@ -23,7 +23,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
     infinite numbers. Source: the paper's abstract and section 3.
     """
-    require_states("keys", keys, "... T D", finite=False)
+    require_fit("knorm.score", keys, finite=False)
     if kernels := kernels_for("knorm", keys):
         require_finite("keys", keys)
         return kernels.score(keys)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -146,7 +147,8 @@ STATES = {
 KINDS = ("weight", "share", "open", "bool", "whole")
 
 
-class Argument(NamedTuple):
+@dataclass(frozen=True)
+class Argument:
     """An argument of a line: its name, its kind and its axes; whether it may be None."""
 
     name: str
@@ -154,11 +156,32 @@ class Argument(NamedTuple):
     axes: tuple[str, ...]
     optional: bool
 
-    @property
+    @functools.cached_property
     def fields(self) -> dict[str, Argument]:
         """The fields of a state by their names, with the axes that are in front of all of them."""
         prefix, own = f"{self.name}.", arguments(self.kind)
-        return {each.name: each._replace(name=prefix + each.name, axes=self.axes + each.axes) for each in own}
+        return {each.name: replace(each, name=prefix + each.name, axes=self.axes + each.axes) for each in own}
+
+    @functools.cached_property
+    def lead(self) -> str:
+        """`...` or `*`, or an empty string where the argument has the named axes alone."""
+        return self.axes[0] if self.axes and self.axes[0] in ("...", "*") else ""
+
+    @functools.cached_property
+    def own(self) -> tuple[str, ...]:
+        """The axes behind the leading ones."""
+        return self.axes[bool(self.lead) :]
+
+    @functools.cached_property
+    def known(self) -> tuple[str, ...]:
+        """The name of each of these axes, empty for those that are computed from others."""
+        return tuple("" if re.search("[/*]", axis) else re.split("[<>%]", axis)[0] for axis in self.own)
+
+    @functools.cached_property
+    def rules(self) -> dict[int, list[str]]:
+        """What is asked of an axis beside its own size, by its place: `M<=T` is `["M", "<=", "T"]`."""
+        parts = [re.split("(<=|>=|[/%*])", axis) for axis in self.own]
+        return {place: part for place, part in enumerate(parts) if len(part) > 1 or part == ["H_q"]}
 
 
 @functools.cache
@@ -180,61 +203,68 @@ class Axes:
 
     def __init__(self) -> None:
         self.sizes: dict[str, tuple[Any, str]] = {}
-        self.seen: list[tuple[Argument, tuple[int, ...], list[tuple[str, int]]]] = []
+        self.seen: list[tuple[Argument, tuple[int, ...], int]] = []
 
     def fit(self, argument: Argument, shape: tuple[int, ...]) -> None:
         """Take the sizes of an argument. Raises ValueError where an axis has another size already."""
-        open_ended = argument.axes[0] in ("...", "*")
-        names = argument.axes[open_ended:]
-        lead = len(shape) - len(names)
-        if lead < 0 or (lead and not open_ended):
+        lead = len(shape) - len(argument.own)
+        if lead < 0 or (lead and not argument.lead):
             raise self._error(argument, shape)
-        own = list(zip(names, shape[lead:], strict=True))
-        if 0 in shape[:lead] or any(size == 0 and not axis.endswith(">=0") for axis, size in own):
+        if 0 in shape and (0 in shape[:lead] or any(map(self._empty, argument.own, shape[lead:]))):
             raise self._error(argument, shape, "no empty axis")
-        self.seen.append((argument, shape, own))
-        for axis, size in [("...", shape[:lead])] * (argument.axes[0] == "...") + own:
-            if known := re.fullmatch(r"(\.\.\.|\w+)([<>%].*)?", axis):
-                wanted, first = self.sizes.setdefault(known[1], (size, argument.name))
+        self._agree(argument, shape, argument.known, shape[lead:])
+        if argument.lead == "...":
+            self._agree(argument, shape, ("...",), (shape[:lead],))
+        if argument.rules or argument.lead == "*":
+            self.seen.append((argument, shape, lead))
+
+    @staticmethod
+    def _empty(axis: str, size: int) -> bool:
+        return size == 0 and not axis.endswith(">=0")
+
+    def _agree(
+        self, argument: Argument, shape: tuple[int, ...], names: tuple[str, ...], own: tuple[Any, ...]
+    ) -> None:
+        for name, size in zip(names, own, strict=True):
+            if name:
+                wanted, first = self.sizes.setdefault(name, (size, argument.name))
                 if size != wanted:
-                    raise self._error(argument, shape, f"{known[1]} = {wanted}", first)
+                    raise self._error(argument, shape, f"{name} = {wanted}", first)
 
     def relate(self) -> None:
         """Compare the axes with one another, when all are known. Raises ValueError as `fit` does."""
-        lead: tuple[int, ...] = ()
-        for argument, shape, own in self.seen:
-            for axis, size in own:
-                if misfit := self._misfit(axis, size):
+        broad: tuple[int, ...] = ()
+        for argument, shape, lead in self.seen:
+            for place, rule in argument.rules.items():
+                if misfit := self._misfit(rule, shape[lead + place]):
                     raise self._error(argument, shape, *misfit)
-            if argument.axes[0] == "*":
+            if argument.lead == "*":
                 try:
-                    lead = np.broadcast_shapes(lead, shape[: len(shape) - len(own)])
+                    broad = np.broadcast_shapes(broad, shape[:lead])
                 except ValueError:
-                    raise self._error(argument, shape, f"leading axes that broadcast to {lead}") from None
+                    raise self._error(argument, shape, f"leading axes that broadcast to {broad}") from None
 
-    def _misfit(self, axis: str, size: int) -> tuple[str, str] | None:
+    def _misfit(self, rule: list[str], size: int) -> tuple[str, str] | None:
         """What an axis must be by another one, and where that was seen; None where it is."""
-        match re.split("(<=|[/%*])", axis):
+        said = "".join(rule)
+        match rule:
             case ["H_q"] if "H_kv" in self.sizes:
-                heads, first = self.sizes["H_kv"]
-                return (f"H_q a multiple of H_kv = {heads}", first) if size % heads else None
-            case [_, "<=", other]:
-                most, first = self.sizes[other]
-                return (f"{axis} = {most}", first) if size > most else None
+                other, first = self.sizes["H_kv"]
+                return (f"H_q a multiple of H_kv = {other}", first) if size % other else None
+            case [_, "<=", most]:
+                other, first = self.sizes[most]
+                return (f"{said} = {other}", first) if size > other else None
             case [_, "%", parts]:
-                return (f"{axis} = 0", "") if size % int(parts) else None
+                return (f"{said} = 0", "") if size % int(parts) else None
             case [whole, "/", parts]:
-                total, first = self.sizes[whole]
-                return (f"{axis} = {total / int(parts)}", first) if size * int(parts) != total else None
+                other, first = self.sizes[whole]
+                return (f"{said} = {other / int(parts)}", first) if size * int(parts) != other else None
             case [left, "*", right]:
-                product = self.sizes[left][0] * self.sizes[right][0]
-                return (f"{axis} = {product}", self.sizes[right][1]) if size != product else None
+                (other, _), (by, first) = self.sizes[left], self.sizes[right]
+                return (f"{said} = {other * by}", first) if size != other * by else None
         return None
 
-    def _error(
-        self, argument: Argument, shape: tuple[int, ...], rule: str = "", first: str = ""
-    ) -> ValueError:
-        wanted = (
-            f"[{', '.join(argument.axes)}]" + f" with {rule}" * bool(rule) + f", as in {first}" * bool(first)
-        )
-        return ValueError(f"{argument.name}: got shape {shape}, wanted {wanted}")
+    @staticmethod
+    def _error(argument: Argument, shape: tuple[int, ...], rule: str = "", first: str = "") -> ValueError:
+        because = f" with {rule}" * bool(rule) + f", as in {first}" * bool(first)
+        return ValueError(f"{argument.name}: got shape {shape}, wanted [{', '.join(argument.axes)}]{because}")

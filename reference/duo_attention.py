@@ -106,6 +106,5 @@ def training_loss(
     Args: the final hidden states [N, d] of the tokens that say the answer, with DA-3 in every head,
     and those of the full model; gates [layers, H_kv]. Raises ValueError naming the argument.
     """
-    line = "duo_attention.training_loss"
-    states, wanted, gates = arrays(line, hidden_states, full_hidden_states, gates)
+    states, wanted, gates = arrays("duo_attention.training_loss", hidden_states, full_hidden_states, gates)
     return float(((states - wanted) ** 2).mean() + penalty * np.abs(gates).sum())

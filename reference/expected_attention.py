@@ -108,8 +108,7 @@ def average_rope(
     positions from there on; theta, the base of RoPE. Returns both in the same shapes. Raises
     ValueError naming the argument. Source: section 2.2, equation 6.
     """
-    line = "expected_attention.average_rope"
-    query_mean, query_covariance = arrays(line, query_mean, query_covariance)
+    query_mean, query_covariance = arrays("expected_attention.average_rope", query_mean, query_covariance)
     head_dim = query_mean.shape[-1]
     rotation = average_rotation(head_dim, position=position, horizon=horizon, theta=theta)
     return query_mean @ rotation.T, rotation @ query_covariance @ rotation.T

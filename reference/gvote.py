@@ -119,8 +119,7 @@ def project(
     [..., D] or None. Returns [..., S, D]. Raises ValueError if the channels disagree. Source:
     section 3.2, step 3; Algorithm 1, line 6.
     """
-    line = "gvote.project"
-    hidden_states, query_weight, query_bias = arrays(line, hidden_states, query_weight, query_bias)
+    hidden_states, query_weight, query_bias = arrays("gvote.project", hidden_states, query_weight, query_bias)
     queries = hidden_states @ query_weight
     return queries if query_bias is None else queries + query_bias[..., None, :]
 
@@ -215,8 +214,7 @@ def algorithm_1(
     [B, S, C], standard normal, shared by the heads of the layer. Returns the compressed cache.
     Raises ValueError as the steps do. Source: Algorithm 1.
     """
-    line = "gvote.algorithm_1"
-    arrays(line, query, keys, values, hidden_states, query_weight, noise)
+    arrays("gvote.algorithm_1", query, keys, values, hidden_states, query_weight, noise)
     mean, variance = hidden_statistics(hidden_states, sink_size=sink_size)
     sampled = project(sample_hidden_states(mean, variance, noise)[:, None], query_weight)
     # Decision: the averaged positions start at that of the next token, the length of the prompt.

@@ -45,8 +45,7 @@ def cached_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, 
     Args: queries, keys [..., M, D], values [..., M, D_v] of the M new tokens; cache. Returns
     [..., M, D_v]. Raises ValueError where the shapes disagree. Source: equation 3.
     """
-    line = "keydiff_theory.cached_attention"
-    queries, keys, values, cache = arrays(line, queries, keys, values, cache)
+    queries, keys, values, cache = arrays("keydiff_theory.cached_attention", queries, keys, values, cache)
     joined = append(cache, keys, values)
     return _masked_attention(queries, joined.keys, joined.values)
 

@@ -27,8 +27,7 @@ def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_valu
     [..., L', D_v], the partition after it. Returns [..., L], higher = keep. Raises ValueError where
     the shapes disagree. Source: section 2.2, equations 7 to 11.
     """
-    line = "lagkv.score"
-    keys, values, next_keys, next_values = arrays(line, keys, values, next_keys, next_values)
+    keys, values, next_keys, next_values = arrays("lagkv.score", keys, values, next_keys, next_values)
     return variation_score(normalise(keys, next_keys)) + variation_score(normalise(values, next_values))
 
 

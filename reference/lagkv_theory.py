@@ -20,8 +20,7 @@ def project(
     [..., n, d_h]. Raises ValueError if a weight does not fit the states. Source: section 2.1,
     equations 1 and 4.
     """
-    line = "lagkv_theory.project"
-    states, *weights = arrays(line, states, query_weight, key_weight, value_weight)
+    states, *weights = arrays("lagkv_theory.project", states, query_weight, key_weight, value_weight)
     queries, keys, values = (states @ weight for weight in weights)
     return queries, keys, values
 
@@ -33,8 +32,7 @@ def attention_output(weights: np.ndarray, values: np.ndarray, output_weight: np.
     [..., M, d]. Raises ValueError where values or output_weight do not fit. Source: section 2.1,
     equation 2.
     """
-    line = "lagkv_theory.attention_output"
-    weights, values, output_weight = arrays(line, weights, values, output_weight)
+    weights, values, output_weight = arrays("lagkv_theory.attention_output", weights, values, output_weight)
     side_by_side = np.swapaxes(weights @ values, -2, -3)
     return side_by_side.reshape(*side_by_side.shape[:-2], len(output_weight)) @ output_weight
 

@@ -175,8 +175,7 @@ def attend(
     and has no moments gives 0. Raises ValueError naming the argument that does not fit. Source:
     section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
-    line = "momentkv.attend"
-    query, keys, values, kept, moments = arrays(line, query, keys, values, kept, moments)
+    query, keys, values, kept, moments = arrays("momentkv.attend", query, keys, values, kept, moments)
     queries = grouped(query, keys.shape[1])
     from_retained, log_retained = retained_attention(
         attention_logits(queries, keys), values, kept[..., None, :]

@@ -191,8 +191,9 @@ def _parts(
     bounds: Bounds,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """f_R, MomentKV's correction of it, and the box of f - f_R, low and high; [B, H_kv, G, D_v]."""
-    line = "momentkv_bounded.attend"
-    query, keys, values, kept, moments, bounds = arrays(line, query, keys, values, kept, moments, bounds)
+    query, keys, values, kept, moments, bounds = arrays(
+        "momentkv_bounded.attend", query, keys, values, kept, moments, bounds
+    )
     for name, field in bounds._asdict().items():
         if (~np.isfinite(field).all(axis=-1) & (moments.count > 0)).any():
             raise ValueError(f"bounds.{name}: got infinite bounds of evicted tokens, wanted `update`'s")

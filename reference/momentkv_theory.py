@@ -441,8 +441,9 @@ def attend_zeroth_order(
 
     Args and returns as `attend`. Source: table 4 ("0th").
     """
-    line = "momentkv_theory.attend_zeroth_order"
-    query, keys, values, kept, moments = arrays(line, query, keys, values, kept, moments)
+    query, keys, values, kept, moments = arrays(
+        "momentkv_theory.attend_zeroth_order", query, keys, values, kept, moments
+    )
     # With S = s_v s_k^T / n_e there is no variation around the mean: Stilde is 0.
     uncorrelated = moments.value_sum[..., :, None] * recover(moments).mean_key[..., None, :]
     return attend(query, keys, values, kept, moments._replace(value_key_sum=uncorrelated))
