@@ -13,7 +13,7 @@ from .states import CompressedCache, PagedCache
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
 BLOCK = 2**20
 # The arguments of `attend_paged`, as lines of the contract are written.
-PAGED = "queries: B H_q M D, keys: P S D, values: P S D_v, table: whole B H_kv n, lengths: whole B H_kv"
+PAGED = "queries: B H_q M D, cache.keys: P S D, cache.values: P S D_v, cache.table: whole B H_kv n, cache.lengths: whole B H_kv"
 
 
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +63,7 @@ def attend_paged(queries: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor
     """
     require_fit(PAGED, queries, *cache, finite=False)
     require_finite("queries", queries)
+    require_same_kind("cache.keys", cache.keys, "queries", queries)
     pages = cache.table.shape[2]
     if kernels := kernels_for("attention", queries, cache.values):
         return kernels.attend(queries, cache)
