@@ -14,7 +14,7 @@ import numpy as np
 from evictionary.reference.contract import STATES, Argument, arguments
 from evictionary.spec_tests.harness.implementation import STEMS, oracle
 
-SIZES = {"B": 1, "H_kv": 2, "H_q": 4, "T": 4, "M": 2, "N": 2, "D": 4, "h": 2, "..": (1, 2), "*": ()}
+SIZES = {"B": 1, "H_kv": 2, "H_q": 4, "T": 4, "M": 2, "N": 2, "D": 4, "h": 2}
 """Each axis has its own size where two can be confused; an axis that is not named here has 3."""
 
 SETTINGS: dict[str, Any] = {
@@ -35,8 +35,6 @@ SETTINGS: dict[str, Any] = {
     "window_size": 1,
 }
 """What a function takes beside its arrays, where it has no default or where its default is longer than the arrays here."""
-
-WITHOUT = object()
 
 
 class Misfit(NamedTuple):
@@ -112,7 +110,7 @@ def _size(axis: str) -> int:
         return _size(axis.partition("/")[0]) // 2
     if "*" in axis:
         return int(np.prod([_size(letter) for letter in axis.split("*")]))
-    return SIZES.get(_letters(axis)[0], 3)  # type: ignore[return-value]
+    return SIZES.get(_letters(axis)[0], 3)
 
 
 def _shape(argument: Argument) -> tuple[int, ...]:
