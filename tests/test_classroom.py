@@ -17,16 +17,16 @@ from typing import Any
 import classroom_styles
 import numpy as np
 import pytest
-from grader_tools import EVERY_FORMAT, child_of, invoke, judged, verdicts, written
 from hypothesis import assume
 from hypothesis import strategies as st
 from sampling import sampled
+from tools.grader import EVERY_FORMAT, child_of, invoke, judged, verdicts, written
+from tools.synthetic import NUMPY, SOLUTION, bundled
 
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
 from evictionary.classroom.child import Child, ChildDied
 from evictionary.classroom.inputs import decided_by
-from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import matrix
 from evictionary.spec_tests.harness.cases import Case

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from sampling import sampled
+from tools import attacks
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import attacks, classes, formats, grading, submissions, worker
+from evictionary.classroom import classes, formats, grading, submissions, worker
 from evictionary.classroom.child import Child, ChildDied, StudentError
 
 ORACLE = Path(next(iter(reference.__path__))) / "keydiff.py"
@@ -60,7 +61,7 @@ def test_hostile_archives_are_refused(tmp_path: Path) -> None:
 
 def test_the_oracle_in_the_file_itself_would_have_full_marks() -> None:
     """What the attacks on the oracle are after is worth having: reading it is all that stands between them and full marks."""
-    from evictionary.classroom.synthetic import bundled
+    from tools.synthetic import bundled
 
     result = grading.judge(bundled("keydiff").encode(), assignments.load("keydiff"), secret=b"a secret", examples=1)
     assert result.score == 100

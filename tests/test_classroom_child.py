@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grader_tools import child_of, judged, verdicts, written
+from tools import attacks
+from tools.grader import child_of, judged, verdicts, written
+from tools.synthetic import SOLUTION
 
-from evictionary.classroom import attacks, grading, seccomp, worker
+from evictionary.classroom import grading, seccomp, worker
 from evictionary.classroom.child import ChildDied, StudentError, closed
-from evictionary.classroom.synthetic import SOLUTION
 
 
 def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grader_tools import EVERY_FORMAT, graded, invoke, order, written
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
 from test_pages import blocks, commands
+from tools.grader import EVERY_FORMAT, graded, invoke, order, written
+from tools.synthetic import SOLUTION, bundled
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
 from evictionary.classroom.child import StudentError
-from evictionary.classroom.synthetic import SOLUTION, bundled
 from evictionary.errors import UsageError
 from evictionary.spec_tests.harness.planted import load_mutants
 

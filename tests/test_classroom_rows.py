@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from grader_tools import judged
+from tools.grader import judged
 
 from evictionary.classroom import grading
 

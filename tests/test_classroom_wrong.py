@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from grader_tools import judged
 from sampling import sampled
 from test_classroom import KERNEL
+from tools.grader import judged
+from tools.synthetic import NUMPY, SOLUTION, bundled
 
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import contest, grading
 from evictionary.classroom.inputs import decided_by
-from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
 from evictionary.spec_tests.harness.law import load_laws
 
 

@@ -3,7 +3,7 @@
 `assignment.py` reads an assignment's folder; `worker.py` is the program of the child, `child.py` the parent's end of it;
 `grading.py` checks the laws on a submission, `inputs.py` draws their inputs from a seed; `submissions.py` opens archives;
 `formats.py` writes grade.json and the files for platforms; `classes.py` grades a folder of submissions; `contest.py` runs a scorer
-in the embedded model; `synthetic.py` makes an artificial class.
+in the embedded model; `bundle.py` writes the reference as a right answer.
 """
 
 from importlib.resources import files

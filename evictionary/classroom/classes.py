@@ -24,7 +24,7 @@ from jsonschema import ValidationError
 
 from evictionary import __version__
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import formats, grading, submissions, worker
+from evictionary.classroom import bundle, formats, grading, submissions, worker
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.classroom.submissions import Handed
@@ -210,14 +210,12 @@ def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, i
 
     Raises UsageError if the answer cannot be read, or the reference has no method of that name.
     """
-    from evictionary.classroom import synthetic
-
     one = order.loaded
     settings: dict[str, Any] = {"constants": {}}
-    if solution is None and one.stem not in synthetic.STEMS:
+    if solution is None and one.stem not in bundle.STEMS:
         raise UsageError(f"submission: got none, wanted a right answer to {one.name}, for the reference has no {one.stem}")
     try:
-        right = synthetic.bundled(one.stem).encode() if solution is None else submissions.read(solution, one)
+        right = bundle.bundled(one.stem).encode() if solution is None else submissions.read(solution, one)
     except submissions.BadSubmission as error:
         raise UsageError(f"submission: {clean(error)}") from None
     yield "the reference" if solution is None else "the right answer", one.max_score, _judge(order, one, right, settings)
