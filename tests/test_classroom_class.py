@@ -342,7 +342,7 @@ def test_the_constants_are_those_of_an_id_that_the_course_knows(tmp_path: Path) 
 
 WRONG_ASSIGNMENTS = (
     ('needs = ["score"]', 'needs = ["scor"]', "step 'symmetries': needs: got 'scor', wanted a step before it: anchor, score"),
-    ("points = 15", "points = -40", "step 'anchor': points: got -40, wanted at least 1"),
+    ("points = 15", "points = -40", "step 'anchor': points: got -40, wanted a whole number, at least 1"),
     ("points = 15", "points = 2.5", "step 'anchor': points: got 2.5, wanted a whole number"),
     ("points = 15", "points = true", "step 'anchor': points: got True, wanted a whole number"),
     ('name = "score"', 'name = "anchor"', "step 'anchor': name: got 'anchor', wanted a name that no other step has"),
@@ -355,11 +355,16 @@ WRONG_ASSIGNMENTS = (
     ('library = "numpy"', 'library = "jax"', "library: got 'jax', wanted numpy or torch"),
     ("points = 15", 'points = 15\ncheck = "vote"', "step 'anchor': check: got 'vote', wanted a check"),
     ("points = 15", 'points = 15\ncatches = ["a.b"]', "step 'anchor': catches: got 'a.b', wanted a planted mistake"),
-    ("points = 15", "point = 15", "step 'anchor': got 'point', wanted some of name, requirement"),
-    ('title = "KeyDiff by hand"', "", "got no title"),
+    (
+        "points = 15",
+        "point = 15",
+        "step 'anchor': Additional properties are not allowed ('point' was unexpected); it may have name, requirement",
+    ),
+    ("points = 15", "points = 15.0", "step 'anchor': points: got 15.0, wanted a whole number"),
+    ('title = "KeyDiff by hand"', "", "'title' is a required property"),
     ('file = "keydiff.py"', 'file = "../keydiff.py"', "file: got '../keydiff.py'"),
     ("[[step]]", "[[step]", "wanted a TOML file"),
-    ("[[step]]", "[[steps]]", "got no step"),
+    ("[[step]]", "[[steps]]", "('steps' was unexpected)"),
 )
 
 
