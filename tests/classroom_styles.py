@@ -122,8 +122,7 @@ class Inside:
             raise StudentError(type(error).__name__, str(error), "") from error
         if hasattr(result, "numpy"):
             return result.numpy()
-        fields = getattr(result, "_fields", None)
-        return self.named(type(result).__name__, list(fields))(*result) if fields else result
+        return self.named(type(result).__name__, result._asdict()) if hasattr(result, "_fields") else result
 
     def in_torch(self, value: Any) -> Any:
         return self.module.torch.from_numpy(np.array(value, order="K")) if isinstance(value, np.ndarray) else value

@@ -25,13 +25,14 @@ from tools.synthetic import NUMPY, SOLUTION, bundled
 
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
-from evictionary.classroom.child import Child, ChildDied
+from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
 from evictionary.errors import InstallError
-from evictionary.spec_tests.harness import matrix
+from evictionary.spec_tests.harness import outcome
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.harness.remote import Gone
 
 KERNEL = """
 import torch
@@ -336,7 +337,7 @@ def test_a_file_that_cannot_be_loaded_is_not_tried_for_every_step(monkeypatch: p
 def test_code_that_hangs_has_one_second_try_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(child: Child, *args: Any, **settings: Any) -> None:
         child.is_late = True
-        raise child._end("no answer")
+        child.remote.end("did not answer", is_late=True)
 
     waits = counted(monkeypatch)
     monkeypatch.setattr(Child, "call", hang)
@@ -554,19 +555,17 @@ def test_the_call_that_is_shown_is_the_one_that_failed() -> None:
 def test_time_in_the_queue_of_the_processors_is_not_the_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "def unit_keys(keys):\n    return 2 * keys\n"
     with child_of(tmp_path, source) as child:
-        assert child._queued() >= 0
-        child._allowed = child._waited = 0.0  # no time is left
-        monkeypatch.setattr(child, "_queued", lambda: child._queued_before + 60)
+        child.remote.allow(0)  # no time is left
+        queued = child.remote.queued()
+        monkeypatch.setattr(child.remote, "queued", lambda: queued + 60)
         assert (child.call("unit_keys", np.ones(3)) == 2).all()
-        child._waited = 0.0
-        monkeypatch.undo()
-        monkeypatch.setattr(child, "_queued", lambda: child._queued_before)
-        with pytest.raises(ChildDied, match="no answer within 0 s"):
+        child.remote.allow(0)
+        with pytest.raises(Gone, match="did not answer within 0 s"):
             child.call("unit_keys", np.ones(3))
 
 
 def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "SECONDS", 1)
+    monkeypatch.setattr(outcome, "SECONDS", 1)
     monkeypatch.setattr(grading, "SECONDS", 1)
     source = "import time\n\n\ndef anchor(keys):\n    time.sleep(600)\n"
     one = replace(assignments.load("keydiff"), steps=assignments.load("keydiff").steps[:1])

@@ -6,8 +6,9 @@ import io
 import itertools
 import tarfile
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from tools import attacks
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, formats, grading, submissions, worker
-from evictionary.classroom.child import Child, ChildDied, StudentError
+from evictionary.classroom import classes, formats, grading, submissions
+from evictionary.classroom.child import Child, StudentError
+from evictionary.spec_tests.harness import wire
+from evictionary.spec_tests.harness.remote import Gone, Remote
 
 ORACLE = Path(next(iter(reference.__path__))) / "keydiff.py"
 
@@ -127,38 +130,38 @@ def test_any_archive_is_read_or_refused(tmp_path: Path, tries: settings) -> None
     check()
 
 
-FRAMES = [
-    worker.pack({"result": worker.encode(value, arrays)}, arrays)
-    for value in (1.5, np.ones((2, 3)), (np.arange(3), None), [True])
-    for arrays in ([],)  # type: ignore[var-annotated]
-]
+FRAMES = [wire.frame({}, [value]) for value in (1.5, np.ones((2, 3)), (np.arange(3), None), [True])]
 
 
 @tried(200, 2000)
 def test_any_frame_is_an_answer_or_ends_the_child(tries: settings) -> None:
-    class Dictated(Child):
-        """A child that answers with the frame, and ends after it."""
+    class Dictated(Remote):
+        """A process that answers with the frame, and ends after it."""
+
+        gone = ""
 
         def __init__(self, frame: bytes) -> None:
-            super().__init__(Path("keydiff.py"), "keydiff")
             self.said = io.BytesIO(frame)
 
-        def _send(self, frame: bytes, started: float) -> None:
+        def asking(self) -> Any:
+            return nullcontext()
+
+        def send(self, data: bytes) -> None:
             return
 
-        def _receive(self, count: int, started: float) -> bytes:
+        def receive(self, count: int) -> bytes:
             part = self.said.read(count)
-            if len(part) < count:
-                raise self._end("it ended")
-            return part
+            return part if len(part) == count else self.end("ended")
 
-        def _kill(self) -> None:
-            return
+        def end(self, why: str, is_late: bool = False) -> NoReturn:
+            raise Gone(why)
 
     def answered(frame: bytes) -> Any:
+        child = Child(Path("keydiff.py"), "keydiff")
+        child.remote = Dictated(frame)
         try:
-            return Dictated(frame).call("score", 1)
-        except (ChildDied, StudentError, ValueError) as error:
+            return child.call("score", 1)
+        except (Gone, StudentError, ValueError) as error:
             return str(error)
 
     @tries

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import select
-import signal
 import struct
 import subprocess
 import sys
-import zipfile
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +19,10 @@ from tools.grader import child_of, judged, verdicts, written
 from tools.synthetic import SOLUTION
 
 from evictionary.classroom import grading, seccomp, worker
-from evictionary.classroom.child import ChildDied, StudentError, closed
+from evictionary.classroom.child import LARGEST_ANSWER, StudentError, as_tuple, closed
+from evictionary.spec_tests.harness import wire
+from evictionary.spec_tests.harness.outcome import TimedOut, time_limit
+from evictionary.spec_tests.harness.remote import Gone
 
 
 def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
     path = written(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(600)\n", "keydiff.py")
     program = (
         "import sys\nfrom pathlib import Path\nfrom evictionary.classroom.child import Child\n"
-        "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child._process.pid, flush=True)\n"
+        "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child.remote.pid, flush=True)\n"
         "    child.call('score', 1)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as grader:
@@ -125,7 +124,7 @@ def test_one_dead_child_costs_one_step() -> None:
         "pairwise": "not judged yet",
         "sizes": "not judged yet",
     }
-    assert "exited with code 0" in result.lines[0].reason
+    assert "ended with exit code 0" in result.lines[0].reason
     assert result.lines[-1].reason == "needs anchor first"
 
 
@@ -141,65 +140,61 @@ def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatc
 
 
 def test_what_may_not_cross() -> None:
-    def frame(**arrays: Any) -> bytes:
-        body = io.BytesIO()
-        np.savez(body, **arrays)
-        return body.getvalue()
-
-    with pytest.raises(worker.BadFrame):
-        worker.unpack(b"{}", frame(a0=np.array([print], dtype=object)))
-    packed = io.BytesIO()
-    np.savez_compressed(packed, a0=np.zeros(10**6))
-    with pytest.raises(worker.BadFrame, match="compressed"):
-        worker.unpack(b"{}", packed.getvalue())
-    with pytest.raises(worker.BadFrame, match="bytes"):
-        worker.sizes(b"\xff" * 16)
-    with pytest.raises(worker.BadFrame):
-        worker.encode({"a": 1}, [])
-    # Values that no function returns.
-    for content in ({"plain": {"a": 1}}, {"plain": [1]}, 5):
-        with pytest.raises(worker.BadFrame):
-            worker.decode(content, {})
-    assert worker.decode(worker.encode(Fraction(-3, 7), []), {}) == Fraction(-3, 7)
-    with pytest.raises(ValueError, match="invalid literal"):
-        worker.decode({"fraction": "1e999999999"}, {})
+    for value in ({"a": 1}, print, np.array([print], dtype=object), np.array(["text"])):
+        with pytest.raises(wire.BadMessage):
+            wire.frame({}, [value])
+    # A description that claims more than there is, less, what lies under another array, or what no array has.
+    for arrays, told in (
+        ([{"shape": [10**12], "dtype": "float64"}], "16 bytes for an array of shape"),
+        ([{"shape": [1], "dtype": "float64"}], "8 bytes that belong to no array"),
+        ([{"shape": [2], "dtype": "float64"}] * 2, "0 bytes for an array of shape"),
+        ([{"shape": [0, 10**30], "dtype": "float64"}], "Maximum allowed dimension exceeded"),
+        ([{"shape": [-2], "dtype": "float64"}], "wanted a list of whole numbers"),
+        ([{"shape": [2], "dtype": "object"}], "an array of dtype 'object'"),
+        ([{"plain": [1]}], "an array of shape 'null'"),
+        ([{"fraction": "1e999999999"}], "a fraction that is not"),
+        ([{"fraction": ["1e999999999", 1]}], "a fraction that is not"),
+        ([{"fraction": [1, 0]}], "a fraction that is not"),
+        ({}, "no message"),
+    ):
+        with pytest.raises(wire.BadMessage, match=told):
+            wire.read(json.dumps({"values": arrays}).encode(), bytes(16), as_tuple)
     # The keys that a kernel is timed with go through, an answer of that size does not.
-    timed = struct.pack(">QQ", 100, 4 * math.prod(grading.TIMED_SHAPE) + 1000)
-    assert worker.sizes(timed, worker.LARGEST_CALL)[0] == 100
-    with pytest.raises(worker.BadFrame):
-        worker.sizes(timed)
-    # A header that claims more than there is.
-    claims = io.BytesIO()
-    with zipfile.ZipFile(claims, "w") as archive:
-        member = io.BytesIO()
-        np.lib.format.write_array_header_1_0(member, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)})
-        archive.writestr("a0.npy", member.getvalue())
-    with pytest.raises(worker.BadFrame, match="size"):
-        worker.unpack(b"{}", claims.getvalue())
+    timed = struct.pack(">QQ", 100, 4 * math.prod(grading.TIMED_SHAPE))
+    assert wire.sizes(timed, worker.LARGEST_CALL)[0] == 100
+    for header in (timed, b"\xff" * 16):
+        with pytest.raises(wire.BadMessage, match="bytes, more than"):
+            wire.sizes(header, LARGEST_ANSWER)
+
+
+def test_what_crosses_arrives_as_it_was_sent() -> None:
+    turned = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    sent = [
+        turned,
+        np.float32(0.1),
+        Fraction(-3, 7),
+        float("nan"),
+        [1.5, "text", None],
+        (np.zeros((0, 2), bool), 2),
+        np.longdouble(3),
+    ]
+    frame = wire.frame({}, sent)
+    text, body = wire.sizes(frame[:16], LARGEST_ANSWER)
+    got = wire.read(frame[16 : 16 + text], frame[-body:], as_tuple)[1]
+    assert repr(got) == repr(sent)
+    assert got[0].flags.f_contiguous and got[0].flags.writeable
 
 
 def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
-    """The time limit of a law is an exception while the grader waits for the child, which has no more calls afterwards."""
-
-    class Alarm(Exception):
-        pass
-
-    def ring(*_: Any) -> None:
-        raise Alarm
-
-    previous = signal.signal(signal.SIGALRM, ring)
-    try:
-        with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(Alarm):
-                child.call("score", 1)
-            with pytest.raises(ChildDied, match="interrupted"):
-                child.call("score", 1)
-    finally:
-        signal.signal(signal.SIGALRM, previous)
+    """The time limit of a law ends a child that the grader waits for: half of an answer may be left in its pipe."""
+    with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
+        with pytest.raises(TimedOut), time_limit(1):
+            child.call("score", 1)
+        with pytest.raises(Gone, match="interrupted"):
+            child.call("score", 1)
 
 
 def test_a_child_that_does_not_read_does_not_hold_the_grader(tmp_path: Path) -> None:
     source = "import time\n\n\ndef score(keys):\n    time.sleep(60)\n"
-    with child_of(tmp_path, source, 0.3) as child, pytest.raises(ChildDied, match="no answer"):
+    with child_of(tmp_path, source, 0.3) as child, pytest.raises(Gone, match="did not answer"):
         child.call("score", np.zeros(10**6))

@@ -25,7 +25,7 @@ from evictionary.reference import cache, keydiff
 from evictionary.spec_tests.harness.domain import NothingToAsk
 from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.matrix import outcome
+from evictionary.spec_tests.harness.outcome import outcome
 from evictionary.spec_tests.harness.process import Program, ProgramFailed
 from evictionary.spec_tests.harness.tolerance import Violation
 from evictionary.spec_tests.harness.watch import NotAsked

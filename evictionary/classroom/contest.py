@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.classroom.child import Child, ChildDied, StudentError
+from evictionary.classroom.child import Child, StudentError
 from evictionary.evaluation import passkey
 from evictionary.evaluation.questions import Answer, ask, prefill
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load
+from evictionary.spec_tests.harness.remote import Gone
 
 if TYPE_CHECKING:
     from evictionary.classroom.grading import Judgement, _Run
@@ -131,8 +132,8 @@ def judge(run: _Run, result: Judgement) -> None:
             chosen = texts(setting(run.seed("texts")))
             measured = [run_method(method, text) for text in chosen]
     except Exception as error:
-        told = error if isinstance(error, ChildDied | StudentError | ValueError) else error.__cause__  # the model wraps it
-        if not isinstance(told, ChildDied | StudentError | ValueError):
+        told = error if isinstance(error, Gone | StudentError | ValueError) else error.__cause__  # the model wraps it
+        if not isinstance(told, Gone | StudentError | ValueError):
             raise
         scores.verdict, scores.points = "failed", 0
         scores.reason = scores.message = str(told)

@@ -26,7 +26,7 @@ from hypothesis.errors import Flaky
 
 from evictionary.classroom import checks
 from evictionary.classroom.assignment import Assignment, Step
-from evictionary.classroom.child import Child, ChildDied, StudentError, clean
+from evictionary.classroom.child import Child, StudentError, as_tuple, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
@@ -34,7 +34,8 @@ from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.diagnosis import differs, misconceptions, numbers_in
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import Law, load_laws
-from evictionary.spec_tests.harness.matrix import SECONDS, TimedOut, outcome, time_limit
+from evictionary.spec_tests.harness.outcome import SECONDS, TimedOut, outcome, time_limit
+from evictionary.spec_tests.harness.remote import Gone
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
@@ -315,7 +316,7 @@ class _Run:
                     word, message = ("failed", missing) if missing else outcome(self.drawn(law, step), implementation)
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
-                        died = message.startswith(ChildDied.__name__)
+                        died = message.startswith(Gone.__name__)
                         message = _plain(message)
                         if died and "SIGSEGV" in message:
                             message += ": a load or a store outside of an array. Does each have its mask?"
@@ -326,9 +327,9 @@ class _Run:
                 if line.laws and all(word == "passed" for word in line.laws.values()):
                     line.verdict, line.points = "passed", step.points
                 return failing, child.is_late or "timed out" in line.laws.values()
-        except (ChildDied, StudentError) as error:
+        except (Gone, StudentError) as error:
             line.reason = line.message = str(error)
-            is_late = isinstance(error, ChildDied) and error.is_late
+            is_late = isinstance(error, Gone) and error.is_late
             if not loaded and not (is_late and patience == 1):
                 self.unloadable = f"your file cannot be loaded: {error}"
             return None, is_late
@@ -387,7 +388,7 @@ class _Run:
 
 def _plain(message: str) -> str:
     """A message without the names of our own exceptions."""
-    return re.sub(rf"\b({StudentError.__name__}|{ChildDied.__name__}): ", "", message)
+    return re.sub(rf"\b({StudentError.__name__}|{Gone.__name__}): ", "", message)
 
 
 def _stated(law: Law, implementation: Implementation, message: str) -> str:
@@ -409,7 +410,7 @@ def _told(error: BaseException) -> BaseException:
     """The error to show: the first one of a group; one of our own if the same input fails at one time and not at another."""
     if isinstance(error, Flaky):
         inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
-        return inner if isinstance(inner, ChildDied) else Violation(TWO_ANSWERS)
+        return inner if isinstance(inner, Gone) else Violation(TWO_ANSWERS)
     return _told(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
@@ -508,11 +509,11 @@ def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
     raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
 
 
-def _named(stem: str) -> Callable[[str, list[str]], Any]:
+def _named(stem: str) -> Callable[[str, dict[str, Any]], Any]:
     """The reference's named tuples by name: the child's result gets a class that the laws know; other tuples stay plain."""
 
-    def of(name: str, fields: list[str]) -> Any:
-        known = getattr(_reference(stem), name, None)
-        return known if getattr(known, "_fields", None) == tuple(fields) else lambda *items: tuple(items)
+    def of(name: str, fields: dict[str, Any]) -> Any:
+        known = getattr(_reference(stem), name.rpartition(".")[2], None)
+        return known(*fields.values()) if getattr(known, "_fields", None) == tuple(fields) else as_tuple(name, fields)
 
     return of

@@ -1,8 +1,8 @@
 """The program of the child process: it loads one student file and answers calls, and holds no secrets.
 
-It is started as `python -I -S worker.py` with two pipes and imports the standard library, NumPy and, if the assignment needs it,
-torch. Messages are frames: a length, JSON, a length, the arrays as npz. Expected values, seeds and verdicts stay in the parent,
-which imports `pack` and `unpack` from here.
+It is started as `python -I -S worker.py SITE WIRE` with two pipes: where NumPy is, and the file that reads and writes frames. It
+imports the standard library, these two and, if the assignment needs it, torch. Expected values, seeds and verdicts stay in the
+parent.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import io
 import itertools
-import json
 import linecache
 import os
 import re
@@ -23,134 +21,14 @@ import resource
 import struct
 import sys
 import traceback
-import zipfile
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any, BinaryIO
 
-# The largest frames: a call holds the keys and values of a long text; an answer holds scores, and its JSON a few names. The
-# answers of all assignments have at most 0.2 MiB; a failing law keeps several of them.
-LARGEST_CALL, LARGEST_ANSWER, LARGEST_TEXT = 512 * 2**20, 4 * 2**20, 2**20
-MOST_ARRAYS = 64
+LARGEST_CALL = 512 * 2**20  # a call holds the keys and values of a long text
 MOST_OPEN = 64
 MOST_TRIED, LONGEST_TRIED = 8, 60  # what the hook writes down of the actions that it refuses
 NOBODY = 65534
-
-
-class BadFrame(Exception):
-    """The bytes from the pipe are no frame, are too large, or hold a value that is not allowed."""
-
-
-# Frames
-
-
-def encode(value: Any, arrays: list[Any]) -> Any:
-    """A value as JSON; arrays go into the list, and JSON holds their index. Raises BadFrame for a value that is not allowed."""
-    import numpy as np
-
-    if type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
-    if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.kind not in "biuf":
-            raise BadFrame(f"an array of {value.dtype}; wanted numbers or booleans")
-        arrays.append(np.asarray(value))
-        return {"array": len(arrays) - 1, "scalar": isinstance(value, np.generic)}
-    if isinstance(value, Fraction):
-        return {"fraction": str(value)}
-    if isinstance(value, tuple | list):
-        return {
-            "name": type(value).__name__,
-            "fields": list(getattr(value, "_fields", ())),
-            "items": [encode(entry, arrays) for entry in value],
-        }
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"plain": value}
-    raise BadFrame(f"a {type(value).__name__}; wanted arrays, numbers or tuples of them")
-
-
-def decode(content: Any, arrays: dict[str, Any], named: Callable[[str, list[str]], Any] = namedtuple) -> Any:
-    """The value that `encode` received; `named` returns the class of a named tuple.
-
-    Raises BadFrame, KeyError, TypeError or ValueError for JSON that `encode` does not write.
-    """
-    if not isinstance(content, dict):
-        raise BadFrame("no value")
-    if "array" in content:
-        array = arrays[f"a{content['array']}"]
-        return array[()] if content["scalar"] else array
-    if "fraction" in content:
-        above, _, below = content["fraction"].partition("/")
-        return Fraction(int(above), int(below or 1))  # not from its text: Fraction("1e999999999") never ends
-    if "items" in content:
-        items = [decode(entry, arrays, named) for entry in content["items"]]
-        if content["fields"]:
-            return named(content["name"], content["fields"])(*items)
-        return items if content["name"] == "list" else tuple(items)
-    if not isinstance(content["plain"], bool | int | float | str | None):
-        raise BadFrame("no plain value")
-    return content["plain"]
-
-
-def pack(message: dict[str, Any], arrays: list[Any]) -> bytes:
-    """A frame of a message and its arrays."""
-    import numpy as np
-
-    body = io.BytesIO()
-    if arrays:
-        np.savez(body, **{f"a{place}": array for place, array in enumerate(arrays)})
-    text = json.dumps(message).encode()
-    return struct.pack(">QQ", len(text), body.tell()) + text + body.getvalue()
-
-
-def sizes(header: bytes, largest: int = LARGEST_ANSWER) -> tuple[int, int]:
-    """The lengths of the two parts that follow a header of 16 bytes. Raises BadFrame if they are too large."""
-    text, body = struct.unpack(">QQ", header)
-    for length, most in ((text, LARGEST_TEXT), (body, largest)):
-        if length > most:
-            raise BadFrame(f"{length} bytes, more than {most}")
-    return text, body
-
-
-def unpack(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The message and the arrays of a frame. Nothing is unpickled, and no array is larger than its bytes in the frame."""
-    import numpy as np
-
-    message = json.loads(text)
-    if not isinstance(message, dict):
-        raise BadFrame("no message")
-    arrays = {}
-    if body:
-        with zipfile.ZipFile(io.BytesIO(body)) as archive:
-            entries = archive.infolist()
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # an uncompressed entry cannot grow
-                raise BadFrame("compressed arrays")
-            # Entries of an archive may overlap, so a small body can claim many large entries.
-            if len(entries) > MOST_ARRAYS or sum(entry.file_size for entry in entries) > len(body):
-                raise BadFrame("more arrays than there are bytes for")
-            for entry in entries:
-                member = io.BytesIO(archive.read(entry))
-                version = np.lib.format.read_magic(member)
-                reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = reader(member)
-                count = 1
-                for length in shape:
-                    count *= length
-                if dtype.kind not in "biuf" or count * dtype.itemsize != len(member.getvalue()) - member.tell():
-                    raise BadFrame(f"an array of {dtype} whose size is not that of its bytes")
-                member.seek(0)
-                arrays[entry.filename.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
-    return message, arrays
-
-
-def _read(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
-    header = stream.read(16)
-    if len(header) < 16:
-        os._exit(0)  # the parent has ended or closed the pipe
-    text, body = sizes(header, LARGEST_CALL)
-    return unpack(stream.read(text), stream.read(body))
-
 
 # Walls
 
@@ -333,15 +211,32 @@ def drop_rights(readable: list[str]) -> bool:
     return libc.prctl(4, 0, 0, 0, 0) == 0 and done
 
 
+def confined(setup: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Put up all walls: which stand, and the list of what the code tries from now on."""
+    site, folder = setup["site"], os.path.dirname(setup["path"])
+    needed = [sys.base_prefix, site, folder]
+    roots = [sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom", folder, site]
+    readable = [kept for root in roots if os.path.exists(root) for kept in without(os.path.realpath(root), setup["closed"])]
+    walls: dict[str, Any] = {"audit hook": True}
+    if os.getuid() == 0:
+        walls["user nobody"] = become_nobody(needed)
+    walls["no rights of root"] = drop_rights(needed)
+    end_with_parent()
+    walls["limits"] = limit(setup["cpu_seconds"], setup["memory"])
+    walls["landlock"] = landlock(readable, [site])
+    walls["system calls"] = filter_calls(bytes.fromhex(setup["filter"]))
+    return walls, guard([*readable, site + os.sep + "__pycache__"], setup["banned"], setup["library"], setup["path"])
+
+
 # The student's file
 
 
-def load(path: str, stem: str) -> Any:
-    """Import the student's file as a module."""
-    spec = importlib.util.spec_from_file_location(f"student_{stem}", path)
+def load(path: str, name: str) -> Any:
+    """Import a file as the module of a name."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -466,19 +361,33 @@ def answer(function: Callable[..., Any], arguments: list[Any], keywords: dict[st
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Read the settings from the first frame, load the file, then answer one call after another."""
-
-    tried: list[str] = []
-
-    def reply(message: dict[str, Any], arrays: list[Any] | None = None) -> None:
-        replies.write(pack(message | {"tried": tried}, arrays or []))
-        replies.flush()
-
-    sys.path.append(sys.argv[1])  # where NumPy is
+    sys.path.append(sys.argv[1])
     import numpy as np
 
-    setup, _ = _read(requests)
+    wire = load(sys.argv[2], "wire")
+    tried: list[str] = []
+    module = torch = None
 
-    torch: Any = None
+    def reply(message: dict[str, Any], *values: Any) -> None:
+        replies.write(wire.frame(message | {"tried": tried}, values))
+        replies.flush()
+
+    def named(name: str, fields: dict[str, Any]) -> Any:
+        kind = name.rpartition(".")[2]
+        return (getattr(module, kind, None) or namedtuple(kind, fields))(*fields.values())
+
+    def native(array: Any) -> Any:
+        return array if torch is None else torch.from_numpy(np.array(array, order="K")).to(setup["device"])
+
+    def request() -> tuple[dict[str, Any], list[Any]]:
+        header = requests.read(16)
+        if len(header) < 16:
+            os._exit(0)  # the parent has ended or closed the pipe
+        text, body = wire.sizes(header, LARGEST_CALL)
+        message, values = wire.read(requests.read(text), requests.read(body), named, native)
+        return message, values
+
+    setup, _ = request()
     if setup["library"] == "torch":
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)
@@ -487,60 +396,33 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             import triton.language  # noqa: F401
     watching = watched_launches() if setup["interpret"] else contextlib.nullcontext({"added": 0.0})
     launches = watching.__enter__()  # as long as the process lives
-    path, site, banned = setup["path"], setup["site"], setup["banned"]
-    walls: dict[str, Any] = {"audit hook": setup["confine"]}
-    if setup["confine"]:
-        roots = [sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom", os.path.dirname(path), site]
-        readable = [kept for root in roots if os.path.exists(root) for kept in without(os.path.realpath(root), setup["closed"])]
-        if os.getuid() == 0:
-            walls["user nobody"] = become_nobody([sys.base_prefix, site, os.path.dirname(path)])
-        walls["no rights of root"] = drop_rights([sys.base_prefix, site, os.path.dirname(path)])
-        end_with_parent()
-        walls["limits"] = limit(setup["cpu_seconds"], setup["memory"])
-        walls["landlock"] = landlock(readable, [site])
-        walls["system calls"] = filter_calls(bytes.fromhex(setup["filter"]))
-        tried = guard([*readable, site + os.sep + "__pycache__"], banned, setup["library"], path)
+    path = setup["path"]
+    walls, tried = confined(setup) if setup["confine"] else ({"audit hook": False}, [])
     reply({"walls": walls})
     try:
-        module = load(path, setup["stem"])
+        module = load(path, f"student_{setup['stem']}")
     except BaseException as error:
         reply(describe(error, path))
         return
     reply({"functions": [name for name, value in vars(module).items() if callable(value)]})
-
-    def as_native(value: Any) -> Any:
-        if isinstance(value, tuple):
-            entries = [as_native(entry) for entry in value]
-            return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
-        if torch is not None and isinstance(value, np.ndarray):
-            return torch.from_numpy(np.array(value, order="K")).to(setup["device"])
-        return value
-
-    def named(name: str, fields: list[str]) -> Any:
-        return getattr(module, name, None) or namedtuple(name, fields)
-
     while True:
-        message, arrays = _read(requests)
+        message, values = request()
         try:
-            arguments = [as_native(decode(entry, arrays, named)) for entry in message["arguments"]]
-            keywords = {name: as_native(decode(entry, arrays, named)) for name, entry in message["keywords"].items()}
-            function = getattr(module, message["call"])
-            if message.get("time"):
+            function, count = getattr(module, message["call"]), len(values) - len(message["keywords"])
+            arguments, keywords = values[:count], dict(zip(message["keywords"], values[count:], strict=True))
+            if message["time"]:
                 from triton.testing import do_bench
 
                 result = do_bench(functools.partial(function, *arguments, **keywords), return_mode="median")
             else:
-                launches["added"] = float(bool(message.get("change launches")))
+                launches["added"] = float(message["change launches"])
                 asked = kernels_alone(arguments[0])(function) if setup["interpret"] else function
                 result = answer(asked, arguments, keywords)
-            found: list[Any] = []
-            content = encode(result, found)
-        except BadFrame as error:
+            reply({}, result)
+        except wire.BadMessage as error:
             reply({"error": "TypeError", "message": f"{message['call']} returned {error}", "place": "", "value_error": False})
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             reply(describe(error, path))
-        else:
-            reply({"result": content}, found)
 
 
 def main() -> None:

@@ -30,8 +30,9 @@ def described(target: str, *arguments: Any, **options: Any) -> list[Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with closing(Remote(f"{target}: the process that imports it", command, seconds, env=environment)) as process:
         try:
-            process.send(pickle.dumps((target, arguments, options)))
-            found = pickle.loads(process.rest())
+            with process.asking():
+                process.send(pickle.dumps((target, arguments, options)))
+                found = pickle.loads(process.rest())
         except Gone as gone:
             raise UnusableImplementation(str(gone)) from None
     if isinstance(found, Exception):

@@ -151,8 +151,9 @@ class Program:
             self._fail(f"printed something that nobody asked for: {shown(unasked.decode(errors='replace'))}", function)
         try:
             program.allow(self.seconds)
-            program.send(json.dumps(request, ensure_ascii=False).encode() + b"\n")
-            line = program.line(LONGEST_LINE).decode(errors="replace")
+            with program.asking():
+                program.send(json.dumps(request, ensure_ascii=False).encode() + b"\n")
+                line = program.line(LONGEST_LINE).decode(errors="replace")
             answer = wire.parsed(line)
         except Gone as gone:
             self._fail(str(gone).removeprefix(f"{program.name} "), function)

@@ -54,42 +54,59 @@ class Remote:
         """Wait for as long as this from now on."""
         self.seconds, self._waited, self._queued_before = seconds, 0.0, self.queued()
 
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """What stands inside sends a question and reads the answer; the clock runs. Raises Gone if there is no answer.
+
+        Where the asking is interrupted, half of an answer may be left in the pipe: the process is ended too.
+        """
+        if self.gone:
+            raise Gone(self.gone)
+        self._since = time.monotonic()
+        try:
+            yield
+        except BrokenPipeError:
+            self.end(self._ending())
+        except Exception:
+            raise
+        except BaseException:  # an alarm, or Ctrl-C
+            with suppress(Gone):
+                self.end("was interrupted in a call")
+            raise
+        finally:
+            self._waited += time.monotonic() - self._since
+
     def send(self, data: bytes) -> None:
-        """Write all of it. Raises Gone, as each of the methods below."""
-        with self._waiting():
-            left = memoryview(data)
-            while left:
-                self._wait(self._in, selectors.EVENT_WRITE)
-                left = left[os.write(self._in.fileno(), left[: 2**16]) :]
+        """Write all of it."""
+        left = memoryview(data)
+        while left:
+            self._wait(self._in, selectors.EVENT_WRITE)
+            left = left[os.write(self._in.fileno(), left[: 2**16]) :]
 
     def receive(self, count: int) -> bytes:
         """The next `count` bytes."""
-        with self._waiting():
-            parts: list[bytes] = []
-            while count:
-                parts.append(self._more(min(count, 2**20)))
-                count -= len(parts[-1])
-            return b"".join(parts)
+        parts: list[bytes] = []
+        while count:
+            parts.append(self._more(min(count, 2**20)))
+            count -= len(parts[-1])
+        return b"".join(parts)
 
     def line(self, longest: int) -> bytes:
         """The next line, of at most `longest` bytes, without its end."""
-        with self._waiting():
-            while b"\n" not in self._unread:
-                self._unread += self._more(2**16)
-                if len(self._unread) > longest:
-                    self.end(
-                        f"printed {longest} bytes without the end of a line: {self._unread[:80].decode(errors='replace')!r}..."
-                    )
-            line, _, self._unread = self._unread.partition(b"\n")
-            return line
+        while b"\n" not in self._unread:
+            self._unread += self._more(2**16)
+            if len(self._unread) > longest:
+                beginning = self._unread[:80].decode(errors="replace")
+                self.end(f"printed {longest} bytes without the end of a line: {beginning!r}...")
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
     def rest(self) -> bytes:
         """All that it writes before it ends, which has to be something."""
-        with self._waiting():
-            parts = [self._more(2**20)]
-            while part := self._part(2**20):
-                parts.append(part)
-            return b"".join(parts)
+        parts = [self._more(2**20)]
+        while part := self._part(2**20):
+            parts.append(part)
+        return b"".join(parts)
 
     def unasked(self) -> bytes:
         """What it has written since the last line, without waiting for any."""
@@ -113,24 +130,6 @@ class Remote:
         for file in (self._in, self._out, self._words):
             with suppress(OSError):  # what it had not read yet
                 file and file.close()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        if self.gone:
-            raise Gone(self.gone)
-        self._since = time.monotonic()
-        try:
-            yield
-        except BrokenPipeError:
-            self.end(self._ending())
-        except Gone:
-            raise
-        except BaseException:  # an alarm, or Ctrl-C: half of an answer may be left in the pipe
-            with suppress(Gone):
-                self.end("was interrupted in a call")
-            raise
-        finally:
-            self._waited += time.monotonic() - self._since
 
     def _part(self, most: int) -> bytes:
         self._wait(self._out, selectors.EVENT_READ)

@@ -27,7 +27,8 @@ from evictionary.spec_tests.harness.degenerate import EDGE, KINDS, MATHEMATICS, 
 from evictionary.spec_tests.harness.domain import Domain, OutsideDomain
 from evictionary.spec_tests.harness.implementation import ANY, Call, Implementation, load, oracle
 from evictionary.spec_tests.harness.law import Law, load_laws
-from evictionary.spec_tests.harness.matrix import laws_for, outcome
+from evictionary.spec_tests.harness.matrix import laws_for
+from evictionary.spec_tests.harness.outcome import outcome
 from evictionary.spec_tests.harness.planted import Mutant, answer, load_mutants
 from evictionary.spec_tests.harness.process import member, plain
 from evictionary.spec_tests.harness.tolerance import allowance
