@@ -24,9 +24,10 @@ from tools.grader import EVERY_FORMAT, child_of, invoke, judged, verdicts, writt
 from tools.synthetic import NUMPY, SOLUTION, bundled
 
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, contest, formats, grading, submissions
+from evictionary.classroom import classes, contest, formats, grading, judgement, submissions
 from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
+from evictionary.classroom.judgement import Line, empty
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import outcome
 from evictionary.spec_tests.harness.cases import Case
@@ -208,7 +209,7 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
 
 
 def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
-    def first(name: str, function: str, body: str) -> grading.Line:
+    def first(name: str, function: str, body: str) -> Line:
         one = assignments.load(name)
         source = f"{bundled(name)}\n\n_right = {function}\n\n\ndef {function}(*args):\n    return {body}\n"
         result = grading.judge(source.encode(), replace(one, steps=one.steps[:2]), secret=b"a secret", examples=2)
@@ -308,7 +309,7 @@ def test_what_fails_in_explaining_changes_no_verdict(monkeypatch: pytest.MonkeyP
 
     source = SOLUTION.read_text(encoding="utf-8").replace("return unit(keys).mean(axis=-2)", "return keys.mean(axis=-2)")
     before = judged("keydiff", source, explain=False)
-    monkeypatch.setattr(grading._Run, "explain", fail)
+    monkeypatch.setattr(grading.ByLaws, "explain", fail)
     assert verdicts(judged("keydiff", source)) == verdicts(before)
 
 
@@ -321,7 +322,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             waits.append(self.limits.wall_seconds)
             return super().__enter__()
 
-    monkeypatch.setattr(grading, "Child", Counted)
+    monkeypatch.setattr(judgement, "Child", Counted)
     return waits
 
 
@@ -412,7 +413,7 @@ def test_a_softmax_through_its_logarithm_is_right_at_deviations_of_ten_thousand(
     one = assignments.load("lagkv")
     step = next(step for step in one.steps if step.check == "overflow")
     source = next(each.source for each in classroom_styles.submissions("lagkv") if form in each.name and not each.wrong)
-    run = grading._Run(one, Path(), one.file, b"a secret", 500, {}, None)
+    run = grading.ByLaws(one, Path(), secret=b"a secret", examples=500)
     (law,) = (law for law in run.laws(step) if law.name == "grader::score")
     run.drawn(law, step).check(run.implementation(classroom_styles.Inside(source, one.stem), step))  # type: ignore[arg-type]
 
@@ -424,7 +425,7 @@ def test_a_softmax_through_its_logarithm_is_right_at_huge_keys() -> None:
     )
     step = next(step for step in one.steps if law.name in step.laws)
     case = Case(kind="huge", seed=65122, batch=2, num_kv_heads=3, group=3, length=15, head_dim=6, value_dim=4, num_queries=3)
-    run = grading._Run(one, Path(), one.file, b"a secret", 1, {}, None)
+    run = grading.ByLaws(one, Path(), secret=b"a secret", examples=1)
     for each in classroom_styles.submissions("expected_attention"):
         if not each.wrong:
             inside = classroom_styles.Inside(each.source, one.stem)
@@ -470,10 +471,10 @@ def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> Non
     table = _Table(SOLUTION.read_text(encoding="utf-8"), "keydiff")
 
     def points(check_seed: int) -> int:
-        run = grading._Run(one, Path(), one.file, None, 3, {}, None, check_seed)
+        run = grading.ByLaws(one, Path(), examples=3, check_seed=check_seed)
         run.child = lambda patience=1: table  # type: ignore[assignment, misc, return-value]
-        result = grading.empty(one)
-        grading._judge_steps(run, result, explained=True)
+        result = empty(one)
+        run.judge_steps(result, explained=True)
         return result.score
 
     assert points(1) == 45
@@ -512,7 +513,7 @@ def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
 # What a student is told
 
 
-def explained(name: str, step: str, source: str, law: str = "") -> grading.Line:
+def explained(name: str, step: str, source: str, law: str = "") -> Line:
     """The line of one step of a wrong file, or of one of its laws."""
     one = assignments.load(name)
     (chosen,) = (each for each in one.steps if each.name == step)
@@ -633,7 +634,7 @@ def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(tmp_path: Path
         return read(path, name)
 
     monkeypatch.setattr(submissions, "_from_archive", counted)
-    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: grading.empty(assignment))
+    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
     grade = classes.grade_one(classes.Order("lagkv", b"a secret", 1, (), personal=True), "upload (1)", archive)
     assert (grade["personal_id"], grade["constants"]) == ("ada", assignments.load("lagkv").constants_of("ada"))
     assert sorted(asked) == [submissions.MANIFEST, "lagkv.py"]

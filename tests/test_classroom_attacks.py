@@ -22,6 +22,7 @@ from evictionary import reference
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, formats, grading, submissions
 from evictionary.classroom.child import Child, StudentError
+from evictionary.classroom.judgement import empty
 from evictionary.spec_tests.harness import wire
 from evictionary.spec_tests.harness.remote import Gone, Remote
 
@@ -182,7 +183,7 @@ def test_any_name_and_message_are_text_in_every_format(tmp_path: Path, junit: An
         path = Path(name.replace(b"/", b"").replace(b"\0", b"").decode("utf-8", "surrogateescape") + ".py")
         student = submissions.student_of(path)
         assert submissions.is_id(student)
-        judged = grading.empty(assignments.load("keydiff"), grading.clean(said))
+        judged = empty(assignments.load("keydiff"), grading.clean(said))
         for line in judged.lines:
             line.verdict, line.reason, line.message = "failed", grading.clean(said), grading.clean(said)
         order = classes.Order("keydiff", b"a secret", 1, ())

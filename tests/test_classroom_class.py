@@ -28,6 +28,7 @@ from docs_build import transcript
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
 from evictionary.classroom.child import StudentError
+from evictionary.classroom.judgement import Judgement, Run, empty
 from evictionary.errors import UsageError
 from evictionary.spec_tests.harness.planted import load_mutants
 
@@ -300,7 +301,7 @@ def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(grading, "gpu_milliseconds", fails)
-    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: grading.empty(assignment))
+    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
     assert invoke("start", "kernel", "--work", tmp_path).exit_code == 0
     checked = invoke("check", "kernel", "--work", tmp_path)
     assert "On a GPU: the kernel fails, although the interpreter runs it: CompilationError: at 3:5 [/bold]" in checked.stdout
@@ -437,9 +438,9 @@ def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: py
     one = assignments.load("keydiff")
     path, asked = written(tmp_path), []
 
-    def judge(source: bytes, assignment: assignments.Assignment, **settings: Any) -> grading.Judgement:
+    def judge(source: bytes, assignment: assignments.Assignment, **settings: Any) -> Judgement:
         asked.append(assignment.max_score)
-        return grading.empty(assignment)
+        return empty(assignment)
 
     monkeypatch.setattr(grading, "judge", judge)
     changed = replace(one, steps=(replace(one.steps[0], points=20), *one.steps[1:]))
@@ -478,9 +479,9 @@ def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path
 
 def test_seeds_are_secret_and_differ_by_law() -> None:
     one = assignments.load("keydiff")
-    run = grading._Run(one, Path(), "", b"a secret", 1, {}, None)
+    run = Run(one, Path(), secret=b"a secret")
     assert run.seed("a") != run.seed("b")
-    assert run.seed("a") == grading._Run(one, Path(), "", b"a secret", 9, {}, None).seed("a")
+    assert run.seed("a") == Run(one, Path(), secret=b"a secret", examples=9).seed("a")
     assert "secret" not in order().seed_id
     assert order().seed_id != order(secret=b"another").seed_id
 

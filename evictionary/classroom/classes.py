@@ -27,6 +27,7 @@ from evictionary.classroom import assignment as assignments
 from evictionary.classroom import bundle, formats, grading, submissions, worker
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
+from evictionary.classroom.judgement import Judgement, Line, empty
 from evictionary.classroom.submissions import Handed
 from evictionary.errors import UsageError
 
@@ -113,13 +114,13 @@ def grade_one(order: Order, student: str, path: Handed) -> dict[str, Any]:
         judgement = _judge(order, assignment, source, settings)
         judgement.notes = [*notes, *submissions.oddities(source), *judgement.notes]
     except submissions.BadSubmission as error:
-        judgement = grading.empty(assignment, clean(error))
+        judgement = empty(assignment, clean(error))
     except Exception as error:
         return _failed(order, settings, student, path, error)
     return _as_json(order, settings, student, path, digest, judgement)
 
 
-def _judge(order: Order, assignment: Assignment, source: bytes, settings: dict[str, Any]) -> grading.Judgement:
+def _judge(order: Order, assignment: Assignment, source: bytes, settings: dict[str, Any]) -> Judgement:
     return grading.judge(
         source,
         assignment,
@@ -133,7 +134,7 @@ def _judge(order: Order, assignment: Assignment, source: bytes, settings: dict[s
 
 def _failed(order: Order, settings: dict[str, Any], student: str, path: Handed, error: Exception) -> dict[str, Any]:
     why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
-    return _as_json(order, settings, student, path, "", grading.empty(order.loaded, why))
+    return _as_json(order, settings, student, path, "", empty(order.loaded, why))
 
 
 def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any], list[str]]:
@@ -158,7 +159,7 @@ def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any],
 
 
 def _as_json(
-    order: Order, settings: dict[str, Any], student: str, path: Handed, digest: str, judgement: grading.Judgement
+    order: Order, settings: dict[str, Any], student: str, path: Handed, digest: str, judgement: Judgement
 ) -> dict[str, Any]:
     content = {
         **settings,
@@ -185,7 +186,7 @@ def _within_walls(message: str, order: Order) -> str:
     return message.replace("to see it again, run\n", "to see it again, run (this runs the student's code with your rights)\n")
 
 
-def by_one_law(order: Order, student: str, path: Handed, law: str) -> grading.Line:
+def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
     """Judge one submission by one law of its assignment, in a child as always.
 
     Raises UsageError unless a step has that law, and where the submission cannot be read.
@@ -205,7 +206,7 @@ def by_one_law(order: Order, student: str, path: Handed, law: str) -> grading.Li
     raise UsageError(f"--law: got {law!r}, wanted one of {', '.join(known)}")
 
 
-def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, int, grading.Judgement]]:
+def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, int, Judgement]]:
     """What an assignment gives to a right answer, by default the reference, and to its starter, each with the points it should get.
 
     Raises UsageError if the answer cannot be read, or the reference has no method of that name.

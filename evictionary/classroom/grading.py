@@ -9,14 +9,13 @@ import importlib.util
 import inspect
 import pickle
 import re
-import shutil
 import tempfile
 import time
 import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from hypothesis.errors import Flaky
 
 from evictionary.classroom import checks
 from evictionary.classroom.assignment import Assignment, Step
-from evictionary.classroom.child import Child, StudentError, as_tuple, clean
+from evictionary.classroom.child import Child, StudentError, clean
 from evictionary.classroom.inputs import decided_by
+from evictionary.classroom.judgement import Judgement, Line, Run, empty, reference
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.degenerate import REFUSAL
@@ -43,55 +43,6 @@ TIMED_SHAPE = (1, 8, 2**16, 128)  # the keys that a kernel is timed with: 256 Mi
 LONGEST_TEXT = 20_000
 MOST_SHOWN = 128  # numbers of an input beside a message
 MOST_UNASKED = 2**16  # numbers in an answer whose shape nothing says, or is wrong
-
-
-@dataclass
-class Line:
-    """The verdict on one step: passed, failed, not judged yet or blocked, its points, the laws, and the message for a failure.
-
-    Blocked means that this machine cannot judge it, which is not the student's doing; the next run of the grader tries again.
-    """
-
-    name: str
-    requirement: str
-    title: str
-    max_points: int
-    verdict: str = "not judged yet"
-    points: int = 0
-    laws: dict[str, str] = field(default_factory=dict)
-    reason: str = ""
-    message: str = ""
-    misconceptions: list[str] = field(default_factory=list)
-    read: str = ""
-    repro: str = ""
-
-
-@dataclass
-class Judgement:
-    """The result of one submission. `error` says why nothing could be judged; `walls` names the protections around the child.
-
-    `notes` are for the instructor alone: what is odd about the file or about what it does.
-    """
-
-    lines: list[Line]
-    error: str = ""
-    walls: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    leaderboard: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def score(self) -> int:
-        return sum(line.points for line in self.lines)
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "score": self.score, "max_score": sum(line.max_points for line in self.lines)}
-
-
-def empty(assignment: Assignment, error: str = "") -> Judgement:
-    """A judgement without any judged step."""
-    lines = [Line(step.name, step.requirement, step.title, step.points, read=step.read) for step in assignment.steps]
-    return Judgement(lines, error)
 
 
 def judge(
@@ -114,33 +65,32 @@ def judge(
     """
     started = time.monotonic()
     result = empty(assignment)
-    folder = Path(tempfile.mkdtemp(prefix="evictionary-"))
-    try:
-        folder.chmod(0o755)
-        path = folder / f"{assignment.stem}.py"
+    if reason := blocked(assignment):
+        for line in result.lines:
+            line.verdict, line.reason = "blocked", reason
+        return result
+    with tempfile.TemporaryDirectory(prefix="evictionary-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / f"{assignment.stem}.py"
         path.write_bytes(source)
+        path.parent.chmod(0o755)
         path.chmod(0o644)
-        if reason := blocked(assignment):
-            for line in result.lines:
-                line.verdict, line.reason = "blocked", reason
-            return result
-        run = _Run(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
+        run = ByLaws(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
         if assignment.contest:
-            from evictionary.classroom import contest
-
-            contest.judge(run, result)
+            _contest().judge(run, result)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
-                _judge_steps(run, result, explained=not explain)
-        if run.tried:
-            result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+                run.judge_steps(result, explained=not explain)
+    if run.tried:
+        result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
     for line in result.lines:
         line.reason, line.message, line.repro = (clean(each, LONGEST_TEXT) for each in (line.reason, line.message, line.repro))
     result.seconds = round(time.monotonic() - started, 2)
     return result
+
+
+def _contest() -> types.ModuleType:
+    return importlib.import_module("evictionary.classroom.contest")  # it imports torch, which other assignments need not have
 
 
 def lacking(assignment: Assignment) -> str:
@@ -156,29 +106,11 @@ def blocked(assignment: Assignment) -> str:
     if reason := lacking(assignment):
         return reason
     if assignment.contest:
-        from evictionary.classroom import contest
-
         try:
-            contest.load_model()
+            _contest().load_model()
         except InstallError as error:
             return f"this machine has no model: {error}"
     return ""
-
-
-def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
-    verdicts: dict[str, str] = {}
-    for step, line in zip(run.assignment.steps, result.lines, strict=True):
-        missing = [name for name in step.needs if verdicts.get(name) != "passed"]
-        if missing:
-            line.reason = f"needs {', '.join(missing)} first"
-        elif not run.unloadable:
-            explained = run.judge(step, line, result, explained)
-        verdicts[step.name] = line.verdict
-    if run.unloadable:
-        for line in (each for each in result.lines if not each.laws):
-            line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"
-        told = f"{run.unloadable}. No step is judged before it can."
-        result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=run.unloadable, message=told))
 
 
 def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
@@ -261,31 +193,27 @@ def _precision(part: Any) -> int:
 
 
 @dataclass
-class _Run:
-    assignment: Assignment
-    path: Path
-    origin: str
-    secret: bytes | None
-    examples: int
-    constants: dict[str, float]
-    seconds: float | None
-    check_seed: int = 0
+class ByLaws(Run):
+    """A submission that is judged by laws, a step after another."""
+
     unloadable: str = ""  # why the file cannot even be imported
     is_slow: bool = False  # a step has run out of time twice
-    tried: set[str] = field(default_factory=set)  # what the code tried and was refused
 
-    def child(self, patience: int = 1) -> Child:
-        one = self.assignment
-        limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
-        named = _named(one.stem)
-        return Child(
-            self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named, tried=self.tried
-        )
-
-    def seed(self, name: str) -> int:
-        """The seed for one law or one purpose."""
-        source = f"check/{self.check_seed}/".encode() if self.secret is None else self.secret
-        return int.from_bytes(hashlib.sha256(source + name.encode()).digest()[:8], "big")
+    def judge_steps(self, result: Judgement, explained: bool) -> None:
+        """Judge the steps in their order, each where those that it needs have passed."""
+        verdicts: dict[str, str] = {}
+        for step, line in zip(self.assignment.steps, result.lines, strict=True):
+            missing = [name for name in step.needs if verdicts.get(name) != "passed"]
+            if missing:
+                line.reason = f"needs {', '.join(missing)} first"
+            elif not self.unloadable:
+                explained = self.judge(step, line, result, explained)
+            verdicts[step.name] = line.verdict
+        if self.unloadable:
+            for line in (each for each in result.lines if not each.laws):
+                line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"
+            told = f"{self.unloadable}. No step is judged before it can."
+            result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=self.unloadable, message=told))
 
     def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
         """Judge one step; returns whether a failure has been explained by now.
@@ -341,10 +269,10 @@ class _Run:
         is about these constants has to see the student's.
         """
         one = self.assignment
-        module, reference = types.ModuleType(one.stem), _reference(one.stem)
+        module, by_paper = types.ModuleType(one.stem), reference(one.stem)
         constants = {} if step.check == "constants" else self.constants
         for name in child.functions:
-            setattr(module, name, _proxy(child, name, getattr(reference, name, None), constants))
+            setattr(module, name, _proxy(child, name, getattr(by_paper, name, None), constants))
         judged = _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", one.dtype)
         judged.child, judged.calm = child, step.calm
         return judged
@@ -441,14 +369,6 @@ def _hint(told: BaseException, law: Law) -> str:
     )
 
 
-def _reference(stem: str) -> types.ModuleType:
-    """The module of the reference, or an empty module for a method without a paper."""
-    try:
-        return importlib.import_module(f"evictionary.reference.{stem}")
-    except ModuleNotFoundError:
-        return types.ModuleType(stem)
-
-
 def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) -> Callable[..., Any]:
     """A function of the child as one of this process.
 
@@ -507,13 +427,3 @@ def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
     else:
         expected = f"a tuple of {count} arrays" if count else "one array or number"
     raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
-
-
-def _named(stem: str) -> Callable[[str, dict[str, Any]], Any]:
-    """The reference's named tuples by name: the child's result gets a class that the laws know; other tuples stay plain."""
-
-    def of(name: str, fields: dict[str, Any]) -> Any:
-        known = getattr(_reference(stem), name.rpartition(".")[2], None)
-        return known(*fields.values()) if getattr(known, "_fields", None) == tuple(fields) else as_tuple(name, fields)
-
-    return of

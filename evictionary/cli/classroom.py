@@ -27,7 +27,7 @@ from evictionary.errors import UsageError
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Assignment
     from evictionary.classroom.classes import Order
-    from evictionary.classroom.grading import Judgement
+    from evictionary.classroom.judgement import Judgement
     from evictionary.classroom.submissions import Handed
 
 app = typer.Typer()

@@ -10,17 +10,18 @@ from typer.testing import CliRunner, Result
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, formats, grading
 from evictionary.classroom.child import Child, Limits
+from evictionary.classroom.judgement import Judgement
 from evictionary.cli.app import app
 
 EVERY_FORMAT = tuple(formats.FORMATS)
 
 
-def judged(name: str, source: str, **settings: Any) -> grading.Judgement:
+def judged(name: str, source: str, **settings: Any) -> Judgement:
     return grading.judge(source.encode(), assignments.load(name), **{"secret": b"a secret", "examples": 2, **settings})
 
 
-def verdicts(judgement: grading.Judgement) -> dict[str, str]:
-    return {line.name: line.verdict for line in judgement.lines}
+def verdicts(judged: Judgement) -> dict[str, str]:
+    return {line.name: line.verdict for line in judged.lines}
 
 
 def order(examples: int = 1, handed_out: tuple[str, ...] = (), secret: bytes = b"a secret") -> classes.Order:
