@@ -355,6 +355,7 @@ WRONG_ASSIGNMENTS = (
     ),
     ('library = "numpy"', 'library = "jax"', "library: got 'jax', wanted numpy or torch"),
     ("points = 15", 'points = 15\ncheck = "vote"', "step 'anchor': check: got 'vote', wanted a check"),
+    ('stem = "keydiff"', 'stem = "tova"', "check: got 'sizes', wanted a check of the grader that this stem has"),
     ("points = 15", 'points = 15\ncatches = ["a.b"]', "step 'anchor': catches: got 'a.b', wanted a planted mistake"),
     (
         "points = 15",
