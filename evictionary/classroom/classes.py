@@ -253,31 +253,25 @@ def run(
         advance(grade["student"])
         return grade
 
-    if jobs == 1:
-        for student, path in waiting.items():
-            yield finish(grade_one(order, student, path))
-        return
-    broken = {}
-    for student, result in _in_processes(order, waiting, jobs):
-        if isinstance(result, BrokenProcessPool):
-            broken[student] = waiting[student]
-        else:
-            yield finish(failed(student, result) if isinstance(result, Exception) else result)
-    # A process that dies breaks its whole pool, so each submission that was lost with it gets a pool of its own.
-    for student, path in broken.items():
-        for _, result in _in_processes(order, {student: path}, 1):
-            yield finish(failed(student, result) if isinstance(result, Exception) else result)
+    alone = ((student, grade_one(order, student, path)) for student, path in waiting.items())
+    for student, result in alone if jobs == 1 else _in_processes(order, waiting, jobs):
+        yield finish(failed(student, result) if isinstance(result, Exception) else result)
 
 
 def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    """The grade of each student, or what ended its process. A process that dies breaks its pool: the others go on, each alone."""
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
     futures: dict[Future[dict[str, Any]], str] = {}
+    lost = []
     try:
         for student, path in waiting.items():
             futures[pool.submit(grade_one, order, student, path)] = student
         for future in as_completed(futures):
-            error = future.exception()
-            yield futures[future], error if isinstance(error, Exception) else future.result()
+            student, error = futures[future], future.exception()
+            if isinstance(error, BrokenProcessPool) and len(waiting) > 1:
+                lost.append(student)
+            else:
+                yield student, error if isinstance(error, Exception) else future.result()
     except BaseException:
         # Interrupted: running submissions are ended, waiting ones are not started. The next run goes on from here.
         for process in multiprocessing.active_children():
@@ -285,6 +279,8 @@ def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterat
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+    for student in lost:
+        yield from _in_processes(order, {student: waiting[student]}, 1)
 
 
 def _leave_interrupts() -> None:

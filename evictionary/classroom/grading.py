@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -12,7 +13,6 @@ import re
 import tempfile
 import time
 import types
-import typing
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -372,58 +372,52 @@ def _hint(told: BaseException, law: Law) -> str:
 def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) -> Callable[..., Any]:
     """A function of the child as one of this process.
 
-    by_paper, the reference's function of that name if there is one, gives the kind of the result, and the defaults of arguments
+    by_paper, the reference's function of that name if there is one, gives the form of the result, and the defaults of arguments
     for which a student may have personal constants.
     """
-    is_known = isinstance(by_paper, types.FunctionType)
-    parameters = inspect.signature(by_paper).parameters if is_known else {}
+    if not isinstance(by_paper, types.FunctionType):
+        return functools.partial(child.call, name)
+    parameters = inspect.signature(by_paper).parameters
     defaults = {key: one.default for key, one in parameters.items() if key in constants}
-    returned = typing.get_type_hints(by_paper).get("return") if is_known else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs = {**defaults, **kwargs}
-        answer = _of_its_kind(name, child.call(name, *args, **kwargs), returned)
-        _require_form(name, answer, by_paper, args, kwargs)
-        return answer
+        answer = child.call(name, *args, **kwargs)
+        try:
+            right = by_paper(*args, **kwargs)
+        except Exception:  # bad input; the law says what is right then
+            if sum(getattr(part, "size", 1) for part in _parts(answer)) > MOST_UNASKED:
+                raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
+            return answer
+        return _of_the_form(name, answer, right, max(map(_precision, args), default=0))
 
     return call
 
 
-def _require_form(name: str, answer: Any, by_paper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise Violation unless the answer has the reference's shapes and precision: before it is converted or kept."""
-    got = _parts(answer)
-    shown = answer if sum(np.size(part) for part in got) <= MOST_UNASKED else None
-    try:
-        wanted = _parts(by_paper(*args, **kwargs))
-    except Exception:  # bad input; the law says what is right then
-        if shown is None:
-            raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
-        return
-    for part, right in zip(got, wanted, strict=False):
-        if isinstance(right, int) and not isinstance(part, int | np.integer):
-            raise _WrongForm(
-                f"{name} returned {part!r}, a {type(part).__name__}; wanted a whole number, such as {right}", right, part
-            )
-        if np.shape(part) != np.shape(right):
-            raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(right)}", None, shown)
-        if 0 < _precision(part) < min(_precision(right), max(map(_precision, args), default=0)):
-            told = f"{name} returned {part.dtype}, wanted {right.dtype}, the dtype of its input: compute in {right.dtype}"
-            raise _WrongForm(told, None, shown)
+def _of_the_form(name: str, answer: Any, right: Any, precision: int) -> Any:
+    """The answer, if it has the parts, the shapes and the precision of the right one, or that of the input where it is lower.
 
-
-def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
-    """Return the result if its parts are those of `returned`, else raise StudentError; the laws judge the values."""
-    wanted: tuple[str, ...] | None = getattr(returned, "_fields", None)
-    count = len(typing.get_args(returned)) if typing.get_origin(returned) is tuple else len(wanted or ())
-    if isinstance(result, list) and count:
-        result = tuple(result)
-    parts = _parts(result)
-    is_right = len(parts) == count and getattr(result, "_fields", None) == wanted if count else not isinstance(result, tuple)
-    if is_right and all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in parts):
-        return result
-    shown = f"a {type(result).__name__} of {len(result)}" if isinstance(result, tuple | list) else f"one {type(result).__name__}"
-    if wanted:
-        expected = f"{returned.__name__}({', '.join(wanted)})"
-    else:
-        expected = f"a tuple of {count} arrays" if count else "one array or number"
-    raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
+    A list may stand for a tuple. Raises StudentError for other parts, and Violation for other arrays: before they are converted
+    or kept. The laws judge the numbers.
+    """
+    fields = getattr(right, "_fields", ())
+    answer = tuple(answer) if isinstance(answer, list) and isinstance(right, tuple) else answer
+    got, wanted = _parts(answer), _parts(right)
+    alike = isinstance(answer, tuple) == isinstance(right, tuple) and getattr(answer, "_fields", ()) == fields
+    plain = all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in got)
+    if not (alike and plain and len(got) == len(wanted)):
+        kind = type(answer).__name__
+        shown = f"a {kind} of {len(answer)}" if isinstance(answer, tuple | list) else f"one {kind}"
+        several = f"{type(right).__name__}({', '.join(fields)})" if fields else f"a tuple of {len(wanted)} arrays"
+        expected = several if isinstance(right, tuple) else "one array or number"
+        raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
+    kept = answer if sum(np.size(part) for part in got) <= MOST_UNASKED else None
+    for part, one in zip(got, wanted, strict=True):
+        if isinstance(one, int) and not isinstance(part, int | np.integer):
+            raise _WrongForm(f"{name} returned {part!r}, a {type(part).__name__}; wanted a whole number, such as {one}", one, part)
+        if np.shape(part) != np.shape(one):
+            raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(one)}", None, kept)
+        if 0 < _precision(part) < min(_precision(one), precision):
+            told = f"{name} returned {part.dtype}, wanted {one.dtype}, the dtype of its input: compute in {one.dtype}"
+            raise _WrongForm(told, None, kept)
+    return answer
