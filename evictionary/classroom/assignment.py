@@ -109,13 +109,15 @@ def load(name: str, folder: Path | None = None) -> Assignment:
         raise UsageError(f"{where}: wanted a TOML file: {error}") from None
     if wrong := best_match(formats.validator("assignment").iter_errors(content)):
         raise UsageError(f"{where}{_told(wrong, content)}")
-    steps = tuple(
-        Step(**{key: tuple(each) if isinstance(each, list) else each for key, each in given.items()})
-        for given in content.pop("step")
-    )
+    steps = tuple(_step(given) for given in content.pop("step"))
     one = Assignment(name=name, folder=folder, steps=steps, **content)
     _require_whole(one)
     return one
+
+
+def _step(given: dict[str, Any]) -> Step:
+    typed: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
+    return Step(**typed)
 
 
 def _told(wrong: ValidationError, content: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ class Run:
         """A process that runs the file, and may take `patience` times its limit."""
         one = self.assignment
         limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
-        settings = {"library": one.library, "interpret": one.interpret, "limits": limits}
+        settings: dict[str, Any] = {"library": one.library, "interpret": one.interpret, "limits": limits}
         return Child(self.path, one.stem, named=named(one.stem), tried=self.tried, **settings)
 
     def seed(self, name: str) -> int:
@@ -106,7 +106,7 @@ def named(stem: str) -> Callable[[str, dict[str, Any]], Any]:
     """The reference's named tuples by name: the child's result gets a class that the laws know; other tuples stay plain."""
 
     def of(name: str, fields: dict[str, Any]) -> Any:
-        known = getattr(reference(stem), name.rpartition(".")[2], None)
+        known: Any = getattr(reference(stem), name.rpartition(".")[2], None)
         return known(*fields.values()) if getattr(known, "_fields", None) == tuple(fields) else as_tuple(name, fields)
 
     return of
