@@ -31,7 +31,7 @@ from tools.synthetic import bundled
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, formats, grading, seccomp, submissions, worker
+from evictionary.classroom import classes, formats, grading, sandbox, seccomp, submissions, worker
 from evictionary.classroom.child import LARGEST_ANSWER, Child, StudentError, as_tuple, closed
 from evictionary.classroom.judgement import empty
 from evictionary.spec_tests.harness import wire
@@ -229,10 +229,10 @@ def test_what_the_code_tried_is_written_down(tmp_path: Path) -> None:
 
 WITHOUT_LANDLOCK = """
 import struct, sys
-from evictionary.classroom import worker
+from evictionary.classroom import sandbox
 from evictionary.cli.app import app
 lines = (0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7FFF0000)
-worker.filter_calls(b"".join(struct.pack("=HBBI", *line) for line in lines))
+sandbox.filter_calls(b"".join(struct.pack("=HBBI", *line) for line in lines))
 app(sys.argv[1:])
 """
 
@@ -276,8 +276,8 @@ def test_the_oracle_is_closed_wherever_it_is_installed(tmp_path: Path) -> None:
     hidden = closed(site)
     assert {str(site / "reference"), str(site / "evictionary-1.dist-info"), str(Path(__file__).parents[1])} <= set(hidden)
     # Not Python's whole folder, then, nor a link that leads back to it.
-    assert worker.without(str(tmp_path), hidden) == [str(tmp_path / "lib" / "os.py"), str(site / "numpy")]
-    assert worker.without(str(site / "reference"), hidden) == []
+    assert sandbox.without(str(tmp_path), hidden) == [str(tmp_path / "lib" / "os.py"), str(site / "numpy")]
+    assert sandbox.without(str(site / "reference"), hidden) == []
 
 
 def test_one_dead_child_costs_one_step() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from evictionary.classroom import seccomp, worker
+from evictionary.classroom import sandbox, seccomp, worker
 from evictionary.spec_tests.harness import wire
 from evictionary.spec_tests.harness.remote import Gone, Remote
 
@@ -114,7 +114,7 @@ class Child:
         environment |= {"TRITON_INTERPRET": "1"} if self.setup["interpret"] else {}
         self.remote = Remote(
             "the process",
-            [sys.executable, "-I", "-S", "-B", worker.__file__, self.site, wire.__file__],
+            [sys.executable, "-I", "-S", "-B", worker.__file__, self.site, wire.__file__, sandbox.__file__],
             START_SECONDS,
             cpu_seconds=self.limits.cpu_seconds,
             stderr=subprocess.DEVNULL,
@@ -171,8 +171,8 @@ class Child:
         except Exception as error:  # the student's process may have written anything into the pipe
             self.remote.end(f"{UNREADABLE} ({clean(error)})")
         told = reply.get("tried")
-        if isinstance(told, list) and len(self.tried) < worker.MOST_TRIED:
-            self.tried |= {clean(each, worker.LONGEST_TRIED) for each in told[: worker.MOST_TRIED] if isinstance(each, str)}
+        if isinstance(told, list) and len(self.tried) < sandbox.MOST_TRIED:
+            self.tried |= {clean(each, sandbox.LONGEST_TRIED) for each in told[: sandbox.MOST_TRIED] if isinstance(each, str)}
         return reply, values
 
 

@@ -24,7 +24,7 @@ from jsonschema import ValidationError
 
 from evictionary import __version__
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import bundle, formats, grading, submissions, worker
+from evictionary.classroom import bundle, formats, grading, sandbox, submissions
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.classroom.judgement import Judgement, Line, empty
@@ -285,7 +285,7 @@ def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterat
 
 def _leave_interrupts() -> None:
     """Set up a process of the pool: Ctrl-C is left to the parent, which ends the process; temporary folders are deleted then."""
-    worker.end_with_parent()
+    sandbox.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 

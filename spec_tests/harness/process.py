@@ -131,10 +131,9 @@ class Program:
             answer = self._ask(function, arguments)
             if "error" in answer:
                 raise ValueError(str(answer["error"]))
-            try:
-                return wire.from_json(answer["result"], self._array, _named)
-            except BadMessage as error:
-                self._fail(f"wrote {error}", function)
+            return wire.from_json(answer["result"], self._array, _named)
+        except BadMessage as error:
+            self._fail(f"wrote {error}", function)
         finally:
             for path in self._folder.glob(f"{self._asked}[.-]*"):
                 path.unlink(missing_ok=True)
