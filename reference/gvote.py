@@ -16,6 +16,12 @@ METHOD = (
     "budget"
 )
 TRAITS = {"own_budget"}
+INPUTS = {
+    "sampled_queries": (
+        "hidden_states",
+        "[B, H_q, 8, D], samples of future queries (GV-A8)",
+    )
+}
 
 
 def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -12,6 +12,9 @@ import numpy as np
 from .checks import as_float64, group_size, require_shape
 
 METHOD = "keeps the keys with the largest projection on the main direction of calibrated queries"
+INPUTS = {
+    "q_filters": ("calibration", "[B, H_kv, D], main directions of calibrated queries (QF-2)")
+}
 
 
 def main_direction(queries: np.ndarray) -> np.ndarray:
