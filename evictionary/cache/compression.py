@@ -81,8 +81,8 @@ def described(
         states["positions"] = positions - padding.to(positions)[:, None, None]
     if (moments := moments_of(step.state)) is not None:
         states["moments"] = moments
-    request = replace(
-        cache.request(layer_index),
+    request = cache.request(
+        layer_index,
         filled=step.filled,
         seen=[layer.seen - count for count in padding.tolist()],
         is_prompt=layer.evicted_at == 0,

@@ -328,15 +328,16 @@ class EvictingCache(Cache):
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
 
-    def request(self, layer_index: int) -> Request:
-        """What the arguments ask of a layer."""
-        return Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers), self.seed)
+    def request(self, layer_index: int, **named: Any) -> Request:
+        """What the arguments ask of a layer, and what else is said of it."""
+        return Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers), self.seed, **named)
 
     def amounts(self, layer_index: int, seen: int) -> list[int]:
         """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
         assert self.method is not None
         paddings = [0] if self.padding is None else self.padding.tolist()
-        return [self.method.amount(seen - padding, self.request(layer_index)) for padding in paddings]
+        request = self.request(layer_index)
+        return [self.method.amount(seen - padding, request) for padding in paddings]
 
     def _replaces_a_token(self, layer_index: int, key_states: torch.Tensor) -> bool:
         """Whether the one token that comes takes the slot of another, in a layer that is filled to its budget."""

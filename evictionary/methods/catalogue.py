@@ -79,6 +79,8 @@ DECLARED = _declared()
 INPUTS = {name: meaning for name, (_, meaning) in SHARED.items()} | {name: meaning for name, (*_, meaning) in DECLARED.items()}
 """The arguments that a function can name in its signature, and their meaning."""
 
+DRAWN = frozenset({"generator", *DECLARED})
+"""The inputs that may be random."""
 CALIBRATED = frozenset(name for name, (_, source, _) in DECLARED.items() if source == CALIBRATION)
 """The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt itself."""
 

@@ -175,8 +175,9 @@ class Method:
             "num_layers": request.num_layers,
             "budget": amount,
             "compression_ratio": removed,
-            "keep_ratio": float(1 - Decimal(repr(float(removed)))),
         }
+        if "keep_ratio" in self.inputs:
+            available["keep_ratio"] = float(1 - Decimal(repr(float(removed))))
         if "queries" in states:
             available["query"] = states["queries"][:, :, -1]
         if self.prompt_function is not None and request.is_prompt:
@@ -191,7 +192,7 @@ class Method:
         settings, row = self.options | dict(request.options), piece.rows.start or 0
         for own in policies.hooks(self.policies, "arguments"):
             options |= own(self, settings, request.state, length, amount, removed, row)
-        if not {"generator", *catalogue.DECLARED}.isdisjoint(inputs):
+        if not catalogue.DRAWN.isdisjoint(inputs):
             # drawn anew at each compression, and by each head that is scored alone; `seen` needs no state to be saved with a cache
             place = 0 if request.is_prompt else seen
             head = piece.heads.start or 0 if "generator" in inputs else 0

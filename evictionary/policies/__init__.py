@@ -51,6 +51,7 @@ DEFAULT = "keydiff"
 
 State = dict[str, Any]
 """What a policy keeps of a layer between compressions."""
+OF_MOMENTS = tuple(f"moments.{name}" for name in Moments._fields)
 
 
 @dataclass
@@ -124,10 +125,9 @@ def hooks(policies: Iterable[ModuleType], name: str) -> list[Callable[..., Any]]
 
 def moments_of(state: State) -> Moments | None:
     """The moments of evicted tokens that a state holds: its own tensors, which a step writes into."""
-    found = [state.get(f"moments.{name}") for name in Moments._fields]
-    return None if found[0] is None else Moments(*found)
+    return Moments(*map(state.__getitem__, OF_MOMENTS)) if OF_MOMENTS[0] in state else None
 
 
 def with_moments(moments: Moments) -> State:
     """A state that holds these moments."""
-    return {f"moments.{name}": entry for name, entry in moments._asdict().items()}
+    return dict(zip(OF_MOMENTS, moments, strict=True))
