@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -97,6 +97,8 @@ class EvictingCache(Cache):
             isinstance(layer, EvictingLayer) for layer in layers
         ):
             raise UsageError("model: got layers with a sliding window, wanted full attention in all to read the prompt twice")
+        self._policies = self.method.policies if self.method else ()
+        self._step = next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, "stepping"))), None)
         self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
@@ -342,9 +344,9 @@ class EvictingCache(Cache):
     def _replaces_a_token(self, layer_index: int, key_states: torch.Tensor) -> bool:
         """Whether the one token that comes takes the slot of another, in a layer that is filled to its budget."""
         layer = self.layers[layer_index]
-        if not any(steps(self.method) for steps in hooks(self._policies, "steps")) or not isinstance(layer, EvictingLayer):
+        if self._step is None or not isinstance(layer, EvictingLayer) or not self._finalizer.alive:
             return False
-        is_one_token = key_states.shape[2] == 1 and not key_states.requires_grad and self._finalizer.alive
+        is_one_token = key_states.shape[2] == 1 and not key_states.requires_grad
         if not is_one_token or not layer.state or not layer.is_full or not self._is_due(layer, coming=1):
             return False
         return set(self.amounts(layer_index, layer.seen + 1)) == {layer.stored}
@@ -357,8 +359,8 @@ class EvictingCache(Cache):
         slots = layer.slots_to_replace()
         layer.waiting = None
         position = torch.full(slots[2].shape[:2], layer.seen - 1, device=slots[2].device)
-        (step,) = hooks(self._policies, "step")
-        output = step(query, key[:, :, 0], value[:, :, 0], slots, layer.state, position)
+        assert self._step is not None
+        output = self._step(query, key[:, :, 0], value[:, :, 0], slots, layer.state, position)
         layer.evicted_at = layer.seen
         return output
 
@@ -448,10 +450,6 @@ class EvictingCache(Cache):
     def model(self) -> PreTrainedModel | None:
         """The model, which a cache does not keep alive."""
         return self._model()
-
-    @property
-    def _policies(self) -> tuple[ModuleType, ...]:
-        return self.method.policies if self.method else ()
 
     def _watch(self) -> None:
         model = self.model

@@ -16,8 +16,7 @@ an input that the cache does not have. The file is optional, and so is each of i
 | `most(method, options, length, amount, removed)` | the tokens that may stay of a prompt where `amount` were asked for |
 | `attend_prompt(queries, keys, values)` | the attention of a prompt, and a note for its compression; or None |
 | `part(queries, moments)` | the output and the log-sum-exp of the evicted tokens, beside those of the stored ones |
-| `steps(method)` | whether a full layer decodes by `step` |
-| `step(query, key, value, slots, state, position)` | the attention of a new token that takes the slot of another one |
+| `stepping(method)` | a function, or None: the attention of a token that takes the slot of another one in a full layer |
 | `supply(source, states, position)` | the `INPUTS` of the reference module, from the states of a layer |
 | `calibrated(source, calibration)` | the same from a text, without a position; a file holds them |
 | `at(source, state, position)` | what becomes of calibrated inputs at the position of the next token |

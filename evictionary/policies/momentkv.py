@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ def part(queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.T
     return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(batch, num_query_heads, num_queries)
 
 
-def steps(method: Any) -> bool:
-    return method.function is momentkv.score and method.head_budgets is None
+def stepping(method: Any) -> Callable[..., torch.Tensor] | None:
+    return step if method.function is momentkv.score and method.head_budgets is None else None
 
 
 def step(
