@@ -15,6 +15,12 @@ from .rope import rotate
 
 METHOD = "keeps all tokens of retrieval heads, and the first and the last tokens of the others"
 TRAITS = {"moving_window", "own_budget"}
+INPUTS = {
+    "gates": (
+        "calibration",
+        "[B, H_kv], high for a retrieval head: trained, or estimated from a text (DA-1)",
+    )
+}
 
 
 def select(

@@ -14,6 +14,16 @@ from .rope import frequencies
 from .selection import budget, gather, top_k
 
 METHOD = "keeps the tokens that add most to the output under a Gaussian model of the queries to come"
+INPUTS = {
+    "query_mean": (
+        "queries",
+        "[B, H_q, D], of the queries so far, averaged over the next 512 positions (EA-6)",
+    ),
+    "query_covariance": (
+        "queries",
+        "[B, H_q, D, D], of the same queries, averaged over the same positions",
+    ),
+}
 
 
 def score(

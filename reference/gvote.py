@@ -13,6 +13,12 @@ from .rope import frequencies
 
 METHOD = "keeps the union of the tokens that sampled future queries attend to most; it sets its own budget"
 TRAITS = {"own_budget"}
+INPUTS = {
+    "sampled_queries": (
+        "hidden_states",
+        "[B, H_q, 8, D], samples of future queries (GV-A8)",
+    )
+}
 
 
 def select(

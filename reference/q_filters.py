@@ -12,6 +12,7 @@ import numpy as np
 from .checks import array, arrays, group_size
 
 METHOD = "keeps the keys with the largest projection on the main direction of calibrated queries"
+INPUTS = {"q_filters": ("calibration", "[B, H_kv, D], main directions of calibrated queries (QF-2)")}
 
 
 def score(keys: np.ndarray, q_filters: np.ndarray) -> np.ndarray:

@@ -16,6 +16,16 @@ from .rope import rotate
 METHOD = (
     "keeps the keys with the largest logit for the mean of calibrated queries, averaged over future positions"
 )
+INPUTS = {
+    "query_direction": (
+        "calibration",
+        "[B, H_q, D], mean of calibrated queries, averaged over future positions (TA-2)",
+    ),
+    "query_slack": (
+        "calibration",
+        "[B, H_q, D/2], what that mean hides of the queries' lengths (TA-1)",
+    ),
+}
 
 
 def score(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarray) -> np.ndarray:
