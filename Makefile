@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compile-all measure peers wild lint typed laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75 --output report.html
@@ -63,6 +63,10 @@ build/triton-$(OLDER_TRITON): | .venv/installed
 measure: .venv/installed
 	$(BIN)/python -m spec_tests.harness.matrix
 	$(BIN)/python -m spec_tests.harness.matrix --controls 200
+
+# Laws, mistakes, right variants, verdicts and files of the wheel, beside those stored before a rewriting.
+goldens: .venv/installed
+	$(BIN)/python -m tests.goldens
 
 # The pages that are made from the code and the stored measurements; a test says when one of them is out of date.
 pages: .venv/installed
