@@ -170,6 +170,28 @@ def test_every_call_inserts_another_token_and_all_are_drawn_anew() -> None:
     assert not torch.equal(tokens, inputs[1])
 
 
+def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("triton.testing")
+    seen: list[int] = []
+
+    def bench(run: Any, **_: Any) -> list[float]:
+        return [run(), run(), run()]
+
+    def uncaptured(run: Any, **_: Any) -> list[float]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def timed(waits: bool, of_graph: Any) -> tuple[list[float], str]:
+        seen.clear()
+        monkeypatch.setattr(testing, "do_bench_cudagraph", of_graph)
+        monkeypatch.setattr(testing, "do_bench", bench)
+        measure, how = gpu.prepare(lambda x: (seen.append(x), 1000.0 * x)[1], [(1,), (2,)], Place(), waits)
+        return measure(), how
+
+    assert timed(False, bench) == ([2.0, 1.0, 2.0], "graph") and seen == [1, 2, 1, 2, 1, 2]
+    assert timed(False, uncaptured) == ([1.0, 2.0, 1.0], "events, not captured: RuntimeError")
+    assert timed(True, uncaptured) == ([1.0, 2.0, 1.0], "events, waits for the GPU")
+
+
 def test_the_mathematics_is_computed_once_for_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     score = rows.keydiff.score
