@@ -27,7 +27,7 @@ import triton.language as tl
 from ..rope import frequencies
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded, register_limit, warps
-from .tiles import at_head, dot_dtype, load_tile
+from .tiles import at_head_raw, dot_dtype, load_tile_raw
 
 PROGRAMS_WANTED = 512
 LEAST_TOKENS_OF_A_SPLIT = 512
@@ -113,8 +113,8 @@ def load_pairs(base, stride_n, stride_d, tokens, end, head_dim, BLOCK_H: tl.cons
     """Load queries as their channels 0 .. D/2-1 and D/2 .. D-1, 0 from `end` on: float32 [tokens, BLOCK_H] twice."""
     half = (head_dim + ODD) // 2
     pairs = tl.arange(0, BLOCK_H)
-    first = load_tile(base, tokens, pairs, tokens < end, stride_n, stride_d, half)
-    return first, load_tile(base, tokens, half + pairs, tokens < end, stride_n, stride_d, head_dim)
+    first = load_tile_raw(base, tokens, pairs, tokens < end, stride_n, stride_d, half)
+    return first, load_tile_raw(base, tokens, half + pairs, tokens < end, stride_n, stride_d, head_dim)
 
 
 @triton.jit
@@ -170,12 +170,12 @@ def sum_products(
     """
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, (program % splits).to(tl.int32)
-    base = at_head(queries_ptr, head, num_heads, stride_b, stride_h)
+    base = at_head_raw(queries_ptr, head, num_heads, stride_b, stride_h)
     # The shift: the mean of queries at even distances, the same for all programs of a head.
     sample = tl.arange(0, BLOCK_T).to(tl.int64) * length // BLOCK_T
     first, second = load_pairs(base, stride_n, stride_d, sample, length, head_dim, BLOCK_H, ODD)
     if ROTATED:
-        positions_ptr = at_head(positions_ptr, head, num_heads, position_stride_b, position_stride_h)
+        positions_ptr = at_head_raw(positions_ptr, head, num_heads, position_stride_b, position_stride_h)
         cos, sin = load_rotation(positions_ptr, fractions_ptr, position_stride_n, sample, length, head_dim, BLOCK_H, ODD)
         first, second = turn(cos, sin, first, second)
     first_shift, second_shift = tl.sum(first, axis=0) / BLOCK_T, tl.sum(second, axis=0) / BLOCK_T

@@ -44,7 +44,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded
 from .selection import count_keys, find_prefix, keep_from, load_ordered, ordered, store_counts
-from .tiles import at_head, dot_dtype, load_queries, load_tile
+from .tiles import at_head_raw, dot_dtype, load_queries_raw, load_tile_raw
 
 WORKSPACE = 32 * 2**20  # bytes for the samples' logits at a time
 LONGEST_SHORT_ROW = 8192
@@ -212,12 +212,12 @@ def multiply(
     channels = tl.arange(0, BLOCK_D)
     row = (tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    queries = load_queries(
+    queries = load_queries_raw(
         queries_ptr, head, row, channels, num_kv_heads, rows, num_queries, head_dim,
         query_stride_b, query_stride_h, query_stride_m, query_stride_d,
     ).to(DOT_DTYPE)  # fmt: skip
-    base = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
-    keys = load_tile(base, token, channels, token < length, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
+    base = at_head_raw(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    keys = load_tile_raw(base, token, channels, token < length, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     # The columns from `length` on belong to the row too: they are written, and not read.
     offsets = (head * rows + row)[:, None] * columns + token[None, :]

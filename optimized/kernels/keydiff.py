@@ -32,7 +32,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded
-from .tiles import at_head, load_tile
+from .tiles import at_head_raw, load_tile_raw
 
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 256
@@ -111,7 +111,7 @@ def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None
 def load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr):
     """Load the keys of positions first .. end-1, rescaled: [BLOCK_T, BLOCK_D]."""
     positions = first + tl.arange(0, BLOCK_T)
-    keys = load_tile(base, positions, tl.arange(0, BLOCK_D), positions < end, stride_t, stride_d, head_dim)
+    keys = load_tile_raw(base, positions, tl.arange(0, BLOCK_D), positions < end, stride_t, stride_d, head_dim)
     if RESCALE:
         # The exponent of the largest component, in place: 2**-exponent has the biased exponent 254 - exponent.
         largest = tl.max(tl.abs(keys), axis=1)
@@ -156,7 +156,7 @@ def sum_unit_keys(
     """sums[head, split] = the sum of k / |k| over the keys of one split. Grid: heads * splits, the splits of a head together."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, program % splits
-    base = at_head(keys_ptr, head, num_heads, stride_b, stride_h)
+    base = at_head_raw(keys_ptr, head, num_heads, stride_b, stride_h)
     end = tl.minimum((part + 1) * split, length)
     total = sum_units(
         base, inverses_ptr + head * length, part * split, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, STORED
@@ -175,9 +175,9 @@ def update_sums(
 ):  # fmt: skip
     """updated[head] = sums[head] + the sum of k / |k| over the keys added - that over the keys removed. Grid: heads."""
     head = tl.program_id(0).to(tl.int64)
-    base = at_head(added_ptr, head, num_heads, added_stride_b, added_stride_h)
+    base = at_head_raw(added_ptr, head, num_heads, added_stride_b, added_stride_h)
     added = sum_units(base, base, 0, added_length, added_stride_t, added_stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
-    base = at_head(removed_ptr, head, num_heads, removed_stride_b, removed_stride_h)
+    base = at_head_raw(removed_ptr, head, num_heads, removed_stride_b, removed_stride_h)
     removed = sum_units(
         base, base, 0, removed_length, removed_stride_t, removed_stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, False
     )
@@ -198,7 +198,7 @@ def score_keys(
     """
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head, part = program // splits, program % splits
-    base = at_head(keys_ptr, head, num_heads, stride_b, stride_h)
+    base = at_head_raw(keys_ptr, head, num_heads, stride_b, stride_h)
     channels = tl.arange(0, BLOCK_D)
     folded = tl.zeros([16, BLOCK_D], dtype=tl.float32)
     for first in range(0, parts, 16):

@@ -35,7 +35,7 @@ from .cache import empty_cache
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded, register_limit
 from .selection import keep_highest, ordered
-from .tiles import at_head, copy_tile, load_tile
+from .tiles import at_head_raw, copy_tile_raw, load_tile_raw
 
 ELEMENTS_OF_A_TILE = 4096
 ROWS = tl.constexpr(8)
@@ -107,7 +107,7 @@ def channel_range(base, length, stride_t, stride_d, head_dim, BLOCK_T: tl.conste
     for first in tl.range(0, length, BLOCK_T, num_stages=STAGES):
         # Beyond the end the last token is taken again, which changes no range.
         tokens = tl.minimum(first + tl.arange(0, BLOCK_T), length - 1)
-        states = load_tile(base, tokens, tl.arange(0, BLOCK_D), tokens < length, stride_t, stride_d, head_dim)
+        states = load_tile_raw(base, tokens, tl.arange(0, BLOCK_D), tokens < length, stride_t, stride_d, head_dim)
         states = tl.reshape(states, [BLOCK_T // ROWS, ROWS, BLOCK_D])
         low = tl.minimum(low, tl.min(states, axis=0))
         high = tl.maximum(high, tl.max(states, axis=0))
@@ -130,7 +130,7 @@ def deviations(
     collected = tl.zeros([BLOCK_L // BLOCK_T, BLOCK_T], dtype=tl.float32)
     for tile in tl.range(0, BLOCK_L // BLOCK_T, num_stages=STAGES):
         tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        states = load_tile(base, tokens, channels, tokens < length, stride_t, stride_d, head_dim)
+        states = load_tile_raw(base, tokens, channels, tokens < length, stride_t, stride_d, head_dim)
         steps = tl.minimum(tl.maximum((states - minimum[None, :]) * inverse[None, :], -1e18), 1e18)
         if not FULL:
             steps = tl.where(channel, steps, 0.0)
@@ -210,8 +210,8 @@ def select_partitions(
     program = tl.program_id(0).to(tl.int64)
     head, part = program // scored, program % scored
     start = sink_size + part * lag
-    keys = at_head(keys_ptr, head, num_heads, key_strides[0], key_strides[1]) + start * key_strides[2]
-    values = at_head(values_ptr, head, num_heads, value_strides[0], value_strides[1]) + start * value_strides[2]
+    keys = at_head_raw(keys_ptr, head, num_heads, key_strides[0], key_strides[1]) + start * key_strides[2]
+    values = at_head_raw(values_ptr, head, num_heads, value_strides[0], value_strides[1]) + start * value_strides[2]
     kept = choose(
         keys, values, lag, kept_each, key_strides[2], key_strides[3], value_strides[2], value_strides[3], head_dim, value_dim,
         BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV, FULL,
@@ -230,8 +230,8 @@ def compress_partitions(
     """Copy the kept tokens of one partition of one head, or `lag` tokens of its sinks and tail. Grid: heads * programs."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // programs, program % programs
-    keys = at_head(keys_ptr, head, num_heads, key_strides[0], key_strides[1])
-    values = at_head(values_ptr, head, num_heads, value_strides[0], value_strides[1])
+    keys = at_head_raw(keys_ptr, head, num_heads, key_strides[0], key_strides[1])
+    values = at_head_raw(values_ptr, head, num_heads, value_strides[0], value_strides[1])
     first_row = head * retained
     if part < scored:
         start = sink_size + part * lag
@@ -250,8 +250,10 @@ def compress_partitions(
             tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
             target = first_row + row
             tl.store(positions_ptr + target, start + tokens, mask=row >= 0)
-            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), row >= 0, key_strides[2], key_strides[3], head_dim)
-            copy_tile(
+            copy_tile_raw(
+                keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), row >= 0, key_strides[2], key_strides[3], head_dim
+            )
+            copy_tile_raw(
                 values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), row >= 0,
                 value_strides[2], value_strides[3], value_dim,
             )  # fmt: skip
@@ -264,8 +266,10 @@ def compress_partitions(
             tokens = tl.where(index < sink_size, index, index + scored * lag)
             target = first_row + tl.where(index < sink_size, index, index + scored * kept_each)
             tl.store(positions_ptr + target, tokens, mask=inside)
-            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), inside, key_strides[2], key_strides[3], head_dim)
-            copy_tile(
+            copy_tile_raw(
+                keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), inside, key_strides[2], key_strides[3], head_dim
+            )
+            copy_tile_raw(
                 values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), inside,
                 value_strides[2], value_strides[3], value_dim,
             )  # fmt: skip

@@ -52,7 +52,7 @@ from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
 from .momentkv_prompt import compress_prompt, contiguous, update
 from .strided import copy_row, load_row, strided
-from .tiles import at_head, dot_dtype, load_tile
+from .tiles import at_head_raw, dot_dtype, load_tile_raw
 
 __all__ = ["CONFIGURATIONS", "attend", "compress_prompt", "score", "step", "update"]
 
@@ -213,12 +213,12 @@ def walk_cache(
     rows = tl.arange(0, 16)
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
-    query = load_tile(query_base, rows, channels, rows < group, queries.stride_h, queries.stride_d, head_dim).to(DOT_DTYPE)
-    key_base = at_head(keys.ptr, head, num_kv_heads, keys.stride_b, keys.stride_h)
-    value_base = at_head(values.ptr, head, num_kv_heads, values.stride_b, values.stride_h)
-    new_key_base = at_head(new_keys.ptr, head, num_kv_heads, new_keys.stride_b, new_keys.stride_h)
-    new_value_base = at_head(new_values.ptr, head, num_kv_heads, new_values.stride_b, new_values.stride_h)
+    query_base = at_head_raw(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
+    query = load_tile_raw(query_base, rows, channels, rows < group, queries.stride_h, queries.stride_d, head_dim).to(DOT_DTYPE)
+    key_base = at_head_raw(keys.ptr, head, num_kv_heads, keys.stride_b, keys.stride_h)
+    value_base = at_head_raw(values.ptr, head, num_kv_heads, values.stride_b, values.stride_h)
+    new_key_base = at_head_raw(new_keys.ptr, head, num_kv_heads, new_keys.stride_b, new_keys.stride_h)
+    new_value_base = at_head_raw(new_values.ptr, head, num_kv_heads, new_values.stride_b, new_values.stride_h)
     if NEW:
         tl.store(walked.finished + head, 0)
     if SCORE:
@@ -259,8 +259,8 @@ def walk_cache(
         if KEPT:
             inside = inside & (tl.load(kept_ptr + head * length + row, mask=inside, other=0) != 0)
         # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]
-        key = load_tile(keys_here, row, channels, inside, keys.stride_t, key_step, head_dim).to(DOT_DTYPE)
-        value = load_tile(values_here, row, value_channels, inside, values.stride_t, value_step, value_dim)
+        key = load_tile_raw(keys_here, row, channels, inside, keys.stride_t, key_step, head_dim).to(DOT_DTYPE)
+        value = load_tile_raw(values_here, row, value_channels, inside, values.stride_t, value_step, value_dim)
         logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SCORE:
             target = walked.logits + (head * group + rows)[:, None] * width + token[None, :]
@@ -366,7 +366,7 @@ def mix(
     """
     rows = tl.arange(0, GROUP)
     divisor = tl.maximum(count, 1.0)
-    queries = load_tile(query_base, tl.arange(0, 16), channels, tl.arange(0, 16) < group, stride_h, stride_d, head_dim)
+    queries = load_tile_raw(query_base, tl.arange(0, 16), channels, tl.arange(0, 16) < group, stride_h, stride_d, head_dim)
     for member in range(group):
         query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], queries, 0.0), axis=0)  # [BLOCK_D]
         log_evicted = tl.where(count > 0, tl.log(divisor) + tl.sum(query * mean_key, axis=0) * scale, float("-inf"))
@@ -402,7 +402,7 @@ def mix_outputs(
     _, covariance = load_covariance(
         moments.value_key_sum + head * value_dim * head_dim, value_sum, mean_key, channels, value_channels, head_dim, value_dim
     )
-    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
+    query_base = at_head_raw(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
     mix(
         query_base, output_ptr + head * group * value_dim,
         retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
@@ -421,12 +421,12 @@ def replace_lowest(
     head = tl.program_id(0).to(tl.int64) // blocks
     channels = tl.arange(0, BLOCK_D)
     value_channels = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
-    key_base = at_head(keys.ptr, head, num_kv_heads, keys.stride_b, keys.stride_h)
-    value_base = at_head(values.ptr, head, num_kv_heads, values.stride_b, values.stride_h)
-    new_key = at_head(new_keys.ptr, head, num_kv_heads, new_keys.stride_b, new_keys.stride_h)
-    new_value = at_head(new_values.ptr, head, num_kv_heads, new_values.stride_b, new_values.stride_h)
-    position_base = at_head(positions.ptr, head, num_kv_heads, positions.stride_b, positions.stride_h)
+    query_base = at_head_raw(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
+    key_base = at_head_raw(keys.ptr, head, num_kv_heads, keys.stride_b, keys.stride_h)
+    value_base = at_head_raw(values.ptr, head, num_kv_heads, values.stride_b, values.stride_h)
+    new_key = at_head_raw(new_keys.ptr, head, num_kv_heads, new_keys.stride_b, new_keys.stride_h)
+    new_value = at_head_raw(new_values.ptr, head, num_kv_heads, new_values.stride_b, new_values.stride_h)
+    position_base = at_head_raw(positions.ptr, head, num_kv_heads, positions.stride_b, positions.stride_h)
     position = tl.load(position_ptr + head)
     before = tl.load(moments.count + head)
 
@@ -532,7 +532,7 @@ def take_out(
         for first in range(0, width, BLOCK_T):
             slots = first + tl.arange(0, BLOCK_T)
             stays = (slots < width) & (slots != slot)
-            states = load_tile(values_ptr, slots, value_channels, stays & (slots < length), stride_t, stride_d, value_dim)
+            states = load_tile_raw(values_ptr, slots, value_channels, stays & (slots < length), stride_t, stride_d, value_dim)
             states = tl.where((slots == length)[:, None], coming[None, :], states)  # [BLOCK_T, BLOCK_V]
             for member in range(group):
                 own_top = tl.sum(tl.where(rows == member, top, 0.0), axis=0)
