@@ -31,6 +31,12 @@ def head_of(states, head, num_heads):
 
 
 @triton.jit
+def rows_from(states, first):
+    """The rows of `states` [N, D] from `first` (int64) on."""
+    return Rows(states.ptr + first * states.stride_t, states.stride_t, states.stride_d)
+
+
+@triton.jit
 def load_tile(states, rows, channels, inside, size):
     """Load some rows of `states` [N, D] as float32 [rows, channels]: 0 where not `inside` [rows], and from channel `size` on."""
     offsets = tl.cast(rows, tl.int64)[:, None] * states.stride_t + channels.to(tl.int64)[None, :] * states.stride_d
