@@ -63,35 +63,3 @@ def copy_tile(source, target, tokens, rows, channels, copied, size):
     offsets = tokens.to(tl.int64)[:, None] * source.stride_t + channels.to(tl.int64)[None, :] * source.stride_d
     states = tl.load(source.ptr + offsets, mask=inside, other=0.0)
     tl.store(target + rows[:, None] * size + channels[None, :], states, mask=inside)
-
-
-@triton.jit
-def at_head_raw(ptr, head, num_heads, stride_b, stride_h):
-    """Return the offset of a head: `head` (int64) counts the `num_heads` heads of all sequences, one sequence after the other."""
-    return ptr + (head // num_heads) * stride_b + (head % num_heads) * stride_h
-
-
-@triton.jit
-def load_tile_raw(base, rows, channels, inside, stride_row, stride_channel, size):
-    """Load rows as float32 [rows, channels]: 0 where not `inside` [rows], and from channel `size` on."""
-    offsets = tl.cast(rows, tl.int64)[:, None] * stride_row + channels.to(tl.int64)[None, :] * stride_channel
-    return tl.load(base + offsets, mask=inside[:, None] & (channels < size)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_queries_raw(
-    base, head, rows, channels, num_kv_heads, count, num_queries, head_dim, stride_b, stride_h, stride_m, stride_channel
-):  # fmt: skip
-    """Load the `count` query rows of a KV head as float32 [rows, channels]: row r is query r % M of head r // M of the group."""
-    query_head = (head % num_kv_heads) * (count // num_queries) + rows // num_queries
-    offsets = (head // num_kv_heads) * stride_b + query_head * stride_h + (rows % num_queries).to(tl.int64) * stride_m
-    offsets = offsets[:, None] + channels.to(tl.int64)[None, :] * stride_channel
-    return tl.load(base + offsets, mask=(rows < count)[:, None] & (channels < head_dim)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def copy_tile_raw(source, target, tokens, rows, channels, copied, stride_t, stride_d, size):
-    """target[rows] = source[tokens] bit by bit where `copied`; tokens, rows and copied are [n], rows int64 and `size` apart."""
-    inside = copied[:, None] & (channels < size)[None, :]
-    offsets = tokens.to(tl.int64)[:, None] * stride_t + channels.to(tl.int64)[None, :] * stride_d
-    tl.store(target + rows[:, None] * size + channels[None, :], tl.load(source + offsets, mask=inside, other=0.0), mask=inside)
