@@ -200,23 +200,6 @@ def test_bad_settings_are_refused(impl, bad):
         impl.criticalkv.score(*states, np.ones((1, 2, 2)), **(settings | dict([bad])))
 
 
-@law("CK-4", of=SCORE, kind="refusal", shape=st.sampled_from([(3, 4, 2), (2, 3, 2), (2, 4), (1, 4, 2)]))
-def test_an_output_projection_that_does_not_fit_is_refused(impl, shape):
-    """Heads other than those of the queries, other channels or too few axes raise ValueError."""
-    states = [np.ones((1, 2, 1, 4)), np.ones((1, 1, 3, 4)), np.ones((1, 1, 3, 4))]
-    with impl.refuses("w_o"):
-        impl.criticalkv.score(*states, np.ones(shape), budget=2, window_size=1)
-
-
-@law("CK-4", of=SCORE, kind="refusal", shape=st.sampled_from([(1, 2, 2, 4), (2, 2, 3, 4)]))
-def test_values_of_other_tokens_are_refused(impl, shape):
-    """Values of another batch or of other tokens raise ValueError."""
-    with impl.refuses("values"):
-        impl.criticalkv.score(
-            np.ones((1, 2, 1, 4)), np.ones((1, 2, 3, 4)), np.ones(shape), np.ones((2, 4, 2)), budget=2, window_size=1
-        )
-
-
 @law("CK-5", of=BOUND, case=seeded_cases(min_length=2), seed=seeds(), share=shares())
 def test_no_selection_errs_by_more_than_the_bound(impl, case, seed, share):
     """The L1 error of the output of the kept tokens, attention computed again over them, is at most the bound."""

@@ -193,22 +193,6 @@ def test_bad_settings_are_refused(impl, bad):
         impl.dropkv.score(*states, **({"window_size": 2, "kernel_size": 3} | dict([bad])))
 
 
-@law(
-    "DK-2", of=SCORE, kind="refusal", shape=st.sampled_from([(1, 3, 2, 4), (1, 2, 2, 5), (2, 2, 2, 4), (1, 2, 4, 4), (1, 2, 1, 4)])
-)
-def test_queries_that_do_not_fit_are_refused(impl, shape):
-    """Heads that no group divides, other channels or batch, more queries than tokens, or fewer than the window raise ValueError."""
-    with impl.refuses("queries"):
-        impl.dropkv.score(np.ones(shape), np.ones((1, 2, 3, 4)), np.ones((1, 2, 3, 4)), window_size=2)
-
-
-@law("DK-2", of=SCORE, kind="refusal", shape=st.sampled_from([(1, 1, 3, 4), (1, 2, 2, 4), (2, 2, 3, 4)]))
-def test_values_of_other_tokens_are_refused(impl, shape):
-    """Values of another batch, of other heads or tokens raise ValueError."""
-    with impl.refuses("values"):
-        impl.dropkv.score(np.ones((1, 2, 1, 4)), np.ones((1, 2, 3, 4)), np.ones(shape), window_size=1)
-
-
 @law("DK-2", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_prompt_has_its_cost(impl, case):
     """Of thousands of tokens, each costs the square of p / (1 - p) |v - o| for the last query, token by token."""

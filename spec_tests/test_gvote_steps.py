@@ -119,14 +119,6 @@ def test_each_row_keeps_the_lower_of_equal_scores(impl, case, seed):
     require_equal(got, first_of_each(scores, budgets), "a row keeps other tokens than a stable sort")
 
 
-@law("GV-A10", of="gvote.top_each", kind="refusal", bad=st.sampled_from([[-1], [1.5], [1, 1]]))
-def test_bad_budgets_are_refused(impl, bad):
-    """Negative, fractional or too many budgets raise ValueError."""
-    assume(impl.reads_numbers or bad != [-1])
-    with impl.refuses("budgets"):
-        impl.gvote.top_each(np.ones((1, 3)), np.array(bad))
-
-
 @law("GV-A2", of=NUCLEUS, weights=exact_weights(), p=SIXTEENTHS)
 def test_the_nucleus_is_the_smallest_set_that_reaches_p(impl, weights, p):
     """It holds at least p, no set of fewer tokens does (every one is tried), and none outside weighs more than one in it."""

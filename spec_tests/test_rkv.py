@@ -252,15 +252,6 @@ def test_bad_settings_are_refused(impl, bad):
         impl.rkv.score(np.ones((1, 1, 5, 2)), np.ones((1, 1, 5, 2)), **({"window_size": 2, "kernel_size": 3} | dict([bad])))
 
 
-@law(
-    "RK-5", of=SCORE, kind="refusal", shape=st.sampled_from([(1, 3, 2, 4), (1, 2, 2, 5), (2, 2, 2, 4), (1, 2, 4, 4), (1, 2, 1, 4)])
-)
-def test_queries_that_do_not_fit_are_refused(impl, shape):
-    """Heads that no group divides, other channels or batch, more queries than tokens, or fewer than the window raise ValueError."""
-    with impl.refuses("queries"):
-        impl.rkv.score(np.ones(shape), np.ones((1, 2, 3, 4)), window_size=2)
-
-
 @law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(kinds=("duplicate_keys",), lengths=(1025, 767), head_dims=(64, 80)))
 def test_copies_among_a_thousand_keys_are_counted(impl, case):
     """Each of a few distinct keys stands hundreds of times: every copy resembles all but the latest, which is forgiven."""

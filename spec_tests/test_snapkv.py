@@ -143,18 +143,6 @@ def test_bad_settings_are_refused(impl, bad):
         impl.snapkv.score(np.ones((1, 1, 5, 2)), np.ones((1, 1, 5, 2)), **({"window_size": 2, "kernel_size": 3} | dict([bad])))
 
 
-@law(
-    "SN-1",
-    of=SCORE,
-    kind="refusal",
-    shape=st.sampled_from([(1, 3, 2, 4), (1, 2, 2, 5), (2, 2, 2, 4), (1, 2, 4, 4), (1, 2, 1, 4), (2, 2, 4)]),
-)
-def test_queries_that_do_not_fit_are_refused(impl, shape):
-    """Heads that no group divides, other channels or batch, more queries than tokens, or fewer than the window raise ValueError."""
-    with impl.refuses("queries"):
-        impl.snapkv.score(np.ones(shape), np.ones((1, 2, 3, 4)), window_size=2)
-
-
 @law("SN-1", of=SCORE, examples=1, case=paper_cases(groups=(2, 1)))
 def test_the_window_scores_all_of_128k_tokens(impl, case):
     """The same of the longest prompts that papers use."""

@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 from transformers import Cache, DynamicCache
 
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.cache.future_queries import rotation, unrotated
 from evictionary.claims import texts as kinds_of_text
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import finish
 from evictionary.claims.recording import Lab, Observed, Scale, as_array, compressed, of_texts, read_on, stacked
 from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, sentences_of
 from evictionary.evaluation.questions import prefill, tokenize
+from evictionary.models.queries import rotation, unrotated
 from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper
 from evictionary.reference import lagkv_variants as variants

@@ -39,6 +39,7 @@ def component_by_component(values, w_o):
 @control(IMPORTANCE, dtypes=NUMPY)
 def query_by_query(queries, keys, *, window_size=32, kernel_size=5):
     """Streamed attention, pooled by shifted sums, and a running maximum over the queries of the group."""
+    refuse_unless(queries=queries.shape[2] >= window_size)
     weights = streamed(queries[:, :, -window_size:], keys)[..., :-window_size]
     pooled = shifted_sums(weights, kernel_size)
     lost = pooled.sum(axis=-1, keepdims=True)
