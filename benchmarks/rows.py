@@ -262,9 +262,10 @@ def flat_cache(place: Place, lengths: torch.Tensor, seed: int) -> CompressedCach
 
 
 def whole_cache(keys: torch.Tensor, values: torch.Tensor) -> CompressedCache:
-    """Keys and values [B, H_kv, T, D] as a compressed cache from which nothing is evicted; attention reads no positions of it."""
+    """Keys and values [B, H_kv, T, D] as a compressed cache from which nothing is evicted."""
     lengths = torch.full(keys.shape[:2], keys.shape[2], device=keys.device)
-    return CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), lengths, lengths)
+    positions = torch.arange(keys.shape[2], device=keys.device).repeat(lengths.numel())
+    return CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), positions, lengths)
 
 
 def attention_work(place: Place, lengths: torch.Tensor, arms: dict[str, Arm], page: int, **options: Any) -> Work:

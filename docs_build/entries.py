@@ -158,8 +158,9 @@ def entries() -> dict[str, Entry]:
 
 
 def law_definition(law: Law) -> Definition:
-    """The file and line of a law."""
-    return definitions(f"spec_tests/{law.path}")[law.name.partition("::")[2]]
+    """The file and line of a law; of one that is made from the contract, those of the function that makes it."""
+    found = definitions(f"spec_tests/{law.path}")
+    return found.get(law.name.partition("::")[2]) or found["refusing"]
 
 
 def mutant_definition(mutant: Mutant) -> Definition | None:
