@@ -120,7 +120,7 @@ def test_the_page_of_four_laws_quotes_each_law_and_lists_what_it_kills() -> None
     for identifier in kills.SHOWN:
         entry = site.entries()[identifier]
         for law in entry.laws:
-            assert f"def {law.name.partition('::')[2]}(" in text
+            assert f"def {site.law_definition(law).name}(" in text
         for mutant in entry.mutants:
             assert mutant.above or (f"`{mutant.of}`: " in text and pages.escaped(mutant.misconception) in text)
 
