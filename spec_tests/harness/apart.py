@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -15,6 +16,9 @@ from typing import Any
 
 from evictionary.spec_tests.harness.implementation import UnusableImplementation, load_each
 from evictionary.spec_tests.harness.remote import Gone, Remote
+
+LENGTH = struct.Struct(">Q")
+"""Of an answer, before it."""
 
 IMPORT_SECONDS = 120.0
 """The least time that an import may take: that of torch takes long from a cold disk."""
@@ -32,7 +36,7 @@ def described(target: str, *arguments: Any, **options: Any) -> list[Any]:
         try:
             with process.asking():
                 process.send(pickle.dumps((target, arguments, options)))
-                found = pickle.loads(process.rest())
+                found = pickle.loads(process.receive(*LENGTH.unpack(process.receive(LENGTH.size))))
         except Gone as gone:
             raise UnusableImplementation(str(gone)) from None
     if isinstance(found, Exception):
@@ -59,7 +63,8 @@ def main() -> None:
         found = [_outline(each) for each in load_each(target, *arguments, **options)]
     except UnusableImplementation as error:
         found = error
-    answer.write(pickle.dumps(found))
+    told = pickle.dumps(found)
+    answer.write(LENGTH.pack(len(told)) + told)
     answer.flush()
     os._exit(0)  # threads that the import has started go on for ever
 

@@ -58,7 +58,7 @@ class Remote:
     def asking(self) -> Iterator[None]:
         """What stands inside sends a question and reads the answer; the clock runs. Raises Gone if there is no answer.
 
-        Where the asking is interrupted, half of an answer may be left in the pipe: the process is ended too.
+        Any other error ends the process too, also an alarm or Ctrl-C: half of an answer may be left in the pipe.
         """
         if self.gone:
             raise Gone(self.gone)
@@ -67,11 +67,9 @@ class Remote:
             yield
         except BrokenPipeError:
             self.end(self._ending())
-        except Exception:
-            raise
-        except BaseException:  # an alarm, or Ctrl-C
-            with suppress(Gone):
-                self.end("was interrupted in a call")
+        except BaseException:
+            self.gone = self.gone or f"{self.name} was interrupted in a call"
+            self._kill()
             raise
         finally:
             self._waited += time.monotonic() - self._since
@@ -85,28 +83,20 @@ class Remote:
 
     def receive(self, count: int) -> bytes:
         """The next `count` bytes."""
-        parts: list[bytes] = []
-        while count:
-            parts.append(self._more(min(count, 2**20)))
-            count -= len(parts[-1])
-        return b"".join(parts)
+        while len(self._unread) < count:
+            self._read()
+        found, self._unread = self._unread[:count], self._unread[count:]
+        return found
 
     def line(self, longest: int) -> bytes:
         """The next line, of at most `longest` bytes, without its end."""
         while b"\n" not in self._unread:
-            self._unread += self._more(2**16)
+            self._read()
             if len(self._unread) > longest:
                 beginning = self._unread[:80].decode(errors="replace")
                 self.end(f"printed {longest} bytes without the end of a line: {beginning!r}...")
         line, _, self._unread = self._unread.partition(b"\n")
         return line
-
-    def rest(self) -> bytes:
-        """All that it writes before it ends, which has to be something."""
-        parts = [self._more(2**20)]
-        while part := self._part(2**20):
-            parts.append(part)
-        return b"".join(parts)
 
     def unasked(self) -> bytes:
         """What it has written since the last line, without waiting for any."""
@@ -131,12 +121,13 @@ class Remote:
             with suppress(OSError):  # what it had not read yet
                 file and file.close()
 
-    def _part(self, most: int) -> bytes:
+    def _read(self) -> None:
+        """Wait for more of its output, and keep it."""
         self._wait(self._out, selectors.EVENT_READ)
-        return os.read(self._out.fileno(), most)
-
-    def _more(self, most: int) -> bytes:
-        return self._part(most) or self.end(self._ending())
+        part = os.read(self._out.fileno(), 2**20)
+        if not part:
+            self.end(self._ending())
+        self._unread += part
 
     def _wait(self, pipe: IO[bytes], event: int) -> None:
         with selectors.DefaultSelector() as selector:
