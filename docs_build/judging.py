@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from docs_build.running import ROOT, said
+
 PAGE = ROOT / "docs" / "judging.md"
 # What each program of the page is called, and what it is judged with besides.
-FOLDERS = (("my_homework", ()), ("my_kernels", ()), ("float32_kernels", ("--dtype", "float32,float16,bfloat16")))
+FOLDERS = (("my_homework", ""), ("my_kernels", ""), ("float32_kernels", "--dtype float32,float16,bfloat16"))
 
 
 def written(markdown: str) -> str:
@@ -24,20 +23,17 @@ def written(markdown: str) -> str:
     return re.sub(r"^```python\n(.*?)^```\n(.*?)^```(?:text)?\n.*?^```$", fill, markdown, flags=re.DOTALL | re.MULTILINE)
 
 
-def report(program: str, name: str, options: tuple[str, ...]) -> str:
+def report(program: str, name: str, options: str) -> str:
     """What the program is told: the first failure, and the verdict."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / name
         folder.mkdir()
         (folder / "keydiff.py").write_text(program, encoding="utf-8")
-        command = ["pytest", "spec_tests/test_keydiff.py", "--impl", str(folder), "--profile", "student", *options]
-        plain = ["-q", "-p", "no:cacheprovider", "--color=no"]
-        done = subprocess.run([sys.executable, "-m", *command, *plain], cwd=ROOT, capture_output=True, text=True)
-        said = done.stdout.replace(f"{temporary}/", "")
-    failure = re.search(r"^KD-8 does not hold for .*?^  this law alone .*?$", said, flags=re.DOTALL | re.MULTILINE)
-    rows = said.partition("verdict by requirement")[2].partition("\n")[2].splitlines()
-    rows = [row.rstrip() for row in rows if not row.startswith(("====", "FAILED"))]
-    verdict = re.sub(r" in [\d.]+s.*", "", "\n".join(rows))
+        command = "pytest spec_tests/test_keydiff.py --profile student -q -p no:cacheprovider --color=no"
+        printed = said(f"{command} --impl {folder} {options}", ROOT).replace(f"{temporary}/", "")
+    failure = re.search(r"^KD-8 does not hold for .*?^  this law alone .*?$", printed, flags=re.DOTALL | re.MULTILINE)
+    rows = printed.partition("verdict by requirement")[2].splitlines()[1:]
+    verdict = "\n".join(row for row in rows if not row.startswith(("====", "FAILED")))
     return (f"{failure[0]}\n\n...\n\n" if failure else "") + verdict
 
 

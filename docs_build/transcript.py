@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from typer.testing import CliRunner
+from docs_build.running import ROOT, said
 
-from evictionary.cli.app import app
-
-FOLDER = Path(__file__).parents[1] / "docs" / "classroom"
+FOLDER = ROOT / "docs" / "classroom"
 PAGE = FOLDER / "transcript.md"
 FILES = FOLDER / "transcript"
 # The student's steps: a command, or a file that is saved as work/keydiff.py, with a sentence before it.
@@ -38,25 +35,17 @@ def run(way: Sequence[tuple[str, str]] = WAY) -> str:
         "Written by `python -m docs_build.transcript`; a test runs it again and compares.",
         "The code boxes are files that the same run judged.",
     ]
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder:
         for sentence, step in way:
             parts += ["", sentence] if sentence else []
             if step.endswith(".py"):
                 source = FILES / step
-                shutil.copy(source, "work/keydiff.py")
+                shutil.copy(source, Path(folder, "work", "keydiff.py"))
                 parts += ["", '```python title="work/keydiff.py"', source.read_text(encoding="utf-8").rstrip(), "```"]
             else:
-                result = CliRunner().invoke(app, step.split(), env={"COLUMNS": "100"})
-                lines = [line.rstrip() for line in result.stdout.rstrip().splitlines()]
-                shown = [_placed(line) for line in lines if line]
-                parts += ["", "```text", f"$ evictionary {step}", *shown, "```"]
+                printed = re.sub(r"\S*/(tutorials/assignments/)", r"\1", said(f"evictionary {step}", Path(folder), columns=100))
+                parts += ["", "```text", f"$ evictionary {step}", *filter(None, printed.splitlines()), "```"]
     return "\n".join(parts) + "\n"
-
-
-def _placed(line: str) -> str:
-    """A line without the parts that differ between machines: seconds, and the folder of the clone."""
-    line = re.sub(r"(points) in \d+ s$", r"\1", line)
-    return re.sub(r"\S*/(tutorials/assignments/)", r"\1", line)
 
 
 def main() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from docs_build.running import said
 from evictionary.cli.app import app
 from evictionary.models import embedded
 
@@ -120,12 +118,6 @@ def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:
         assert result.exit_code == 0, (command, result.output)
 
 
-def printed(output: str) -> str:
-    """What a page shows of a command's output: without progress and seconds."""
-    lines = [line for line in output.strip().splitlines() if not re.match(r"[.F]+ *(\[ *\d+%\])?$|bringing up nodes", line)]
-    return re.sub(r" in [\d.]+s( \(\S+\))?$", "", "\n".join(lines).strip(), flags=re.MULTILINE)
-
-
 def told(page: Path, folder: Path) -> list[tuple[str, str]]:
     """Follow a page in a folder: its programs become the file that its commands judge. Each command's output, shown and printed."""
     found = []
@@ -134,9 +126,7 @@ def told(page: Path, folder: Path) -> list[tuple[str, str]]:
             (folder / "keydiff.py").write_text(body)
         elif body.startswith("$ evictionary judge"):
             command, _, shown = body.removeprefix("$ ").partition("\n")
-            program = [sys.executable, "-m", *shlex.split(command)]
-            done = subprocess.run(program, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-            found.append((shown.strip(), printed(done.stdout + done.stderr)))
+            found.append((shown.strip(), said(command, folder)))
     return found
 
 

@@ -35,7 +35,7 @@ from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded, register_limit
 from .selection import keep_highest, ordered
-from .strided import strided
+from .strided import Rows, strided
 from .tiles import copy_tile, head_of, load_tile, rows_from
 
 ELEMENTS_OF_A_TILE = 4096
@@ -46,7 +46,7 @@ STAGES = tl.constexpr(3)
 def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor) -> torch.Tensor:
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next, as `optimized.lagkv.score`."""
     lag, following = keys.shape[-2], next_keys.shape[-2]
-    parts = [strided(states.reshape(1, -1, *states.shape[-2:])) for states in (keys, values, next_keys, next_values)]
+    parts = [strided(states.reshape(-1, *states.shape[-2:])) for states in (keys, values, next_keys, next_values)]
     scores = floats(keys, *keys.shape[:-1])
     launch(score_partitions, (scores.numel() // lag,))(
         *parts, scores, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values)
@@ -173,16 +173,22 @@ def choose(
 
 
 @triton.jit
+def part_of(states, part):
+    """One partition of `states` [P, L, D] as `Rows` [L, D]."""
+    return Rows(states.ptr + part * states.stride_b, states.stride_h, states.stride_d)
+
+
+@triton.jit
 def score_partitions(
     keys, values, next_keys, next_values, scores_ptr, lag, following, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """scores[p] = LK-11 of one partition. Grid: partitions."""
-    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    own, following_part = head_of(keys, part, parts), head_of(next_keys, part, parts)
-    total = variation_score(own, lag, following_part, following, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
-    own, following_part = head_of(values, part, parts), head_of(next_values, part, parts)
-    total += variation_score(own, lag, following_part, following, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL)
+    part = tl.program_id(0).to(tl.int64)
+    own, next_own = part_of(keys, part), part_of(next_keys, part)
+    total = variation_score(own, lag, next_own, following, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
+    own, next_own = part_of(values, part), part_of(next_values, part)
+    total += variation_score(own, lag, next_own, following, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL)
     tokens = tl.arange(0, BLOCK_L)
     tl.store(scores_ptr + part * lag + tokens, total, mask=tokens < lag)
 

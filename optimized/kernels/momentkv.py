@@ -423,8 +423,9 @@ def replace_lowest(
     head = tl.program_id(0).to(tl.int64) // blocks
     channels = tl.arange(0, BLOCK_D)
     value_channels = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    own_values = head_of(values, head, num_kv_heads)
-    key_base, value_base = at_head(keys, head, num_kv_heads), own_values.ptr
+    own_queries = group_of(queries, head, num_kv_heads, group)
+    key_base, own_values = at_head(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
+    value_base = own_values.ptr
     new_key, new_value = at_head(new_keys, head, num_kv_heads), at_head(new_values, head, num_kv_heads)
     position_base = at_head(positions, head, num_kv_heads)
     position = tl.load(position_ptr + head)
@@ -457,7 +458,7 @@ def replace_lowest(
         moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim
     )
     mix(
-        group_of(queries, head, num_kv_heads, group), output_ptr + head * group * value_dim,
+        own_queries, output_ptr + head * group * value_dim,
         retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
         group, head_dim, value_dim, scale, GROUP,
     )  # fmt: skip
