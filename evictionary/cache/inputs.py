@@ -18,10 +18,10 @@ from evictionary.methods.method import Method, Supply
 from evictionary.models.queries import logit_factor, project, rotation, unrotated
 
 if TYPE_CHECKING:
-    from evictionary.cache.evicting_cache import EvictingCache
+    from evictionary.cache.watched_cache import WatchedCache
 
 
-def supply(cache: EvictingCache, layer_index: int) -> Supply:
+def supply(cache: WatchedCache, layer_index: int) -> Supply:
     """The callback that computes the inputs of a layer from the captured states."""
     kv_heads = cache.layers[layer_index].keys.shape[1]
 
@@ -58,7 +58,7 @@ def supply(cache: EvictingCache, layer_index: int) -> Supply:
 
 
 def require_suitable(
-    model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recording: type[EvictingCache]
+    model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recording: type[WatchedCache]
 ) -> None:
     """Raise UsageError where a model cannot give a method its inputs, or not again with `every`."""
     if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
@@ -73,7 +73,7 @@ def require_suitable(
 _readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
-def require_readable_queries(model: PreTrainedModel, name: str, recording: type[EvictingCache]) -> None:
+def require_readable_queries(model: PreTrainedModel, name: str, recording: type[WatchedCache]) -> None:
     """Raise UsageError if this model's queries cannot be computed from hidden states; a few tokens are tried.
 
     A model may pair RoPE's channels in another way, leave RoPE out of some layers, or apply a norm after it; no configuration
@@ -89,7 +89,7 @@ def require_readable_queries(model: PreTrainedModel, name: str, recording: type[
 
 
 @torch.no_grad()
-def _has_readable_queries(model: PreTrainedModel, recording: type[EvictingCache]) -> bool:
+def _has_readable_queries(model: PreTrainedModel, recording: type[WatchedCache]) -> bool:
     places = torch.arange(4, device=model.device)
     modules = attention_modules(model)
     with recording(model, None, record=("queries", "hidden_states")) as cache:
