@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 from evictionary.cache import checks, file
 from evictionary.cache.layers import KEPT_AS, EvictingLayer
 from evictionary.cache.watched_cache import CAPTURED, WatchedCache
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.models.load import unwrapped
 
 __all__ = ["CAPTURED", "EvictingCache"]
@@ -49,10 +49,10 @@ class EvictingCache(WatchedCache):
         cache.padding = getattr(prefilled, "padding", None)
         cache.counts_padding = getattr(prefilled, "counts_padding", False)
         try:
-            if len(prefilled.layers) != len(cache.layers):
-                raise UsageError(
-                    f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's {len(cache.layers)}"
-                )
+            require(
+                len(prefilled.layers) == len(cache.layers),
+                f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's {len(cache.layers)}",
+            )
             for index, layer in enumerate(cache.layers):
                 full: Any = prefilled.layers[index]
                 if not isinstance(layer, EvictingLayer):
@@ -79,10 +79,10 @@ class EvictingCache(WatchedCache):
         """
         if self.method is None:
             return
-        if not self.every and (self.method.captured or self.method.traits & {"recursive", "prompt_only"}):
-            raise UsageError(
-                f"compress: got {self.method.name} with every=0, wanted a cache made with every=N, which remembers what it needs"
-            )
+        require(
+            self.every or (not self.method.captured and not (self.method.traits & {"recursive", "prompt_only"})),
+            f"compress: got {self.method.name} with every=0, wanted a cache made with every=N, which remembers what it needs",
+        )
         for index, layer in enumerate(self.layers):
             if isinstance(layer, EvictingLayer) and 0 < layer.evicted_at < layer.seen:
                 recent = {name: getattr(layer, kept_as) for name, kept_as in KEPT_AS.items()}
@@ -95,11 +95,11 @@ class EvictingCache(WatchedCache):
 
     def activate_past_recording(self) -> None:
         """Refuse assisted generation, which calls this before its first token."""
-        if self.method is not None:
-            raise UsageError(
-                "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: a "
-                "forward that reads a prompt together with drafts would compress both"
-            )
+        require(
+            self.method is None,
+            "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: a "
+            "forward that reads a prompt together with drafts would compress both",
+        )
         super().activate_past_recording()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -152,8 +152,7 @@ class EvictingCache(WatchedCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         """Return a copy with tensors of its own, for another question; the copies share the method and the model."""
-        if self.get_seq_length() == 0:
-            raise ValueError("deepcopy: the cache has not read its prompt yet")
+        require(self.get_seq_length() != 0, "deepcopy: the cache has not read its prompt yet", ValueError)
         twin = object.__new__(type(self))
         twin.__dict__ |= self.__dict__
         twin.layers = copy.deepcopy(self.layers, memo)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from evictionary import policies
 from evictionary.cache import calibration
 from evictionary.cache.model_hooks import attention_modules, output_projection
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED
 from evictionary.methods.method import Method, Supply
 from evictionary.models.queries import logit_factor, project, rotation, unrotated
@@ -41,8 +41,10 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             return {entry: each.expand(len(states["keys"]), *each.shape[1:]) for entry, each in inputs.items()}
         if model is None or captured_as is None or states.get(captured_as) is None:
             return {}
-        if cache.counts_padding:
-            raise UsageError(f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them")
+        require(
+            not cache.counts_padding,
+            f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them",
+        )
         if name in CALIBRATED:
             queries = states["queries"]
             places = torch.arange(position - queries.shape[2], position, device=queries.device)
@@ -63,11 +65,11 @@ def require_suitable(
     """Raise UsageError where a model cannot give a method its inputs, or not again with `every`."""
     if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
         require_readable_queries(model, method.name, recording)
-    if every and not is_calibrated and any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers):
-        raise UsageError(
-            f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
-            "prompt, and these are gone when the cache compresses again"
-        )
+    require(
+        not every or is_calibrated or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
+        f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
+        "prompt, and these are gone when the cache compresses again",
+    )
 
 
 _readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
@@ -81,11 +83,11 @@ def require_readable_queries(model: PreTrainedModel, name: str, recording: type[
     """
     if model not in _readable:
         _readable[model] = _has_readable_queries(model, recording)
-    if not _readable[model]:
-        raise UsageError(
-            f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE in two halves; "
-            f"wanted a method that reads no future queries instead of {name}"
-        )
+    require(
+        _readable[model],
+        f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE in two halves; "
+        f"wanted a method that reads no future queries instead of {name}",
+    )
 
 
 @torch.no_grad()

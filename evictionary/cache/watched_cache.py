@@ -1,7 +1,5 @@
 """The half of a cache that a model calls: it takes new tokens, attends to what is stored, and compresses a layer when it is due."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -16,7 +14,7 @@ from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
 from evictionary.cache.layers import KEPT_AS, EvictingLayer
 from evictionary.cache.model_hooks import Attention, watch
-from evictionary.errors import UsageError
+from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.models.load import is_sliding, require_supported, unwrapped
@@ -68,17 +66,19 @@ class WatchedCache(Cache):
             require_suitable(model, self.method, self.every, bool(path), type(self))
         self.calibrated = calibration.read(model, path) if path and self.method and CALIBRATED & self.method.reads else {}
         self.record = frozenset(record)
-        if not self.record <= CAPTURED:
-            raise UsageError(f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}")
+        require(
+            self.record <= CAPTURED, f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}"
+        )
         config = model.config.get_text_config()
         layers: list[Any] = [
             DynamicSlidingWindowLayer(config.sliding_window) if is_sliding(config, index) else EvictingLayer()
             for index in range(config.num_hidden_layers)
         ]
-        if (self.record | (self.method.captured if self.method else frozenset())) & REPLAYED and not all(
-            isinstance(layer, EvictingLayer) for layer in layers
-        ):
-            raise UsageError("model: got layers with a sliding window, wanted full attention in all to read the prompt twice")
+        require(
+            not ((self.record | (self.method.captured if self.method else frozenset())) & REPLAYED)
+            or all(isinstance(layer, EvictingLayer) for layer in layers),
+            "model: got layers with a sliding window, wanted full attention in all to read the prompt twice",
+        )
         self._policies = self.method.policies if self.method else ()
         self._step = next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, "stepping"))), None)
         self._longest = getattr(config, "max_position_embeddings", None)
@@ -360,8 +360,7 @@ class WatchedCache(Cache):
 
     def _watch(self) -> None:
         model = self.model
-        if model is None:
-            raise RuntimeError("the model of this cache is gone")
+        require(model is not None, "the model of this cache is gone", RuntimeError)
         self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
 
     def _close_if_settled(self) -> None:
