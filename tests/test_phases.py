@@ -268,7 +268,7 @@ def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_writte
     looked_at = []
     own = checks.is_finite
     monkeypatch.setattr(checks, "is_finite", lambda states: looked_at.append(states.numel()) or own(states))
-    for name in ("_wide", "require_states", "require_tokens"):
+    for name in ("_wide", "require_fit"):
         monkeypatch.setattr(momentkv, name, no_memory)
     read_in(model, cache, [1] * 5, IDS[:, 30:])
     assert set(looked_at) == {2 * 8}
