@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reading import IDS, positions_of, read_in
+from tools.reading import IDS, positions_of, read_in
 from transformers import LlamaForCausalLM
 
 from evictionary.cache.evicting_cache import EvictingCache
