@@ -20,8 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from hypothesis.stateful import invariant as always
-from reading import refused
-from tools.reading import read
+from tools.reading import read, refused
 from transformers import LlamaForCausalLM
 
 from evictionary.cache import file, layers
