@@ -13,3 +13,9 @@ class MethodError(RuntimeError):
 
 class InstallError(RuntimeError):
     """The embedded model could not be downloaded, checked or converted."""
+
+
+def require(holds: object, message: str, error: type[Exception] = UsageError) -> None:
+    """Raise the error with this message unless something holds."""
+    if not holds:
+        raise error(message)

@@ -1,7 +1,5 @@
 """The evicting cache: what it stores, where the tokens are, and that it leaves the model as it found it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -12,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import cached, generate, masked_logits, places, read
+from tools.reading import cached, generate, masked_logits, places, read, refused
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from evictionary import reference
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation.questions import prefill
 from evictionary.optimized import h2o
-from evictionary.reference import keydiff as reference_keydiff
-from evictionary.reference import selection as reference_selection
 
 QUERY_METHOD = "def score(queries, keys):\n    return (queries.reshape(*keys.shape[:2], -1, *keys.shape[2:]) ** 2).sum((2, 4))\n"
 
@@ -34,7 +31,7 @@ def write(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.9])
 def test_the_tensors_shrink_to_the_budget(model: LlamaForCausalLM, prompt: torch.Tensor, ratio: float) -> None:
     cache = cached(model, prompt, "keydiff", ratio)
-    kept = reference_selection.budget(40, ratio)
+    kept = reference.selection.budget(40, ratio)
     for layer in cache.layers:
         assert tuple(layer.keys.shape) == tuple(layer.values.shape) == (1, 2, kept, 8)
     assert cache.nbytes == 2 * 2 * 2 * kept * 8 * 4
@@ -46,7 +43,7 @@ def test_what_is_kept_is_what_the_method_keeps_in_position_order(model: LlamaFor
     read(model, prompt, full)
     cache = cached(model, prompt, "keydiff", 0.5)
     for layer, whole in zip(cache.layers, full.layers, strict=True):
-        kept = places(reference_selection.top_k(reference_keydiff.score(whole.keys.double().numpy()), 20))
+        kept = places(reference.selection.top_k(reference.keydiff.score(whole.keys.double().numpy()), 20))
         for head, positions in enumerate(kept):
             assert layer.positions[0, head].tolist() == positions
             assert torch.equal(layer.keys[0, head], whole.keys[0, head, positions])
@@ -108,8 +105,7 @@ def test_rows_of_a_batch_are_compressed_each_for_itself(
 def test_beam_search_keeps_positions_with_their_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     whole = generate(model, prompt, EvictingCache(model, "keydiff", 0.0), num_beams=3)
     assert torch.equal(whole, generate(model, prompt, num_beams=3))
-    cache = EvictingCache(model, "keydiff", 0.5)
-    read(model, torch.cat([prompt, prompt.flip(1)]), cache)
+    cache = cached(model, torch.cat([prompt, prompt.flip(1)]), "keydiff", 0.5)
     first, second = cache.layers[0].positions.clone()
     cache.reorder_cache(torch.tensor([1, 0, 0]))
     assert torch.equal(cache.layers[0].positions, torch.stack([second, first, first]))
@@ -131,16 +127,14 @@ def test_several_questions_do_not_see_one_another(model: LlamaForCausalLM, promp
 
 def test_compressed_tokens_cannot_be_cropped(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = cached(model, prompt, "keydiff", 0.5)
-    with pytest.raises(ValueError, match="cannot be restored"):
-        cache.crop(-1)
+    refused(lambda: cache.crop(-1), "cannot be restored", ValueError)
 
 
 def test_a_crop_that_one_layer_refuses_changes_no_layer(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = cached(model, prompt, "keydiff", 0.5)
     read(model, prompt[:, :3], cache)
     cache._compress(1)
-    with pytest.raises(ValueError, match="crop: got -1, wanted a number from 0 to 0"):
-        cache.crop(-1)
+    refused(lambda: cache.crop(-1), "crop: got -1, wanted a number from 0 to 0", ValueError)
     assert [layer.seen for layer in cache.layers] == [43, 43]
 
 
@@ -153,8 +147,7 @@ def test_a_prefilled_cache_is_compressed_as_the_prompt_is(model: LlamaForCausalL
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.positions, other.positions)
     assert full.layers[0].keys.shape[2] == 40
-    with pytest.raises(UsageError, match="wanted all tokens"):
-        EvictingCache.from_prefilled(model, direct, "keydiff")
+    refused(lambda: EvictingCache.from_prefilled(model, direct, "keydiff"), "wanted all tokens")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -177,12 +170,13 @@ def test_queries_are_captured_after_rope_and_only_for_the_prompt(tmp_path: Path,
         assert torch.allclose(recorded["queries"].norm(dim=-1), queries.norm(dim=-1), rtol=1e-5)
     again = EvictingCache.from_prefilled(model, cached(model, prompt, None, record=("queries",)), method, 0.5)
     assert torch.equal(again.layers[1].positions, cache.layers[1].positions)
-    with pytest.raises(UsageError, match="record="):
-        EvictingCache.from_prefilled(model, cached(model, prompt, None), method, 0.5)
+    refused(lambda: EvictingCache.from_prefilled(model, cached(model, prompt, None), method, 0.5), "record=")
     in_parts = cached(model, prompt[:, :30], None, record=("queries",))
     read(model, prompt[:, 30:], in_parts)
-    with pytest.raises(UsageError, match="got queries of 30 of 40 tokens in layer 0, wanted a prompt that was read in one forward"):
-        EvictingCache.from_prefilled(model, in_parts, method, 0.5)
+    refused(
+        lambda: EvictingCache.from_prefilled(model, in_parts, method, 0.5),
+        "got queries of 30 of 40 tokens in layer 0, wanted a prompt that was read in one forward",
+    )
 
 
 @pytest.mark.parametrize("method", ["snapkv", "gvote"])
@@ -228,8 +222,7 @@ def test_h2o_adds_up_the_attention_of_the_prompt_while_it_is_computed(
 def test_h2o_refuses_a_prompt_that_is_not_finite(prompt: torch.Tensor) -> None:
     model = tiny_llama()
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = math.nan
-    with pytest.raises(MethodError, match="values: got NaN or infinite numbers in layer 1"):
-        cached(model, prompt, "h2o", 0.5)
+    refused(lambda: cached(model, prompt, "h2o", 0.5), "values: got NaN or infinite numbers in layer 1", MethodError)
 
 
 def test_recorded_queries_go_with_their_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
@@ -259,8 +252,7 @@ def test_hooks_go_with_close_with_the_block_and_with_the_cache(tmp_path: Path, m
 def test_a_closed_cache_says_why_it_cannot_compress(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = EvictingCache(model, write(tmp_path, QUERY_METHOD))
     cache.close()
-    with pytest.raises(RuntimeError, match="after the cache was closed"):
-        read(model, prompt, cache)
+    refused(lambda: read(model, prompt, cache), "after the cache was closed", RuntimeError)
 
 
 def test_reset_waits_for_another_prompt(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
@@ -277,8 +269,7 @@ def test_assisted_generation_is_refused_before_the_first_token(
     model: LlamaForCausalLM, prompt: torch.Tensor, drafts: dict[str, Any], every: int
 ) -> None:
     with EvictingCache(model, "keydiff", 0.5, every=every) as cache:
-        with pytest.raises(UsageError, match="got assisted generation"):
-            generate(model, prompt, cache, count=20, **drafts)
+        refused(lambda: generate(model, prompt, cache, count=20, **drafts), "got assisted generation")
         assert cache.get_seq_length() == 0
     wanted = generate(model, prompt, count=20)
     assert torch.equal(generate(model, prompt, EvictingCache(model, None), count=20, **drafts), wanted)
@@ -319,8 +310,7 @@ def test_a_prompt_in_blocks_without_every_is_warned_of(model: LlamaForCausalLM, 
 
 
 def test_a_cache_cannot_be_pickled(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match=r"wanted cache\.save\(path\)"):
-        torch.save(cached(model, prompt, "keydiff"), io.BytesIO())
+    refused(lambda: torch.save(cached(model, prompt, "keydiff"), io.BytesIO()), r"wanted cache\.save\(path\)", TypeError)
 
 
 def test_another_model_of_the_same_shape_does_not_get_the_cache(
@@ -330,8 +320,7 @@ def test_another_model_of_the_same_shape_does_not_get_the_cache(
     other = tiny_llama()
     with torch.no_grad():
         other.model.layers[0].self_attn.k_proj.weight += 1
-    with pytest.raises(UsageError, match="with other weights"):
-        EvictingCache.load(tmp_path / "cache", other)
+    refused(lambda: EvictingCache.load(tmp_path / "cache", other), "with other weights")
 
 
 @pytest.mark.slow
@@ -345,8 +334,7 @@ def test_a_compiled_forward_gives_the_same(model: LlamaForCausalLM, prompt: torc
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = cached(model, prompt, "keydiff")
-    with pytest.raises(UsageError, match=r"path: got .*no/cache, wanted a file that can be written"):
-        cache.save(tmp_path / "no" / "cache")
+    refused(lambda: cache.save(tmp_path / "no" / "cache"), r"path: got .*no/cache, wanted a file that can be written")
 
 
 def test_the_random_baseline_is_seeded(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
@@ -361,8 +349,9 @@ def test_nan_keys_are_named(prompt: torch.Tensor) -> None:
     model = tiny_llama()
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
-    with pytest.raises(MethodError, match="keys: got NaN or infinite numbers in layer 1"):
-        read(model, prompt, EvictingCache(model, "keydiff"))
+    refused(
+        lambda: read(model, prompt, EvictingCache(model, "keydiff")), "keys: got NaN or infinite numbers in layer 1", MethodError
+    )
 
 
 @pytest.mark.parametrize(
@@ -380,8 +369,7 @@ def test_nan_keys_are_named(prompt: torch.Tensor) -> None:
     ],
 )
 def test_bad_arguments_are_value_errors(model: LlamaForCausalLM, named: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EvictingCache(model, **named)
+    refused(lambda: EvictingCache(model, **named), message, ValueError)
 
 
 def test_a_budget_larger_than_the_cache_keeps_all(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
@@ -391,20 +379,18 @@ def test_a_budget_larger_than_the_cache_keeps_all(model: LlamaForCausalLM, promp
 
 def test_prompts_that_cannot_be_read(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = EvictingCache(model, "keydiff")
-    with pytest.raises(UsageError, match="got no tokens"):
-        model(prompt[:, :0], past_key_values=cache)
-    with pytest.raises(UsageError, match=r"got 280 tokens, wanted at most the model's context of 256"):
-        read(model, prompt.repeat(1, 7), cache)
+    refused(lambda: model(prompt[:, :0], past_key_values=cache), "got no tokens")
+    refused(lambda: read(model, prompt.repeat(1, 7), cache), r"got 280 tokens, wanted at most the model's context of 256")
     mask = torch.ones_like(prompt)
     mask[0, -1] = 0
-    with pytest.raises(UsageError, match="got padding after tokens"):
-        model(prompt, attention_mask=mask, past_key_values=cache)
+    refused(lambda: model(prompt, attention_mask=mask, past_key_values=cache), "got padding after tokens")
 
 
 def test_models_that_cannot_be_compressed() -> None:
     small: dict[str, Any] = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    with pytest.raises(UsageError, match="no rotary positions"):
-        EvictingCache(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=30)))
+    refused(lambda: EvictingCache(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=30))), "no rotary positions")
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    with pytest.raises(UsageError, match="a sliding window in every layer"):
-        EvictingCache(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)))
+    refused(
+        lambda: EvictingCache(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8))),
+        "a sliding window in every layer",
+    )

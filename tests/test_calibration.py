@@ -1,15 +1,13 @@
 """Calibrated state: what is computed from a text, how it reaches a method, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import IDS, cached, positions_of, read
 from safetensors.torch import save_file
+from tools.reading import IDS, cached, positions_of, read, refused
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -83,26 +81,27 @@ def test_duo_attention_reads_its_gates_from_the_file(model: LlamaForCausalLM, tm
     read(model, IDS[:, :1], cache)
     assert positions_of(cache.layers[1]) == [list(range(61)), [0, 1, *range(55, 61)]]
     assert cache.nbytes < cache.nbytes_full
-    with pytest.raises(UsageError, match="every: got 4 without the option calibration, wanted 0"):
-        EvictingCache(model, "duo_attention", every=4)
+    refused(lambda: EvictingCache(model, "duo_attention", every=4), "every: got 4 without the option calibration, wanted 0")
 
 
 def test_another_model_another_file_and_a_short_text_are_refused(model: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:
     other = tiny_llama(max_position_embeddings=512).double()
     with torch.no_grad():
         next(iter(other.model.layers[0].self_attn.parameters())).mul_(2)
-    with pytest.raises(UsageError, match="of another model, wanted that of LlamaForCausalLM"):
-        EvictingCache(other, "q_filters", options={"calibration": str(file)})
+    refused(
+        lambda: EvictingCache(other, "q_filters", options={"calibration": str(file)}),
+        "of another model, wanted that of LlamaForCausalLM",
+    )
     save_file({"x": torch.zeros(1)}, tmp_path / "x")
     for path, message in ((tmp_path / "x", "of schema None, wanted"), (tmp_path / "absent", "a file of `evictionary calibrate`")):
         with pytest.raises(UsageError, match=message):
             EvictingCache(model, "triattention", options={"calibration": str(path)})
-    with pytest.raises(UsageError, match="option calibration: keydiff has no such option"):
-        EvictingCache(model, "keydiff", options={"calibration": str(file)})
-    with pytest.raises(UsageError, match="got 40 tokens, wanted at least 256"):
-        of_text(model, TEXT[:, :40])
-    with pytest.raises(UsageError, match="wanted a file that can be written"):
-        calibration.write(model, of_text(model, TEXT), tmp_path)
+    refused(
+        lambda: EvictingCache(model, "keydiff", options={"calibration": str(file)}),
+        "option calibration: keydiff has no such option",
+    )
+    refused(lambda: of_text(model, TEXT[:, :40]), "got 40 tokens, wanted at least 256")
+    refused(lambda: calibration.write(model, of_text(model, TEXT), tmp_path), "wanted a file that can be written")
 
 
 def test_the_command_writes_a_file_for_the_model(model_folder: Path, tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ the model are left out: the forwards get no attention mask, at which transformer
 a GPU, gives zeros here.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import weakref
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import cached, read
+from tools.reading import cached, read, refused
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -205,5 +203,8 @@ def test_pages_are_read_in_the_order_of_each_head() -> None:
     flat = CompressedCache(*(pool.flatten(0, 1)[rows] for pool in pools), torch.arange(13), cache.lengths)
     for got, wanted in zip(attention.attend_paged(queries, cache), attention.attend(queries, flat), strict=True):
         assert torch.equal(got, wanted)
-    with pytest.raises(ValueError, match=r"cache\.keys: got shape \(5, 3, 8\), wanted .* D = 4, as in queries"):
-        attention.attend_paged(queries[..., :4], cache)
+    refused(
+        lambda: attention.attend_paged(queries[..., :4], cache),
+        r"cache.keys: got shape \(5, 3, 8\), .* with D = 4, as in queries",
+        ValueError,
+    )

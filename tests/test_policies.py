@@ -1,14 +1,12 @@
 """What methods do in a cache beside choosing tokens: whose it is, what it keeps, and that old files are read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from reading import IDS, after, padded, read, read_in
 from safetensors.torch import load_file
+from tools.reading import IDS, after, padded, read, read_in
 from transformers import LlamaForCausalLM
 
 from evictionary.cache import file

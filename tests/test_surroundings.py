@@ -1,7 +1,5 @@
 """What people put around a model and a cache: wrappers, threads, other precisions, images, gradients, an interruption."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from reading import IDS, cached, generate, padded, read, read_in, small
+from tools.reading import IDS, cached, generate, padded, read, read_in, refused, small
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
 from evictionary.cache.evicting_cache import EvictingCache
@@ -61,8 +59,7 @@ def test_a_wrapped_model_reads_its_prompt_twice_and_loads_a_file(tmp_path: Any, 
 
 @pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), "a name", None])
 def test_what_holds_no_model_is_refused(other: Any) -> None:
-    with pytest.raises(UsageError, match=rf"model: got {type(other).__name__}, wanted a transformers model"):
-        EvictingCache(other)
+    refused(lambda: EvictingCache(other), rf"model: got {type(other).__name__}, wanted a transformers model")
 
 
 METHODS = ["keydiff", "snapkv+ada_kv", "momentkv", None]
@@ -153,8 +150,7 @@ def test_a_forward_that_was_interrupted_is_noticed_by_the_next(
 
     with model.model.layers[0].mlp.register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
         read(model, IDS[:, :5], cache)
-    with pytest.raises(RuntimeError, match=r"cache: got layers that have read .* tokens, wanted one number"):
-        read(model, IDS[:, :5], cache)
+    refused(lambda: read(model, IDS[:, :5], cache), r"cache: got layers that have read .* tokens, wanted one number", RuntimeError)
     cache.reset()
     read(model, IDS, cache)
     assert cache.tokens_kept == 30
@@ -211,10 +207,10 @@ def test_another_attention_after_the_cache_was_made_is_refused_before_a_token_is
 def test_a_second_prompt_that_is_shorter_than_the_first_says_what_to_do(model: LlamaForCausalLM, every: int) -> None:
     with EvictingCache(model, "keydiff", 0.5, every=every) as cache:
         generate(model, IDS, cache)
-        with pytest.raises(
-            UsageError, match=r"prompt: got no new token after the 67 .* wanted one: .* or cache.reset\(\) before it"
-        ):
-            generate(model, IDS[:, :20], cache)
+        refused(
+            lambda: generate(model, IDS[:, :20], cache),
+            r"prompt: got no new token after the 67 .* wanted one: .* or cache.reset\(\) before it",
+        )
         cache.reset()
         assert generate(model, IDS[:, :20], cache).shape == (1, 28)
 

@@ -1,13 +1,11 @@
 """The arguments of a cache, checked before a model is loaded or a prompt is read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.optimized.states import zero_moments
@@ -29,8 +27,7 @@ def checked(
     """
     found = resolve(method) if isinstance(method, str) else method
     tokens_to_keep(1, compression_ratio, budget)
-    if options and found is None:
-        raise UsageError("options: got options without a method, wanted none")
+    require(not options or found is not None, "options: got options without a method, wanted none")
     typed = found.typed_options(options) if found else {}
     if found and typed and found.module.__name__.startswith("evictionary."):  # a user's function may do anything when it is called
         _try_out(found, typed)
@@ -55,18 +52,19 @@ def _try_out(method: Method, options: Mapping[str, Any]) -> None:
 
 def _tokens_between(method: Method | None, every: int | None, budget: int | None) -> int:
     """The tokens between two compressions, 0 for the prompt alone. Raises UsageError if the method cannot compress like that."""
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
-        raise UsageError(f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone")
-    traits = method.traits if method else frozenset()
+    require(
+        every is None or (not isinstance(every, bool) and isinstance(every, int) and every >= 0),
+        f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone",
+    )
+    name, traits = (method.name, method.traits) if method else ("", frozenset())
     every = int("every_token" in traits) if every is None else every
-    if every and method and "recursive" in traits and budget is not None:
-        raise UsageError(
-            f"budget: got {budget} with every={every}, wanted a compression_ratio: {method.name} keeps a fraction of "
-            "each new partition, so the number of kept tokens grows with the text"
-        )
-    if every and method and "prompt_only" in traits:
-        raise UsageError(
-            f"every: got {every}, wanted 0: {method.name} reads the queries of all tokens, and these are gone "
-            "when the cache compresses again"
-        )
+    require(
+        not every or "recursive" not in traits or budget is None,
+        f"budget: got {budget} with every={every}, wanted a compression_ratio: {name} keeps a fraction of "
+        "each new partition, so the number of kept tokens grows with the text",
+    )
+    require(
+        not every or "prompt_only" not in traits,
+        f"every: got {every}, wanted 0: {name} reads the queries of all tokens, and these are gone when the cache compresses again",
+    )
     return every

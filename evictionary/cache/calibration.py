@@ -1,7 +1,5 @@
 """Calibrated inputs of methods: computed from the queries of a text, saved, and refused for another model than their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from transformers import PreTrainedModel
 from evictionary import policies
 from evictionary.cache import file
 from evictionary.cache.model_hooks import attention_modules
-from evictionary.errors import UsageError
+from evictionary.errors import require
 from evictionary.models.queries import rotation, unrotated
 
 SCHEMA = "evictionary/calibration/2"
@@ -33,8 +31,10 @@ def of_states(
     key_positions are None where tokens have been evicted. Raises UsageError for a partial RoPE.
     """
     cos, sin = rotation(model, layer_index, positions)
-    if cos.shape[-1] != queries.shape[-1]:
-        raise UsageError(f"model: RoPE turns {cos.shape[-1]} of {queries.shape[-1]} channels, wanted a model where it turns all")
+    require(
+        cos.shape[-1] == queries.shape[-1],
+        f"model: RoPE turns {cos.shape[-1]} of {queries.shape[-1]} channels, wanted a model where it turns all",
+    )
     given = policies.Calibration(queries, unrotated(queries, cos, sin), cos, sin, keys, key_positions)
     return _joined(model, layer_index, "calibrated", given)
 
@@ -61,8 +61,10 @@ def write(model: PreTrainedModel, layers: Mapping[int, Mapping[str, torch.Tensor
 def read(model: PreTrainedModel, path: str | Path) -> dict[int, State]:
     """The state of each layer from a file that `write` wrote. Raises UsageError for any other, or for another model's."""
     settings, tensors = file.read_tensors("option calibration", path, str(model.device), SCHEMA, "of `evictionary calibrate`")
-    if settings["model"] != file.fingerprint(model):
-        raise UsageError(f"option calibration: got {path} of another model, wanted that of {type(model).__name__} at hand")
+    require(
+        settings["model"] == file.fingerprint(model),
+        f"option calibration: got {path} of another model, wanted that of {type(model).__name__} at hand",
+    )
     layers: dict[int, State] = {}
     for name, tensor in tensors.items():
         layer, _, entry = name.partition(".")

@@ -16,10 +16,10 @@ from evictionary.methods.method import Method, Request
 from evictionary.policies import Compression, hooks, moments_of
 
 if TYPE_CHECKING:
-    from evictionary.cache.evicting_cache import EvictingCache
+    from evictionary.cache.watched_cache import WatchedCache
 
 
-def compress(cache: EvictingCache, layer_index: int, note: Any, captured: Mapping[str, Any]) -> None:
+def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping[str, Any]) -> None:
     """Compress a layer of a cache that has a method, or raise and change nothing.
 
     1. Open the state of the policies. 2. Stop where the numbers say that every token stays. 3. Gather the states of the layer.
@@ -42,7 +42,7 @@ def compress(cache: EvictingCache, layer_index: int, note: Any, captured: Mappin
     layer.state, layer.evicted_at = step.state, layer.seen
 
 
-def opened(cache: EvictingCache, layer_index: int, note: Any) -> Compression:
+def opened(cache: WatchedCache, layer_index: int, note: Any) -> Compression:
     """The compression as policies see it, with a state of its own."""
     layer, method = cache.layers[layer_index], cache.method
     assert method is not None
@@ -56,7 +56,7 @@ def opened(cache: EvictingCache, layer_index: int, note: Any) -> Compression:
     return step
 
 
-def keeps_all(cache: EvictingCache, layer_index: int, step: Compression) -> bool:
+def keeps_all(cache: WatchedCache, layer_index: int, step: Compression) -> bool:
     """Whether the numbers of tokens alone say that nothing of a full layer is evicted."""
     layer, method = cache.layers[layer_index], step.method
     for says in hooks(method.policies, "keeps_all"):
@@ -69,7 +69,7 @@ def keeps_all(cache: EvictingCache, layer_index: int, step: Compression) -> bool
 
 
 def described(
-    cache: EvictingCache, layer_index: int, step: Compression, captured: Mapping[str, Any]
+    cache: WatchedCache, layer_index: int, step: Compression, captured: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Request]:
     """The states of the layer, and the request for the method."""
     layer = cache.layers[layer_index]

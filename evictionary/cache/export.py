@@ -1,14 +1,12 @@
 """Writes a folder that gives `model.generate(custom_generate=FOLDER, trust_remote_code=True)` a cache with eviction."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from evictionary.cache.arguments import checked
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.policies import DEFAULT
 
 FIRST_LINE = '"""Generation with KV-cache eviction, written by `evictionary export`; it needs the package evictionary.'
@@ -47,8 +45,10 @@ def export(
     The other arguments are those of EvictingCache. Raises UsageError for one that cannot be used, for a method in a file, which
     would not go with the folder, and for a folder that holds another generate.py.
     """
-    if re.search(r"\.py\b", method):
-        raise UsageError(f"method: got {method!r}, wanted a name of the dictionary: a file would not go with the folder")
+    require(
+        not re.search(r"\.py\b", method),
+        f"method: got {method!r}, wanted a name of the dictionary: a file would not go with the folder",
+    )
     typed = checked(method, compression_ratio, options, budget, every)[1]
     settings = {
         "method": method,
@@ -59,8 +59,10 @@ def export(
         "seed": seed,
     }
     path = Path(folder) / "custom_generate" / "generate.py"
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):
-        raise UsageError(f"folder: got {folder}, which holds another custom_generate/generate.py, wanted a folder without one")
+    require(
+        not path.exists() or path.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE),
+        f"folder: got {folder}, which holds another custom_generate/generate.py, wanted a folder without one",
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(FIRST_LINE + PROGRAM.replace("{settings!r}", repr(settings)), encoding="utf-8")

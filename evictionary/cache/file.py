@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from evictionary.cache.layers import EvictingLayer
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.models.load import loaded
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 
 def write(cache: EvictingCache, path: str | Path) -> None:
     """Write a cache that has read its prompt. Raises ValueError before that, and UsageError for a path that cannot be written."""
-    if cache.get_seq_length() == 0:
-        raise ValueError("save: the cache has not read its prompt yet")
+    require(cache.get_seq_length() != 0, "save: the cache has not read its prompt yet", ValueError)
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -71,10 +70,11 @@ def read_tensors(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
         raise UsageError(f"{argument}: got {path}, wanted a file {written_by}: {error}") from error
-    if settings.get("schema") != schema:
-        raise UsageError(f"{argument}: got {path} of schema {settings.get('schema')}, wanted {schema}")
-    if metadata.get("checksum") != _checksum(metadata["evictionary"], tensors):
-        raise UsageError(f"{argument}: got {path} with other contents than its checksum says, wanted the file as it was written")
+    require(settings.get("schema") == schema, f"{argument}: got {path} of schema {settings.get('schema')}, wanted {schema}")
+    require(
+        metadata.get("checksum") == _checksum(metadata["evictionary"], tensors),
+        f"{argument}: got {path} with other contents than its checksum says, wanted the file as it was written",
+    )
     return settings, tensors
 
 

@@ -12,16 +12,16 @@ from transformers import PreTrainedModel
 from evictionary import policies
 from evictionary.cache import calibration
 from evictionary.cache.model_hooks import attention_modules, output_projection
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED
 from evictionary.methods.method import Method, Supply
 from evictionary.models.queries import logit_factor, project, rotation, unrotated
 
 if TYPE_CHECKING:
-    from evictionary.cache.evicting_cache import EvictingCache
+    from evictionary.cache.watched_cache import WatchedCache
 
 
-def supply(cache: EvictingCache, layer_index: int) -> Supply:
+def supply(cache: WatchedCache, layer_index: int) -> Supply:
     """The callback that computes the inputs of a layer from the captured states."""
     kv_heads = cache.layers[layer_index].keys.shape[1]
 
@@ -41,8 +41,10 @@ def supply(cache: EvictingCache, layer_index: int) -> Supply:
             return {entry: each.expand(len(states["keys"]), *each.shape[1:]) for entry, each in inputs.items()}
         if model is None or captured_as is None or states.get(captured_as) is None:
             return {}
-        if cache.counts_padding:
-            raise UsageError(f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them")
+        require(
+            not cache.counts_padding,
+            f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them",
+        )
         if name in CALIBRATED:
             queries = states["queries"]
             places = torch.arange(position - queries.shape[2], position, device=queries.device)
@@ -58,22 +60,22 @@ def supply(cache: EvictingCache, layer_index: int) -> Supply:
 
 
 def require_suitable(
-    model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recording: type[EvictingCache]
+    model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recording: type[WatchedCache]
 ) -> None:
     """Raise UsageError where a model cannot give a method its inputs, or not again with `every`."""
     if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
         require_readable_queries(model, method.name, recording)
-    if every and not is_calibrated and any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers):
-        raise UsageError(
-            f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
-            "prompt, and these are gone when the cache compresses again"
-        )
+    require(
+        not every or is_calibrated or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
+        f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
+        "prompt, and these are gone when the cache compresses again",
+    )
 
 
 _readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
-def require_readable_queries(model: PreTrainedModel, name: str, recording: type[EvictingCache]) -> None:
+def require_readable_queries(model: PreTrainedModel, name: str, recording: type[WatchedCache]) -> None:
     """Raise UsageError if this model's queries cannot be computed from hidden states; a few tokens are tried.
 
     A model may pair RoPE's channels in another way, leave RoPE out of some layers, or apply a norm after it; no configuration
@@ -81,15 +83,15 @@ def require_readable_queries(model: PreTrainedModel, name: str, recording: type[
     """
     if model not in _readable:
         _readable[model] = _has_readable_queries(model, recording)
-    if not _readable[model]:
-        raise UsageError(
-            f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE in two halves; "
-            f"wanted a method that reads no future queries instead of {name}"
-        )
+    require(
+        _readable[model],
+        f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE in two halves; "
+        f"wanted a method that reads no future queries instead of {name}",
+    )
 
 
 @torch.no_grad()
-def _has_readable_queries(model: PreTrainedModel, recording: type[EvictingCache]) -> bool:
+def _has_readable_queries(model: PreTrainedModel, recording: type[WatchedCache]) -> bool:
     places = torch.arange(4, device=model.device)
     modules = attention_modules(model)
     with recording(model, None, record=("queries", "hidden_states")) as cache:

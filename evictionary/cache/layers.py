@@ -4,13 +4,12 @@ While decoding on a GPU nothing here waits for it, and nothing copies the cache:
 room that grows by an eighth of the layer at a time, or into the slot of an evicted token (`EvictingLayer.slots`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from evictionary.errors import require
 from evictionary.optimized.cache import CompressedCache, compress
 from evictionary.optimized.states import Moments
 from evictionary.policies import State, moments_of
@@ -204,8 +203,7 @@ class EvictingLayer(DynamicLayer):
     @property
     def positions(self) -> torch.Tensor:
         """The text positions of the tokens in `keys`, [B, H_kv, stored], ascending in each head; padding counts."""
-        if self._keys is None:
-            raise ValueError("positions: the cache is empty")
+        require(self._keys is not None, "positions: the cache is empty", ValueError)
         self._restore_order()
         return self._positions_of_slots()
 
@@ -261,11 +259,12 @@ class EvictingLayer(DynamicLayer):
     def require_croppable(self, tokens_to_remove: int) -> None:
         """Raise ValueError unless the last `-tokens_to_remove` tokens came after the last eviction."""
         count = -tokens_to_remove
-        if count < 0 or count > self.seen - self.evicted_at:
-            raise ValueError(
-                f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
-                "the tokens before that have been compressed and cannot be restored"
-            )
+        require(
+            count >= 0 and count <= self.seen - self.evicted_at,
+            f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
+            "the tokens before that have been compressed and cannot be restored",
+            ValueError,
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Raises ValueError for tokens before the last eviction."""

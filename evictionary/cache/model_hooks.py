@@ -4,8 +4,6 @@ It uses three extension points of transformers and torch, only as long as a cach
 forward pre-hooks on its attention modules, and an attention function registered beside the model's.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading
@@ -19,7 +17,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.models.load import loaded
 
 PREFIX = "evictionary_"
@@ -86,16 +84,14 @@ def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
         for module in model.modules()
         if "Attention" in type(module).__name__ and hasattr(module, "layer_idx")
     }
-    if not found:
-        raise UsageError(f"model: found no attention modules with a layer index in {type(model).__name__}")
+    require(found, f"model: found no attention modules with a layer index in {type(model).__name__}")
     return found
 
 
 def output_projection(model: PreTrainedModel, module: Any) -> torch.Tensor:
     """W_o of an attention module by query head, [H_q, D_v, hidden]. Raises UsageError for a module without `o_proj` or `dense`."""
     projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
-    if projection is None:
-        raise UsageError(f"model: {type(module).__name__} has no o_proj or dense, which this method reads")
+    require(projection is not None, f"model: {type(module).__name__} has no o_proj or dense, which this method reads")
     weight = loaded(projection, "weight").detach().T
     return weight.reshape(model.config.get_text_config().num_attention_heads, -1, weight.shape[-1])
 
@@ -113,11 +109,11 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         if tokens is None:
             return
         attention = model.config._attn_implementation
-        if attention not in _underlying:
-            raise UsageError(
-                f"model: got the attention {attention}, chosen after the cache was made; wanted model.set_attn_implementation() "
-                "before EvictingCache(model)"
-            )
+        require(
+            attention in _underlying,
+            f"model: got the attention {attention}, chosen after the cache was made; wanted model.set_attn_implementation() "
+            "before EvictingCache(model)",
+        )
         if tokens.shape[1] or not watcher.get_seq_length():
             require_prompt(tokens.shape[1], longest)
         mask = named.get("attention_mask")
@@ -156,17 +152,17 @@ def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
     real = mask.bool()
     if real.all():
         return None
-    if (real[:, :-1] & ~real[:, 1:]).any():
-        raise UsageError("attention_mask: got padding after tokens, wanted it before them: tokenizer.padding_side = 'left'")
+    require(
+        not (real[:, :-1] & ~real[:, 1:]).any(),
+        "attention_mask: got padding after tokens, wanted it before them: tokenizer.padding_side = 'left'",
+    )
     return (~real).sum(dim=1)
 
 
 def require_prompt(length: int, longest: int | None) -> None:
     """Raise UsageError for an empty prompt, or one of more tokens than the model has positions."""
-    if length == 0:
-        raise UsageError("prompt: got no tokens, wanted at least one")
-    if longest is not None and length > longest:
-        raise UsageError(f"prompt: got {length} tokens, wanted at most the model's context of {longest}")
+    require(length != 0, "prompt: got no tokens, wanted at least one")
+    require(longest is None or length <= longest, f"prompt: got {length} tokens, wanted at most the model's context of {longest}")
 
 
 def _layer_index(module: Any) -> int:
@@ -190,16 +186,16 @@ def _start(model: PreTrainedModel, user: object) -> None:
     now = model.config._attn_implementation
     underlying, users = _replaced.get(model, (_underlying.get(now, now), set()))
     ours = _name(underlying)
-    if underlying not in ("sdpa", "eager", "flex_attention") and "flash" not in underlying and "/" not in underlying:
-        raise UsageError(
-            f"model: got {type(model).__name__} with the attention {underlying}, wanted attn_implementation='sdpa', 'eager', "
-            "'flex_attention', a flash kind or a kernel of the hub"
-        )
-    if model.device.type == "cpu" and ALL_ATTENTION_FUNCTIONS.get(underlying) is flash_attention_forward:
-        raise UsageError(
-            f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs alone; "
-            "wanted attn_implementation='sdpa'"
-        )
+    require(
+        underlying in ("sdpa", "eager", "flex_attention") or "flash" in underlying or "/" in underlying,
+        f"model: got {type(model).__name__} with the attention {underlying}, wanted attn_implementation='sdpa', 'eager', "
+        "'flex_attention', a flash kind or a kernel of the hub",
+    )
+    require(
+        model.device.type != "cpu" or ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward,
+        f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs alone; "
+        "wanted attn_implementation='sdpa'",
+    )
     _replaced[model] = (underlying, users)
     users.add(user)  # before anything else: another cache that is deleted meanwhile leaves our attention in its place
     if len(users) == 1:

@@ -4,8 +4,6 @@ Each part gives its output and the log-sum-exp of its logits. The attention over
 exp(log-sum-exp). On a GPU, two kernels do this for all parts at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Calls a method's function with tensors or arrays, reads its options, and checks its result."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import inspect
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evictionary.errors import MethodError, UsageError
+from evictionary.errors import MethodError, UsageError, require
 
 
 def typed_option(name: str, value: Any, default: Any) -> Any:
@@ -27,8 +25,9 @@ def typed_option(name: str, value: Any, default: Any) -> Any:
             value = ast.literal_eval(value.capitalize() if wanted is bool else value)
     if wanted is float and type(value) is int:
         value = float(value)
-    if default is not None and type(value) is not wanted:
-        raise UsageError(f"option {name}: got {value!r}, wanted {_article(wanted)} such as {default!r}")
+    require(
+        default is None or type(value) is wanted, f"option {name}: got {value!r}, wanted {_article(wanted)} such as {default!r}"
+    )
     return value
 
 
@@ -62,8 +61,9 @@ def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any],
             told += "; it gets NumPy arrays, because its file does not import torch: `import torch` there gives it tensors"
         raise MethodError(told) from error
     changed = [name for name, value in arguments.items() if _writes(value) != before[name]]
-    if changed:
-        raise MethodError(f"{label} writes into {', '.join(changed)}, wanted a function that changes a copy: x = x.clone()")
+    require(
+        not changed, f"{label} writes into {', '.join(changed)}, wanted a function that changes a copy: x = x.clone()", MethodError
+    )
     return result
 
 
@@ -103,10 +103,12 @@ def checked_scores(label: str, result: Any, shape: tuple[int, ...], device: torc
     """Return the scores as a tensor [B, H_kv, T]. Raises MethodError for another shape, no real numbers, or NaN."""
     wanted = f"scores of shape {list(shape)} ([B, H_kv, T]), real numbers, higher = keep"
     scores = _as_tensor(label, result, wanted, device)
-    if tuple(scores.shape) != shape:
-        raise MethodError(f"{label} returned shape {list(scores.shape)}, wanted {wanted}")
-    if scores.dtype == torch.bool or scores.is_complex():
-        raise MethodError(f"{label} returned dtype {scores.dtype}, wanted {wanted}; a kept mask comes from a `select`")
+    require(tuple(scores.shape) == shape, f"{label} returned shape {list(scores.shape)}, wanted {wanted}", MethodError)
+    require(
+        scores.dtype != torch.bool and not scores.is_complex(),
+        f"{label} returned dtype {scores.dtype}, wanted {wanted}; a kept mask comes from a `select`",
+        MethodError,
+    )
     if scores.isnan().any():
         batch, head, token = (int(index) for index in scores.isnan().nonzero()[0])
         raise MethodError(f"{label} returned NaN (batch {batch}, head {head}, token {token}), wanted {wanted}")
@@ -117,10 +119,7 @@ def checked_kept(label: str, result: Any, shape: tuple[int, ...], device: torch.
     """Return the kept mask as a tensor [B, H_kv, T]. Raises MethodError for another shape or dtype, or an empty row."""
     wanted = f"a boolean mask of shape {list(shape)} ([B, H_kv, T]), True = keep"
     kept = _as_tensor(label, result, wanted, device)
-    if tuple(kept.shape) != shape:
-        raise MethodError(f"{label} returned shape {list(kept.shape)}, wanted {wanted}")
-    if kept.dtype != torch.bool:
-        raise MethodError(f"{label} returned dtype {kept.dtype}, wanted {wanted}")
-    if not kept.any(dim=-1).all():
-        raise MethodError(f"{label} keeps no token in some head, wanted at least one token in each head")
+    require(tuple(kept.shape) == shape, f"{label} returned shape {list(kept.shape)}, wanted {wanted}", MethodError)
+    require(kept.dtype == torch.bool, f"{label} returned dtype {kept.dtype}, wanted {wanted}", MethodError)
+    require(kept.any(dim=-1).all(), f"{label} keeps no token in some head, wanted at least one token in each head", MethodError)
     return kept

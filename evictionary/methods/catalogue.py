@@ -5,8 +5,6 @@ A module of `reference/` with the attribute `METHOD = "one-line description"` is
 inputs that the method brings along, each with its source and its meaning; `evictionary/policies/` computes them.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil
@@ -17,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from evictionary import reference
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 SEAMS = ("score", "select", "compress", "attend")
 RANDOM = "random"
@@ -138,8 +136,10 @@ def paper(module: ModuleType) -> str | None:
 def traits(module: ModuleType) -> frozenset[str]:
     """The module's TRAITS, an empty set without the attribute. Raises UsageError for an unknown word."""
     said = getattr(module, "TRAITS", ())
-    if not set(said) <= set(TRAITS):
-        raise UsageError(f"TRAITS of {Path(module.__file__ or '?').name}: got {said!r}, wanted a set of {', '.join(TRAITS)}")
+    require(
+        set(said) <= set(TRAITS),
+        f"TRAITS of {Path(module.__file__ or '?').name}: got {said!r}, wanted a set of {', '.join(TRAITS)}",
+    )
     return frozenset(said)
 
 

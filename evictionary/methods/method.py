@@ -1,7 +1,5 @@
 """A method: its inputs, its options, its traits, and the kept mask that it chooses for the states of one layer."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 
 from evictionary import policies
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.methods import catalogue
 from evictionary.methods.calling import call, checked_kept, checked_scores, typed_option
 from evictionary.methods.ragged_batches import Piece, cut, pieces, put
@@ -258,6 +256,8 @@ def tokens_to_keep(length: int, compression_ratio: float, budget: int | None = N
             return selection.budget(length, compression_ratio)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-        raise UsageError(f"budget: got {budget!r}, wanted a whole number of at least 1")
+    require(
+        not isinstance(budget, bool) and isinstance(budget, int) and budget >= 1,
+        f"budget: got {budget!r}, wanted a whole number of at least 1",
+    )
     return min(budget, length)

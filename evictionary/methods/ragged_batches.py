@@ -1,7 +1,5 @@
 """Splits a padded or ragged cache into pieces for a method: heads whose tokens stand at the same places."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

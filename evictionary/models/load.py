@@ -1,7 +1,5 @@
 """Loads a model: the embedded one, a name on the Hugging Face hub, or a local folder."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 from evictionary.models import embedded
 
 EMBEDDED = "embedded"
@@ -27,11 +25,12 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     """
     _quiet_transformers()
     folder = str(embedded.install()) if name == EMBEDDED else name
-    if not folder.strip():
-        raise UsageError(f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
+    require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
     is_folder = Path(folder).is_dir()
-    if not is_folder and folder.startswith((".", "/", "~")):
-        raise UsageError(f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}")
+    require(
+        is_folder or not folder.startswith((".", "/", "~")),
+        f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if name == EMBEDDED else "auto"
     try:
@@ -58,8 +57,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     """
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     found = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
-    if found is None:
-        raise UsageError(f"model: got {type(model).__name__}, wanted a transformers model, or a module with one inside")
+    require(found is not None, f"model: got {type(model).__name__}, wanted a transformers model, or a module with one inside")
     return found
 
 
@@ -69,9 +67,12 @@ def loaded(module: torch.nn.Module, name: str) -> torch.Tensor:
     if weight.device.type != "meta":
         return weight
     hook = getattr(module, "_hf_hook", None)
-    found = next((each.weights_map for each in (hook, *getattr(hook, "hooks", ())) if getattr(each, "weights_map", None)), None)
-    if found is None:
-        raise UsageError(f"model: got {type(module).__name__} without numbers in its {name} (device meta), wanted loaded weights")
+    found: Any = next(
+        (each.weights_map for each in (hook, *getattr(hook, "hooks", ())) if getattr(each, "weights_map", None)), None
+    )
+    require(
+        found is not None, f"model: got {type(module).__name__} without numbers in its {name} (device meta), wanted loaded weights"
+    )
     return found[name]
 
 
@@ -79,33 +80,41 @@ def require_supported(model: PreTrainedModel) -> None:
     """Raise UsageError unless the model is a decoder with rotary positions and full attention in at least one layer."""
     name = type(model).__name__
     config = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise UsageError(f"model: got {name}, an encoder-decoder; wanted a decoder-only language model")
+    require(not model.config.is_encoder_decoder, f"model: got {name}, an encoder-decoder; wanted a decoder-only language model")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     others = kinds - {"full_attention", "sliding_attention"}
-    if others:
-        raise UsageError(
-            f"model: got {name} with layers of {', '.join(sorted(others))}; wanted full or sliding attention in every layer"
-        )
-    if getattr(config, "rope_parameters", None) is None:
-        raise UsageError(
-            f"model: got {name}, whose configuration has no rope_parameters: it has no rotary positions (RoPE), or an attention of "
-            "its own that no cache can watch; wanted a model with them"
-        )
-    if all(is_sliding(config, index) for index in range(config.num_hidden_layers)):
-        raise UsageError(
-            f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some"
-        )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UsageError(f"model: got {name} with capped attention logits, wanted plain softmax attention")
-    if config.model_type in NO_SOFTMAX:
-        raise UsageError(f"model: got {name} with {NO_SOFTMAX[config.model_type]}, wanted plain softmax attention")
-    if getattr(config, "kv_lora_rank", None):
-        raise UsageError(f"model: got {name} with latent attention, wanted a cache of full keys and values")
-    if getattr(config, "num_kv_shared_layers", None):
-        raise UsageError(f"model: got {name} whose layers share keys and values, wanted a cache for each layer")
-    if any(_has_sinks(module, config) for module in model.modules()):
-        raise UsageError(f"model: got {name} with learned attention sinks, wanted plain softmax attention")
+    require(
+        not others, f"model: got {name} with layers of {', '.join(sorted(others))}; wanted full or sliding attention in every layer"
+    )
+    require(
+        getattr(config, "rope_parameters", None) is not None,
+        f"model: got {name}, whose configuration has no rope_parameters: it has no rotary positions (RoPE), or an attention of "
+        "its own that no cache can watch; wanted a model with them",
+    )
+    require(
+        not all(is_sliding(config, index) for index in range(config.num_hidden_layers)),
+        f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some",
+    )
+    require(
+        not getattr(config, "attn_logit_softcapping", None),
+        f"model: got {name} with capped attention logits, wanted plain softmax attention",
+    )
+    require(
+        config.model_type not in NO_SOFTMAX,
+        f"model: got {name} with {NO_SOFTMAX.get(config.model_type)}, wanted plain softmax attention",
+    )
+    require(
+        not getattr(config, "kv_lora_rank", None),
+        f"model: got {name} with latent attention, wanted a cache of full keys and values",
+    )
+    require(
+        not getattr(config, "num_kv_shared_layers", None),
+        f"model: got {name} whose layers share keys and values, wanted a cache for each layer",
+    )
+    require(
+        not any(_has_sinks(module, config) for module in model.modules()),
+        f"model: got {name} with learned attention sinks, wanted plain softmax attention",
+    )
 
 
 def _has_sinks(module: Any, config: Any) -> bool:

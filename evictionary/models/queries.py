@@ -3,8 +3,6 @@
 So scaled or partial RoPE and QK-norm are those of the model; with plain RoPE the results equal the reference (tested).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 
 HORIZON = 512
 """The future positions that RoPE is averaged over."""
@@ -21,9 +19,8 @@ HORIZON = 512
 
 def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [..., R] of the model's RoPE at positions [...], of any integer dtype; R, at most D, is even."""
-    rotary = next((module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")), None)
-    if rotary is None:
-        raise UsageError(f"model: found no rotary embedding in {type(model).__name__}, which this method reads")
+    rotary: Any = next((module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")), None)
+    require(rotary is not None, f"model: found no rotary embedding in {type(model).__name__}, which this method reads")
     # Some model families rotate sliding and full layers by different angles.
     extra = {}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
@@ -32,10 +29,10 @@ def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) 
     like = torch.empty(0, device=positions.device, dtype=torch.float32)
     # a copy, as some variants of RoPE remember the longest position that they were asked for
     turns = copy.deepcopy(rotary)(like, positions.reshape(1, -1), **extra)
-    if isinstance(turns, torch.Tensor):
-        raise UsageError(
-            f"model: {type(model).__name__} rotates by complex numbers, wanted cosine and sine, which this method reads"
-        )
+    require(
+        not isinstance(turns, torch.Tensor),
+        f"model: {type(model).__name__} rotates by complex numbers, wanted cosine and sine, which this method reads",
+    )
     cos, sin = turns
     return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 

@@ -1,7 +1,5 @@
 """DuoAttention in a cache: the gates of a text, or of the prompt, where none were trained."""
 
-from __future__ import annotations
-
 import torch
 
 from evictionary.models.queries import rotation, turned, unrotated

@@ -1,7 +1,5 @@
 """Expected Attention in a cache: the queries to come are those so far, brought to before RoPE and on to the next positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GVote in a cache: queries of hidden states that are drawn from those so far vote."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

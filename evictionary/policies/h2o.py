@@ -1,7 +1,5 @@
 """H2O in a cache: the attention that each token receives is added up while the model reads its prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """KeyDiff in a cache: the sum of the unit keys goes from one compression to the next, which saves a pass over the keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

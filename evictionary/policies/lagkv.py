@@ -3,8 +3,6 @@
 The state is `static`: the tokens of each row that have been compressed, or are sinks, and are left alone from now on.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from decimal import Decimal

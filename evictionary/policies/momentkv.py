@@ -1,7 +1,5 @@
 """MomentKV in a cache, and its correction beside any method (`+moments`): evicted tokens live on in the moments of each head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Q-Filters in a cache: the filters of a text, or of the prompt."""
 
-from __future__ import annotations
-
 import torch
 
 from evictionary.optimized import q_filters

@@ -1,7 +1,5 @@
 """TriAttention in a cache: calibrated statistics of the queries before RoPE, brought to the positions to come."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,16 +1,23 @@
 """What the tests of the cache share: tokens to read, and short ways to read, to generate and to look at what is stored."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
+from evictionary.errors import UsageError
 
 IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
+
+
+def refused(call: Callable[[], Any], message: str, error: type[Exception] = UsageError) -> None:
+    """Fail unless the call raises this error, with a message that the pattern is found in."""
+    with pytest.raises(error, match=message):
+        call()
 
 
 @torch.no_grad()
@@ -19,10 +26,12 @@ def read(model: Any, ids: torch.Tensor, cache: Any, **named: Any) -> torch.Tenso
     return model(ids, past_key_values=cache, use_cache=True, **named).logits
 
 
-def cached(model: Any, ids: torch.Tensor, method: str | None, *arguments: Any, **named: Any) -> EvictingCache:
-    """A cache that has read ids [B, M]; the other arguments are its own."""
+def cached(
+    model: Any, ids: torch.Tensor, method: str | None, *arguments: Any, sizes: Sequence[int] = (), **named: Any
+) -> EvictingCache:
+    """A cache that has read ids [B, M], or parts of them of these sizes; the other arguments are its own."""
     cache = EvictingCache(model, method, *arguments, **named)
-    read(model, ids, cache)
+    read_in(model, cache, sizes or [ids.shape[1]], ids)
     return cache
 
 
@@ -80,3 +89,9 @@ def small(method: str) -> dict[str, Any]:
         "duo_attention": {"sink_size": 2, "recent_size": 8, "threshold": 2.0},
     }
     return options.get(method.partition("+")[0], {})
+
+
+def same_moments(layer: EvictingLayer, wanted: Sequence[Any]) -> None:
+    """Fail unless a layer holds these moments, up to rounding."""
+    for got, want in zip(layer.moments or (), wanted, strict=True):
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
