@@ -21,13 +21,14 @@ from evictionary import optimized, reference
 ROOT = Path(__file__).parent.parent
 
 ROOMS = [
-    ("reference", "source"),
+    ("reference", "source", "errors"),
+    ("store",),
     ("spec_tests.harness", "optimized.checks"),
     ("spec_tests.mutants", "optimized.states", "optimized.rope"),
     ("spec_tests.controls", "optimized.kernels"),
     ("optimized",),
     ("spec_tests",),
-    ("errors", "tutorials"),
+    ("tutorials",),
     ("models", "methods"),
     ("cache",),
     ("evaluation",),
