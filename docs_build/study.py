@@ -10,8 +10,8 @@ import json
 
 from docs_build.entries import ROOT
 from evictionary.evaluation import study
-from evictionary.evaluation.pages import drawn, put
-from evictionary.evaluation.run import Line
+from evictionary.evaluation.pages import drawn
+from evictionary.store import Line, put
 
 MEASURED = ROOT / "docs" / "study"
 PICTURE = ROOT / "docs" / "images" / "study.svg"

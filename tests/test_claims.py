@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from killing import goes_on
+from tools.killing import goes_on
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
 from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim, Condition, Number, Numbers
 from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_kept, read_on, record
@@ -24,10 +25,10 @@ from evictionary.cli import app as cli
 from evictionary.errors import UsageError
 from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
-from evictionary.evaluation.run import Line
 from evictionary.optimized import tova
 from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation
+from evictionary.store import Line
 
 SCALE = Scale(
     prompt_tokens=96,
@@ -54,6 +55,10 @@ def without_seconds(lines: list[Line]) -> list[Line]:
     return [{name: value for name, value in line.items() if name != "cpu_seconds"} for line in lines]
 
 
+def write_lines(folder: Path, lines: list[Line]) -> None:
+    store.put(folder / store.RESULTS, "".join(json.dumps(line) + "\n" for line in lines))
+
+
 @pytest.fixture(scope="module")
 def lab(tokenizer: PreTrainedTokenizerFast) -> Lab:
     return Lab(tiny_llama(max_position_embeddings=2048), tokenizer, SCALE)
@@ -68,7 +73,7 @@ def recording(lab: Lab) -> Recording:
 def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
     """A folder with the measurements of the plan, and its lines."""
     folder = tmp_path_factory.mktemp("finished")
-    return folder, run.run(plan_for(model_folder), folder)
+    return folder, store.run(plan_for(model_folder), folder)
 
 
 @pytest.fixture(scope="module")
@@ -457,47 +462,46 @@ def test_a_finished_run_measures_nothing_again(
     assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(plan_for(model_folder).lines())
     before = (folder / "results.jsonl").read_bytes()
     monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
-    assert run.run(plan_for(model_folder), folder) == lines
-    some = run.run(plan_for(model_folder, ["gvote"], texts=("code",)), folder)
+    assert store.run(plan_for(model_folder), folder) == lines
+    one = plan_for(model_folder, ["gvote"], texts=("code",))
+    some = one.own(store.run(one, folder))
     assert [(line["paper"], line["text"], line["seed"]) for line in some] == [("gvote", "code", 0), ("gvote", "code", 1)]
     assert (folder / "results.jsonl").read_bytes() == before
 
 
 def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
+    write_lines(tmp_path, finished[1])
     told: list[str] = []
     more = plan_for(model_folder, ["keydiff", "lagkv"], texts=("varied", "chat"), seeds=(1, 2))
-    lines = run.run(more, tmp_path, advance=lambda progress: told.append(progress.text))
+    lines = store.run(more, tmp_path, advance=lambda progress: told.append(progress.text))
     batches = ["LagKV, chat, seed 1", "LagKV, varied, seed 2", "LagKV, chat, seed 2"]
     assert told == [*batches, "KeyDiff, chat, seed 1", "KeyDiff, chat, seed 2", "KeyDiff, varied, seed 2"]
-    assert len(lines) == 8
+    assert len(more.own(lines)) == 8
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 26
 
 
 @pytest.mark.slow
 def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines, _ = goes_on(run, "test_claims", model_folder, tmp_path, lines=7)
+    lines, _ = goes_on("test_claims", model_folder, tmp_path, lines=7)
     assert len(lines) == 20
     assert without_seconds(lines) == without_seconds(finished[1])
 
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines = run.run(plan_for(model_folder), tmp_path, jobs=2)
+    lines = store.run(plan_for(model_folder), tmp_path, jobs=2)
     assert without_seconds(lines) == without_seconds(finished[1])
 
 
 def test_measurements_of_two_kinds_are_not_mixed(
     finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
-    with pytest.raises(UsageError, match=r"output: .* holds the results of"):
-        run.run(plan_for(Path("another")), tmp_path)
+    write_lines(tmp_path, finished[1])
     with pytest.raises(UsageError, match="measurements with prompt_tokens 96, wanted a folder of its own for prompt_tokens 128"):
-        run.run(plan_for(model_folder, scale=replace(SCALE, prompt_tokens=128)), tmp_path)
+        store.run(plan_for(model_folder, scale=replace(SCALE, prompt_tokens=128)), tmp_path)
     monkeypatch.setattr(run, "versions", lambda: evaluation.versions() | {"numpy": "9"})
     with pytest.raises(UsageError, match=r"output: .* measurements with numpy .*, wanted a folder of its own for numpy 9"):
-        run.run(plan_for(model_folder), tmp_path)
+        store.run(plan_for(model_folder), tmp_path)
 
 
 def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
@@ -534,7 +538,7 @@ def test_the_stored_results_follow_from_their_measurements() -> None:
     result = json.loads((folder / "results.json").read_text())
     assert (result["model"], result["weights"]) == ("embedded", "SmolLM2-135M-Instruct")
     plan = run.Plan("embedded", run.check_claims(), tuple(result["texts"]), result["seeds"])
-    lines = list(evaluation.read(folder / "results.jsonl", run.identify).values())
+    lines = list(store.read(folder / "results.jsonl", run.Plan.identify).values())
     assert len(lines) == len(plan.lines())
     made = json.loads(json.dumps(run.report(plan, lines, result["command"])))
     assert made | {"date": result["date"]} == result

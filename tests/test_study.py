@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from killing import goes_on
+from tools.killing import goes_on
 from typer.testing import CliRunner
 
 import docs_build.study
+from evictionary import store
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cli import study as cli_study
 from evictionary.cli.app import app
 from evictionary.errors import UsageError
 from evictionary.evaluation import study, tasks
 from evictionary.evaluation.questions import prefill
-from evictionary.evaluation.run import Line
 from evictionary.models.load import load
+from evictionary.store import Line
 
 SELECTORS = ("keydiff", "random", "momentkv", "gvote")
 
@@ -33,7 +34,7 @@ def plan_for(model: Path, **changes: Any) -> study.Plan:
 @pytest.fixture(scope="module")
 def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
     folder = tmp_path_factory.mktemp("study")
-    return folder, study.run(plan_for(model_folder), folder)
+    return folder, store.run(plan_for(model_folder), folder)
 
 
 def test_a_cell_is_the_loss_of_the_right_answer_with_that_composition(
@@ -61,9 +62,9 @@ def test_every_composition_is_there_once() -> None:
     assert set(study.compositions("gvote")) == {"gvote", "gvote+moments"}  # has its own budget
 
 
-@pytest.mark.slow  # share() itself is killed in test_evaluation.py
+@pytest.mark.slow  # the store itself is killed in test_store.py
 def test_a_killed_study_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines, _ = goes_on(study, "test_study", model_folder, tmp_path, lines=5)
+    lines, _ = goes_on("test_study", model_folder, tmp_path, lines=5)
     assert lines == finished[1]
 
 

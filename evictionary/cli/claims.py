@@ -15,9 +15,9 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    carry_out,
     exit_codes,
     given_names,
-    measuring,
     messages,
     require_folder,
     whole_number,
@@ -72,8 +72,7 @@ def claims(
         chosen = experiment.check_claims(*asked.values())
         plan = experiment.Plan(model, chosen, tuple(dict.fromkeys(kinds or known.KINDS)), range(seed, seed + seeds))
         given = "".join(f" {option} '{','.join(names)}'" for option, names in {**asked, "--texts": kinds}.items() if names)
-        with measuring() as advance:
-            lines = experiment.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        lines = carry_out(plan, output, jobs, dask)
         messages.print("intervals, pictures and pages", style="italic")
         result = experiment.report(plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}")
         experiment.write(result, output)

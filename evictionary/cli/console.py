@@ -17,7 +17,7 @@ from rich.console import Console
 from evictionary.errors import InstallError, MethodError, UsageError
 
 if TYPE_CHECKING:
-    from evictionary.evaluation.run import Progress
+    from evictionary.store import Line, Plan, Progress
 
 messages = Console(stderr=True)
 
@@ -210,6 +210,14 @@ def measuring() -> Iterator[Callable[[Progress], None]]:
             log(f"{progress.done} of {progress.total}: {progress.text}; {left}")
 
         yield advance
+
+
+def carry_out(plan: Plan, output: Path, jobs: int, dask: str | None) -> list[Line]:
+    """Measure what the folder lacks of a plan, with progress, and return all its lines."""
+    from evictionary import store
+
+    with measuring() as advance:
+        return store.run(plan, output, jobs=jobs, dask=dask, advance=advance)
 
 
 def _log() -> Callable[[str], None]:

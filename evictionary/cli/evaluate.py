@@ -17,9 +17,9 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    carry_out,
     escaped,
     exit_codes,
-    measuring,
     messages,
     names_in,
     numbers_in,
@@ -108,8 +108,7 @@ def evaluate(
             ratios=removed,
             budgets=kept,
         )
-        with measuring() as advance:
-            lines = evaluation.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        lines = carry_out(plan, output, jobs, dask)
         found = eval_report.write(lines, output)
     if as_json or format is Format.JSON:
         typer.echo(json.dumps(found | {"output": str(output)}, indent=1))

@@ -13,9 +13,9 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    carry_out,
     exit_codes,
     given_names,
-    measuring,
     numbers_in,
     require_folder,
     require_seed,
@@ -73,8 +73,7 @@ def study(
             ratios=removed,
             length=length,
         )
-        with measuring() as advance:
-            lines = experiment.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        lines = carry_out(plan, output, jobs, dask)
         found = experiment.write(lines, output)
     if as_json:
         typer.echo(json.dumps(found | {"output": str(output)}, indent=1))
