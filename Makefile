@@ -31,7 +31,7 @@ mutants: .venv/installed
 
 # Every mistake made in the implementation and in the reference at once; one that no law sees fails. ORACLE="--only keydiff.score"
 oracle: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m spec_tests.harness.oracle $(ORACLE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m evictionary.spec_tests.harness.oracle $(ORACLE)
 
 # The wheel in environments of its own, in an empty folder and inside another project.
 wheel-check: .venv/installed
@@ -61,8 +61,8 @@ build/triton-$(OLDER_TRITON): | .venv/installed
 
 # The laws measured: every planted mistake against every law, every correct variant over 200 seeds. It takes long.
 measure: .venv/installed
-	$(BIN)/python -m spec_tests.harness.matrix
-	$(BIN)/python -m spec_tests.harness.matrix --controls 200
+	$(BIN)/python -m evictionary.spec_tests.harness.matrix
+	$(BIN)/python -m evictionary.spec_tests.harness.matrix --controls 200
 
 # Laws, mistakes, right variants, verdicts and files of the wheel, beside those stored before a rewriting.
 goldens: .venv/installed
@@ -107,15 +107,13 @@ docs-check:
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 typed: .venv/installed
-	@# mypy reads the folders under the names by which they are imported.
-	@mkdir -p build/typed/evictionary
-	@ln -sfn "$(CURDIR)/reference" "$(CURDIR)/optimized" "$(CURDIR)/spec_tests" "$(CURDIR)"/evictionary/* build/typed/evictionary/
-	cd build/typed && ../../$(BIN)/python -m mypy -p evictionary --config-file ../../pyproject.toml
+	$(BIN)/python -m mypy -p evictionary
 
 # Installed once; again only after a change of what is to be installed.
-.venv/installed: pyproject.toml setup.py constraints.txt
+.venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Evictionary needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv --clear .venv
 	@echo "installing what constraints.txt names: minutes at the first time"

@@ -54,7 +54,7 @@ def api_uri(definition: Definition) -> str:
     """The place of a function in the pages of the API, or in its source where the API has no page of it."""
     if posixpath.dirname(definition.path) not in LAYERS:
         return source_uri(definition.path, definition.name)
-    return f"reference/api/{definition.path.removesuffix('.py')}.md#{definition.module}.{definition.name}"
+    return f"reference/api/{definition.path.removesuffix('.py')}.md#evictionary.{definition.module}.{definition.name}"
 
 
 def escaped(text: str) -> str:
@@ -516,8 +516,9 @@ def source_page(path: str) -> str:
 def api_pages() -> dict[str, str]:
     """A page for each module of the three layers, for mkdocstrings to fill."""
     return {
-        f"reference/api/{folder}/{path.stem}.md": f"# {folder}/{path.name}\n\n::: {folder.replace('/', '.')}.{path.stem}\n"
+        f"reference/api/{folder}/{path.stem}.md": f"# {folder}/{path.name}\n\n::: {module}.{path.stem}\n"
         for folder in LAYERS
+        for module in ["evictionary." + folder.replace("/", ".")]
         for path in sorted((ROOT / folder).glob("*.py"))
         if path.stem != "__init__"
     }

@@ -10,7 +10,6 @@ model.generate(**inputs, past_key_values=cache)
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["EvictingCache", "__version__"]
-
-# In a clone, reference/, optimized/ and spec_tests/ stand beside this folder; in a wheel they stand inside it.
-_CLONE = Path(__file__).resolve().parent.parent
-if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "reference").is_dir():
-    __path__.append(str(_CLONE))
 
 
 def __getattr__(name: str) -> Any:

@@ -8,3 +8,6 @@ decisions (budgets, partition counts) come from `reference`.
 """
 
 ARRAY_LIBRARY = "torch"
+
+if __name__ != "evictionary.optimized":
+    raise ImportError("import evictionary.optimized, so that no module of it exists twice")

@@ -19,3 +19,6 @@ RoPE. A higher score means keep. A kept mask is boolean, True = keep. `budget` c
 kept per head, `compression_ratio` is the fraction removed, `keep_ratio` the fraction kept.
 Functions of one equation read as one head, `[..., T, D]`, and take any leading axes.
 """
+
+if __name__ != "evictionary.reference":
+    raise ImportError("import evictionary.reference, so that no module of it exists twice")

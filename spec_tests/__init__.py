@@ -6,3 +6,6 @@
 `law.py` the decorator, `implementation.py` loading and calling what is judged, `cases.py` the inputs, `arithmetic.py` and
 `tolerance.py` what counts as equal, `report.py` the sentence that a failure prints, `verdict.py` the verdict by requirement.
 """
+
+if __name__ != "evictionary.spec_tests":
+    raise ImportError("import evictionary.spec_tests, so that no module of it exists twice")

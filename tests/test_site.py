@@ -51,9 +51,9 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
     card = text.partition("### KD-8 ")[2].partition("### ")[0]
     for wanted in (
         r"\mathrm{score}_i = -\cos(\mu, k_i)",
-        "../reference/api/reference/keydiff.md#reference.keydiff.score",
-        "../reference/api/optimized/keydiff.md#optimized.keydiff.score",
-        "../reference/api/optimized/kernels/keydiff.md#optimized.kernels.keydiff.score",
+        "../reference/api/reference/keydiff.md#evictionary.reference.keydiff.score",
+        "../reference/api/optimized/keydiff.md#evictionary.optimized.keydiff.score",
+        "../reference/api/optimized/kernels/keydiff.md#evictionary.optimized.kernels.keydiff.score",
         "../source/spec_tests/test_keydiff.md#test_rescaling_each_key_changes_nothing",
         "mean taken before normalising",
         "return -cosine(keys, anchor(keys))",

@@ -126,7 +126,7 @@ def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: boo
     import pytest
 
     alone = [f"--rootdir={laws.parent}", f"--config-file={os.devnull}", "--assert=plain", "-p", "no:cacheprovider"]
-    alone += ["-p", "_hypothesis_pytestplugin"]
+    alone += ["-p", "_hypothesis_pytestplugin", "-p", "evictionary.spec_tests.harness.plugin"]
     if not quiet:
         sys.stdout = sys.__stdout__  # the verdict is the result, and exit_codes sends what a command prints to standard error
     return int(pytest.main([*chosen, *options, *alone, "-q", "--no-header"]))

@@ -1,4 +1,4 @@
-"""Laws against mutants: who kills whom. `python -m spec_tests.harness.matrix` writes the whole matrix as JSON and as a page.
+"""Laws against mutants: who kills whom. `python -m evictionary.spec_tests.harness.matrix` writes the matrix, as JSON and a page.
 
 A mutant is killed only by an assertion of a law. A crash, a hang or a law that found nothing to judge is not a kill and is counted
 apart.
@@ -138,7 +138,7 @@ def _controls() -> list[str]:
         f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law,",
         *how,
         f"{len(content['alarms'])} alarms in {content['runs']} runs{silent}",
-        f"(`python -m spec_tests.harness.matrix --controls {content['seeds']}`).",
+        f"(`python -m evictionary.spec_tests.harness.matrix --controls {content['seeds']}`).",
         *(["Laws and variants have changed since that run."] if content.get("suite") != suite_version() else []),
         "",
         *(f"- {alarm}" for alarm in content["alarms"]),
@@ -153,8 +153,8 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
         "# Kill matrix",
         "",
         "Each planted mistake against every law that calls its function. A kill is an assertion of a law of the requirement that",
-        "the mistake names; crashes and hangs are counted apart. `python -m spec_tests.harness.matrix` made this page, with",
-        f"{max_examples} inputs a law (twenty times as many where none of its own laws saw the mistake);",
+        "the mistake names; crashes and hangs are counted apart. `python -m evictionary.spec_tests.harness.matrix` made this page,",
+        f"with {max_examples} inputs a law (twenty times as many where none of its own laws saw the mistake);",
         "the whole matrix goes to `build/kill_matrix.json`.",
         "",
         ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",

@@ -2,7 +2,8 @@
 
 A law that only compares the two sees nothing then. What remains are the laws that compute in a way of their own: plain loops, brute
 force, an exact fraction, a closed form, an example by hand. The mistakes are those of the bank, `mutants/`, and small ones that a
-program makes of the source (`source_mutations.py`). `python -m spec_tests.harness.oracle` plants them all, writes docs/oracle.md.
+program makes of the source (`source_mutations.py`). `python -m evictionary.spec_tests.harness.oracle` plants them all and writes
+docs/oracle.md.
 """
 
 from __future__ import annotations
@@ -307,8 +308,8 @@ def page(results: list[Result]) -> str:
         "These figures speak of these mistakes, and of no others. A mistake that begins at a size is seen if a law draws that",
         f"size: {sum(bool(each.above) for each in load_mutants().values())} of the bank begin at one, such as a budget of 100 or",
         "the last of several whole tiles. The program's mistakes hold at every size.",
-        "`python -m spec_tests.harness.oracle --above 100` makes them where an array is longer than 100 alone, in the functions",
-        "named by `--only`. *Same numbers* then also means that no law draws such a size.",
+        "`python -m evictionary.spec_tests.harness.oracle --above 100` makes them where an array is longer than 100 alone, in the",
+        "functions named by `--only`. *Same numbers* then also means that no law draws such a size.",
         "",
     ]
     counted = []

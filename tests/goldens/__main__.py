@@ -10,6 +10,7 @@ import argparse
 import json
 import lzma
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def kills() -> dict[str, str]:
 
 
 def wheel() -> dict[str, str]:
+    shutil.rmtree(ROOT / "build/lib", ignore_errors=True)  # files that are gone from the tree would stay in the wheel
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "build", "--wheel", "--outdir", folder, str(ROOT)]
         subprocess.run(command, check=True, capture_output=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from evictionary.spec_tests.harness.apart import described
 from evictionary.spec_tests.harness.arithmetic import EPSILON
 from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAsk
 from evictionary.spec_tests.harness.implementation import CANNOT_HOLD, NO_GPU, OWN, UnusableImplementation, load_each
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, load_laws
+from evictionary.spec_tests.harness.law import REQUIREMENTS, SUITE, Law, load_laws
 from evictionary.spec_tests.harness.process import PREFIX, SECONDS, close_all
 from evictionary.spec_tests.harness.watch import WATCH, Deaths
 
@@ -219,6 +220,24 @@ def _fail(result: Any, law: Law, subject: Any, what: str, line: str = "") -> Non
 
 def _identity(law: Law, column: str) -> tuple[Any, ...]:
     return law.requirement.id, column, law.name, law.kind, law.functions
+
+
+class LawFile(pytest.Module):
+    """A file of laws under the one name by which it is imported: pytest would load `spec_tests.test_x` as a second module."""
+
+    def _getobj(self) -> Any:
+        inside = self.path.resolve().relative_to(SUITE).with_suffix("")
+        return importlib.import_module(".".join(("evictionary.spec_tests", *inside.parts)))
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
+    return LawFile.from_parent(parent, path=module_path) if SUITE in module_path.resolve().parents else None
+
+
+def pytest_collect_directory(path: Path, parent: Any) -> pytest.Dir | None:
+    # A package would be imported too, as `spec_tests`.
+    inside = path.resolve()
+    return pytest.Dir.from_parent(parent, path=path) if inside == SUITE or SUITE in inside.parents else None
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -1,0 +1,22 @@
+"""What pytest loads wherever this package is installed: `--impl` and its companions, for runs that ask laws and for no other.
+
+`pytest --pyargs evictionary.spec_tests --impl mine` works in any folder. Options such as `--profile` have common names, so that
+they exist only where an argument is `--impl`, `--exec`, a path in this folder, or a folder that holds it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SUITE = Path(__file__).resolve().parent
+PLUGIN = "evictionary.spec_tests.harness.plugin"
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    asked = any(each.split("=")[0] in ("--impl", "--exec") or each.startswith("evictionary.spec_tests") for each in args)
+    here = early_config.invocation_params.dir
+    places = [(here / each.split("::")[0]).resolve() for each in early_config.known_args_namespace.file_or_dir] or [here]
+    if asked or any(SUITE in (place, *place.parents) or place in SUITE.parents for place in places):
+        early_config.pluginmanager.import_plugin(PLUGIN)
