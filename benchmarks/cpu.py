@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.timing import RESULTS, ROOT, after, exponent, interleaved, provenance, ratio, seconds, write_json
+from benchmarks.timing import RESULTS, ROOT, exponent, interleaved, provenance, ratio, seconds, write_json
 
 KVPRESS = "0.5.5"
 TOKENS = (1024, 4096, 16384, 65536)
@@ -157,20 +157,19 @@ def _status(name: str) -> int:
 def measure(pair: Pair, *, rounds: int, budget: float, clock: Callable[[], float] = time.process_time) -> dict[str, Any]:
     """Memory, distance and time of both sides of a pair: two rounds at least, and more until `budget` seconds are over."""
     end = time.monotonic() + budget
-    bytes_of, results = {}, {}
-    for side, call in zip(SIDES, (pair.ours, pair.kvpress), strict=True):
-        bytes_of[side], results[side] = rise_of_memory(call)  # also the call that warms up, and is not timed
-    distance = pair.distance(*results.values())
-    results.clear()
-    arms = {"ours": lambda: seconds(pair.ours, clock), "kvpress": lambda: seconds(pair.kvpress, clock)}
-    timed = interleaved(arms, rounds, enough=after(2, end))
+    calls = dict(zip(SIDES, (pair.ours, pair.kvpress), strict=True))
+    risen = {side: rise_of_memory(call) for side, call in calls.items()}  # also the call that warms up, and is not timed
+    distance = pair.distance(*(result for _, result in risen.values()))
+    sizes = {f"{side}_bytes": risen.pop(side)[0] for side in SIDES}  # the results go before anything is timed
+    arms = {side: lambda call=call: [seconds(call, clock)] for side, call in calls.items()}
+    timed = interleaved(arms, 2, rounds, end)
     least = floor(pair, clock)
     return {
         "floor_s": least,
         "share_of_floor": least / timed["ours"].p50,
-        **{f"{side}_s": times.as_json() for side, times in timed.items()},
-        **{f"{side}_bytes": size for side, size in bytes_of.items()},
-        "ratio": ratio(timed["ours"], timed["kvpress"]).as_json(),
+        **{f"{side}_s": times._asdict() for side, times in timed.items()},
+        **sizes,
+        "ratio": ratio(timed["ours"], timed["kvpress"])._asdict(),
         "distance": distance,
     }
 

@@ -74,10 +74,14 @@ class Decoder:
     def prefill(self, hidden: torch.Tensor) -> torch.Tensor:
         """The layers over a prompt [B, T, width], causal."""
         for weights in self.weights:
-            query, key, value = (x.transpose(1, 2) for x in self.before(hidden, weights["qkv"]))
-            attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
-            hidden = self.after(hidden, attended, weights["out"], weights["up"], weights["down"])
+            hidden = self.over_prompt(hidden, weights)
         return hidden
+
+    def over_prompt(self, hidden: torch.Tensor, weights: dict[str, torch.Tensor], cache: Any = None) -> torch.Tensor:
+        """A layer over tokens [B, T, width]: causal attention to one another, or attention to the keys and values of `cache`."""
+        query, *own = (x.transpose(1, 2) for x in self.before(hidden, weights["qkv"]))
+        attended = scaled_dot_product_attention(query, *(cache or own), is_causal=cache is None, enable_gqa=True)
+        return self.after(hidden, attended.transpose(1, 2), weights["out"], weights["up"], weights["down"])
 
 
 @functools.lru_cache(maxsize=1)
@@ -86,80 +90,75 @@ def decoder(place: Place) -> Decoder:
     return Decoder(place, max(1, LAYERS // place.shrink))
 
 
-def full_cache(place: Place, batch: int, tokens: int, model: Decoder, attend: Callable[..., Any] | None) -> Attend:
-    """Attention over a full cache of every layer, the new token in its last slot: ours, or SDPA where `attend` is None."""
-    return over([place.cache(batch, tokens, layer) for layer in range(model.layers)], attend)
-
-
-def over(layers: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
-    """As `full_cache`, over given keys and values [B, H_kv, T, D]."""
-    caches = [whole_cache(*states) for states in layers]
+def over(caches: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
+    """Attention over full caches [B, H_kv, T, D], one for each layer, the new token in the last slot: ours, or SDPA for None."""
+    wholes = [whole_cache(*states) for states in caches]
 
     def run(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        keys, values = layers[layer]
-        keys[:, :, -1], values[:, :, -1] = key, value  # the caches are views of them
+        keys, values = caches[layer]
+        keys[:, :, -1], values[:, :, -1] = key, value  # `wholes` are views of them
         if attend is None:
             return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
-        return attend(query[:, :, None], caches[layer])[0][:, :, 0]
+        return attend(query[:, :, None], wholes[layer])[0][:, :, 0]
 
     return run
 
 
-def with_moments(place: Place, batch: int, tokens: int, model: Decoder, step: Callable[..., Any]) -> Attend:
+def with_moments(place: Place, batch: int, tokens: int, model: Decoder) -> Attend:
     """MomentKV in every layer, with a full cache of `tokens` slots."""
+    step, shape = place.ours("momentkv", "step"), (batch, place.heads)
     layers = []
     for layer in range(model.layers):
-        positions = torch.arange(tokens, device=place.device).repeat(batch, place.heads, 1)
+        positions = torch.arange(tokens, device=place.device).repeat(*shape, 1)
         layers.append((*place.cache(batch, tokens, layer), positions, random_moments(place, batch, layer)))
-    position = torch.full((batch, place.heads), tokens, device=place.device)
+    position = torch.full(shape, tokens, device=place.device)
     return lambda layer, query, key, value: step(query, key, value, *layers[layer], position)
 
 
-def new_tokens(inputs: tuple[Any, ...]) -> None:
-    """Draw other hidden states: MomentKV writes what they give into its cache, and a cache of one token is not one that occurs."""
-    inputs[0].normal_()
+def steps(place: Place, model: Decoder, batch: int, attends: dict[str, Attend], bytes: int) -> Work:
+    """Decoding steps of the model with several attentions; each reads the weights and `bytes` of all caches.
+
+    Each step draws new hidden states: MomentKV writes what they give into its cache, and a cache of one token is unrealistic.
+    """
+
+    def step(attend: Attend) -> Callable[..., Any]:
+        return lambda hidden: model.step(hidden.normal_(), attend)
+
+    return Work(
+        make=lambda seed: (place.states(batch, model.width, seed=seed),),
+        arms={name: step(attend) for name, attend in attends.items()},
+        bytes=model.bytes() + bytes,
+        copies=1,
+    )
 
 
 def overhead_row(batch: int) -> Callable[[Place], Work]:
     """A decoding step of the whole model, MomentKV against the same cache without moments."""
 
     def build(place: Place) -> Work:
-        step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
         sequences, tokens, model = place.batch(batch), place.tokens(1024), decoder(place)
-        moments = with_moments(place, sequences, tokens, model, step)
-        plain = full_cache(place, sequences, tokens, model, attend)
+        caches = [place.cache(sequences, tokens, layer) for layer in range(model.layers)]
+        attends = {
+            "ours": with_moments(place, sequences, tokens, model),
+            "fixed L": over(caches, place.ours("attention", "attend")),
+        }
         state = 4 * place.head_dim * (place.head_dim + 2)
-        return Work(
-            make=lambda seed: (place.states(sequences, model.width, seed=seed),),
-            arms={"ours": lambda h: model.step(h, moments), "fixed L": lambda h: model.step(h, plain)},
-            check=None,
-            bytes=model.bytes() + model.layers * sequences * 2 * (place.bytes_of(tokens) + place.heads * state),
-            copies=1,
-            renew=new_tokens,
-        )
+        each = 2 * (place.bytes_of(tokens) + place.heads * state)
+        return steps(place, model, sequences, attends, model.layers * sequences * each)
 
     return build
 
 
 def decode_model_row(place: Place) -> Work:
     """B = 1: a cache of 1,024 tokens with moments, against all 131,072 tokens."""
-    step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
     tokens, model = place.tokens(1024), decoder(place)
-    moments = with_moments(place, 1, tokens, model, step)
-    layers = [place.cache(1, place.tokens(XL), layer) for layer in range(model.layers)]
-    ours, sdpa = over(layers, attend), over(layers, None)
-    return Work(
-        make=lambda seed: (place.states(1, model.width, seed=seed),),
-        arms={
-            "ours": lambda h: model.step(h, moments),
-            "full cache, SDPA": lambda h: model.step(h, sdpa),
-            "full cache, our decode": lambda h: model.step(h, ours),
-        },
-        check=None,
-        bytes=model.bytes() + model.layers * 2 * place.bytes_of(tokens),
-        copies=1,
-        renew=new_tokens,
-    )
+    caches = [place.cache(1, place.tokens(XL), layer) for layer in range(model.layers)]
+    attends = {
+        "ours": with_moments(place, 1, tokens, model),
+        "full cache, SDPA": over(caches, None),
+        "full cache, our decode": over(caches, place.ours("attention", "attend")),
+    }
+    return steps(place, model, 1, attends, model.layers * 2 * place.bytes_of(tokens))
 
 
 def throughput_row(place: Place) -> Work:
@@ -167,26 +166,19 @@ def throughput_row(place: Place) -> Work:
 
     There are as many sequences as fit into four fifths of the memory that the weights leave, 24 at most.
     """
-    attend, model = place.ours("attention", "attend"), decoder(place)
-    tokens = place.tokens(32_768)
+    attend, model, tokens = place.ours("attention", "attend"), decoder(place), place.tokens(32_768)
     few = max(1, min(place.batch(24), int(0.8 * place.free_bytes()) // (model.layers * 2 * place.bytes_of(tokens))))
-    layers = [place.cache(few, tokens, layer) for layer in range(model.layers)]
+    caches = [place.cache(few, tokens, layer) for layer in range(model.layers)]
     shape = (4 * few, place.heads, tokens // 4, place.head_dim)
-    compressed = over([(keys.view(shape), values.view(shape)) for keys, values in layers], attend)
-    ours, sdpa = over(layers, attend), over(layers, None)
-
-    def make(seed: int) -> tuple[Any, ...]:
-        hidden = place.states(4 * few, model.width, seed=seed)
-        return hidden, hidden[:few].contiguous()
-
+    compressed = over([(keys.view(shape), values.view(shape)) for keys, values in caches], attend)
+    ours, sdpa = over(caches, attend), over(caches, None)
     return Work(
-        make=make,
+        make=lambda seed: (place.states(4 * few, model.width, seed=seed), place.states(few, model.width, seed=seed)),
         arms={
             "ours": lambda many, fewer: model.step(many, compressed),
             "full cache, SDPA": lambda many, fewer: model.step(fewer, sdpa),
             "full cache, our decode": lambda many, fewer: model.step(fewer, ours),
         },
-        check=None,
         bytes=model.bytes() + few * model.layers * 2 * place.bytes_of(tokens),
         units={"ours": 4 * few, "full cache, SDPA": few, "full cache, our decode": few},
         copies=1,
@@ -197,22 +189,16 @@ def share_row(length: int) -> Callable[[Place], Work]:
     """One-shot compression to a half, by three methods, beside the prefill of the layer that it belongs to."""
 
     def build(place: Place) -> Work:
-        tokens = place.tokens(length)
+        tokens, layer, lag = place.tokens(length), Decoder(place, 1), max(8, 128 // place.shrink)
         lagkv, keydiff, top_k = place.ours("lagkv", "compress"), place.ours("keydiff", "score"), place.ours("selection", "top_k")
-        gather, layer = place.ours("cache", "compress"), Decoder(place, 1)
-        lag = max(8, 128 // place.shrink)
-
-        def make(seed: int) -> tuple[Any, ...]:
-            return place.states(1, tokens, layer.width, seed=seed), *place.cache(1, tokens, seed)
-
+        gather = place.ours("cache", "compress")
         return Work(
-            make=make,
+            make=lambda seed: (place.states(1, tokens, layer.width, seed=seed), *place.cache(1, tokens, seed)),
             arms={
                 "ours": lambda h, k, v: lagkv(k, v, keep_ratio=0.5, sink_size=4, lag_size=lag),
                 "KeyDiff": lambda h, k, v: gather(k, v, top_k(keydiff(k), tokens // 2)),
                 "prefill of one layer": lambda h, k, v: layer.prefill(h),
             },
-            check=None,
             bytes=3 * place.bytes_of(tokens),
             waits=frozenset({"KeyDiff", "prefill of one layer"}),  # the graph would keep gigabytes of temporaries
             copies=1,
@@ -227,10 +213,9 @@ def block_row(place: Place) -> Work:
     with_anchor, update, anchor_sum, score = (place.ours("keydiff", name) for name in names)
     top_k, gather = place.ours("selection", "top_k"), place.ours("cache", "compress")
     budget, block, layer = place.tokens(8192), max(8, 128 // place.shrink), Decoder(place, 1)
-    total = budget + block
 
     def make(seed: int) -> tuple[Any, ...]:
-        keys, values = place.cache(1, total, seed)
+        keys, values = place.cache(1, budget + block, seed)
         return place.states(1, block, layer.width, seed=seed), keys, values, anchor_sum(keys)
 
     def replace(hidden: Any, keys: torch.Tensor, values: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -243,21 +228,14 @@ def block_row(place: Place) -> Work:
         values.scatter_(2, slots, new_values)
         return anchor
 
-    def step(hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, anchor: Any) -> torch.Tensor:
-        weights = layer.weights[0]
-        query, _, _ = (x.transpose(1, 2) for x in layer.before(hidden, weights["qkv"]))
-        attended = scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)
-        return layer.after(hidden, attended, weights["out"], weights["up"], weights["down"])
-
     return Work(
         make=make,
         arms={
             "ours": replace,
             "score, select, compact": lambda h, k, v, anchor: gather(k, v, top_k(score(k), budget)),
-            "block step of one layer": step,
+            "block step of one layer": lambda h, k, v, anchor: layer.over_prompt(h, layer.weights[0], (k, v)),
         },
-        check=None,
-        bytes=place.bytes_of(total),
+        bytes=place.bytes_of(budget + block),
         waits=frozenset({"score, select, compact"}),
     )
 

@@ -7,10 +7,10 @@ its time is broken off; if this does not help, the run ends itself and prints wh
 on the same GPU, goes on where the first one stopped: laws that held and rows that were measured are not run again.
 
 How a row is measured. Inputs are random, in several sets: two sets of large inputs; of small inputs at least twenty sets, which
-together are five times the L2 cache. All calls, one for each set, are captured in one CUDA graph, and a measurement is one replay,
-between two events, divided by the number of calls; an arm that waits for the GPU cannot be captured and is timed by events around
-its calls, which the result says. The arms take turns, A B C C B A, three times at least. Before that every output is compared with
-the float64 mathematics, and its memory is filled with NaN first.
+together are five times the L2 cache. Triton's `do_bench_cudagraph` captures many calls, which take the sets in turn, in one CUDA
+graph and times ten replays of it. An arm that waits for the GPU cannot be captured: `do_bench` times its calls one by one, and the
+result says so. The arms take turns, A B C C B A, three times at least. Before that every output is compared with the float64
+mathematics, and its memory is filled with NaN first.
 
 A ratio is claimed only if the intervals from the 20 % to the 80 % quantile do not overlap. `floor` is the larger of two times: the
 least bytes over the best measured bandwidth, and the least multiplications over the measured rate of a matrix product; the reached
@@ -21,9 +21,11 @@ of the floor that the goal is there. Results are written after every row, so a r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -33,18 +35,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.decoder import MODEL_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
 from benchmarks.rows import KERNEL_ROWS
-from benchmarks.timing import ROOT, Spread, after, interleaved, output_of, provenance, ratio, spread, write_json
+from benchmarks.timing import ROOT, interleaved, output_of, provenance, ratio, seconds, show, spread, write_json
 
 SCHEMA = "evictionary/benchmark-gpu/1"
 ROWS = [*KERNEL_ROWS, *MODEL_ROWS]
@@ -54,10 +55,9 @@ SHARE_OF_LAWS = 0.55  # of the rest, at most
 SECONDS_OF_A_ROW = 20.0  # at least, if the machine has that many: torch.compile takes about ten of them
 GRACE = 60.0  # seconds that a row may take longer
 H200 = {"copy_bytes_per_s": 4.3e12, "read_bytes_per_s": 4.3e12, "matmul_flops_per_s": 790e12}  # for which the goals are written
-SLEEP = 20_000_000  # cycles, 10 ms: the GPU is busy for longer than the host takes to launch a graph of thousands of nodes
 DTYPES = ("bfloat16", "float16", "float32")
 ROTATED_BYTES = 300 * 10**6  # five times the L2 cache of an H200
-LEAST_REPLAY = 2e-3  # seconds: shorter replays would measure the launch of the graph
+REPLAY = 5  # milliseconds of a graph: shorter replays would measure the launch of the graph
 ROUNDS = (3, 10)
 GOOD = ("right", "not compared")
 PACKAGES = ("torch", "triton", "kvpress", "flashinfer-python", "flash-attn")
@@ -77,41 +77,46 @@ def judge(
     """
     end = time.monotonic() + seconds
     passed = set() if passed is None else passed
-
-    def one(job: tuple[str, str, str]) -> tuple[str, str, bool]:
-        """The stem, what is wrong with it, and whether anything was judged."""
-        stem, dtype, file = job
-        if f"{file} {dtype}" in passed:
-            return stem, "", True
-        left = end - time.monotonic()
-        if left <= 0:
-            return stem, f"{dtype}: no time was left for its laws", True
-        options = ["-q", "-x", "-p", "no:cacheprovider", "--profile", "student", "--device", device, "--dtype", dtype]
-        command = [sys.executable, "-m", "pytest", file, "--impl", "optimized", *options]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)
-        except subprocess.TimeoutExpired:
-            return stem, f"{dtype}: its laws did not finish in {seconds:.0f} s", True
-        if done.returncode == 0:
-            passed.add(f"{file} {dtype}")
-        if done.returncode in (0, NOTHING_TO_JUDGE):
-            return stem, "", done.returncode == 0
-        printed = (done.stdout + done.stderr).splitlines()
-        telling = ("does not hold", "what is wrong", "raised in", "smallest input")
-        found = [" ".join(line.split()) for line in printed if any(words in line for words in telling)] or printed[-3:]
-        return stem, f"{dtype}: {'; '.join(found)[:1000]}", True
-
     # The stems that compile most come first, so that none of them runs alone at the end.
-    jobs = [(stem, dtype, file) for stem in sorted(stems, key=heaviest) for file in law_files(stem) for dtype in dtypes]
+    jobs = [(stem, file, dtype) for stem in sorted(stems, key=heaviest) for file in law_files(stem) for dtype in dtypes]
+
+    def one(job: tuple[str, str, str]) -> str | None:
+        _, file, dtype = job
+        if f"{file} {dtype}" in passed:
+            return ""
+        why = broken_law(file, dtype, device, end)
+        if why == "":
+            passed.add(f"{file} {dtype}")
+        return why
+
     # A process for each file, not for each processor: most of the time is compiling kernels, and the next process reuses them.
     with ThreadPoolExecutor(max(1, min(14, (os.cpu_count() or 2) - 2))) as pool:
-        outcomes = list(pool.map(one, jobs))
-    judged = {stem for stem, _, any_law in outcomes if any_law}
-    verdicts = {stem: "" if stem in judged else "no law judges it" for stem in stems}
-    for stem, why, _ in outcomes:
-        verdicts[stem] = "; ".join(filter(None, (verdicts[stem], why)))
+        found = dict(zip(jobs, pool.map(one, jobs), strict=True))
+    verdicts = {}
+    for stem in stems:
+        told = [why for (own, _, _), why in found.items() if own == stem and why is not None]
+        verdicts[stem] = "; ".join(filter(None, told)) if told else "no law judges it"
     return verdicts
+
+
+def broken_law(file: str, dtype: str, device: str, end: float) -> str | None:
+    """What is wrong with `optimized` by the laws of a file: nothing if all hold, None if none of them judges it."""
+    left = end - time.monotonic()
+    if left <= 0:
+        return f"{dtype}: no time was left for its laws"
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--profile", "student", "--device", device, "--dtype", dtype]
+    command = [sys.executable, "-m", "pytest", file, "--impl", "optimized", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{dtype}: its laws did not finish in {left:.0f} s"
+    if done.returncode in (0, NOTHING_TO_JUDGE):
+        return "" if done.returncode == 0 else None
+    printed = (done.stdout + done.stderr).splitlines()
+    telling = ("does not hold", "what is wrong", "raised in", "smallest input")
+    found = [" ".join(line.split()) for line in printed if any(words in line for words in telling)] or printed[-3:]
+    return f"{dtype}: {'; '.join(found)[:1000]}"
 
 
 def heaviest(stem: str) -> int:
@@ -129,139 +134,75 @@ def law_files(stem: str) -> list[str]:
 # Time ----------------------------------------------------------------------------------------------------------------------------
 
 
-class ProcessorWatch:
-    """Times calls on a CPU, to test the machinery without a GPU. Its figures are not for publication."""
+def prepare(
+    call: Callable[..., Any], inputs: list[tuple[Any, ...]], place: Place, waits: bool
+) -> tuple[Callable[[], list[float]], str]:
+    """Return a function that gives the seconds of some calls, which take the sets of inputs in turn, and how it measures them.
 
-    def rotation(self, size: int, latency: bool) -> int:
-        return 1
+    On a CPU it times one call, to test the machinery without a GPU; its figures are not for publication.
+    """
+    turn = itertools.cycle(inputs)
 
-    def poison(self) -> None:
-        pass
+    def run() -> Any:
+        return call(*next(turn))
 
-    def prepare(self, call: Callable[..., Any], inputs: list[tuple[Any, ...]], waits: bool) -> tuple[Callable[[], float], str]:
-        def measure() -> float:
-            start = time.perf_counter()
-            for one in inputs:
-                call(*one)
-            return (time.perf_counter() - start) / len(inputs)
+    if not place.is_gpu:
+        return lambda: [seconds(run)], "clock of the processor"
+    from triton.testing import do_bench, do_bench_cudagraph
 
-        return measure, "clock of the processor"
+    how = "events, waits for the GPU"
+    if not waits:
+        try:
+            do_bench_cudagraph(run, rep=1)
+            return lambda: [ms / 1e3 for ms in do_bench_cudagraph(run, rep=REPLAY, return_mode="all")], "graph"
+        except TimeoutError:
+            raise
+        except Exception as error:  # a call that cannot be captured can still be timed
+            how = f"events, not captured: {type(error).__name__}"
+    return lambda: [ms / 1e3 for ms in do_bench(run, warmup=1, rep=4 * REPLAY, return_mode="all")], how
 
-    def cost(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, int | None]:
-        return {"launches": None, "memory_bytes": None}
 
-    def clean(self) -> None:
-        pass
+def poison(place: Place) -> None:
+    """Fill memory of the GPU with NaN before it is allocated again, so that an output which is not written shows."""
+    for size in (2**29, 2**24, 2**20) if place.is_gpu else ():
+        torch.full((size,), math.nan, device=place.device)
 
 
-class GraphWatch:
-    """Times calls on a GPU: a captured graph of one call for each set of inputs, between two events."""
-
-    def rotation(self, size: int, latency: bool) -> int:
-        return max(20 if latency else 2, math.ceil(ROTATED_BYTES / max(size, 1)))
-
-    def poison(self) -> None:
-        """Fill memory with NaN before it is allocated again, so that an output which is not written shows."""
-        for size in (2**29, 2**24, 2**20):
-            torch.full((size,), math.nan, device="cuda")
-
-    def prepare(self, call: Callable[..., Any], inputs: list[tuple[Any, ...]], waits: bool) -> tuple[Callable[[], float], str]:
-        """Return a function that measures once, in seconds for a call, and how it does it."""
-
-        def run(repeats: int) -> None:
-            for _ in range(repeats):
-                for one in inputs:
-                    call(*one)
-
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for one in inputs[:2]:
-                call(*one)
-        torch.cuda.synchronize()
-        if not waits:
-            try:
-                first = self._captured(run, 1)
-                repeats = max(1, math.ceil(LEAST_REPLAY / max(self._timed(first), 1e-7)))
-                repeats = min(repeats, max(1, 4000 // len(inputs)))
-                replay = first if repeats == 1 else self._captured(run, repeats)
-                return lambda: self._timed(replay) / (repeats * len(inputs)), "graph"
-            except TimeoutError:
-                raise
-            except Exception as error:  # a call that cannot be captured can still be timed
-                torch.cuda.synchronize()
-                how = f"events, not captured: {type(error).__name__}"
-        else:
-            how = "events, waits for the GPU"
-        return lambda: self._timed(lambda: run(1)) / len(inputs), how
-
-    def _captured(self, run: Callable[[int], None], repeats: int) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run(repeats)
-        graph.replay()
-        torch.cuda.synchronize()
-        return graph.replay
-
-    def _timed(self, run: Callable[[], None]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SLEEP)  # the GPU is still busy when the work arrives, so the time of the launch itself is not measured
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    def cost(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, int | None]:
-        """Activities on the GPU (kernels, copies, fills), and the rise of allocated memory during a call, its result included."""
+def cost(call: Callable[..., Any], inputs: tuple[Any, ...], place: Place) -> dict[str, int | None]:
+    """Activities on the GPU (kernels, copies, fills), and the rise of allocated memory during a call, its result included."""
+    found: dict[str, int | None] = {"launches": None, "memory_bytes": None}
+    if place.is_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = call(*inputs)
+        call(*inputs)
         torch.cuda.synchronize()
-        memory = torch.cuda.max_memory_allocated() - before
-        del result
-        launches: int | None = None
-        try:
+        found["memory_bytes"] = torch.cuda.max_memory_allocated() - before
+        with contextlib.suppress(Exception):  # without a profiler the number is unknown, the time is not
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 call(*inputs)
                 torch.cuda.synchronize()
-            launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) or None
-        except Exception:  # no profiler: the number is unknown, the time is not
-            pass
-        return {"launches": launches, "memory_bytes": memory}
+            found["launches"] = sum(each.device_type == torch.autograd.DeviceType.CUDA for each in profile.events()) or None
+    return found
 
-    def clean(self) -> None:
+
+def clean(place: Place) -> None:
+    """Give the memory of a row back."""
+    if place.is_gpu:
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def ceilings(watch: GraphWatch) -> dict[str, float]:
+def ceilings(place: Place) -> dict[str, float]:
     """Bytes a second of a copy and of a read, and operations a second of a matrix product: the medians."""
     from benchmarks.ceilings import works
 
-    found = {}
-    for name, (call, size) in works().items():
-        measure, _ = watch.prepare(call, [()], waits=False)
-        found[name] = size / spread([measure() for _ in range(9)]).p50
-    watch.clean()
+    found = {name: size / spread(prepare(call, [()], place, waits=False)[0]()).p50 for name, (call, size) in works().items()}
+    clean(place)
     return found
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------------------
-
-
-def size_of(value: Any) -> int:
-    """The bytes of all tensors in a tuple, tuples within it included."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(size_of(entry) for entry in value) if isinstance(value, tuple) else 0
-
-
-def shapes_of(value: Any) -> Any:
-    """The shapes of all tensors in a tuple, nested as they are."""
-    if isinstance(value, torch.Tensor):
-        return list(value.shape)
-    return [shapes_of(entry) for entry in value] if isinstance(value, tuple) else None
 
 
 def floor_of(work: Work, found: dict[str, float]) -> float:
@@ -270,7 +211,7 @@ def floor_of(work: Work, found: dict[str, float]) -> float:
     return max(work.bytes / memory, work.flops / found["matmul_flops_per_s"]) / work.units.get("ours", 1)
 
 
-@contextmanager
+@contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in code that takes longer, and again every half minute, as soon as Python or a called program can."""
 
@@ -286,7 +227,7 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds: float, *, grace: float = GRACE) -> dict[str, Any]:
+def run_row(row: Row, place: Place, found: dict[str, float], seconds: float, *, grace: float = GRACE) -> dict[str, Any]:
     """Check and time one row. The result reports any failure under `status`; only "measured" means success.
 
     After `seconds` no further peer is begun; `grace` seconds later the running peer, or the whole row, is broken off.
@@ -294,16 +235,20 @@ def run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds
     result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_ratio": row.goal_ratio, "arms": {}}
     try:
         with at_most(seconds + grace):
-            _run_row(row, place, watch, found, seconds, result)
+            _run_row(row, place, found, seconds, result)
     except NoKernel as error:
         result["status"] = f"no kernel yet: {error}"
     except Exception as error:
-        result["status"] = f"failed: {type(error).__name__}: {str(error)[:300]}"
-    watch.clean()
+        result["status"] = failed(error)
+    clean(place)
     return result
 
 
-def _run_row(row: Row, place: Place, watch: Any, found: dict[str, float], seconds: float, result: dict[str, Any]) -> None:
+def failed(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {str(error)[:300]}"
+
+
+def _run_row(row: Row, place: Place, found: dict[str, float], seconds: float, result: dict[str, Any]) -> None:
     end = time.monotonic() + seconds
     work = row.build(place)
     floor = floor_of(work, found)
@@ -312,61 +257,58 @@ def _run_row(row: Row, place: Place, watch: Any, found: dict[str, float], second
     result |= {"bytes": work.bytes, "flops": work.flops, "floor_s": floor, "goal_s": goal, "missing": work.missing}
     result["latency"] = row.latency
     arms: dict[str, dict[str, Any]] = result["arms"]
-    for name, call in work.arms.items():
+    want = work.want and work.want(work.make(0))
+    for name in work.arms:
         if name != "ours" and time.monotonic() > end:
             work.missing[name] = "no time was left"
             continue
-        arms[name] = check_arm(work, name, call, watch)
+        arms[name] = check_arm(work, name, want, place)
         if name == "ours" and arms[name]["status"] not in GOOD:
             result["status"] = f"not timed, ours is {arms[name]['status']}"
             return
-    good = {name: work.arms[name] for name, arm in arms.items() if arm["status"] in GOOD}
-    first = work.make(0)
-    count = work.copies or watch.rotation(size_of(first), row.latency)
-    inputs = [first, *(work.make(seed) for seed in range(1, count))]
-    result |= {"copies": count, "shapes": shapes_of(first)}
+    tensors = [each for each in tree_leaves(work.make(0)) if isinstance(each, torch.Tensor)]
+    least = math.ceil(ROTATED_BYTES / max(1, sum(each.nbytes for each in tensors))) if place.is_gpu else 1
+    count = work.copies or max(least, (20 if row.latency else 2) if place.is_gpu else 1)
+    inputs = [work.make(seed) for seed in range(count)]
+    result |= {"copies": count, "shapes": [list(each.shape) for each in tensors]}
     measures = {}
-    for name, call in good.items():
+    for name, arm in arms.items():
         try:
-            measure, how = watch.prepare(call, inputs, name in work.waits)
-            arms[name] |= watch.cost(call, inputs[0]) | {"how": how}
-            measure()
+            if arm["status"] in GOOD:
+                measure, how = prepare(work.arms[name], inputs, place, name in work.waits)
+                arm |= cost(work.arms[name], inputs[0], place) | {"how": how}
+                measure()
+                measures[name] = each_piece(measure, work.units.get(name, 1))
         except Exception as error:
             if name == "ours":
                 raise
-            arms[name]["status"] = f"failed: {type(error).__name__}: {str(error)[:300]}"  # a peer out of memory, say
-            continue
-        units = work.units.get(name, 1)
-
-        def measured(measure: Callable[[], float] = measure, units: int = units) -> float:
-            for one in inputs:
-                work.renew(one)
-            return measure() / units
-
-        measures[name] = measured
-    timed = interleaved(measures, ROUNDS[1], enough=after(ROUNDS[0], end))
+            arm["status"] = failed(error)  # a peer out of memory, say
+    timed = interleaved(measures, *ROUNDS, end)
     for name, times in timed.items():
-        arms[name] |= {"seconds": times.as_json(), "status": "measured"}
-    ours = timed["ours"]
-    result["ratios"] = {name: ratio(ours, times).as_json() for name, times in timed.items() if name != "ours"}
+        arms[name] |= {"seconds": times._asdict(), "status": "measured"}
+    ours = timed.pop("ours")
+    result["ratios"] = {name: ratio(ours, times)._asdict() for name, times in timed.items()}
     result["share_of_floor"] = floor / ours.p50
     result["status"] = "measured"
 
 
-def check_arm(work: Work, name: str, call: Callable[..., Any], watch: Any) -> dict[str, Any]:
+def each_piece(measure: Callable[[], list[float]], units: int) -> Callable[[], list[float]]:
+    """`measure`, whose calls make so many pieces, in seconds for a piece."""
+    return lambda: [each / units for each in measure()]
+
+
+def check_arm(work: Work, name: str, want: Any, place: Place) -> dict[str, Any]:
     """Call an arm once, on memory full of NaN, and compare its output with the reference."""
+    read = work.reads.get(name, work.read)
     try:
-        pristine = work.make(0)
-        inputs = work.make(0) if work.check else pristine  # an arm may change its inputs
-        watch.poison()
-        output = call(*inputs)
-        if name in work.read:
-            output = work.read[name](pristine, output)
-        if work.check is None or output is None:
+        pristine, inputs = work.make(0), work.make(0)  # an arm may change its inputs
+        poison(place)
+        output = work.arms[name](*inputs)
+        if want is None or read is None:
             return {"status": "not compared"}
-        distance = work.check(pristine, output)
+        distance = work.apart(read(pristine, output), want)
     except Exception as error:
-        return {"status": f"failed: {type(error).__name__}: {str(error)[:300]}"}
+        return {"status": failed(error)}
     # A peer with larger rounding is still a peer; its error stands beside its time.
     wrong = not distance <= (work.limit if name == "ours" else 0.2)
     shown = distance if math.isfinite(distance) else None
@@ -376,22 +318,12 @@ def check_arm(work: Work, name: str, call: Callable[..., Any], watch: Any) -> di
 # Command -------------------------------------------------------------------------------------------------------------------------
 
 
-def gpu() -> tuple[str, str]:
-    """Name and driver, then clocks, power and temperature, as nvidia-smi gives them; empty without it."""
-    fields = ("name,driver_version", "clocks.sm,clocks.mem,power.draw,temperature.gpu")
-    name, state = (output_of("nvidia-smi", f"--query-gpu={some}", "--format=csv,noheader") for some in fields)
-    return name, state
+def told_by_gpu(*fields: str) -> str:
+    """What nvidia-smi says of its fields, such as clocks.sm; empty without it."""
+    return output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
 
 
-def chosen(wanted: str | None) -> list[Row]:
-    """The rows that `--rows` names, all by default. Raises ValueError for an unknown one."""
-    if wanted is None:
-        return ROWS
-    known = {row.id: row for row in ROWS}
-    unknown = [name for name in wanted.split(",") if name not in known]
-    if unknown:
-        raise ValueError(f"--rows: got {', '.join(unknown)}, wanted some of {', '.join(known)}")
-    return [known[name] for name in wanted.split(",")]
+STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
 def earlier(target: Path, made: dict[str, Any]) -> dict[str, Any]:
@@ -406,7 +338,6 @@ def earlier(target: Path, made: dict[str, Any]) -> dict[str, Any]:
 def run(
     rows: list[Row],
     place: Place,
-    watch: Any,
     target: Path,
     *,
     laws: Callable[..., dict[str, str]],
@@ -420,12 +351,12 @@ def run(
     """
     start = time.monotonic()
     console = Console(stderr=True)
-    made = {"schema": SCHEMA, **provenance(*PACKAGES), "gpu": gpu()[0], "dtype": str(place.dtype)}
+    made = {"schema": SCHEMA, **provenance(*PACKAGES), "gpu": told_by_gpu("name", "driver_version"), "dtype": str(place.dtype)}
     before = {} if again else earlier(target, made)
     kept = {row["id"]: row for row in before.get("rows", []) if row["status"] == "measured"}
     passed = set(before.get("laws_passed", []))
     order = [row.id for row in ROWS]
-    result: dict[str, Any] = made | {"gpu_before": gpu()[1], "laws": before.get("laws", {}), "rows": list(kept.values())}
+    result: dict[str, Any] = made | {"gpu_before": told_by_gpu(*STATE), "laws": before.get("laws", {}), "rows": list(kept.values())}
 
     def write() -> None:
         result["laws_passed"] = sorted(passed)
@@ -442,7 +373,7 @@ def run(
     for stem, why in verdicts.items():
         console.print(f"  {stem}: {why or 'every law holds'}")
     write()
-    result["ceilings"] = ceiling = found(watch)
+    result["ceilings"] = ceiling = found(place)
     console.print("ceilings: " + ", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
     write()
     for index, row in enumerate(rows):
@@ -453,11 +384,11 @@ def run(
             one: dict[str, Any] = {"id": row.id, "title": row.title, "status": status, "arms": {}}
         else:
             share = max(left / (len(rows) - index), min(left, SECONDS_OF_A_ROW))
-            one = run_row(row, place, watch, ceiling, share, grace=min(GRACE, max(left - share, 5)))
+            one = run_row(row, place, ceiling, share, grace=min(GRACE, max(left - share, 5)))
         result["rows"].append(one)
         write()
         console.print(summary(one))
-    result["gpu_after"] = gpu()[1]
+    result["gpu_after"] = told_by_gpu(*STATE)
     result["seconds"] = time.monotonic() - start
     write()
     return result
@@ -467,57 +398,41 @@ def summary(row: dict[str, Any]) -> str:
     """One line about a row."""
     if row["status"] != "measured":
         return f"{row['id']:>7}  {row['status']}"
-    ours = Spread(**row["arms"]["ours"]["seconds"])
-    return f"{row['id']:>7}  {microseconds(ours.p50)} us, {row['share_of_floor']:.0%} of the floor"
+    return f"{row['id']:>7}  {microseconds(row['arms']['ours']['seconds']['p50'])} us, {row['share_of_floor']:.0%} of the floor"
 
 
 def microseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e6:.4g}"
 
 
-def table(result: dict[str, Any]) -> Table:
-    """All rows: one line for each arm, the first one ours."""
-    times_of = ("p20 us", "median us", "p80 us", "floor us", "of floor", "goal us", "ratio")
-    shown = Table(
-        "row",
-        "arm",
-        *times_of,
-        "launches",
-        "MB",
-        "error",
-        "how",
-        title=f"{result['gpu'] or 'no GPU'}, {result['date']}, commit {result['commit']}",
-    )
+def lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The columns of a table of all rows: one line for each arm, the first one ours, and for each peer that is missing."""
     for row in result["rows"]:
-        if row["status"] != "measured":
-            shown.add_row(row["id"], f"{row['title']}: {row['status']}", *[""] * 11)
+        yield {"row": row["id"], "arm": row["title"] if row["status"] == "measured" else f"{row['title']}: {row['status']}"}
         for name, arm in row["arms"].items():
             if "seconds" not in arm:
-                shown.add_row(row["id"], f"{name}: {arm['status']}", *[""] * 11)
+                yield {"arm": f"{name}: {arm['status']}"}
                 continue
-            times, ours = arm["seconds"], name == "ours"
-            against = row["ratios"].get(name)
+            line = {"arm": name, **{f"{part} us": microseconds(arm["seconds"][part]) for part in ("p20", "p50", "p80")}}
+            if name == "ours":
+                line |= {"floor us": microseconds(row["floor_s"]), "goal us": microseconds(row["goal_s"])}
+                line["of floor"] = f"{row['share_of_floor']:.0%}"
+            else:
+                against = row["ratios"][name]
+                line["ratio"] = f"{against['value']:.2f}{'' if against['claimed'] else ' (overlap)'}"
             memory = arm["memory_bytes"]
-            shown.add_row(
-                row["id"],
-                f"{name}: {row['title']}" if ours else name,
-                *(microseconds(times[part]) for part in ("p20", "p50", "p80")),
-                microseconds(row["floor_s"]) if ours else "",
-                f"{row['share_of_floor']:.0%}" if ours else "",
-                microseconds(row["goal_s"]) if ours else "",
-                "" if against is None else f"{against['value']:.2f}{'' if against['claimed'] else ' (overlap)'}",
-                str(arm["launches"] or ""),
-                "" if memory is None else f"{memory / 1e6:.1f}",
-                "" if arm.get("error") is None else f"{arm['error']:.1e}",
-                arm["how"],
-            )
+            yield line | {
+                "launches": arm["launches"] or "",
+                "MB": "" if memory is None else f"{memory / 1e6:.1f}",
+                "error": "" if arm.get("error") is None else f"{arm['error']:.1e}",
+                "how": arm["how"],
+            }
         for name, why in row.get("missing", {}).items():
-            shown.add_row(row["id"], f"{name}: missing, {why}", *[""] * 11)
-    return shown
+            yield {"arm": f"{name}: missing, {why}"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 0; 1 if laws or rows fail; 2 without a GPU or for bad options."""
+    """Run the command line. Returns 0, or 1 if laws or rows fail. Exits with 2 without a GPU or for bad options."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -529,40 +444,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure again what an earlier call has measured")
     parser.add_argument("--list", action="store_true", help="print the rows and their goals, and stop")
     options = parser.parse_args(arguments)
-    try:
-        rows = chosen(options.rows)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if not options.minutes > 1:
-        print(f"--minutes: got {options.minutes:g}, wanted more than 1", file=sys.stderr)
-        return 2
+    known = {row.id: row for row in ROWS}
+    wanted = options.rows.split(",") if options.rows else list(known)
+    absent = " and ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
+    refusals = {
+        f"--rows: got {', '.join(set(wanted) - set(known))}, wanted some of {', '.join(known)}": not set(wanted) <= set(known),
+        f"--minutes: got {options.minutes:g}, wanted more than 1": not options.minutes > 1,
+    }
+    if not options.list:
+        refusals |= {
+            "torch sees no GPU here; run it on a machine with one. --list shows what it would do": not torch.cuda.is_available(),
+            "--out FOLDER is needed, where gpu.json goes": options.out is None,
+            f"the laws are judged first, and {absent} is not installed": bool(absent),
+        }
+    for why, refused in refusals.items():
+        if refused:
+            parser.error(why)
+    rows = [known[name] for name in wanted]
     if options.list:
         for row in rows:
             ratios = f", {row.goal_ratio:g} x {row.peer}" if row.goal_ratio else ""
             print(f"{row.id:>7}  {row.title}; goal {microseconds(row.goal_s) + ' us' if row.goal_s else 'none in time'}{ratios}")
         return 0
-    if not torch.cuda.is_available():
-        print(
-            "benchmarks.gpu: torch sees no GPU here; run it on a machine with one. --list shows what it would do.", file=sys.stderr
-        )
-        return 2
-    if options.out is None:
-        print("benchmarks.gpu: --out FOLDER is needed, where gpu.json goes", file=sys.stderr)
-        return 2
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if absent:
-        print(f"benchmarks.gpu: the laws are judged first, and {' and '.join(absent)} is not installed", file=sys.stderr)
-        return 2
     limit = 60 * options.minutes
     faulthandler.dump_traceback_later(limit - 5, exit=True)  # a compiler or a driver that hangs reacts to nothing else
     torch.set_grad_enabled(False)
     result = run(
-        rows, Place(), GraphWatch(), options.out / "gpu.json",
+        rows, Place(), options.out / "gpu.json",
         laws=judge, found=ceilings, seconds=limit - RESERVE, again=options.again,
     )  # fmt: skip
     faulthandler.cancel_dump_traceback_later()
-    Console(width=220).print(table(result))
+    show(f"{result['gpu'] or 'no GPU'}, {result['date']}, commit {result['commit']}", list(lines(result)))
     bad = [row for row in result["rows"] if row["status"] != "measured" and not row["status"].startswith("no kernel yet")]
     return int(any(result["laws"].values()) or bool(bad))
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,58 +59,20 @@ class Place:
         return self.heads * tokens * self.head_dim * self.dtype.itemsize
 
     def ours(self, stem: str, name: str, entry: tuple[str, str] | None = None) -> Callable[..., Any]:
-        """The function of `optimized` (`entry`, if its kernel has another name); on a GPU, raises NoKernel without a kernel."""
-        if self.is_gpu:
-            try:
-                kernels = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
-            except ImportError as error:
-                raise NoKernel(f"optimized/kernels/{stem}.py: {error}") from error
-            if not callable(getattr(kernels, name, None)):
-                raise NoKernel(f"no {name} in optimized/kernels/{stem}.py")
-        stem, name = entry or (stem, name)
-        found = getattr(importlib.import_module(f"evictionary.optimized.{stem}"), name, None)
-        if found is None:
-            raise NoKernel(f"no {name} in optimized/{stem}.py")
+        """The function of `optimized` (`entry`, if its kernel has another name). Raises NoKernel without it or its kernel."""
+        try:
+            if self.is_gpu:
+                getattr(importlib.import_module(f"evictionary.optimized.kernels.{stem}"), name)
+            stem, name = entry or (stem, name)
+            found: Callable[..., Any] = getattr(importlib.import_module(f"evictionary.optimized.{stem}"), name)
+        except (ImportError, AttributeError) as error:
+            raise NoKernel(str(error)) from error
         return found
 
 
-@dataclass
-class Work:
-    """One row ready to run. The first arm is ours; every arm is called with one set of inputs of `make`.
-
-    read converts the output of an arm for `check`, if they differ; missing says why a peer is not there; limit is the largest
-    error, relative to the largest number, with which our arm is timed; waits names the arms that wait for the GPU and cannot be
-    captured; units is the number of pieces (tokens) of a call, if the time of one piece is compared; copies is the number of input
-    sets that are rotated, by default chosen from their size; renew draws what must be new in a set of inputs, before every
-    measurement and outside of its time.
-    """
-
-    make: Callable[[int], tuple[Any, ...]]
-    arms: dict[str, Callable[..., Any]]
-    check: Callable[[tuple[Any, ...], Any], float] | None  # None: the parts are checked in rows of their own
-    bytes: int
-    flops: float = 0.0
-    read: dict[str, Callable[[tuple[Any, ...], Any], Any]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    limit: float = 1e-3
-    waits: frozenset[str] = frozenset()
-    units: dict[str, int] = field(default_factory=dict)
-    copies: int | None = None
-    renew: Callable[[tuple[Any, ...]], Any] = lambda inputs: None
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: goal_s (seconds, on an H200) and goal_ratio are goals, not measurements."""
-
-    id: str
-    title: str
-    stems: tuple[str, ...]
-    build: Callable[[Place], Work]
-    goal_s: float | None = None
-    goal_ratio: float | None = None
-    peer: str = ""  # the arm that the ratio is about
-    latency: bool = False
+Inputs = tuple[Any, ...]
+Arm = Callable[..., Any]
+Read = Callable[[Inputs, Any], Any]
 
 
 def exact(*tensors: torch.Tensor) -> list[np.ndarray]:
@@ -118,20 +80,8 @@ def exact(*tensors: torch.Tensor) -> list[np.ndarray]:
     return [(x.double() if x.is_floating_point() else x).cpu().numpy() for x in tensors]
 
 
-def once(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that computes at its first call and remembers: all arms of a row are compared for the same inputs."""
-    found: list[Any] = []
-
-    def remembered(*arguments: Any) -> Any:
-        if not found:
-            found.append(reference(*arguments))
-        return found[0]
-
-    return remembered
-
-
 def first_head(*tensors: torch.Tensor) -> list[np.ndarray]:
-    """The first KV head of the first sequence of each tensor, as arrays."""
+    """The first KV head of the first sequence of each tensor, as arrays [1, 1, ...]."""
     return exact(*(x[:1, :1] for x in tensors))
 
 
@@ -152,29 +102,64 @@ def rows_apart(got: torch.Tensor, want: np.ndarray) -> float:
     return float(1 - np.isclose(np.sort(found), np.sort(wanted), rtol=0, atol=1e-9).mean())
 
 
-def compiled(function: Callable[..., Any], place: Place) -> dict[str, Callable[..., Any]]:
-    """The arm torch.compile, if there is a GPU."""
-    return {"torch.compile": torch.compile(function, dynamic=False)} if place.is_gpu else {}
+@dataclass
+class Work:
+    """One row ready to run. The first arm is ours; every arm is called with one set of inputs of `make`.
+
+    want is the float64 mathematics of a part of the output (None: other rows check the parts), read takes that part of an output
+    (reads: of an arm with another output, None for an arm that computes something else), and `apart` is the distance of the two.
+    missing says why a peer is not there. limit is the largest distance with which our arm is timed. waits names the arms that wait
+    for the GPU and cannot be captured. units is the number of pieces (tokens) of a call, if the time of one piece is compared.
+    copies is the number of input sets that are rotated, by default chosen from their size.
+    """
+
+    make: Callable[[int], Inputs]
+    arms: dict[str, Arm]
+    bytes: int
+    flops: float = 0.0
+    want: Callable[[Inputs], Any] | None = None
+    read: Read = lambda inputs, got: got[0, 0]
+    reads: dict[str, Read | None] = field(default_factory=dict)
+    apart: Callable[[Any, Any], float] = error
+    limit: float = 1e-3
+    missing: dict[str, str] = field(default_factory=dict)
+    waits: frozenset[str] = frozenset()
+    units: dict[str, int] = field(default_factory=dict)
+    copies: int | None = None
 
 
-def optional(module: str) -> tuple[ModuleType | None, str]:
-    """A module and an empty string, or None and why it is not there."""
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: goal_s (seconds, on an H200) and goal_ratio are goals, not measurements."""
+
+    id: str
+    title: str
+    stems: tuple[str, ...]
+    build: Callable[[Place], Work]
+    goal_s: float | None = None
+    goal_ratio: float | None = None
+    peer: str = ""  # the arm that the ratio is about
+    latency: bool = False
+
+
+def sides(place: Place, ours: Arm, eager: Arm, press: Callable[[Any], Arm] | None = None) -> dict[str, Any]:
+    """The arms and the missing peers of a Work: ours, eager torch, on a GPU torch.compile of it, and a press of kvpress."""
+    arms = {"ours": ours, "eager torch": eager}
+    if place.is_gpu:
+        arms["torch.compile"] = torch.compile(eager, dynamic=False)
+    theirs, missing = peer_arm("kvpress", "kvpress", press) if press else ({}, {})
+    return {"arms": arms | theirs, "missing": missing}
+
+
+def peer_arm(name: str, distribution: str, build: Callable[[Any], Arm]) -> tuple[dict[str, Arm], dict[str, str]]:
+    """The arm of a package that need not be installed, by name and version, or why it is missing. `build` takes the package."""
+    label = name
     try:
-        return importlib.import_module(module), ""
+        package = importlib.import_module(name.lower())
+        label = f"{name} {version(distribution)}"
+        return {label: build(package)}, {}
     except Exception as error:  # a broken installation must not end the run either
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def press_arm(name: str, score: Callable[[Any, Any], Callable[..., Any]]) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """The arm of kvpress, or why it is missing. `score` takes the package and its version and returns the arm."""
-    kvpress, why = optional("kvpress")
-    if kvpress is None:
-        return {}, {"kvpress": why}
-    label = f"kvpress {version('kvpress')}"
-    try:
-        return {label: score(kvpress, label)}, {}
-    except Exception as error:
-        return {}, {label: f"{name}: {type(error).__name__}: {error}"}
+        return {}, {label: f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def attention_module(heads: tuple[int, int], head_dim: int) -> Any:

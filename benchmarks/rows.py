@@ -20,20 +20,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.row import (
-    Place,
-    Row,
-    Work,
-    compiled,
-    error,
-    exact,
-    first_head,
-    layer_module,
-    once,
-    optional,
-    press_arm,
-    rows_apart,
-)
+from benchmarks.row import Arm, Inputs, Place, Row, Work, error, exact, first_head, layer_module, peer_arm, rows_apart, sides
 from benchmarks.torch_peers import (
     expected_attention_torch,
     gvote_torch,
@@ -48,14 +35,9 @@ from evictionary.optimized.cache import CompressedCache
 from evictionary.optimized.momentkv import Moments
 from evictionary.optimized.rope import rotate
 from evictionary.optimized.states import zero_moments
-from evictionary.reference import attention as reference_attention
-from evictionary.reference import cache as reference_cache
-from evictionary.reference import expected_attention as reference_expected_attention
-from evictionary.reference import gvote as reference_gvote
-from evictionary.reference import keydiff as reference_keydiff
-from evictionary.reference import knorm as reference_knorm
-from evictionary.reference import lagkv as reference_lagkv
-from evictionary.reference import momentkv as reference_momentkv
+
+# The mathematics; what is timed comes from `place.ours`.
+from evictionary.reference import attention, cache, expected_attention, gvote, keydiff, knorm, lagkv, momentkv
 
 XL = 131_072
 
@@ -66,90 +48,76 @@ XL = 131_072
 def lagkv_row(place: Place) -> Work:
     tokens, lag, sinks = place.tokens(XL), max(8, 128 // place.shrink), 16 if place.shrink == 1 else 4
     settings = {"keep_ratio": 0.25, "sink_size": sinks, "lag_size": lag}
-    compress = place.ours("lagkv", "compress")
-    retained = reference_lagkv.retained_length(tokens, **settings)
+    compress, retained = place.ours("lagkv", "compress"), lagkv.retained_length(tokens, **settings)
 
-    @once
-    def want(inputs: tuple[Any, ...]) -> np.ndarray:
+    def want(inputs: Inputs) -> np.ndarray:
         keys, values = first_head(*inputs)
-        return keys[reference_lagkv.select(keys, values, **settings)]
+        return keys[lagkv.select(keys, values, **settings)]
 
-    def press(kvpress: Any, label: str) -> Callable[..., Any]:
+    def press(kvpress: Any) -> Arm:
         one = kvpress.LagKVPress(compression_ratio=1 - retained / tokens, n_sink=sinks, lag_size=lag)
         return lambda keys, values: one.compress(layer_module(place), None, keys, values, None, {})
 
-    def eager(keys: torch.Tensor, values: torch.Tensor) -> Any:
-        return lagkv_torch(keys, values, lag // 4, sinks, lag)
-
-    arms, missing = press_arm("LagKVPress", press)
-    one_head = {name: lambda inputs, got: got[0][0, 0] for name in ("eager torch", "torch.compile", *arms)}
     return Work(
         make=lambda seed: place.cache(1, tokens, seed),
-        arms={"ours": lambda k, v: compress(k, v, **settings), "eager torch": eager, **compiled(eager, place), **arms},
-        check=lambda inputs, got: rows_apart(got, want(inputs)),
         bytes=2 * place.bytes_of(tokens + retained),
-        read={"ours": lambda inputs, got: got.keys[:retained], **one_head},
-        missing=missing,
+        **sides(
+            place,
+            lambda keys, values: compress(keys, values, **settings),
+            lambda keys, values: lagkv_torch(keys, values, lag // 4, sinks, lag),
+            press,
+        ),
+        want=want,
+        read=lambda inputs, got: got[0][0, 0],
+        reads={"ours": lambda inputs, got: got.keys[:retained]},
+        apart=rows_apart,
         limit=0.01,  # float32 may exchange scores that nearly tie
     )
 
 
-def checked_head(reference: Callable[..., np.ndarray]) -> Callable[[tuple[Any, ...], torch.Tensor], float]:
-    """Compare the first KV head with a reference of the inputs."""
-    want = once(lambda inputs: reference(inputs)[0, 0])
-    return lambda inputs, got: error(got[0, 0], want(inputs))
-
-
-def check_keydiff() -> Callable[[tuple[Any, ...], torch.Tensor], float]:
-    return checked_head(lambda inputs: reference_keydiff.score(first_head(inputs[0])[0]))
+def want_keydiff(inputs: Inputs) -> np.ndarray:
+    return keydiff.score(*first_head(inputs[0]))[0, 0]
 
 
 def keydiff_row(place: Place) -> Work:
-    tokens, score = place.tokens(XL), place.ours("keydiff", "score")
-    arms, missing = press_arm(
-        "KeyDiffPress", lambda kvpress, _: lambda keys: kvpress.KeyDiffPress().score(None, None, keys, None, None, {})
-    )
+    tokens = place.tokens(XL)
+    press = lambda kvpress: lambda keys: kvpress.KeyDiffPress().score(None, None, keys, None, None, {})  # noqa: E731
     return Work(
-        make=lambda seed: (place.cache(1, tokens, seed)[0],),
-        arms={"ours": score, "eager torch": keydiff_torch, **compiled(keydiff_torch, place), **arms},
-        check=check_keydiff(),
+        make=lambda seed: place.cache(1, tokens, seed)[:1],
         bytes=2 * place.bytes_of(tokens),
-        missing=missing,
+        **sides(place, place.ours("keydiff", "score"), keydiff_torch, press),
+        want=want_keydiff,
     )
 
 
 def keydiff_anchor_row(place: Place) -> Work:
-    tokens, score = place.tokens(XL), place.ours("keydiff", "score")
-    with_anchor, anchor_sum = place.ours("keydiff", "score_with_anchor"), place.ours("keydiff", "anchor_sum")
+    tokens, score, anchor_sum = place.tokens(XL), place.ours("keydiff", "score"), place.ours("keydiff", "anchor_sum")
 
-    def make(seed: int) -> tuple[Any, ...]:
+    def make(seed: int) -> Inputs:
         keys = place.cache(1, tokens, seed)[0]
         return keys, anchor_sum(keys)
 
     return Work(
         make=make,
-        arms={"ours": with_anchor, "our two passes": lambda keys, anchor: score(keys)},
-        check=check_keydiff(),
         bytes=place.bytes_of(tokens),
+        arms={"ours": place.ours("keydiff", "score_with_anchor"), "our two passes": lambda keys, anchor: score(keys)},
+        want=want_keydiff,
     )
 
 
 def expected_attention_row(place: Place) -> Work:
-    tokens, score = place.tokens(XL), place.ours("expected_attention", "score")
-    queries, dim = place.heads * place.group, place.head_dim
+    tokens, queries, dim = place.tokens(XL), place.heads * place.group, place.head_dim
 
-    def make(seed: int) -> tuple[Any, ...]:
+    def make(seed: int) -> Inputs:
         factor = place.states(1, queries, dim, dim, seed=seed, dtype=torch.float32) / math.sqrt(dim)
         mean = place.states(1, queries, dim, seed=seed + 1, dtype=torch.float32) / 4
         return *place.cache(1, tokens, seed), mean, factor @ factor.mT
 
-    def reference(inputs: tuple[Any, ...]) -> np.ndarray:
-        keys, values, mean, covariance = inputs
-        group = slice(0, place.group)
-        head = exact(keys[:1, :1], values[:1, :1], mean[:, group], covariance[:, group])
-        return reference_expected_attention.score(*head)
+    def want(inputs: Inputs) -> np.ndarray:
+        of_group = (states[:, : place.group] for states in inputs[2:])
+        return expected_attention.score(*first_head(*inputs[:2]), *exact(*of_group))[0, 0]
 
-    def press(kvpress: Any, label: str) -> Callable[..., Any]:
+    def press(kvpress: Any) -> Arm:
         class Given(kvpress.ExpectedAttentionPress):  # the statistics are inputs, as they are for the other arms
             def get_query_statistics(self, module: Any, hidden_states: Any) -> Any:
                 return tuple(x.to(place.dtype) for x in hidden_states)
@@ -157,36 +125,29 @@ def expected_attention_row(place: Place) -> Work:
         one = Given(n_sink=0, epsilon=0.02)
         return lambda k, v, mean, covariance: one.score(layer_module(place), (mean, covariance), k, v, None, {})
 
-    arms, missing = press_arm("ExpectedAttentionPress", press)
     return Work(
         make=make,
-        arms={"ours": score, "eager torch": expected_attention_torch, **compiled(expected_attention_torch, place), **arms},
-        check=checked_head(reference),
         bytes=2 * place.bytes_of(tokens),
         flops=2.0 * tokens * queries * dim * dim,
-        missing=missing,
+        **sides(place, place.ours("expected_attention", "score"), expected_attention_torch, press),
+        want=want,
         limit=1e-2,
     )
 
 
 def statistics_row(place: Place) -> Work:
-    tokens, unrotated = place.tokens(XL), place.ours("expected_attention", "unrotated_statistics")
-    count, dim = place.heads * place.group, place.head_dim
+    tokens, count, dim = place.tokens(XL), place.heads * place.group, place.head_dim
 
-    def make(seed: int) -> tuple[Any, ...]:
-        return place.states(1, count, tokens, dim, seed=seed), torch.arange(tokens, device=place.device)
-
-    @once
-    def want(inputs: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def want(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
         plain = rotate(inputs[0][:1, :1].double(), -inputs[1])
-        return reference_expected_attention.query_statistics(exact(plain)[0])
+        return expected_attention.query_statistics(*exact(plain))
 
-    def check(inputs: tuple[Any, ...], got: tuple[torch.Tensor, torch.Tensor]) -> float:
-        mean, covariance = want(inputs)
-        return max(float(np.abs(first_head(got[0])[0] - mean).max()), error(got[1][:1, :1], covariance))
+    def apart(got: Any, wanted: tuple[np.ndarray, np.ndarray]) -> float:
+        mean, covariance = first_head(*got)
+        return max(float(np.abs(mean - wanted[0]).max()), error(covariance, wanted[1]))
 
-    def press(kvpress: Any, label: str) -> Callable[..., Any]:
-        # kvpress projects the hidden states of the prompt once more instead. The projection is not checked against ours.
+    def press(kvpress: Any) -> Arm:
+        # kvpress projects the hidden states of the prompt once more instead, so its result is another one.
         weight = place.states(count * dim, count * dim, seed=0) / math.sqrt(count * dim)
         module = layer_module(place)
         module.q_proj = lambda hidden: hidden @ weight
@@ -194,15 +155,16 @@ def statistics_row(place: Place) -> Work:
         one = kvpress.ExpectedAttentionPress(n_sink=0)
         return lambda queries, positions: one.get_query_statistics(module, queries.view(1, tokens, count * dim))
 
-    arms, missing = press_arm("ExpectedAttentionPress", press)
+    arms = sides(place, place.ours("expected_attention", "unrotated_statistics"), statistics_torch, press)
     return Work(
-        make=make,
-        arms={"ours": unrotated, "eager torch": statistics_torch, **compiled(statistics_torch, place), **arms},
-        check=check,
+        make=lambda seed: (place.states(1, count, tokens, dim, seed=seed), torch.arange(tokens, device=place.device)),
         bytes=tokens * count * dim * place.dtype.itemsize,
         flops=2.0 * tokens * count * dim * dim,
-        read={name: lambda inputs, got: None for name in arms},  # its queries differ: they are projected once more
-        missing=missing,
+        **arms,
+        want=want,
+        read=lambda inputs, got: got,
+        reads={name: None for name in arms["arms"] if name.startswith("kvpress")},
+        apart=apart,
         limit=2e-2,
     )
 
@@ -221,87 +183,69 @@ SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def select_row(rows: int, length: int, kind: str = "normal") -> Callable[[Place], Work]:
-    """Top-k with k = n / 2, of one kind of SCORES."""
+    """Top-k with k = n / 2, of one kind of SCORES; compared are the sums of the kept scores."""
 
     def build(place: Place) -> Work:
         top_k, tokens = place.ours("selection", "top_k"), place.tokens(length)
         half = tokens // 2
 
-        def make(seed: int) -> tuple[Any, ...]:
-            return (SCORES[kind](place.states(rows, tokens, seed=seed, dtype=torch.float32)),)
+        def kept_sums(inputs: Inputs, kept: torch.Tensor) -> torch.Tensor:
+            sums = (inputs[0].double() * kept).sum(dim=-1)
+            return sums.where(kept.sum(dim=-1) == half, math.nan)
 
-        want = once(lambda scores: scores.sort(dim=-1, descending=True).values[:, :half].sum(dim=-1))
+        def of_indices(inputs: Inputs, got: Any) -> torch.Tensor:
+            return kept_sums(inputs, torch.zeros_like(inputs[0], dtype=torch.bool).scatter_(-1, got[1].long(), True))
 
-        def check(inputs: tuple[Any, ...], kept: torch.Tensor) -> float:
-            scores = inputs[0].double()
-            if not kept.sum(dim=-1).eq(half).all():
-                return math.inf
-            best = want(scores)
-            return float((best - (scores * kept).sum(dim=-1)).abs().max() / best.abs().max())
-
-        def mask(inputs: tuple[Any, ...], got: Any) -> torch.Tensor:
-            return torch.zeros_like(inputs[0], dtype=torch.bool).scatter_(-1, got[1].long(), True)
-
-        arms: dict[str, Callable[..., Any]] = {
-            "ours": lambda scores: top_k(scores, half),
-            "torch.topk": lambda scores: scores.topk(half, dim=-1, sorted=False),
-        }
-        flashinfer, why = optional("flashinfer")
-        missing = {} if flashinfer else {"FlashInfer": why}
-        if flashinfer is not None:
-            arms[label := f"FlashInfer {flashinfer.__version__}"] = lambda scores: flashinfer.top_k(scores, half)
-            missing.pop(label, None)
+        flash, missing = peer_arm(
+            "FlashInfer", "flashinfer-python", lambda flashinfer: lambda scores: flashinfer.top_k(scores, half)
+        )
+        peers = {"torch.topk": lambda scores: scores.topk(half, dim=-1, sorted=False)} | flash
         return Work(
-            make=make,
-            arms=arms,
-            check=check,
+            make=lambda seed: (SCORES[kind](place.states(rows, tokens, seed=seed, dtype=torch.float32)),),
             bytes=rows * tokens * 5,
-            read={name: mask for name in arms if name != "ours"},
+            arms={"ours": lambda scores: top_k(scores, half), **peers},
             missing=missing,
+            want=lambda inputs: exact(inputs[0].double().sort(dim=-1, descending=True).values[:, :half].sum(dim=-1))[0],
+            read=kept_sums,
+            reads=dict.fromkeys(peers, of_indices),
         )
 
     return build
 
 
-def random_mask(place: Place, batch: int, tokens: int, kept: int, seed: int) -> torch.Tensor:
-    """A mask that keeps `kept` random tokens of each head."""
-    shape = (batch, place.heads, tokens)
-    order = place.states(*shape, seed=seed + 1000, dtype=torch.float32).argsort(dim=-1)
-    return order < kept
-
-
-def positions_of(kept: torch.Tensor, count: int) -> torch.Tensor:
-    """The positions [B, H, count] of the kept tokens of a mask that keeps equally many in each head."""
-    return kept.nonzero()[:, 2].view(*kept.shape[:2], count)
+def random_mask(place: Place, tokens: int, kept: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mask [1, H_kv, T] that keeps `kept` random tokens of each head, and their positions [1, H_kv, kept]."""
+    order = place.states(1, place.heads, tokens, seed=seed + 1000, dtype=torch.float32).argsort(dim=-1)
+    mask = order < kept
+    return mask, mask.nonzero()[:, 2].view(1, place.heads, kept)
 
 
 def compact_row(place: Place) -> Work:
     tokens = place.tokens(XL)
     half, compress = tokens // 2, place.ours("cache", "compress")
-    copy = importlib.import_module("evictionary.optimized.kernels.cache").copy_kept if place.is_gpu else None
 
-    def make(seed: int) -> tuple[Any, ...]:
-        kept = random_mask(place, 1, tokens, half, seed)
-        rows = kept.reshape(-1).cumsum(0)
-        return *place.cache(1, tokens, seed), kept, rows, positions_of(kept, half)
+    def make(seed: int) -> Inputs:
+        kept, positions = random_mask(place, tokens, half, seed)
+        return *place.cache(1, tokens, seed), kept, kept.reshape(-1).cumsum(0), positions
 
     def gather(keys: torch.Tensor, values: torch.Tensor, kept: Any, rows: Any, index: torch.Tensor) -> Any:
         index = index[..., None].expand(-1, -1, -1, keys.shape[-1])
         return keys.gather(2, index), values.gather(2, index)
 
-    counted = {"ours, with the count": lambda k, v, kept, rows, index: compress(k, v, kept)}
-    alone = {"ours": lambda k, v, kept, rows, index: copy(k, v, kept, rows, place.heads * half)} if copy else {}
-    want = once(lambda inputs: exact(inputs[0][0, 0])[0][exact(inputs[2][0, 0])[0]])
-    arms = {**alone, **counted, "two torch.gather": gather}
+    arms = {"ours, with the count": lambda k, v, kept, rows, index: compress(k, v, kept), "two torch.gather": gather}
+    if place.is_gpu:
+        copy = importlib.import_module("evictionary.optimized.kernels.cache").copy_kept
+        arms = {"ours": lambda k, v, kept, rows, index: copy(k, v, kept, rows, place.heads * half), **arms}
+    else:
+        arms["ours"] = arms.pop("ours, with the count")
     return Work(
         make=make,
-        arms=arms if copy else {"ours": counted["ours, with the count"], "two torch.gather": gather},
-        check=lambda inputs, got: rows_apart(got, want(inputs)),
         bytes=4 * place.bytes_of(half),
-        read={
-            "two torch.gather": lambda inputs, got: got[0][0, 0],
-            **{name: lambda inputs, got: got.keys[:half] for name in ("ours", "ours, with the count")},
-        },
+        arms=arms,
+        want=lambda inputs: exact(inputs[0][0, 0][inputs[2][0, 0]])[0],
+        read=lambda inputs, got: got.keys[:half],
+        reads={"two torch.gather": lambda inputs, got: got[0][0, 0]},
+        apart=rows_apart,
         waits=frozenset({"ours, with the count"}),
         limit=0.0,
     )
@@ -312,9 +256,8 @@ def compact_row(place: Place) -> Work:
 
 def flat_cache(place: Place, lengths: torch.Tensor, seed: int) -> CompressedCache:
     """A compressed cache of the given lengths [B, H_kv]."""
-    total = int(lengths.sum())
     positions = torch.cat([torch.arange(int(n)) for n in lengths.flatten()]).to(place.device)
-    storage = (place.states(total, place.head_dim, seed=seed + part) for part in (0, 1))
+    storage = (place.states(len(positions), place.head_dim, seed=seed + part) for part in (0, 1))
     return CompressedCache(*storage, positions, lengths.to(place.device))
 
 
@@ -324,54 +267,42 @@ def whole_cache(keys: torch.Tensor, values: torch.Tensor) -> CompressedCache:
     return CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), lengths, lengths)
 
 
-def check_attention(place: Place) -> Callable[[tuple[Any, ...], Any], float]:
-    """Compare the last head of a decoded batch with the reference."""
+def attention_work(place: Place, lengths: torch.Tensor, arms: dict[str, Arm], page: int, **options: Any) -> Work:
+    """One query of each head over a cache of the given lengths [B, H_kv], FlashInfer with pages of `page` tokens beside.
 
-    @once
-    def want(inputs: tuple[Any, ...]) -> np.ndarray:
-        queries, cache = inputs[:2]
-        count = int(cache.lengths[-1, -1])
-        one = reference_cache.CompressedCache(
-            *exact(cache.keys[-count:], cache.values[-count:]), np.arange(count), np.array([[count]])
-        )
-        return reference_attention.attend(exact(queries[-1:, -place.group :])[0], one)[0]
+    Each arm takes the queries, the cache and what `options["beside"]`, a function of the cache, makes of it.
+    """
+    group, beside = place.group, options.pop("beside", lambda stored: ())
 
-    return lambda inputs, got: error(got[-1:, -place.group :], want(inputs))
+    def make(seed: int) -> Inputs:
+        stored = flat_cache(place, lengths, 10 * seed)
+        queries = place.states(len(lengths), place.heads * group, 1, place.head_dim, seed=seed + 7)
+        return queries, stored, *beside(stored)
 
+    def want(inputs: Inputs) -> np.ndarray:
+        queries, stored = inputs[:2]
+        count = int(stored.lengths[-1, -1])
+        states = exact(stored.keys[-count:], stored.values[-count:])
+        one = cache.CompressedCache(*states, np.arange(count), np.array([[count]]))
+        return attention.attend(exact(queries[-1:, -group:])[0], one)[0]
 
-def decode_row(batch: int, length: int) -> Callable[[Place], Work]:
-    """Flash-decoding with heads of one length, beside SDPA and FlashInfer."""
-
-    def build(place: Place) -> Work:
-        attend, sequences, tokens = place.ours("attention", "attend"), place.batch(batch), place.tokens(length)
-
-        def make(seed: int) -> tuple[Any, ...]:
-            lengths = torch.full((sequences, place.heads), tokens)
-            queries = place.states(sequences, place.heads * place.group, 1, place.head_dim, seed=seed + 7)
-            return queries, flat_cache(place, lengths, 10 * seed)
-
-        def sdpa(queries: torch.Tensor, cache: CompressedCache) -> torch.Tensor:
-            keys, values = (x.view(sequences, place.heads, tokens, -1) for x in cache[:2])
-            return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
-
-        flash, missing = flashinfer_arm(place, torch.full((sequences, place.heads), tokens), 16)
-        return Work(
-            make=make,
-            arms={"ours": attend, "SDPA": sdpa, **flash},
-            check=check_attention(place),
-            bytes=2 * sequences * place.bytes_of(tokens),
-            read={"ours": lambda inputs, got: got[0]},
-            missing=missing,
-            limit=2e-2,
-        )
-
-    return build
+    build = lambda package: flashinfer_decode(package, place, lengths, page)  # noqa: E731
+    flash, missing = peer_arm("FlashInfer", "flashinfer-python", build)  # its plan is not timed
+    attend = place.ours("attention", "attend")
+    return Work(
+        make=make,
+        arms={"ours": lambda queries, stored, *_: attend(queries, stored), **arms, **flash},
+        missing=missing,
+        want=want,
+        read=lambda inputs, got: got[-1:, -group:],
+        reads={"ours": lambda inputs, got: got[0][-1:, -group:]},
+        limit=2e-2,
+        **options,
+    )
 
 
-def flashinfer_decode(place: Place, lengths: torch.Tensor, page: int) -> Callable[[torch.Tensor, CompressedCache], torch.Tensor]:
+def flashinfer_decode(flashinfer: Any, place: Place, lengths: torch.Tensor, page: int) -> Arm:
     """FlashInfer's paged decode, planned: every KV head is a request of its own, its tokens in pages of `page` tokens."""
-    import flashinfer
-
     workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=place.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     pages = lengths.flatten().to(place.device, torch.int32) // page
@@ -380,66 +311,52 @@ def flashinfer_decode(place: Place, lengths: torch.Tensor, page: int) -> Callabl
     kinds = {"q_data_type": place.dtype, "kv_data_type": place.dtype}
     wrapper.plan(starts, indices, torch.full_like(pages, page), place.group, 1, place.head_dim, page, **kinds)
 
-    def run(queries: torch.Tensor, cache: CompressedCache) -> torch.Tensor:
-        paged = tuple(x.view(-1, page, 1, place.head_dim) for x in cache[:2])
+    def run(queries: torch.Tensor, stored: CompressedCache, *_: Any) -> torch.Tensor:
+        paged = tuple(x.view(-1, page, 1, place.head_dim) for x in stored[:2])
         return wrapper.run(queries.reshape(-1, place.group, place.head_dim), paged).view_as(queries)
 
     return run
 
 
-def flashinfer_arm(place: Place, lengths: torch.Tensor, page: int) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """The arm of FlashInfer, or why it is missing; the plan is not timed."""
-    flashinfer, why = optional("flashinfer")
-    if flashinfer is None:
-        return {}, {"FlashInfer": why}
-    label = f"FlashInfer {flashinfer.__version__}"
-    try:
-        return {label: flashinfer_decode(place, lengths, page)}, {}
-    except Exception as error:
-        return {}, {label: f"{type(error).__name__}: {error}"}
+def decode_row(batch: int, length: int) -> Callable[[Place], Work]:
+    """Flash-decoding with heads of one length, beside SDPA and FlashInfer."""
+
+    def build(place: Place) -> Work:
+        sequences, tokens = place.batch(batch), place.tokens(length)
+
+        def sdpa(queries: torch.Tensor, stored: CompressedCache) -> torch.Tensor:
+            keys, values = (x.view(sequences, place.heads, tokens, -1) for x in stored[:2])
+            return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+
+        lengths = torch.full((sequences, place.heads), tokens)
+        return attention_work(place, lengths, {"SDPA": sdpa}, page=16, bytes=2 * sequences * place.bytes_of(tokens))
+
+    return build
 
 
 def ragged_row(place: Place) -> Work:
     """Ragged heads, beside padded ones: every KV head is a head of its own, and the query heads of its group are its queries."""
-    attend, sequences, mean = place.ours("attention", "attend"), place.batch(32), place.tokens(4096)
+    sequences, mean = place.batch(32), place.tokens(4096)
     drawn = np.random.default_rng(0).lognormal(sigma=0.7, size=(sequences, place.heads))
     lengths = torch.from_numpy(np.minimum(drawn / drawn.mean(), 3.0) * mean).long().clamp(min=1)  # in every set of inputs
     filled = (torch.arange(int(lengths.max())) < lengths[..., None]).to(place.device)
     ends = lengths.to(place.device)
-
-    def make(seed: int) -> tuple[Any, ...]:
-        queries = place.states(sequences, place.heads * place.group, 1, place.head_dim, seed=seed + 7)
-        cache = flat_cache(place, lengths, 10 * seed)
-        padded = []
-        for states in cache[:2]:
-            whole = states.new_zeros(*filled.shape, place.head_dim)
-            whole[filled] = states
-            padded.append(whole)
-        return queries, cache, *padded
-
-    def sdpa(queries: torch.Tensor, cache: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        grouped = queries.view(sequences, place.heads, place.group, place.head_dim)
-        return scaled_dot_product_attention(grouped, keys, values, attn_mask=filled[:, :, None]).view_as(queries)
-
     shape = (sequences, place.heads, place.group, filled.shape[2])
     blocks = create_block_mask(lambda b, h, query, token: token < ends[b, h], *shape, device=place.device)
-    flex_attend = torch.compile(flex_attention, dynamic=False) if place.is_gpu else flex_attention
+    flex = torch.compile(flex_attention, dynamic=False) if place.is_gpu else flex_attention
 
-    def flex(queries: torch.Tensor, cache: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        grouped = queries.view(sequences, place.heads, place.group, place.head_dim)
-        return flex_attend(grouped, keys, values, block_mask=blocks).view_as(queries)
+    def padded(stored: CompressedCache) -> Inputs:
+        whole = torch.zeros(2, *filled.shape, place.head_dim, device=place.device, dtype=place.dtype)
+        whole[:, filled] = torch.stack(stored[:2])
+        return tuple(whole)
 
-    flash, missing = flashinfer_arm(place, lengths, 1)
-    flash = {name: lambda queries, cache, *_, run=run: run(queries, cache) for name, run in flash.items()}
-    return Work(
-        make=make,
-        arms={"ours": lambda queries, cache, *_: attend(queries, cache), "padded SDPA": sdpa, "FlexAttention": flex, **flash},
-        check=check_attention(place),
-        bytes=2 * sequences * place.bytes_of(mean),
-        read={"ours": lambda inputs, got: got[0]},
-        missing=missing,
-        limit=2e-2,
-    )
+    def over_padded(function: Callable[..., Any], **mask: Any) -> Arm:
+        grouped = (sequences, place.heads, place.group, place.head_dim)
+        return lambda queries, stored, *states: function(queries.view(grouped), *states, **mask).view_as(queries)
+
+    sdpa = over_padded(scaled_dot_product_attention, attn_mask=filled[:, :, None])
+    arms = {"padded SDPA": sdpa, "FlexAttention": over_padded(flex, block_mask=blocks)}
+    return attention_work(place, lengths, arms, page=1, bytes=2 * sequences * place.bytes_of(mean), beside=padded)
 
 
 # the attention that keys receive, and the simplest methods ----------------------------------------------------------------------
@@ -453,51 +370,48 @@ def received_row(stem: str, length: int, window: int) -> Callable[[Place], Work]
         count, last = place.heads * place.group, min(window, tokens // 2) if window else tokens
         options = {"window_size": last} if stem == "snapkv" else {}
 
-        def make(seed: int) -> tuple[Any, ...]:
-            return place.states(1, count, last, place.head_dim, seed=seed + 7), *place.cache(1, tokens, seed)
-
-        def reference(inputs: tuple[Any, ...]) -> np.ndarray:
+        def want(inputs: Inputs) -> np.ndarray:
             queries, keys = inputs[:2]
             # TOVA's score is the mean over all heads; the other scores are compared in the first head.
             heads = exact(queries, keys) if stem == "tova" else exact(queries[:, : place.group], keys[:, :1])
-            return importlib.import_module(f"evictionary.reference.{stem}").score(*heads, **options)
+            return importlib.import_module(f"evictionary.reference.{stem}").score(*heads, **options)[0, 0]
 
-        def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def apart(got: torch.Tensor, wanted: np.ndarray) -> float:
+            finite = np.isfinite(wanted)  # SnapKV's window is infinite
+            return error(exact(got)[0][finite], wanted[finite])
+
+        def ours(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Any:
+            return score(queries, keys, **options)
+
+        def attention_of_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
 
-        def eager(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            return received_torch(stem, queries, keys)
-
-        wanted = once(lambda inputs: reference(inputs)[0, 0])
-
-        def check(inputs: tuple[Any, ...], got: torch.Tensor) -> float:
-            want = wanted(inputs)
-            finite = np.isfinite(want)  # SnapKV's window is infinite
-            return error(exact(got[0, 0])[0][finite], want[finite])
-
-        beside = {"eager torch": eager, **compiled(eager, place)} if window else {"SDPA of the prompt": attention}
+        eager = sides(place, ours, lambda queries, keys, values: received_torch(stem, queries, keys))
         pairs = tokens * last - last * (last - 1) // 2  # of a query and a token that it sees
         return Work(
-            make=make,
-            arms={"ours": lambda queries, keys, values: score(queries, keys, **options), **beside},
-            check=check,
+            make=lambda seed: (
+                place.states(1, count, last, place.head_dim, seed=seed + 7),
+                *place.cache(1, tokens, seed),
+            ),
             bytes=place.bytes_of(tokens) * (2 if window else 1),
             flops=2.0 * 2 * count * place.head_dim * pairs,
-            read={"SDPA of the prompt": lambda inputs, got: None},  # another function, of as many products
-            limit=1e-3,
+            **(eager if window else {"arms": {"ours": ours, "SDPA of the prompt": attention_of_prompt}}),
+            want=want,
+            reads={"SDPA of the prompt": None},  # another function, of as many products
+            apart=apart,
         )
 
     return build
 
 
 def norm_row(place: Place) -> Work:
-    tokens, score = place.tokens(XL), place.ours("knorm", "score")
+    tokens = place.tokens(XL)
     norm = lambda keys: -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)  # noqa: E731
     return Work(
-        make=lambda seed: (place.cache(1, tokens, seed)[0],),
-        arms={"ours": score, "eager torch": norm, **compiled(norm, place)},
-        check=checked_head(lambda inputs: reference_knorm.score(first_head(inputs[0])[0])),
+        make=lambda seed: place.cache(1, tokens, seed)[:1],
         bytes=place.bytes_of(tokens),
+        **sides(place, place.ours("knorm", "score"), norm),
+        want=lambda inputs: knorm.score(*first_head(*inputs))[0, 0],
     )
 
 
@@ -508,13 +422,14 @@ def ends_row(place: Place) -> Work:
     def cut(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(torch.cat([states[:, :, :4], states[:, :, tokens - half + 4 :]], dim=2) for states in (keys, values))
 
-    want = once(lambda inputs: exact(torch.cat([inputs[0][0, 0, :4], inputs[0][0, 0, tokens - half + 4 :]]))[0])
     return Work(
         make=lambda seed: place.cache(1, tokens, seed),
-        arms={"ours": lambda k, v: compress(k, v, budget=half), "two torch.cat": cut},
-        check=lambda inputs, got: rows_apart(got, want(inputs)),
         bytes=4 * place.bytes_of(half),
-        read={"ours": lambda inputs, got: got.keys[:half], "two torch.cat": lambda inputs, got: got[0][0, 0]},
+        arms={"ours": lambda k, v: compress(k, v, budget=half), "two torch.cat": cut},
+        want=lambda inputs: np.delete(exact(inputs[0][0, 0])[0], np.s_[4 : tokens - half + 4], axis=0),
+        read=lambda inputs, got: got.keys[:half],
+        reads={"two torch.cat": lambda inputs, got: got[0][0, 0]},
+        apart=rows_apart,
         limit=0.0,
     )
 
@@ -529,37 +444,29 @@ def random_moments(place: Place, batch: int, seed: int) -> Moments:
     return Moments(count, keys.sum(dim=2), values.sum(dim=2), values.mT @ keys)
 
 
-NEW_TOKENS = 64  # of a set of inputs: as many calls of a graph insert tokens that differ
+def moments_of_head(moments: Moments) -> momentkv.Moments:
+    return momentkv.Moments(*first_head(*moments))
 
 
-def moment_inputs(place: Place, batch: int, length: int, seed: int) -> tuple[Any, ...]:
-    """The arguments of `momentkv.step`: query, new key and value, full cache, positions, moments, position of the new token."""
-    query = place.states(batch, place.heads * place.group, place.head_dim, seed=seed + 7)
-    new = (place.states(batch, place.heads, place.head_dim, seed=seed + part) for part in (8, 9))
-    positions = torch.arange(length, device=place.device).repeat(batch, place.heads, 1)
-    position = torch.full((batch, place.heads), length, device=place.device)
-    return query, *new, *place.cache(batch, length, seed), positions, random_moments(place, batch, seed), position
+NEW_TOKENS = 64  # of a set of inputs: as many calls insert tokens that differ
 
 
 def each_token(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step` with the next of the new tokens [N, B, H_kv, D] at every call: a graph captures many calls, each with its own."""
+    """`step` with another one of the new tokens [N, B, H_kv, D] at every call.
+
+    MomentKV writes them into its cache, and a cache into which the same ones are written again and again is unrealistic. So all
+    are drawn anew after N calls: two launches in N steps.
+    """
     calls = itertools.count()
 
     def run(query: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, *rest: Any) -> Any:
-        place = next(calls) % len(new_keys)
+        turn, place = divmod(next(calls), len(new_keys))
+        if turn and not place:
+            new_keys.normal_()
+            new_values.normal_()
         return step(query, new_keys[place], new_values[place], *rest)
 
     return run
-
-
-def draw_tokens(inputs: tuple[Any, ...]) -> None:
-    """Draw other new tokens: a cache into which the same ones are written again and again is not one that occurs."""
-    inputs[1].normal_()
-    inputs[2].normal_()
-
-
-def moments_of_head(moments: Moments) -> reference_momentkv.Moments:
-    return reference_momentkv.Moments(*first_head(*moments))
 
 
 def step_row(batch: int, length: int) -> Callable[[Place], Work]:
@@ -567,33 +474,33 @@ def step_row(batch: int, length: int) -> Callable[[Place], Work]:
 
     def build(place: Place) -> Work:
         step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
-        sequences, tokens = place.batch(batch), place.tokens(length)
+        sequences, tokens, heads, dim = place.batch(batch), place.tokens(length), place.heads, place.head_dim
 
-        def make(seed: int) -> tuple[Any, ...]:
-            query, _, _, *rest = moment_inputs(place, sequences, tokens, seed)
-            shape = (NEW_TOKENS, sequences, place.heads, place.head_dim)
-            return query, *(place.states(*shape, seed=seed + part) for part in (8, 9)), *rest
+        def make(seed: int) -> Inputs:
+            query = place.states(sequences, heads * place.group, dim, seed=seed + 7)
+            new = (place.states(NEW_TOKENS, sequences, heads, dim, seed=seed + part) for part in (8, 9))
+            positions = torch.arange(tokens, device=place.device).repeat(sequences, heads, 1)
+            position = torch.full((sequences, heads), tokens, device=place.device)
+            moments = random_moments(place, sequences, seed)
+            return query, *new, *place.cache(sequences, tokens, seed), positions, moments, position
 
         def plain(query: torch.Tensor, new_key: Any, new_value: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> Any:
             return attend(query[:, :, None], whole_cache(keys, values))
 
-        @once
-        def want(inputs: tuple[Any, ...]) -> np.ndarray:
+        def want(inputs: Inputs) -> np.ndarray:
             query, new_keys, new_values, keys, values, _, moments, _ = inputs
             head = first_head(new_keys[0], new_values[0], keys, values)
             group = exact(query[:1, : place.group])[0]
-            return reference_momentkv.decode_step(group, *head, moments_of_head(moments), tokens).output
+            return momentkv.decode_step(group, *head, moments_of_head(moments), tokens).output
 
-        state = place.head_dim**2 + 2 * place.head_dim
         return Work(
             make=make,
+            bytes=sequences * (2 * place.bytes_of(tokens) + heads * 2 * 4 * (dim**2 + 2 * dim)),
+            flops=2.0 * sequences * heads * tokens * dim**2,
             arms={"ours": each_token(step), "plain decode": plain, "eager torch": each_token(momentkv_torch)},
-            check=lambda inputs, got: error(got[:1, : place.group], want(inputs)),
-            renew=draw_tokens,
-            bytes=sequences * (2 * place.bytes_of(tokens) + place.heads * 2 * 4 * state),
-            flops=2.0 * sequences * place.heads * tokens * place.head_dim**2,
-            # Attention without moments is another function: it is timed, not compared.
-            read={"plain decode": lambda inputs, got: None},
+            want=want,
+            read=lambda inputs, got: got[:1, : place.group],
+            reads={"plain decode": None},  # attention without moments is another function
             limit=2e-2,
         )
 
@@ -604,36 +511,27 @@ def prompt_moments_row(place: Place) -> Work:
     tokens = place.tokens(XL)
     count = min(place.tokens(1024), tokens // 2)
     compress = place.ours("momentkv", "compress_prompt")
-    kernel = importlib.import_module("evictionary.optimized.kernels.momentkv").compress_prompt if place.is_gpu else None
 
-    def make(seed: int) -> tuple[Any, ...]:
-        kept = random_mask(place, 1, tokens, count, seed)
-        return *place.cache(1, tokens, seed), kept, positions_of(kept, count)
+    def want(inputs: Inputs) -> np.ndarray:
+        keys, values, kept = (states[0, 0] for states in first_head(*inputs[:3]))
+        return values[~kept].T @ keys[~kept]
 
-    @once
-    def want(inputs: tuple[Any, ...]) -> np.ndarray:
-        keys, values, kept = first_head(*inputs[:3])
-        gone = ~kept[0, 0]
-        return values[0, 0][gone].T @ keys[0, 0][gone]
-
-    def counted(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, index: Any) -> Any:
-        return compress(keys, values, kept)
-
-    # The peer is given what is kept, so ours is too: the host knows the number of kept tokens, and waits for nothing.
-    def known(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, index: Any) -> Any:
-        return kernel(keys, values, kept, zero_moments(keys, values), total=place.heads * count)
-
-    arms = {"ours": known, "ours, with the count": counted} if kernel else {"ours": counted}
+    ours = {"ours, with the count": lambda keys, values, kept, index: compress(keys, values, kept)}
+    if place.is_gpu:
+        # The peer is given what is kept, so ours is too: the host knows the number of kept tokens, and waits for nothing.
+        kernel = importlib.import_module("evictionary.optimized.kernels.momentkv").compress_prompt
+        known = lambda k, v, kept, index: kernel(k, v, kept, zero_moments(k, v), total=place.heads * count)  # noqa: E731
+        ours = {"ours": known, **ours}
+    else:
+        ours = {"ours": ours["ours, with the count"]}
     return Work(
-        make=make,
-        arms={**arms, "masked product, gathers": moments_torch},
-        check=lambda inputs, got: error(got[0, 0], want(inputs)),
+        make=lambda seed: (*place.cache(1, tokens, seed), *random_mask(place, tokens, count, seed)),
         bytes=2 * place.bytes_of(tokens + count),
         flops=2.0 * tokens * place.heads * place.head_dim**2,
-        read={
-            **{name: lambda inputs, got: got[1].value_key_sum for name in arms},
-            "masked product, gathers": lambda inputs, got: got[-1],
-        },
+        arms={**ours, "masked product, gathers": moments_torch},
+        want=want,
+        read=lambda inputs, got: got[1].value_key_sum[0, 0],
+        reads={"masked product, gathers": lambda inputs, got: got[-1][0, 0]},
         waits=frozenset({"ours, with the count"}),
     )
 
@@ -642,25 +540,24 @@ def mix_row(place: Place) -> Work:
     attend, plain = place.ours("momentkv", "attend"), place.ours("attention", "attend")
     sequences, tokens = place.batch(32), place.tokens(1024)
 
-    def make(seed: int) -> tuple[Any, ...]:
-        query, _, _, keys, values, _, moments, _ = moment_inputs(place, sequences, tokens, seed)
-        return query, keys, values, torch.ones(keys.shape[:3], dtype=torch.bool, device=place.device), moments
+    def make(seed: int) -> Inputs:
+        query = place.states(sequences, place.heads * place.group, place.head_dim, seed=seed + 7)
+        keys, values = place.cache(sequences, tokens, seed)
+        kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=place.device)
+        return query, keys, values, kept, random_moments(place, sequences, seed)
 
-    def without(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Any) -> Any:
-        return plain(query[:, :, None], whole_cache(keys, values))
+    def want(inputs: Inputs) -> np.ndarray:
+        group = exact(inputs[0][:1, : place.group])[0]
+        return momentkv.attend(group, *first_head(*inputs[1:4]), moments_of_head(inputs[4]))
 
-    @once
-    def want(inputs: tuple[Any, ...]) -> np.ndarray:
-        query, keys, values, kept, moments = inputs
-        group = exact(query[:1, : place.group])[0]
-        return reference_momentkv.attend(group, *first_head(keys, values, kept), moments_of_head(moments))
-
+    without = "attention without moments"
     return Work(
         make=make,
-        arms={"ours": attend, "attention without moments": without},
-        check=lambda inputs, got: error(got[:1, : place.group], want(inputs)),
         bytes=sequences * (2 * place.bytes_of(tokens) + place.heads * 4 * place.head_dim**2),
-        read={"attention without moments": lambda inputs, got: None},
+        arms={"ours": attend, without: lambda query, keys, values, *_: plain(query[:, :, None], whole_cache(keys, values))},
+        want=want,
+        read=lambda inputs, got: got[:1, : place.group],
+        reads={without: None},
         limit=2e-2,
     )
 
@@ -669,23 +566,23 @@ def gvote_row(place: Place) -> Work:
     tokens, select = place.tokens(XL), place.ours("gvote", "select")
     count, dim = place.heads * place.group, place.head_dim
 
-    def make(seed: int) -> tuple[Any, ...]:
+    def make(seed: int) -> Inputs:
         # Logits of deviation 3: nine tokens in a hundred hold 95 % of the mass. Random weights would give flat attention.
         query = 3 * place.states(1, count, dim, seed=seed + 7)
         sampled = query[:, :, None] + place.states(1, count, 8, dim, seed=seed + 8)
         return query, place.cache(1, tokens, seed)[0], sampled
 
-    @once
-    def want(inputs: tuple[Any, ...]) -> np.ndarray:
+    def want(inputs: Inputs) -> np.ndarray:
         query, keys, sampled = inputs
-        return reference_gvote.select(*exact(query[:, : place.group], keys[:, :1], sampled[:, : place.group]), p=0.95)[0, 0]
+        return gvote.select(*exact(query[:, : place.group], keys[:, :1], sampled[:, : place.group]), p=0.95)[0, 0]
 
     return Work(
         make=make,
-        arms={"ours": lambda query, keys, sampled: select(query, keys, sampled, p=0.95), "eager torch": gvote_torch},
-        check=lambda inputs, got: float((exact(got[0, 0])[0] != want(inputs)).mean()),
         bytes=2 * place.bytes_of(tokens),
         flops=2.0 * tokens * count * 9 * dim,
+        arms={"ours": lambda query, keys, sampled: select(query, keys, sampled, p=0.95), "eager torch": gvote_torch},
+        want=want,
+        apart=lambda got, wanted: float((exact(got)[0] != wanted).mean()),
         limit=5e-3,  # tokens whose logits nearly tie with the last vote of one of 32 rows
     )
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import platform
+import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -22,8 +25,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """The 20 %, 50 % and 80 % quantiles of repeated measurements, and their number."""
 
     p20: float
@@ -31,32 +33,19 @@ class Spread:
     p80: float
     count: int
 
-    def as_json(self) -> dict[str, float]:
-        return asdict(self)
-
 
 def spread(values: Sequence[float]) -> Spread:
     """The quantiles of `values`, linear between neighbours. Raises ValueError for an empty or non-finite list."""
-    if not values or not all(math.isfinite(value) for value in values):
+    if not values or not np.isfinite(values).all():
         raise ValueError(f"values: got {list(values)}, wanted at least one finite number")
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0], 1)
-    fifths = statistics.quantiles(values, n=5, method="inclusive")
-    return Spread(fifths[0], statistics.median(values), fifths[3], len(values))
+    return Spread(*np.quantile(values, (0.2, 0.5, 0.8)).tolist(), len(values))
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """The speed-up of the first of two arms: median over median; claimed only if their intervals do not overlap."""
 
     value: float
     claimed: bool
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f}x" if self.claimed else f"{self.value:.2f}x (not claimed: the intervals overlap)"
 
 
 def ratio(ours: Spread, peer: Spread) -> Ratio:
@@ -64,39 +53,19 @@ def ratio(ours: Spread, peer: Spread) -> Ratio:
     return Ratio(peer.p50 / ours.p50, peer.p20 > ours.p80 or peer.p80 < ours.p20)
 
 
-def there_and_back(names: Iterable[str], rounds: int) -> list[str]:
-    """The order A B C C B A, `rounds` times: a drift of the clock in time falls on every arm alike."""
-    forward = list(names)
-    return (forward + forward[::-1]) * rounds
+def interleaved(arms: Mapping[str, Callable[[], Sequence[float]]], least: int, most: int, end: float) -> dict[str, Spread]:
+    """Measure the arms in the order A B C C B A: a drift of the clock in time falls on every arm alike.
 
-
-def interleaved(
-    arms: Mapping[str, Callable[[], float]], rounds: int, *, enough: Callable[[], bool] = lambda: False
-) -> dict[str, Spread]:
-    """Measure every arm, one measurement for each visit, in the order A B C C B A.
-
-    Args: arms, each a function that measures itself once and returns seconds; rounds, at least 1; enough, called after every whole
-    round: True ends the measurement early. Returns the spread of every arm.
+    Args: arms, each a function that measures itself and returns seconds, one or several; `least` rounds of that order
+    are made, and more until the time `end` (of `time.monotonic`), `most` in all. Returns the spread of every arm.
     """
     found: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
-        for name in there_and_back(arms, 1):
-            found[name].append(arms[name]())
-        if enough():
+    for done in range(most):
+        if done >= least and time.monotonic() > end:
             break
+        for name in [*arms, *reversed(arms)]:
+            found[name].extend(arms[name]())
     return {name: spread(values) for name, values in found.items()}
-
-
-def after(rounds: int, end: float) -> Callable[[], bool]:
-    """The `enough` of `interleaved`: True after at least `rounds` rounds and after the time `end`."""
-    done = 0
-
-    def enough() -> bool:
-        nonlocal done
-        done += 1
-        return done >= rounds and time.monotonic() > end
-
-    return enough
 
 
 def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -116,12 +85,10 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 def versions(*packages: str) -> dict[str, str]:
     """The installed versions of packages, "not installed" where there is none."""
-    found = {}
+    found = dict.fromkeys(packages, "not installed")
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
     return found
 
 
@@ -135,13 +102,9 @@ def output_of(*command: str) -> str:
 
 def processor() -> str:
     """The name of the processor, as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    told = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.*)", told.read_text("utf-8"), re.M) if told.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def provenance(*packages: str) -> dict[str, Any]:
@@ -166,7 +129,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows as a table, with a column for each name in them."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys(itertools.chain.from_iterable(rows))
     table = Table(*(name.replace("_", " ") for name in names), title=title, title_justify="left")
     for row in rows:
         table.add_row(*(f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name, "")) for name in names))

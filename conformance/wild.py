@@ -37,7 +37,7 @@ FETCHED = ROOT / "build" / "wild"
 SHOWN = ("the law", "smallest input", "an input", "what is wrong", "expected", "got", "misconception")
 # What every row depends on beside the laws and the mathematics of its own method.
 COMMON = tuple(
-    [ROOT / "reference" / f"{name}.py" for name in ("attention", "cache", "checks", "rope", "selection")]
+    [ROOT / "reference" / f"{name}.py" for name in ("attention", "cache", "checks", "contract", "rope", "selection")]
     + [
         ROOT / "spec_tests" / "harness" / f"{name}.py"
         for name in ("arithmetic", "by_hand", "cases", "degenerate", "domain", "tolerance")

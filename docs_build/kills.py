@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 
 from docs_build.entries import ROOT
-from evictionary.spec_tests.harness.matrix import laws_for, outcome
+from evictionary.spec_tests.harness.matrix import laws_for
+from evictionary.spec_tests.harness.outcome import outcome
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 
 OUTPUT = ROOT / "docs" / "four_laws.json"

@@ -8,7 +8,7 @@ import torch
 
 from evictionary.reference.checks import as_count, as_fraction
 
-from .checks import require_mask
+from .checks import require_fit
 from .selection import top_k
 
 
@@ -23,16 +23,13 @@ def select(scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, prote
     Raises ValueError naming the argument out of range, and on a CPU for NaN scores and for a head with more protected tokens than
     the budget. Source: algorithm 1, the safeguard of section 4 and, for what is protected, algorithm 2.
     """
-    if not isinstance(scores, torch.Tensor) or scores.ndim != 3:
-        got = f"shape {tuple(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
-        raise ValueError(f"scores: got {got}, wanted a tensor [B, H_kv, T]")
+    require_fit("ada_kv.select", scores, protected)
     batch, num_kv_heads, length = scores.shape
     budget = min(as_count("budget", budget, low=0), length)
     alpha = as_fraction("floor_ratio", floor_ratio)
     if protected is None:
         own = top_k(scores, alpha.numerator * budget // alpha.denominator)
     else:
-        require_mask("protected", protected, "scores", scores, tuple(scores.shape))
         own = _own(scores, budget, alpha, protected)
     # One row per batch item. Among equal scores the lower head comes first, then the lower position.
     layer = scores.reshape(batch, num_kv_heads * length)
@@ -42,7 +39,7 @@ def select(scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, prote
 def _own(scores: torch.Tensor, budget: int, alpha: Fraction, protected: torch.Tensor) -> torch.Tensor:
     """What each head keeps for itself: its protected tokens, and the best others up to alpha of the rest of its budget."""
     taken = protected.sum(dim=-1, keepdim=True)
-    if not scores.is_cuda and taken.numel() and int(taken.amax()) > budget:  # on a GPU the check would wait for it
+    if not scores.is_cuda and int(taken.amax()) > budget:  # on a GPU the check would wait for it
         raise ValueError(f"protected: got {int(taken.amax())} protected tokens in a head, wanted at most the budget, {budget}")
     # Decision: as the observation window in the authors' code, what is protected leaves the budget before it is shared out.
     shares = [alpha.numerator * rest // alpha.denominator for rest in range(budget + 1)]  # exact: int64 could overflow

@@ -6,14 +6,14 @@ import math
 
 import torch
 
-from evictionary.reference.checks import group_size
-
-from .checks import require_same_device, require_same_kind, require_states, working_dtype
+from .checks import require_finite, require_fit, require_same_kind, working_dtype
 from .kernels.launching import kernels_for
 from .states import CompressedCache, PagedCache
 
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
 BLOCK = 2**20
+# The arguments of `attend_paged`, as lines of the contract are written.
+PAGED = "queries: B H_q M D, cache.keys: P S D, cache.values: P S D_v, cache.table: whole B H_kv n, cache.lengths: whole B H_kv"
 
 
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,16 +27,12 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     natural logarithm, scaled logits). A head that keeps no token gives output 0 and log-sum-exp -inf.
     Raises ValueError if queries and cache disagree in shape, dtype or device, and on a CPU for NaN or infinite queries.
     """
-    require_states("queries", queries, "B H_q M D")
+    require_fit("attention.attend", queries, cache, finite=False)
+    require_finite("queries", queries)
+    require_same_kind("cache.keys", cache.keys, "queries", queries)
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = cache.lengths.shape[1]
-    if batch != cache.lengths.shape[0] or head_dim != cache.keys.shape[-1]:
-        wanted = f"[{cache.lengths.shape[0]}, H_q, M, {cache.keys.shape[-1]}]"
-        raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {wanted}")
-    require_same_kind("queries", queries, "cache.keys", cache.keys)
-    for name, field in zip(cache._fields, cache, strict=True):
-        require_same_device(f"cache.{name}", field, "queries", queries)
-    group = group_size(num_query_heads, num_kv_heads)
+    group = num_query_heads // num_kv_heads
     if kernels := kernels_for("attention", queries, cache.values):
         return kernels.attend(queries, cache)
     dtype = working_dtype(queries)
@@ -65,14 +61,10 @@ def attend_paged(queries: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor
     Args: queries [B, H_q, M, D], all later than the cache; cache, see PagedCache. Returns and raises as `attend`. On a GPU the
     pages are read in place; on a CPU the tokens are gathered first.
     """
-    require_states("queries", queries, "B H_q M D")
-    require_same_kind("queries", queries, "cache.keys", cache.keys)
-    for name in ("values", "table", "lengths"):
-        require_same_device(f"cache.{name}", getattr(cache, name), "cache.keys", cache.keys)
-    batch, num_kv_heads, pages = cache.table.shape
-    if queries.shape[0] != batch or queries.shape[3] != cache.keys.shape[2]:
-        raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {(batch, 'H_q', 'M', cache.keys.shape[2])}")
-    group_size(queries.shape[1], num_kv_heads)
+    require_fit(PAGED, queries, *cache, finite=False)
+    require_finite("queries", queries)
+    require_same_kind("cache.keys", cache.keys, "queries", queries)
+    pages = cache.table.shape[2]
     if kernels := kernels_for("attention", queries, cache.values):
         return kernels.attend(queries, cache)
     size = cache.keys.shape[1]
@@ -81,18 +73,6 @@ def attend_paged(queries: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor
     filled = places < cache.lengths[..., None]
     keys, values = (pool.flatten(0, 1)[rows[filled].long()] for pool in (cache.keys, cache.values))
     return attend(queries, CompressedCache(keys, values, places.expand(rows.shape)[filled], cache.lengths))
-
-
-def require_queries(queries: torch.Tensor, keys: torch.Tensor) -> None:
-    """Raise ValueError unless queries [B, H_q, M, D] are those of the last M tokens of keys [B, H_kv, T, D]."""
-    require_states("queries", queries, "B H_q M D")
-    require_states("keys", keys, "B H_kv T D")
-    length = keys.shape[2]
-    if queries.shape[0] != keys.shape[0] or queries.shape[3] != keys.shape[3] or queries.shape[2] > length:
-        wanted = f"[{keys.shape[0]}, H_q, M <= {length}, {keys.shape[3]}]"
-        raise ValueError(f"queries: got shape {tuple(queries.shape)}, wanted {wanted} (the shape of keys)")
-    group_size(queries.shape[1], keys.shape[1])
-    require_same_kind("queries", queries, "keys", keys)
 
 
 def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

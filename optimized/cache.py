@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import require_mask, require_tokens
+from .checks import require_fit
 from .kernels.launching import kernels_for
 from .states import CompressedCache
 
@@ -19,8 +19,7 @@ def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> Co
     Raises ValueError naming the argument where shapes, dtypes or devices disagree or `kept` is not boolean, and on a CPU for
     NaN or infinite numbers.
     """
-    require_tokens(keys, values, "B H_kv T")
-    require_mask("kept", kept, "keys", keys, tuple(keys.shape[:3]))
+    require_fit("cache.compress", keys, values, kept)
     if kernels := kernels_for("cache", keys, values):
         return kernels.compress(keys, values, kept)
     # Boolean indexing walks batch, head, position in that order: the order of storage.

@@ -3,34 +3,88 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from evictionary.reference.contract import STATES, Argument, Axes, arguments
 
-def require_states(name: str, value: torch.Tensor, axes: str, *, finite: bool = True) -> None:
-    """Raise ValueError unless `value` is a floating tensor with the axes that `axes` spells, such as `"... T D"`.
 
-    NaN and infinite numbers are refused on a CPU. On a GPU the check would wait for the result and stall every later launch:
-    there NaN passes through to NaN scores and a NaN output, never to a wrong address.
-    `finite=False` leaves that check to a caller that can do it at no cost.
+def require_fit(line: str, *given: Any, free: tuple[str, ...] = (), finite: bool = True) -> None:
+    """Raise ValueError unless the tensors fit their line in `reference/contract.py`, or the line itself, and one another.
+
+    All live on one device. Tensors of floating numbers have the dtype of the first of them, those named in `free` and the fields of
+    states excepted. NaN and infinite numbers are refused on a CPU. On a GPU the check would wait for the result and stall every
+    later launch: there NaN passes through to NaN scores and a NaN output, never to a wrong address. `finite=False` leaves the check
+    to a caller that can do it at no cost.
     """
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{name}: got {type(value).__name__}, wanted a torch tensor")
-    if not value.is_floating_point():
-        raise ValueError(f"{name}: got dtype {value.dtype}, wanted a floating dtype")
-    wanted = axes.split()
-    open_ended = wanted[0] == "..."
-    count = len(wanted) - open_ended
-    if value.ndim < count or (value.ndim > count and not open_ended):
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, wanted [{', '.join(wanted)}]")
-    if 0 in value.shape:
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, wanted no empty axis in [{', '.join(wanted)}]")
-    if finite:
-        require_finite(name, value)
+    axes, tensors = Axes(), list(_tensors(arguments(line), given))
+    name, first = tensors[0][0].name, tensors[0][1]
+    for argument, value in tensors:
+        _require_kind(argument, value)
+        axes.fit(argument, tuple(value.shape))
+    axes.relate()
+    for argument, value in tensors:
+        require_same_device(argument.name, value, name, first)
+        alike = value.is_floating_point() and first.is_floating_point() and "." not in argument.name
+        if alike and argument.name not in free and value.dtype != first.dtype:
+            raise ValueError(f"{argument.name}: got dtype {value.dtype}, wanted {first.dtype} (that of {name})")
+        if finite and value.device.type == "cpu":
+            _require_numbers(argument, value)
+
+
+def _tensors(line: tuple[Argument, ...], given: tuple[Any, ...]) -> Iterator[tuple[Argument, torch.Tensor]]:
+    """Each tensor with its argument, those of a state one by one. Raises ValueError for what is neither."""
+    for argument, value in zip(line, given, strict=True):
+        if value is None and argument.optional:
+            continue
+        if argument.kind in STATES:
+            fields = argument.fields
+            if not all(hasattr(value, name) for name in fields):
+                raise ValueError(f"{argument.name}: got {type(value).__name__}, wanted {argument.kind}({', '.join(fields)})")
+            yield from _tensors(tuple(fields.values()), tuple(getattr(value, name) for name in fields))
+        elif not isinstance(value, torch.Tensor):
+            raise ValueError(f"{argument.name}: got {type(value).__name__}, wanted a torch tensor")
+        else:
+            yield argument, value
+
+
+def _require_kind(argument: Argument, value: torch.Tensor) -> None:
+    """Raise ValueError unless a tensor has the dtype of its kind. A field of a state may hold whole numbers of any dtype."""
+    dtype, real = value.dtype, value.dtype != torch.bool and not value.is_complex()
+    match argument.kind:
+        case "bool":
+            fits, wanted = dtype == torch.bool, "a boolean mask, True = keep"
+        case "whole":
+            fits, wanted = real and ("." in argument.name or not dtype.is_floating_point), "whole numbers"
+        case "open":
+            fits, wanted = real, "real numbers"
+        case _:
+            fits, wanted = dtype.is_floating_point, "a floating dtype"
+    if not fits:
+        raise ValueError(f"{argument.name}: got dtype {dtype}, wanted {wanted}")
+
+
+def _require_numbers(argument: Argument, value: torch.Tensor) -> None:
+    """Raise ValueError for numbers on a CPU that the kind of the argument does not have."""
+    match argument.kind:
+        case "bool":
+            return
+        case "open":
+            if value.isnan().any():
+                raise ValueError(f"{argument.name}: got NaN, wanted numbers that can be ordered")
+        case "whole":
+            if (value < 0).any() or (value.is_floating_point() and (value != value.floor()).any()):
+                raise ValueError(f"{argument.name}: got a negative or broken number, wanted whole numbers of at least 0")
+        case kind:
+            require_finite(argument.name, value)
+            if (kind in ("weight", "share") and (value < 0).any()) or (kind == "share" and (value > 1).any()):
+                raise ValueError(f"{argument.name}: got numbers outside their range, wanted a {kind}")
 
 
 def require_finite(name: str, value: torch.Tensor) -> None:
-    """Raise ValueError for NaN or infinite numbers in a CPU tensor; see `require_states` for GPUs."""
+    """Raise ValueError for NaN or infinite numbers in a CPU tensor; see `require_fit` for GPUs."""
     if value.device.type == "cpu" and not is_finite(value):
         raise ValueError(f"{name}: got NaN or infinite numbers, wanted finite ones")
 
@@ -62,23 +116,6 @@ def require_same_kind(name: str, value: torch.Tensor, other_name: str, other: to
     if value.dtype != other.dtype:
         raise ValueError(f"{name}: got dtype {value.dtype}, wanted {other.dtype} (that of {other_name})")
     require_same_device(name, value, other_name, other)
-
-
-def require_tokens(keys: torch.Tensor, values: torch.Tensor, lead: str = "... T") -> None:
-    """Raise ValueError unless keys [lead, D] and values [lead, D_v] are the states of the same tokens."""
-    require_states("keys", keys, f"{lead} D")
-    require_states("values", values, f"{lead} D_v")
-    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the batch, heads and tokens of keys")
-    require_same_kind("values", values, "keys", keys)
-
-
-def require_mask(name: str, value: torch.Tensor, like_name: str, like: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless `value` is a boolean mask of the shape `shape` on the device of `like`."""
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.bool:
-        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(f"{name}: got dtype {got}, wanted a boolean mask, True = keep")
-    require_shape(name, value, shape, f"the batch, heads and tokens of {like_name}")
-    require_same_device(name, value, like_name, like)
 
 
 def working_dtype(value: torch.Tensor) -> torch.dtype:

@@ -10,10 +10,10 @@ import math
 
 import torch
 
-from evictionary.reference.checks import as_count, as_fraction, require_window
+from evictionary.reference.checks import as_count, as_fraction, require_between, require_window
 
-from .attention import grouped_attention, require_queries
-from .checks import require_same_kind, require_states, require_tokens, working_dtype
+from .attention import grouped_attention
+from .checks import require_fit, working_dtype
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -25,12 +25,8 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     query head, in the dtype of values. Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError naming the argument
     that does not fit.
     """
-    require_states("values", values, "B H_kv T D_v")
-    require_states("w_o", w_o, "H_q D_v hidden")
-    require_same_kind("w_o", w_o, "values", values)
-    heads, width = values.shape[1], values.shape[3]
-    if w_o.shape[0] % heads or w_o.shape[1] != width:
-        raise ValueError(f"w_o: got shape {tuple(w_o.shape)}, wanted [a multiple of {heads}, {width}, hidden]")
+    require_fit("criticalkv.projected_norms", values, w_o)
+    heads = values.shape[1]
     group, dtype = w_o.shape[0] // heads, working_dtype(values)
     norms = values.new_zeros(values.shape[:3], dtype=dtype)
     for query_head, weight in enumerate(w_o.to(dtype)):  # one query head at a time: its product has hidden numbers for each token
@@ -45,7 +41,7 @@ def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 
     kernel_size, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises ValueError naming the argument.
     """
     window_size = as_count("window_size", window_size, low=1)
-    require_queries(queries, keys)
+    require_fit("criticalkv.importance", queries, keys)
     require_window(queries.shape[2], keys.shape[2], window_size)
     group, largest = queries.shape[1] // keys.shape[1], []
     for head, last in enumerate(queries[:, :, -window_size:].split(group, dim=1)):
@@ -79,13 +75,9 @@ def score(
     codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
     """
     budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
-    require_queries(queries, keys)
-    require_tokens(keys, values, "B H_kv T")
+    require_between("epsilon", epsilon, 0)
+    require_fit("criticalkv.score", queries, keys, values, w_o)
     norms = projected_norms(values, w_o)
-    if queries.shape[1] != w_o.shape[0]:
-        raise ValueError(f"w_o: got {w_o.shape[0]} query heads, wanted the {queries.shape[1]} of queries")
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     before = keys.shape[2] - as_count("window_size", window_size, low=1)
     if before > 0:

@@ -9,10 +9,10 @@ import math
 
 import torch
 
-from evictionary.reference.checks import as_count
+from evictionary.reference.checks import as_window
 
-from .attention import grouped_logits, require_queries
-from .checks import require_tokens, working_dtype
+from .attention import grouped_logits
+from .checks import require_fit, working_dtype
 from .snapkv import average_pool
 
 
@@ -48,13 +48,9 @@ def score(
     (float64 for float64); infinity for the window, all infinite where T <= window_size. Raises ValueError naming the argument,
     and on a CPU for NaN or infinite numbers. Source: the public code, whose defaults these are.
     """
-    window_size = as_count("window_size", window_size, low=1)
-    require_queries(queries, keys)
-    require_tokens(keys, values, "B H_kv T")
+    require_fit("dropkv.score", queries, keys, values)
     length = keys.shape[2]
-    window = min(window_size, length)
-    if queries.shape[2] < window:
-        raise ValueError(f"queries: got those of {queries.shape[2]} tokens, wanted the {window} of the window")
+    window = as_window(window_size, queries.shape[2], length)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if window < length:
         group = queries.shape[1] // keys.shape[1]

@@ -10,7 +10,7 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from .checks import require_shape, require_states
+from .checks import require_fit
 
 
 def select(
@@ -21,9 +21,7 @@ def select(
     Args: keys [B, H_kv, T, D], of which only the shape is read; gates [B, H_kv], trained or estimated; sink_size and
     recent_size, at least 0 and together at least 1. Returns kept [B, H_kv, T], boolean. Raises ValueError naming the argument.
     """
-    require_states("keys", keys, "B H_kv T D")
-    require_states("gates", gates, "B H_kv")
-    require_shape("gates", gates, tuple(keys.shape[:2]), "the batch and heads of keys")
+    require_fit("duo_attention.select", keys, gates, free=("gates",))
     sink_size, length = as_count("sink_size", sink_size, low=0), keys.shape[2]
     # Decision: a streaming head keeps a token at least.
     recent_size = as_count("recent_size", recent_size, low=0 if sink_size else 1)

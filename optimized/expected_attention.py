@@ -8,20 +8,9 @@ from collections.abc import Iterable
 
 import torch
 
-from evictionary.reference.checks import as_count
+from evictionary.reference.checks import as_count, require_between
 
-from .checks import (
-    converted,
-    is_finite,
-    require_finite,
-    require_same_device,
-    require_same_kind,
-    require_shape,
-    require_states,
-    require_tokens,
-    working_dtype,
-    working_room,
-)
+from .checks import converted, is_finite, require_finite, require_fit, require_same_device, working_dtype, working_room
 from .kernels.launching import kernels_for
 from .knorm import score as norm_score
 from .rope import frequencies, rotate, turn
@@ -41,7 +30,7 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     for float64). Raises ValueError for a wrongly shaped or integer `queries`, and on a CPU for NaN or infinite numbers.
     Source: section 2.2; `compute_statistics` in listing 1.
     """
-    require_states("queries", queries, "... N D", finite=False)
+    require_fit("expected_attention.query_statistics", queries, finite=False)
     if kernels := kernels_for("expected_attention", queries):
         require_finite("queries", queries)
         return kernels.query_statistics(queries)
@@ -96,7 +85,7 @@ def unrotated_statistics(
     Args: queries [..., N, D] after RoPE, D even; positions [N] or any shape that broadcasts to [..., N], integers; theta, the base
     of RoPE. Returns and raises as `query_statistics`; also raises ValueError for positions or theta that do not fit.
     """
-    require_states("queries", queries, "... N D")
+    require_fit("queries: ... N D%2", queries)
     _require_rotation(queries, positions, theta)
     if kernels := kernels_for("expected_attention", queries):
         return kernels.unrotated_statistics(queries, positions, theta)
@@ -105,8 +94,6 @@ def unrotated_statistics(
 
 def _require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> None:
     """Raise ValueError unless queries [..., N, D] can be rotated by integer `positions` and a positive `theta`."""
-    if queries.shape[-1] % 2:
-        raise ValueError(f"queries: got head_dim {queries.shape[-1]}, wanted an even number")
     if not isinstance(positions, torch.Tensor) or positions.is_floating_point() or positions.is_complex():
         got = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
         raise ValueError(f"positions: got {got}, wanted a tensor of integers")
@@ -134,13 +121,8 @@ def average_rope(
     Returns both in the same shapes, in float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN
     or infinite numbers. Source: section 2.2, equation 6.
     """
-    require_states("query_mean", query_mean, "... D")
-    require_states("query_covariance", query_covariance, "... D D")
+    require_fit("expected_attention.average_rope", query_mean, query_covariance)
     head_dim, dtype = query_mean.shape[-1], working_dtype(query_mean)
-    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
-    require_same_kind("query_covariance", query_covariance, "query_mean", query_mean)
-    if head_dim % 2:
-        raise ValueError(f"query_mean: got head_dim {head_dim}, wanted an even number")
     position, horizon = as_count("position", position, low=0), as_count("horizon", horizon, low=1)
     if not 0 < theta < math.inf:
         raise ValueError(f"theta: got {theta}, wanted a positive number")
@@ -161,19 +143,9 @@ def score(
     Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument that does
     not fit, and on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 9.
     """
-    require_tokens(keys, values, "B H_kv T")
-    require_states("query_mean", query_mean, "B H_q D")
-    require_states("query_covariance", query_covariance, "B H_q D D")
-    batch, num_kv_heads, _, head_dim = keys.shape
-    num_query_heads = query_mean.shape[1]
-    if num_query_heads % num_kv_heads:
-        raise ValueError(f"query_mean: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} KV heads")
-    require_shape("query_mean", query_mean, (batch, num_query_heads, head_dim), "the batch and head_dim of keys")
-    require_shape("query_covariance", query_covariance, (*query_mean.shape, head_dim), "query_mean with D twice")
-    for name, statistic in (("query_mean", query_mean), ("query_covariance", query_covariance)):
-        require_same_device(name, statistic, "keys", keys)
-    if not 0 <= epsilon < math.inf:
-        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
+    statistics = ("query_mean", "query_covariance")
+    require_fit("expected_attention.score", keys, values, query_mean, query_covariance, free=statistics)
+    require_between("epsilon", epsilon, 0)
     if kernels := kernels_for("expected_attention", keys, values):
         return kernels.score(keys, values, query_mean, query_covariance, epsilon)
     # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.

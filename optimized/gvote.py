@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy
 import torch
 
-from evictionary.reference.checks import as_fraction, group_size
+from evictionary.reference.checks import as_fraction
 
 from .attention import grouped_logits
-from .checks import require_finite, require_same_device, require_same_kind, require_shape, require_states, working_dtype
+from .checks import require_finite, require_fit, working_dtype
 from .kernels.launching import kernels_for
 
 
@@ -18,9 +18,7 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     Args: attention [..., T], weights of at least 0; p in [0, 1]. Returns a mask [..., T]. Raises ValueError for a p outside [0, 1],
     and on a CPU for a negative weight and for NaN or infinite numbers. Source: section 3.2, step 1; Algorithm 1, line 2.
     """
-    require_states("attention", attention, "... T")
-    if attention.device.type == "cpu" and (attention < 0).any():
-        raise ValueError(f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0")
+    require_fit("gvote.nucleus", attention)
     beyond = float(1 - as_fraction("p", p))
     if kernels := kernels_for("gvote", attention, longest=None):
         return kernels.nucleus(attention, beyond)
@@ -42,7 +40,7 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     Args: scores [..., T]; budgets [...], whole numbers on the same device, more than T keeps all. Returns kept [..., T].
     Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget and for NaN or infinite scores.
     """
-    _require_budgets(scores, budgets)
+    require_fit("gvote.top_each", scores, budgets)
     if kernels := kernels_for("gvote", scores, longest=None):
         return kernels.top_each(scores, budgets)
     return highest(scores, budgets)
@@ -55,18 +53,6 @@ def highest(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     threshold = rising(scores).gather(-1, (length - budgets).clamp(max=length - 1)).to(scores.dtype)
     above, equal = scores > threshold, scores == threshold
     return above | (equal & (equal.cumsum(dim=-1) <= budgets - above.sum(dim=-1, keepdim=True)))
-
-
-def _require_budgets(scores: torch.Tensor, budgets: torch.Tensor) -> None:
-    """Raise ValueError unless budgets [...] has a whole number of at least 0 for each row of scores [..., T]."""
-    require_states("scores", scores, "... T")
-    if not isinstance(budgets, torch.Tensor) or budgets.dtype not in (torch.int32, torch.int64):
-        got = budgets.dtype if isinstance(budgets, torch.Tensor) else type(budgets).__name__
-        raise ValueError(f"budgets: got {got}, wanted a tensor of whole numbers, int32 or int64")
-    require_shape("budgets", budgets, scores.shape[:-1], "the rows of scores")
-    require_same_device("budgets", budgets, "scores", scores)
-    if budgets.device.type == "cpu" and (budgets < 0).any():
-        raise ValueError(f"budgets: got {budgets.tolist()}, wanted whole numbers of at least 0")
 
 
 def rising(values: torch.Tensor) -> torch.Tensor:
@@ -86,7 +72,7 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
     of a group. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
-    _require_votes(query, keys, sampled_queries)
+    require_fit("gvote.select", query, keys, sampled_queries)
     beyond = float(1 - as_fraction("p", p))
     if kernels := kernels_for("gvote", keys):
         return kernels.select(query, keys, sampled_queries, beyond)
@@ -102,18 +88,3 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
         # K_0 itself are not added, and no sink is protected: the paper's union has only the sets of the samples.
         kept |= votes.any(dim=3).any(dim=2)
     return kept
-
-
-def _require_votes(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor) -> None:
-    """Raise ValueError unless query [B, H_q, D] and sampled_queries [B, H_q, S, D] are queries of keys [B, H_kv, T, D]."""
-    require_states("query", query, "B H_q D")
-    require_states("keys", keys, "B H_kv T D")
-    require_states("sampled_queries", sampled_queries, "B H_q S D")
-    batch, num_kv_heads, _, head_dim = keys.shape
-    num_query_heads, samples = query.shape[1], sampled_queries.shape[2]
-    require_shape("query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys")
-    wanted = (batch, num_query_heads, samples, head_dim)
-    require_shape("sampled_queries", sampled_queries, wanted, "the batch, heads and channels of query")
-    require_same_kind("query", query, "keys", keys)
-    require_same_kind("sampled_queries", sampled_queries, "keys", keys)
-    group_size(num_query_heads, num_kv_heads)

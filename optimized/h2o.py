@@ -9,8 +9,7 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from .attention import require_queries
-from .checks import converted, require_tokens, working_dtype, working_room
+from .checks import converted, require_fit, working_dtype, working_room
 from .kernels.launching import kernels_for
 from .selection import top_k
 
@@ -29,7 +28,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     Raises ValueError naming what does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 4.1 of the paper, the accumulated attention score.
     """
-    require_queries(queries, keys)
+    require_fit("h2o.score", queries, keys)
     return received_attention(queries, keys)
 
 
@@ -48,8 +47,7 @@ def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Te
     Args: as `score`, and values [B, H_kv, T, D_v]. Returns output [B, H_q, M, D_v] in the dtype of the queries, and the scores.
     Raises ValueError as `score`.
     """
-    require_queries(queries, keys)
-    require_tokens(keys, values, "B H_kv T")
+    require_fit("dropkv.score", queries, keys, values)
     if kernels := kernels_for("received_attention", queries, keys, values):
         return kernels.attend_and_score(queries, keys, values)
     return _walked(queries, keys, values)

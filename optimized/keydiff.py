@@ -2,29 +2,14 @@ r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average d
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 
 import torch
 from torch.linalg import vector_norm
 
-from .checks import (
-    converted,
-    require_finite,
-    require_same_device,
-    require_same_kind,
-    require_shape,
-    require_states,
-    working_dtype,
-    working_room,
-)
+from .checks import require_finite, require_fit, require_same_kind, working_dtype, working_room
+from .cpu import BLOCK, are_safe, blockwise, headwise, rescaled
 from .kernels.launching import kernels_for
-
-# Between these norms no component's square overflows float32, and a square that underflows is too small to matter.
-SAFE_NORMS = (1e-15, 1e18)
-# Numbers of a block, which stays in the processor's cache: the heads that fit into one are converted once and scored together, and
-# a longer head is read twice, block by block.
-BLOCK = 2**20
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
@@ -41,8 +26,8 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     if kernels := _kernels("keys", keys):
         return kernels.score(keys)
     scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
-    _score_into(scores, weights, keys, working_room(keys, BLOCK))
-    return scores if _is_safe(weights) else _minus_cosine(*_summed_anywhere("keys", keys))
+    headwise(_score_into, keys, scores, weights, room=working_room(keys, BLOCK))
+    return scores if are_safe(weights) else _minus_cosine(*_summed_anywhere("keys", keys))
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
@@ -104,7 +89,7 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
 
 def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:
     """Return the kernels if they take `keys` [..., T, D], or raise ValueError; the torch path sees NaN in the norms it computes."""
-    require_states(name, keys, "... T D", finite=False)
+    require_fit(f"{name}: ... T D", keys, finite=False)
     kernels = kernels_for("keydiff", keys)
     if kernels:
         require_finite(name, keys)
@@ -113,78 +98,59 @@ def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:
 
 def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
     """Raise ValueError unless `anchor` [..., D] has one vector for each head of `keys` [..., T, D], in the working dtype."""
-    require_states("anchor", anchor, "... D")
-    require_shape("anchor", anchor, (*keys.shape[:-2], keys.shape[-1]), "the heads and channels of the keys")
+    require_fit("keys: ... T D, anchor: ... D", keys, anchor, free=("anchor",), finite=False)
+    require_finite("anchor", anchor)
     if anchor.dtype != working_dtype(keys):
         raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
-    require_same_device("anchor", anchor, "the keys", keys)
 
 
-def _score_into(scores: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, room: torch.Tensor) -> None:
-    """Write `score` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS: as many heads at a time as fit into a block."""
-    if keys.ndim > 2 and keys.numel() > BLOCK:
-        fitting = BLOCK * len(keys) // keys.numel()
-        parts = (each.split(fitting) if fitting > 1 else each.unbind() for each in (scores, weights, keys))
-        for own_scores, own_weights, own_keys in zip(*parts, strict=True):
-            _score_into(own_scores, own_weights, own_keys, room)
-    else:
-        if keys.numel() <= BLOCK:
-            keys = converted(keys, room)
-        _write_minus_cosine(scores, keys, weights, _sum_into(weights, keys, room), room)
+def _score_into(keys: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, *, room: torch.Tensor) -> None:
+    """Write `score` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS."""
+    _minus_cosine_into(keys, weights, _sum_into(keys, weights, room), scores, room)
 
 
-def _sum_into(weights: torch.Tensor, keys: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def _sum_into(keys: torch.Tensor, weights: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """Write `w_i = 1 / |k_i|` [..., T] and return `sum_i w_i k_i` [..., D]."""
     total = weights.new_zeros((*weights.shape[:-1], 1, keys.shape[-1]))
-    for part, block in zip(weights.split(_tokens(keys), dim=-1), keys.split(_tokens(keys), dim=-2), strict=True):
-        block = converted(block, room)
+
+    def add(block: torch.Tensor, part: torch.Tensor) -> None:
         torch.reciprocal(vector_norm(block, dim=-1), out=part)
-        total += part[..., None, :] @ block
+        total.add_(part[..., None, :] @ block)
+
+    blockwise(add, keys, weights, room=room)
     return total.squeeze(-2)
 
 
-def _is_safe(weights: torch.Tensor) -> bool:
-    """Whether float32 could square all keys, given their inverse norms: norms within these bounds have safe components."""
-    least, most = (bound.item() for bound in weights.aminmax())  # NaN where a weight is
-    return 1 / SAFE_NORMS[1] < least and most < 1 / SAFE_NORMS[0]
+def _minus_cosine_into(
+    keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor, scores: torch.Tensor, room: torch.Tensor
+) -> None:
+    """Write `-w_i k_i . anchor / |anchor|`, [..., T]."""
+    norm = vector_norm(anchor, dim=-1, keepdim=True)
+    direction = (anchor / norm.neg_().masked_fill_(norm == 0, 1))[..., None, :]
+
+    def score(block: torch.Tensor, weight: torch.Tensor, part: torch.Tensor) -> None:
+        torch.mul((direction @ block.mT).squeeze(-2), weight, out=part)
+
+    blockwise(score, keys, weights, scores, room=room)
+
+
+def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    scores = torch.empty_like(weights)
+    _minus_cosine_into(keys, weights, anchor, scores, working_room(keys, BLOCK))
+    return scores
 
 
 def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the keys (rescaled where float32 could not square them), `w_i = 1 / |k_i|` [..., T] and `sum_i w_i k_i` [..., D]."""
     weights = keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys))
-    total = _sum_into(weights, keys, working_room(keys, BLOCK))
-    return (keys, weights, total) if _is_safe(weights) else _summed_anywhere(name, keys)
+    total = _sum_into(keys, weights, working_room(keys, BLOCK))
+    return (keys, weights, total) if are_safe(weights) else _summed_anywhere(name, keys)
 
 
 def _summed_anywhere(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`_summed` of any finite keys, with those that are not zero rescaled to 1 as their largest component."""
-    require_finite(name, keys)
-    keys = keys.to(working_dtype(keys))
-    largest = vector_norm(keys, ord=math.inf, dim=-1, keepdim=True)
-    keys = keys / torch.where(largest == 0, 1, largest)
+    keys, _ = rescaled(name, keys, working_dtype(keys))
     norms = vector_norm(keys, dim=-1)
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
     weights = torch.where(norms == 0, 0, 1 / norms)
     return keys, weights, (weights[..., None, :] @ keys).squeeze(-2)
-
-
-def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Return `-w_i k_i . anchor / |anchor|`, [..., T]."""
-    scores = torch.empty_like(weights)
-    _write_minus_cosine(scores, keys, weights, anchor, working_room(keys, BLOCK))
-    return scores
-
-
-def _write_minus_cosine(
-    scores: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor, room: torch.Tensor
-) -> None:
-    norm = vector_norm(anchor, dim=-1, keepdim=True)
-    direction = (anchor / norm.neg_().masked_fill_(norm == 0, 1))[..., None, :]
-    tokens = _tokens(keys)
-    for part, own, block in zip(scores.split(tokens, -1), weights.split(tokens, -1), keys.split(tokens, -2), strict=True):
-        torch.mul((direction @ converted(block, room).mT).squeeze(-2), own, out=part)
-
-
-def _tokens(keys: torch.Tensor) -> int:
-    """The number of tokens in a block."""
-    return max(1, BLOCK * keys.shape[-2] // keys.numel())

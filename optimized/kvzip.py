@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from evictionary.reference.checks import group_size
-
 from .attention import grouped_attention
-from .checks import require_same_kind, require_shape, require_states, working_dtype
+from .checks import require_fit, working_dtype
 
 # Entries of the attention matrix at a time.
 TILE = 2**22
@@ -26,20 +24,9 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
     positions after the text. Returns scores [B, H_kv, T], from 0 to 1, higher = keep, float32 (float64 for float64); it costs
     O(M T). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
-    require_states("keys", keys, "B H_kv T D")
-    require_states("replay_queries", replay_queries, "B H_q M D")
-    require_states("replay_keys", replay_keys, "B H_kv M D")
-    batch, heads, length, width = keys.shape
-    num_queries = replay_queries.shape[2]
-    require_shape("replay_keys", replay_keys, (batch, heads, num_queries, width), "the heads of keys, the tokens of replay_queries")
-    if replay_queries.shape[0] != batch or replay_queries.shape[3] != width:
-        raise ValueError(f"replay_queries: got shape {tuple(replay_queries.shape)}, wanted [{batch}, H_q, M, {width}]")
-    try:
-        group = group_size(replay_queries.shape[1], heads)
-    except ValueError as error:
-        raise ValueError(f"replay_{error}") from None
-    for name, states in (("replay_queries", replay_queries), ("replay_keys", replay_keys)):
-        require_same_kind(name, states, "keys", keys)
+    require_fit("kvzip.score", keys, replay_queries, replay_keys)
+    batch, heads, length, _ = keys.shape
+    num_queries, group = replay_queries.shape[2], replay_queries.shape[1] // heads
     dtype = working_dtype(keys)
     scores = keys.new_zeros(keys.shape[:3], dtype=dtype)
     block = max(1, TILE // (batch * group * (length + num_queries)))

@@ -17,7 +17,7 @@ from evictionary.reference.lagkv import (
 )
 
 from .cache import compress as gather
-from .checks import require_same_kind, require_shape, require_states, require_tokens, working_dtype
+from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
 from .selection import top_k
 from .states import CompressedCache
@@ -68,14 +68,7 @@ def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, nex
     Returns [..., L], higher = keep, float32 (float64 for float64). Raises ValueError if shapes, dtypes or devices disagree,
     and on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 11.
     """
-    require_tokens(keys, values, "... L")
-    require_states("next_keys", next_keys, "... L D")
-    require_states("next_values", next_values, "... L D_v")
-    lag = next_keys.shape[-2]
-    require_shape("next_keys", next_keys, (*keys.shape[:-2], lag, keys.shape[-1]), "the heads and channels of keys")
-    require_shape("next_values", next_values, (*values.shape[:-2], lag, values.shape[-1]), "the tokens of next_keys")
-    for name, tensor in (("next_keys", next_keys), ("next_values", next_values)):
-        require_same_kind(name, tensor, "keys", keys)
+    require_fit("lagkv.score", keys, values, next_keys, next_values)
     if kernels := _kernels(keys, values, keys.shape[-2]):
         return kernels.score(keys, values, next_keys, next_values)
     return variation_score(keys, next_keys) + variation_score(values, next_values)
@@ -92,7 +85,7 @@ def select(
     Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming the argument, and
     on a CPU for NaN or infinite numbers. Source: section 2.2 and figure 1.
     """
-    require_tokens(keys, values, "B H_kv T")
+    require_fit("lagkv.select", keys, values)
     length = keys.shape[2]
     left = retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
@@ -118,7 +111,7 @@ def compress(
     The number of tokens that a partition keeps is known beforehand, so on a GPU the scores, the choice and the copy of the kept
     rows are one launch. Arguments and errors are those of `select`; the result is that of `cache.compress`.
     """
-    require_tokens(keys, values, "B H_kv T")
+    require_fit("lagkv.select", keys, values)
     left = retained_length(keys.shape[2], keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     if kernels := _kernels(keys, values, lag_size):
         kept_each = tokens_per_partition(keep_ratio, lag_size)

@@ -10,20 +10,13 @@ import torch
 from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
-from evictionary.reference.checks import as_count, group_size
+from evictionary.reference.checks import as_count
+from evictionary.reference.contract import CONTRACT
 
 from . import ada_kv
 from .attention import grouped_logits
 from .cache import compress
-from .checks import (
-    require_mask,
-    require_same_device,
-    require_same_kind,
-    require_shape,
-    require_states,
-    require_tokens,
-    working_dtype,
-)
+from .checks import require_fit, require_same_device, require_shape, working_dtype
 from .h2o import score as received_attention
 from .kernels.launching import kernels_for
 from .selection import top_k
@@ -43,7 +36,7 @@ class Recovered(NamedTuple):
 
 def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
     r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v]."""
-    require_tokens(keys, values)
+    require_fit("momentkv.no_moments", keys, values)
     return zero_moments(keys, values)
 
 
@@ -54,9 +47,8 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     evicted now. Returns the Moments after, in float32 or the dtype of the moments where that is wider. Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite numbers and for a negative count. Source: equation 25.
     """
-    require_tokens(keys, values)
-    require_mask("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
-    moments = _wide(moments, keys, values)
+    require_fit("momentkv.update", moments, keys, values, evicted)
+    moments = _wide(moments, keys)
     if kernels := _kernels(keys, values, moments):
         return kernels.update(moments, keys, values, evicted)
     dtype = moments.key_sum.dtype
@@ -80,9 +72,8 @@ def compress_prompt(
     that is wider (float64 for float64). The kernels read K and V once for both, and wait for the GPU once, to learn how many tokens
     are kept. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
-    require_tokens(keys, values, "B H_kv T")
-    require_mask("kept", kept, "keys", keys, tuple(keys.shape[:3]))
-    before = zero_moments(keys, values) if moments is None else _wide(moments, keys, values)
+    require_fit(f"{CONTRACT['cache.compress']}, moments?: Moments B H_kv", keys, values, kept, moments)
+    before = zero_moments(keys, values) if moments is None else _wide(moments, keys)
     if kernels := _kernels(keys, values, before):
         return kernels.compress_prompt(keys, values, kept, before)
     return compress(keys, values, kept), update(before, keys, values, ~kept)
@@ -118,8 +109,8 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     the mean of the probabilities that the query heads of a group give. Raises ValueError naming the argument that does not fit, and
     on a CPU for NaN or infinite numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
-    _require_decoding(query, keys, values)
-    moments = _wide(moments, keys, values)
+    require_fit("momentkv.score", query, keys, values, moments)
+    moments = _wide(moments, keys)
     if kernels := _kernels(keys, values, moments, query):
         return kernels.score(query, keys, values, moments)
     return _scores(grouped_logits(query[:, :, None], keys), ((keys, values),), moments)
@@ -151,9 +142,8 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
     Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
-    _require_decoding(query, keys, values)
-    require_mask("kept", kept, "keys", keys, tuple(keys.shape[:3]))
-    moments = _wide(moments, keys, values)
+    require_fit("momentkv.attend", query, keys, values, kept, moments)
+    moments = _wide(moments, keys)
     if kernels := _kernels(keys, values, moments, query):
         return kernels.attend(query, keys, values, kept, moments)
     logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -math.inf)
@@ -203,9 +193,7 @@ def step(
     Returns [B, H_q, D_v] in the dtype of query, attention after the eviction. Raises ValueError naming the argument that does not
     fit, and on a CPU for NaN or infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
     """
-    _require_decoding(query, keys, values)
-    _wide(moments, keys, values)
-    _require_new(new_key, new_value, keys, values)
+    require_fit("momentkv.decode_step", query, new_key, new_value, keys, values, moments)
     _require_slots(positions, moments, keys)
     place = _as_positions(position, positions)
     # The kernels write into the moments in place.
@@ -276,10 +264,9 @@ def decode_step(
     strides, and the moments, before; budget (L), at least 1. The new token may be evicted at once. Returns a Step that shares no
     storage with its arguments. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
-    _require_decoding(query, keys, values)
+    require_fit("momentkv.decode_step", query, new_key, new_value, keys, values, moments)
     budget = as_count("budget", budget, low=1)
-    _require_new(new_key, new_value, keys, values)
-    moments = Moments(*(field.clone(memory_format=torch.contiguous_format) for field in _wide(moments, keys, values)))
+    moments = Moments(*(field.clone(memory_format=torch.contiguous_format) for field in _wide(moments, keys)))
     batch, num_kv_heads, length, _ = keys.shape
     if length < budget:
         keys = torch.cat([keys, new_key[:, :, None]], dim=2)
@@ -313,7 +300,7 @@ def _attention_and_score(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """alpha_j and alpha_j |v_j|, both averaged over each chunk, [B, H_kv, T]."""
-    require_tokens(keys, values, "B H_kv T")
+    require_fit("momentkv.score_prompt", queries, keys, values)
     chunk_size = as_count("chunk_size", chunk_size, low=1)
     alpha = received_attention(queries, keys) / queries.shape[2]
     each = torch.stack([alpha, alpha * vector_norm(values.to(alpha.dtype), dim=-1)])
@@ -354,25 +341,6 @@ def select_prompt(
     return ada_kv.ranks(scores, protected) < counts
 
 
-def _require_decoding(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise ValueError unless query is one decode query of each head that reads the cache."""
-    require_tokens(keys, values, "B H_kv T")
-    require_states("query", query, "B H_q D")
-    require_shape("query", query, (keys.shape[0], query.shape[1], keys.shape[3]), "the batch and channels of keys")
-    require_same_kind("query", query, "keys", keys)
-    group_size(query.shape[1], keys.shape[1])
-
-
-def _require_new(new_key: torch.Tensor, new_value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise ValueError unless new_key and new_value are one token more for every head of the cache."""
-    require_states("new_key", new_key, "B H_kv D")
-    require_states("new_value", new_value, "B H_kv D_v")
-    require_shape("new_key", new_key, (*keys.shape[:2], keys.shape[3]), "the batch, heads and channels of keys")
-    require_shape("new_value", new_value, (*values.shape[:2], values.shape[3]), "the batch, heads and channels of values")
-    require_same_kind("new_key", new_key, "keys", keys)
-    require_same_kind("new_value", new_value, "keys", keys)
-
-
 def _require_slots(positions: torch.Tensor, moments: Moments, keys: torch.Tensor) -> None:
     """Raise ValueError unless a step may write into the positions of the cache and into the moments."""
     if not isinstance(positions, torch.Tensor) or positions.dtype != torch.int64:
@@ -400,25 +368,11 @@ def _as_positions(position: int | torch.Tensor, positions: torch.Tensor) -> torc
         raise ValueError(f"position: got shape {tuple(position.shape)}, wanted {wanted} (the batch and heads of keys)") from None
 
 
-def _wide(moments: Moments, keys: torch.Tensor, values: torch.Tensor) -> Moments:
-    """Return the moments in float32 or wider, at least as wide as the arithmetic of keys, or raise ValueError."""
-    lead, head_dim, value_dim = keys.shape[:-2], keys.shape[-1], values.shape[-1]
-    shapes = (lead, (*lead, head_dim), (*lead, value_dim), (*lead, value_dim, head_dim))
-    if not isinstance(moments, tuple) or len(moments) != len(shapes):
-        raise ValueError(f"moments: got {type(moments).__name__}, wanted Moments({', '.join(Moments._fields)})")
-    for name, field, shape in zip(Moments._fields, moments, shapes, strict=True):
-        if not isinstance(field, torch.Tensor):
-            raise ValueError(f"moments.{name}: got {type(field).__name__}, wanted a torch tensor")
-        require_shape(f"moments.{name}", field, shape, "the batch, heads and channels of keys and values")
-        require_same_device(f"moments.{name}", field, "keys", keys)
-        if name != "count":
-            require_states(f"moments.{name}", field, "...")
-    given, *sums = moments
-    count = given.to(torch.int64)
-    if count.device.type == "cpu" and ((count < 0) | (count != given)).any():
-        raise ValueError("moments.count: got a negative or broken number, wanted whole numbers of at least 0")
+def _wide(moments: Moments, keys: torch.Tensor) -> Moments:
+    """Return the moments in float32 or wider, at least as wide as the arithmetic of keys."""
+    count, *sums = moments
     dtype = torch.promote_types(working_dtype(keys), working_dtype(sums[0]))
-    return Moments(count, *(field.to(dtype) for field in sums))
+    return Moments(count.to(torch.int64), *(field.to(dtype) for field in sums))
 
 
 def _recovered(moments: Moments, keys: torch.Tensor) -> tuple[torch.Tensor, Recovered]:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from .attention import grouped_logits
-from .checks import require_mask, require_same_device, require_shape, require_tokens, working_dtype
-from .momentkv import _recovered, _require_decoding, _wide
+from .checks import require_fit, working_dtype
+from .momentkv import _recovered, _wide
 from .states import Moments
 
 # sinh(40) = 1e17: the radius of MB-4 then exceeds the box of the values up to 1e34 evicted tokens.
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
 
 def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
     r"""MB-1: the bounds of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v], in their dtype."""
-    require_tokens(keys, values)
+    require_fit("momentkv_bounded.no_bounds", keys, values)
     key_high, value_high = (torch.full_like(states[..., 0, :], -torch.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
 
@@ -46,9 +46,7 @@ def update(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, evicted: to
     now. Returns the Bounds after, in the wider dtype of the bounds and the states: they are never rounded. Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite keys and values.
     """
-    require_tokens(keys, values)
-    require_mask("evicted", evicted, "keys", keys, tuple(keys.shape[:-1]))
-    _require_bounds(bounds, keys, values)
+    require_fit("momentkv_bounded.update", bounds, keys, values, evicted)
     kept = ~evicted[..., None]
     return Bounds(
         torch.minimum(bounds[0], keys.masked_fill(kept, torch.inf).amin(dim=-2)),
@@ -89,10 +87,9 @@ def _parts(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments, bounds: Bounds
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """f_R, MomentKV's correction of it, and the box of f - f_R, low and high; [B, H_kv, G, D_v]."""
-    _require_decoding(query, keys, values)
-    require_mask("kept", kept, "keys", keys, tuple(keys.shape[:3]))
-    moments = _wide(moments, keys, values)
-    _require_bounds(bounds, keys, values, moments.count)
+    require_fit("momentkv_bounded.attend", query, keys, values, kept, moments, bounds)
+    moments = _wide(moments, keys)
+    _require_finite_bounds(bounds, moments.count)
     count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
     some, dtype = count[..., None] > 0, working_dtype(keys)
     key_low, key_high, value_low, value_high = (torch.where(some, field.to(dtype), 0)[:, :, None] for field in bounds)
@@ -125,16 +122,8 @@ def _output(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return output.reshape(*query.shape[:2], -1).to(query.dtype)
 
 
-def _require_bounds(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None = None) -> None:
-    """Raise ValueError unless the bounds fit; with the count, on a CPU, also where those of evicted tokens are not finite."""
-    if not isinstance(bounds, tuple) or len(bounds) != len(Bounds._fields):
-        raise ValueError(f"bounds: got {type(bounds).__name__}, wanted Bounds({', '.join(Bounds._fields)})")
-    for name, field, states in zip(Bounds._fields, bounds, (keys, keys, values, values), strict=True):
-        if not isinstance(field, torch.Tensor) or not field.is_floating_point():
-            got = field.dtype if isinstance(field, torch.Tensor) else type(field).__name__
-            raise ValueError(f"bounds.{name}: got {got}, wanted a floating torch tensor")
-        wanted = (*states.shape[:-2], states.shape[-1])
-        require_shape(f"bounds.{name}", field, wanted, "the batch, heads and channels of keys and values")
-        require_same_device(f"bounds.{name}", field, "keys", keys)
-        if count is not None and field.device.type == "cpu" and (~field.isfinite().all(dim=-1) & (count > 0)).any():
+def _require_finite_bounds(bounds: Bounds, count: torch.Tensor) -> None:
+    """Raise ValueError where, on a CPU, the bounds of evicted tokens are not finite."""
+    for name, field in zip(Bounds._fields, bounds, strict=True):
+        if field.device.type == "cpu" and (~field.isfinite().all(dim=-1) & (count > 0)).any():
             raise ValueError(f"bounds.{name}: got infinite bounds of evicted tokens, wanted `update`'s")

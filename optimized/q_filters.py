@@ -9,7 +9,7 @@ import torch
 
 from evictionary.reference.checks import group_size
 
-from .checks import require_shape, require_states, working_dtype
+from .checks import require_fit, working_dtype
 
 
 def main_direction(queries: torch.Tensor) -> torch.Tensor:
@@ -20,7 +20,7 @@ def main_direction(queries: torch.Tensor) -> torch.Tensor:
     Args: queries [..., N, D], any strides. Returns [..., D], of length 1, float32 (float64 for float64). Raises ValueError for
     unusable queries.
     """
-    require_states("queries", queries, "... N D")
+    require_fit("q_filters.main_direction", queries)
     wide = queries.double()
     direction = torch.linalg.eigh(wide.mT @ wide).eigenvectors[..., -1]
     ahead = (wide @ direction[..., None] > 0).double().mean(dim=(-2, -1))
@@ -35,7 +35,7 @@ def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length at most 1, float32
     (float64 for float64). Raises ValueError naming the argument.
     """
-    require_states("queries", queries, "B H_q N D")
+    require_fit("q_filters.calibrate", queries)
     group_size(queries.shape[1], num_kv_heads)
     return main_direction(queries).unflatten(1, (num_kv_heads, -1)).mean(dim=2)
 
@@ -47,8 +47,6 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument that does not
     fit, and on a CPU for NaN or infinite numbers. Source: the public code, where stored filter and score have the other sign.
     """
-    require_states("keys", keys, "B H_kv T D")
-    require_states("q_filters", q_filters, "B H_kv D")
-    require_shape("q_filters", q_filters, (*keys.shape[:2], keys.shape[3]), "the heads and channels of keys")
+    require_fit("q_filters.score", keys, q_filters, free=("q_filters",))
     dtype = working_dtype(keys)
     return (keys.to(dtype) @ q_filters.to(dtype)[..., None])[..., 0]

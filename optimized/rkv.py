@@ -10,10 +10,10 @@ import math
 import torch
 from torch.nn.functional import max_pool1d
 
-from evictionary.reference.checks import as_count, as_fraction, require_window
+from evictionary.reference.checks import as_count, as_fraction, as_odd, require_window
 
-from .attention import grouped_logits, require_queries
-from .checks import require_states, working_dtype
+from .attention import grouped_logits
+from .checks import require_fit, working_dtype
 
 # Columns of the similarity matrix of one head at a time.
 BLOCK = 512
@@ -29,7 +29,7 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and on a CPU less where many keys are similar.
     Raises ValueError for unusable keys.
     """
-    require_states("keys", keys, "... T D")
+    require_fit("rkv.redundancy", keys)
     wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
     wide = wide / wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)  # the square of 1e30 overflows
     directions = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
@@ -58,9 +58,8 @@ def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 
     kernel_size K, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises ValueError naming the argument.
     """
     window_size = as_count("window_size", window_size, low=1)
-    if as_count("kernel_size", kernel_size, low=1) % 2 == 0:
-        raise ValueError(f"kernel_size: got {kernel_size}, wanted an odd number")
-    require_queries(queries, keys)
+    as_odd("kernel_size", kernel_size)
+    require_fit("rkv.importance", queries, keys)
     require_window(queries.shape[2], keys.shape[2], window_size)
     logits = grouped_logits(queries[:, :, -window_size:], keys[:, :, :-window_size])
     received = logits.amax(dim=2).softmax(dim=-1).mean(dim=-2)
@@ -84,7 +83,7 @@ def score(
     these are.
     """
     share = float(as_fraction("importance_share", importance_share))
-    require_queries(queries, keys)
+    require_fit("rkv.score", queries, keys)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if keys.shape[2] > as_count("window_size", window_size, low=1):
         attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)

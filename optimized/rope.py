@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import require_same_device, require_states, working_dtype
+from .checks import require_fit, require_same_device, working_dtype
 
 
 def frequencies(head_dim: int, theta: float = 10000.0, *, device: torch.device | None = None) -> torch.Tensor:
@@ -27,7 +27,7 @@ def rotate(states: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0
     Negated positions undo the rotation. Returns [..., T, D] in the dtype of states.
     Raises ValueError for an odd D and for positions elsewhere, and on a CPU for NaN or infinite numbers.
     """
-    require_states("states", states, "... T D")
+    require_fit("states: ... T D%2", states)
     if not isinstance(positions, torch.Tensor):
         raise ValueError(f"positions: got {type(positions).__name__}, wanted a torch tensor")
     require_same_device("positions", positions, "states", states)

@@ -7,7 +7,7 @@ import torch
 from evictionary.reference.checks import as_count
 from evictionary.reference.selection import budget
 
-from .checks import require_mask
+from .checks import require_fit
 from .kernels.launching import kernels_for
 
 __all__ = ["budget", "top_k"]  # the budget is exact integer arithmetic: the reference's function serves here too
@@ -21,13 +21,9 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     Raises ValueError for a negative budget or one below the protected tokens of a row, and on a CPU for NaN scores.
     On a GPU, NaN ranks below every number and the protected tokens are not counted: counting them would wait for the GPU.
     """
-    if not isinstance(scores, torch.Tensor) or scores.ndim < 1 or scores.dtype == torch.bool or scores.is_complex():
-        got = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
-        raise ValueError(f"scores: got {got}, wanted a tensor of real numbers [..., T]")
+    require_fit("selection.top_k", scores, protected, finite=False)
     budget = as_count("budget", budget, low=0)
     count = min(budget, scores.shape[-1])
-    if protected is not None:
-        require_mask("protected", protected, "scores", scores, tuple(scores.shape))
     kernels = kernels_for("selection", scores, longest=None)
     if not (kernels and scores.is_cuda):  # there the check would wait for the GPU
         if scores.is_floating_point() and scores.isnan().any():

@@ -7,10 +7,9 @@ import math
 import torch
 from torch.nn.functional import avg_pool1d
 
-from evictionary.reference.checks import as_count
+from evictionary.reference.checks import as_odd, as_window
 
-from .attention import require_queries
-from .checks import require_states, working_dtype
+from .checks import require_fit, working_dtype
 from .h2o import received_attention
 
 
@@ -19,8 +18,8 @@ def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
 
     Args: weights [..., N]; kernel_size K. Returns [..., N] in float32 (float64 for float64). Raises ValueError for an even K.
     """
-    require_states("weights", weights, "... N")
-    _require_odd(kernel_size)
+    require_fit("weights: ... N", weights)
+    as_odd("kernel_size", kernel_size)
     rows = weights.to(working_dtype(weights)).reshape(-1, weights.shape[-1])
     # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores as if zeros lay beyond it.
     pooled = avg_pool1d(rows, kernel_size, stride=1, padding=kernel_size // 2, count_include_pad=True)
@@ -35,22 +34,13 @@ def score(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, k
     infinite where T <= window_size. A budget of at least window_size keeps the whole window under `selection.top_k`.
     Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: section 4 of the paper.
     """
-    window_size = as_count("window_size", window_size, low=1)
-    _require_odd(kernel_size)
-    require_queries(queries, keys)
-    num_queries, length = queries.shape[2], keys.shape[2]
-    window = min(window_size, length)
-    if num_queries < window:
-        raise ValueError(f"queries: got those of the last {num_queries} tokens, wanted at least the {window} of the window")
+    as_odd("kernel_size", kernel_size)
+    require_fit("snapkv.score", queries, keys)
+    length = keys.shape[2]
+    window = as_window(window_size, queries.shape[2], length)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if window < length:
         received = received_attention(queries[:, :, -window:], keys)
         # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
         scores[..., : length - window] = average_pool(received[..., : length - window] / window, kernel_size)
     return scores
-
-
-def _require_odd(kernel_size: int) -> None:
-    """Raise ValueError unless `kernel_size` is a whole odd number of at least 1."""
-    if as_count("kernel_size", kernel_size, low=1) % 2 == 0:
-        raise ValueError(f"kernel_size: got {kernel_size}, wanted an odd number, or the pooled tokens would be shifted")

@@ -8,7 +8,7 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from .checks import require_states, require_tokens, working_dtype
+from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
 from .states import CompressedCache
 
@@ -20,7 +20,7 @@ def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
     Returns scores [B, H_kv, T], float32 (exact up to 16,777,216 tokens; float64 for float64 keys).
     Raises ValueError for a wrongly shaped or integer `keys` or a negative sink_size. Source: section 3.2 of the paper.
     """
-    require_states("keys", keys, "... T D")
+    require_fit("streaming_llm.score", keys)
     sink_size = as_count("sink_size", sink_size, low=0)
     positions = torch.arange(keys.shape[-2], dtype=working_dtype(keys), device=keys.device)
     positions[:sink_size] = math.inf
@@ -34,7 +34,7 @@ def compress(keys: torch.Tensor, values: torch.Tensor, *, budget: int, sink_size
     0, of which a smaller budget keeps the first. Returns the cache in the dtype of its inputs; its tensors share no storage with
     them. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
-    require_tokens(keys, values, "B H_kv T")
+    require_fit("lagkv.select", keys, values)
     batch, num_heads, length, _ = keys.shape
     kept = min(as_count("budget", budget, low=0), length)
     sinks = min(as_count("sink_size", sink_size, low=0), kept)

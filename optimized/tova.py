@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .attention import require_queries
+from .checks import require_fit
 from .h2o import received_attention
 
 
@@ -15,7 +15,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     Returns scores [B, H_kv, T], higher = keep, summing to 1, float32 (float64 for float64). Raises ValueError naming the
     argument that does not fit, and on a CPU for NaN or infinite numbers. Source: section 3.2 of the paper.
     """
-    require_queries(queries, keys)
+    require_fit("tova.score", queries, keys)
     # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the authors' code.
     received = received_attention(queries[:, :, -1:], keys).mean(dim=1, keepdim=True)
     return received.repeat(1, keys.shape[1], 1)

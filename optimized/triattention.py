@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from evictionary.reference.checks import group_size
-
-from .checks import require_shape, require_states, working_dtype
+from .checks import require_fit, working_dtype
 
 
 def pair_lengths(states: torch.Tensor) -> torch.Tensor:
@@ -24,9 +22,7 @@ def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the slack [..., D/2], float32
     (float64 for float64). Raises ValueError for unusable queries or an odd D.
     """
-    require_states("queries", queries, "... N D")
-    if queries.shape[-1] % 2:
-        raise ValueError(f"queries: got head_dim {queries.shape[-1]}, wanted an even number")
+    require_fit("triattention.statistics", queries)
     wide = queries.to(working_dtype(queries))
     mean = wide.mean(dim=-2)
     return mean, pair_lengths(wide).mean(dim=-2) - pair_lengths(mean)
@@ -39,17 +35,10 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
     any floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: the public code.
     """
-    require_states("keys", keys, "B H_kv T D")
-    require_states("query_direction", query_direction, "B H_q D")
-    require_states("query_slack", query_slack, "B H_q D/2")
-    batch, heads, _, width = keys.shape
-    shape, dtype = tuple(query_direction.shape), working_dtype(keys)
-    if shape[0] != batch or shape[2] != width or width % 2:
-        raise ValueError(f"query_direction: got shape {shape}, wanted [{batch}, H_q, {width}], even")
-    require_shape("query_slack", query_slack, (*shape[:2], width // 2), "query_direction, a number for each pair")
-    group = group_size(shape[1], heads)
+    require_fit("triattention.score", keys, query_direction, query_slack, free=("query_direction", "query_slack"))
+    (batch, heads, *_), dtype = keys.shape, working_dtype(keys)
     wide = keys.to(dtype)
-    direction, slack = (each.to(dtype).view(batch, heads, group, -1) for each in (query_direction, query_slack))
+    direction, slack = (each.to(dtype).view(batch, heads, -1, each.shape[-1]) for each in (query_direction, query_slack))
     rows = direction @ wide.mT + slack @ pair_lengths(wide).mT
     centred = rows - rows.mean(dim=-1, keepdim=True)
     deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()

@@ -13,6 +13,10 @@ own_budget: it decides by itself how many tokens stay;
 prompt_only: it needs the queries of all tokens, so it compresses the prompt alone;
 recursive: it compresses each token once and leaves it alone afterwards.
 
+`INPUTS = {"name": (source, meaning)}` beside `METHOD` names the inputs that no other method brought
+along. source is what they are computed from: "queries", "hidden_states", or "calibration" where a
+text can calibrate them.
+
 Axes, everywhere: keys and values `[B, H_kv, T, D]`, queries `[B, H_q, M, D]`, scores and kept masks
 `[B, H_kv, T]`; `H_q = G * H_kv`, and query head h reads KV head `h // G`. Keys are cached after
 RoPE. A higher score means keep. A kept mask is boolean, True = keep. `budget` counts the tokens

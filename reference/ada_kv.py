@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from .checks import as_count, as_fraction, as_kept
+from .checks import arrays, as_count, as_fraction
 from .selection import top_k
 
 
@@ -31,15 +31,12 @@ def select(
     for a head with more protected tokens than the budget. Source: algorithm 1, the safeguard of
     section 4 and, for what is protected, algorithm 2.
     """
-    scores = np.asanyarray(scores)
-    if scores.ndim != 3:
-        raise ValueError(f"scores: got shape {scores.shape}, wanted [B, H_kv, T]")
+    scores, protected = arrays("ada_kv.select", scores, protected)
     batch, num_kv_heads, length = scores.shape
     budget = min(as_count("budget", budget, low=0), length)
     alpha = as_fraction("floor_ratio", floor_ratio)
     if protected is None:
         protected = np.zeros(scores.shape, dtype=bool)
-    protected = as_kept("protected", protected, scores.shape, "the shape of scores")
     own = np.zeros(scores.shape, dtype=bool)
     for head in np.ndindex(batch, num_kv_heads):
         # Decision: as the observation window in the authors' code, what is protected leaves the
@@ -47,12 +44,9 @@ def select(
         taken = int(protected[head].sum())
         if taken > budget:
             raise ValueError(
-                f"protected: got {taken} protected tokens in a head, wanted at most the budget, "
-                f"{budget}"
+                f"protected: got {taken} protected tokens in a head, wanted at most the budget, {budget}"
             )
-        own[head] = top_k(
-            scores[head], taken + math.floor(alpha * (budget - taken)), protected[head]
-        )
+        own[head] = top_k(scores[head], taken + math.floor(alpha * (budget - taken)), protected[head])
     # One row per batch item. Among equal scores the lower head comes first, then the lower
     # position.
     layer = scores.reshape(batch, num_kv_heads * length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .cache import CompressedCache, heads
-from .checks import as_float64, group_size
+from .checks import arrays
 
 
 def softmax(logits: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -44,14 +44,9 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
     exactly. A head that keeps no token gives output 0 and log-sum-exp -inf. Raises ValueError if
     the queries do not fit the cache.
     """
-    queries = as_float64("queries", queries, "B H_q M D")
-    batch, num_query_heads, num_queries, head_dim = queries.shape
-    if batch != cache.lengths.shape[0] or head_dim != cache.keys.shape[-1]:
-        raise ValueError(
-            f"queries: got shape {queries.shape}, wanted [{cache.lengths.shape[0]}, H_q, M, "
-            f"{cache.keys.shape[-1]}]"
-        )
-    group = group_size(num_query_heads, cache.lengths.shape[1])
+    queries, cache = arrays("attention.attend", queries, cache)
+    batch, num_query_heads, num_queries, _ = queries.shape
+    group = num_query_heads // cache.lengths.shape[1]
     output = np.zeros((batch, num_query_heads, num_queries, cache.values.shape[-1]))
     normaliser = np.full((batch, num_query_heads, num_queries), -np.inf)
     for item, kv_head, rows in heads(cache):
@@ -62,9 +57,7 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
         normaliser[item, readers] = log_sum_exp(logits)
         # The softmax reuses the log-sum-exp: an implementation may do so too, and the tolerance
         # comes from this rounding.
-        output[item, readers] = (
-            np.exp(logits - normaliser[item, readers, :, None]) @ cache.values[rows]
-        )
+        output[item, readers] = np.exp(logits - normaliser[item, readers, :, None]) @ cache.values[rows]
     return output, normaliser
 
 
@@ -75,14 +68,13 @@ def by_group(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
     Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D]. Raises
     ValueError naming what does not fit.
     """
-    queries = as_float64("queries", queries, "B H_q M D")
-    keys = as_float64("keys", keys, "B H_kv T D")
-    batch, num_query_heads, num_queries, head_dim = queries.shape
-    if keys.shape[0] != batch or keys.shape[-1] != head_dim or num_queries > keys.shape[2]:
-        wanted = f"[{keys.shape[0]}, H_q, M <= {keys.shape[2]}, {keys.shape[-1]}]"
-        raise ValueError(f"queries: got shape {queries.shape}, wanted {wanted} (the shape of keys)")
-    group = group_size(num_query_heads, keys.shape[1])
-    return queries.reshape(batch, keys.shape[1], group, num_queries, head_dim), keys[:, :, None]
+    queries, keys = arrays("attention.by_group", queries, keys)
+    return grouped(queries, keys.shape[1]), keys[:, :, None]
+
+
+def grouped(states: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    r"""ATT-5: [B, H_q, ...] to [B, H_kv, G, ...]."""
+    return states.reshape(states.shape[0], num_kv_heads, -1, *states.shape[2:])
 
 
 def causal_attention(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

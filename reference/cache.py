@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .checks import as_float64, as_kept, require_shape
+from .checks import arrays
 
 
 class CompressedCache(NamedTuple):
@@ -34,12 +34,7 @@ def compress(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> Compress
     True in each head. Raises ValueError naming the argument where shapes disagree or `kept` is not
     boolean.
     """
-    keys = as_float64("keys", keys, "B H_kv T D")
-    values = as_float64("values", values, "B H_kv T D_v")
-    require_shape(
-        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
-    )
-    kept = as_kept("kept", kept, keys.shape[:3], "the batch, heads and tokens of keys")
+    keys, values, kept = arrays("cache.compress", keys, values, kept)
     # Boolean indexing walks batch, head, position in that order: the order of storage is the order
     # of the loop.
     positions = np.nonzero(kept)[-1]

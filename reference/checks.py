@@ -1,5 +1,5 @@
-"""Shared preconditions: an argument becomes a float64 array of the wanted axes, or a ValueError
-says what is wrong.
+"""Shared preconditions: the arguments become float64 arrays whose axes agree, or a ValueError says
+what is wrong.
 """
 
 from __future__ import annotations
@@ -9,38 +9,103 @@ from typing import Any
 
 import numpy as np
 
+from .contract import STATES, Argument, Axes, arguments
 
-def as_float64(name: str, value: Any, axes: str) -> np.ndarray:
-    """Return `value` as a finite float64 array with the axes that `axes` spells, such as
-    `"B H_kv T D"` or `"... T D"`.
+
+def arrays(line: str, *given: Any) -> tuple[Any, ...]:
+    """Return the arguments of a function, as its line in `contract.py` wants them.
+
+    Args: line, a key of CONTRACT such as `"keydiff.score"`, or a line itself; given, the arrays and
+    states in the order of the line. Finite numbers become float64; masks and whole numbers keep
+    their dtype. Raises ValueError naming the argument, the shape or dtype, and what was wanted.
+    """
+    axes = Axes()
+    wanted = arguments(line)
+    found = tuple(_read(each, value, axes) for each, value in zip(wanted, given, strict=True))
+    axes.relate()
+    return found
+
+
+def array(line: str, given: Any) -> Any:
+    """Return the only argument of a function, as `arrays` does."""
+    return arrays(line, given)[0]
+
+
+def _read(argument: Argument, value: Any, axes: Axes) -> Any:
+    if value is None and argument.optional:
+        return None
+    if argument.kind in STATES:
+        fields = argument.fields
+        if not all(hasattr(value, name) for name in fields):
+            wanted = f"{argument.kind}({', '.join(fields)})"
+            raise ValueError(f"{argument.name}: got {type(value).__name__}, wanted {wanted}")
+        read = {name: _read(field, getattr(value, name), axes) for name, field in fields.items()}
+        return value._replace(**read)
+    converted = READ[argument.kind](argument.name, value)
+    axes.fit(argument, converted.shape)
+    return converted
+
+
+def as_open(name: str, value: Any) -> np.ndarray:
+    """Return `value` as a float64 array without NaN. Raises ValueError naming the argument.
 
     Subclasses of `np.ndarray` keep their class, so that an array with its own arithmetic can run
-    through the reference. Raises ValueError naming the argument, the value and the wanted form.
+    through the reference.
     """
     array = np.asanyarray(value)
     if array.dtype.kind not in "fiu":
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted real numbers")
-    array = np.asanyarray(array, dtype=np.float64)
-    wanted = axes.split()
-    open_ended = wanted[0] == "..."
-    count = len(wanted) - open_ended
-    if array.ndim < count or (array.ndim > count and not open_ended):
-        raise ValueError(f"{name}: got shape {array.shape}, wanted [{', '.join(wanted)}]")
-    if 0 in array.shape:
-        raise ValueError(
-            f"{name}: got shape {array.shape}, wanted no empty axis in [{', '.join(wanted)}]"
-        )
+    if np.isnan(array).any():
+        raise ValueError(f"{name}: got NaN, wanted numbers that can be ordered")
+    return np.asanyarray(array, dtype=np.float64)
+
+
+def as_float64(name: str, value: Any) -> np.ndarray:
+    """Return `value` as `as_open` does. Raises ValueError for infinite numbers too."""
+    array = as_open(name, value)
     if not np.isfinite(array).all():
-        raise ValueError(f"{name}: got NaN or infinite numbers, wanted finite ones")
+        raise ValueError(f"{name}: got infinite numbers, wanted finite ones")
     return array
 
 
-def require_shape(name: str, array: np.ndarray, wanted: tuple[int, ...], like: str) -> None:
-    """Raise ValueError unless `array` has the shape `wanted`, which `like` explains ("the shape of
-    keys").
-    """
-    if array.shape != wanted:
-        raise ValueError(f"{name}: got shape {array.shape}, wanted {wanted} ({like})")
+def as_weight(name: str, value: Any) -> np.ndarray:
+    """Return `value` as `as_float64` does. Raises ValueError for negative numbers too."""
+    array = as_float64(name, value)
+    require_between(name, array, 0)
+    return array
+
+
+def as_share(name: str, value: Any) -> np.ndarray:
+    """Return `value` as `as_float64` does. Raises ValueError for numbers outside [0, 1] too."""
+    array = as_float64(name, value)
+    require_between(name, array, 0, 1)
+    return array
+
+
+def as_whole(name: str, value: Any) -> np.ndarray:
+    """Return whole numbers in their own dtype. Raises ValueError for negative or broken ones."""
+    array = np.asanyarray(value)
+    if array.dtype.kind not in "fiu" or (array < 0).any() or (array != np.floor(array)).any():
+        raise ValueError(f"{name}: got {array}, wanted whole numbers of at least 0")
+    return array
+
+
+def as_mask(name: str, value: Any) -> np.ndarray:
+    """Return a boolean mask. Raises ValueError for another dtype."""
+    mask = np.asarray(value)
+    if mask.dtype != np.bool_:
+        raise ValueError(f"{name}: got dtype {mask.dtype}, wanted a boolean mask, True = keep")
+    return mask
+
+
+READ = {
+    "real": as_float64,
+    "weight": as_weight,
+    "share": as_share,
+    "open": as_open,
+    "bool": as_mask,
+    "whole": as_whole,
+}
 
 
 def group_size(num_query_heads: int, num_kv_heads: int) -> int:
@@ -49,26 +114,43 @@ def group_size(num_query_heads: int, num_kv_heads: int) -> int:
     """
     if num_query_heads % num_kv_heads:
         raise ValueError(
-            f"queries: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} "
-            "KV heads"
+            f"queries: got {num_query_heads} query heads, wanted a multiple of the {num_kv_heads} KV heads"
         )
     return num_query_heads // num_kv_heads
 
 
-def require_window(num_queries: int, length: int, window_size: int) -> None:
-    """Raise ValueError unless there are queries of the last `window_size` tokens, and tokens before
-    those.
+def as_window(window_size: Any, num_queries: int, length: int) -> int:
+    """Return the tokens of the window that there are, `min(window_size, length)`.
+
+    Raises ValueError for a window_size below 1, and where a token of the window has no query.
     """
-    if num_queries < window_size or length <= window_size:
-        raise ValueError(
-            f"queries: got {num_queries} queries for {length} tokens, wanted {window_size} or "
-            "more, for more tokens than that"
-        )
+    window = min(as_count("window_size", window_size, low=1), length)
+    if num_queries < window:
+        raise ValueError(f"queries: got those of {num_queries} tokens, wanted the {window} of the window")
+    return window
 
 
-def as_fraction(
-    name: str, value: Any, *, low: int = 0, high: int = 1, closed_high: bool = True
-) -> Fraction:
+def require_window(num_queries: int, length: int, window_size: int) -> None:
+    """Raise ValueError unless there are the queries of the window, and tokens before it."""
+    if as_window(window_size, num_queries, length) == length:
+        raise ValueError(f"keys: got {length} tokens, wanted more than the window of {window_size}")
+
+
+def require_between(name: str, value: Any, low: float, high: float = np.inf) -> None:
+    """Raise ValueError unless all numbers of `value` are in [low, high], and finite."""
+    least, most = (np.min(value), np.max(value)) if np.size(value) else (low, low)
+    if not (low <= least and most <= high and most < np.inf):
+        raise ValueError(f"{name}: got {least} to {most}, wanted numbers in [{low}, {high}]")
+
+
+def as_odd(name: str, value: Any) -> int:
+    """Return `value`. Raises ValueError unless it is an odd number of at least 1."""
+    if as_count(name, value, low=1) % 2 == 0:
+        raise ValueError(f"{name}: got {value}, wanted an odd number")
+    return int(value)
+
+
+def as_fraction(name: str, value: Any, *, low: int = 0, high: int = 1, closed_high: bool = True) -> Fraction:
     """Return a ratio exactly as it was written: 0.9 is nine tenths, not the nearest binary number.
 
     Raises ValueError outside [low, high], or outside [low, high) when `closed_high` is False.
@@ -77,9 +159,7 @@ def as_fraction(
     try:
         exact = value if isinstance(value, Fraction) else Fraction(repr(float(value)))
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f"{name}: got {value!r}, wanted a number in [{low}, {high}{bracket}"
-        ) from None
+        raise ValueError(f"{name}: got {value!r}, wanted a number in [{low}, {high}{bracket}") from None
     if not low <= exact <= high or (exact == high and not closed_high):
         raise ValueError(f"{name}: got {value}, wanted a number in [{low}, {high}{bracket}")
     return exact
@@ -89,22 +169,9 @@ def as_count(name: str, value: Any, *, low: int, high: int | None = None) -> int
     """Return `value` as an int in [low, high]. Raises ValueError outside the range or for a number
     that is not whole.
     """
-    wanted = (
-        f"a whole number of at least {low}"
-        if high is None
-        else f"a whole number from {low} to {high}"
-    )
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{name}: got {value!r}, wanted {wanted}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}: got {value}, wanted {wanted}")
     return int(value)
-
-
-def as_kept(name: str, value: Any, wanted: tuple[int, ...], like: str) -> np.ndarray:
-    """Return a boolean mask of shape `wanted`. Raises ValueError for another dtype or shape."""
-    mask = np.asarray(value)
-    if mask.dtype != np.bool_:
-        raise ValueError(f"{name}: got dtype {mask.dtype}, wanted a boolean mask, True = keep")
-    require_shape(name, mask, wanted, like)
-    return mask

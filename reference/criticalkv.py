@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import as_count, as_float64, as_fraction, require_shape, require_window
+from .checks import arrays, as_count, as_fraction, require_between, require_window
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -21,6 +21,40 @@ METHOD = (
     "keeps half of its budget by the attention of the last queries, aggregated as in DefensiveKV, "
     "half by that times the length of W_o v"
 )
+
+
+def score(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    w_o: np.ndarray,
+    *,
+    budget: int,
+    window_size: int = 32,
+    kernel_size: int = 5,
+    first_share: float = 0.5,
+    epsilon: float = 1e-4,
+) -> np.ndarray:
+    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget`
+    tokens of the highest a.
+
+    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep,
+    the window among them; first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher
+    = keep; all infinite where T <= window_size. Raises ValueError naming the argument. Source: the
+    public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
+    """
+    queries, keys, values, w_o = arrays("criticalkv.score", queries, keys, values, w_o)
+    budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
+    require_between("epsilon", epsilon, 0)
+    if keys.shape[2] <= as_count("window_size", window_size, low=1):
+        return np.full(keys.shape[:3], np.inf)
+    norms = projected_norms(values, w_o)
+    attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
+    window = np.full((*attended.shape[:-1], window_size), np.inf)
+    # Decision: the window is the first part of the first stage, as in the public code.
+    first = top_k(np.concatenate([attended, window], axis=-1), math.floor(share * budget))
+    second = np.concatenate([(attended + epsilon) * norms[..., :-window_size], window], axis=-1)
+    return np.where(first, np.inf, second)
 
 
 def projected_norms(values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
@@ -31,16 +65,8 @@ def projected_norms(values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
     belong to each query head. Returns [B, H_kv, T]. Raises ValueError naming the argument that does
     not fit.
     """
-    values, w_o = (
-        as_float64("values", values, "B H_kv T D_v"),
-        as_float64("w_o", w_o, "H_q D_v hidden"),
-    )
-    heads, width = values.shape[1], values.shape[3]
-    if w_o.shape[0] % heads or w_o.shape[1] != width:
-        raise ValueError(
-            f"w_o: got shape {w_o.shape}, wanted [a multiple of {heads}, {width}, hidden]"
-        )
-    projected = values[:, :, None] @ w_o.reshape(heads, -1, *w_o.shape[1:])
+    values, w_o = arrays("criticalkv.projected_norms", values, w_o)
+    projected = values[:, :, None] @ w_o.reshape(values.shape[1], -1, *w_o.shape[1:])
     return np.abs(projected).sum(axis=-1).mean(axis=2)
 
 
@@ -74,47 +100,6 @@ def importance(
     # Decision: a query whose attention stays within the window to the last digit says nothing, in
     # place of 0/0.
     return defend(pooled * (weights.sum(axis=-1, keepdims=True) / np.where(total == 0, 1, total)))
-
-
-def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    w_o: np.ndarray,
-    *,
-    budget: int,
-    window_size: int = 32,
-    kernel_size: int = 5,
-    first_share: float = 0.5,
-    epsilon: float = 1e-4,
-) -> np.ndarray:
-    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget`
-    tokens of the highest a.
-
-    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep,
-    the window among them; first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher
-    = keep; all infinite where T <= window_size. Raises ValueError naming the argument. Source: the
-    public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
-    """
-    budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
-    norms, keys = projected_norms(values, w_o), as_float64("keys", keys, "B H_kv T D")
-    require_shape("values", norms, keys.shape[:3], "the tokens of keys")
-    if np.shape(queries)[1] != np.shape(w_o)[0]:
-        raise ValueError(
-            f"w_o: got {np.shape(w_o)[0]} query heads, wanted the {np.shape(queries)[1]} of queries"
-        )
-    length, window_size = keys.shape[2], as_count("window_size", window_size, low=1)
-    if length <= window_size:
-        by_group(queries, keys)
-        return np.full(keys.shape[:3], np.inf)
-    attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
-    window = np.full((*attended.shape[:-1], window_size), np.inf)
-    # Decision: the window is the first part of the first stage, as in the public code.
-    first = top_k(np.concatenate([attended, window], axis=-1), math.floor(share * budget))
-    second = np.concatenate([(attended + epsilon) * norms[..., :-window_size], window], axis=-1)
-    return np.where(first, np.inf, second)
 
 
 def error_bound(weights: np.ndarray, norms: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -10,11 +10,45 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax
-from .checks import as_count, as_float64, require_shape
+from .checks import arrays, as_window
 from .expected_attention import norm
 from .snapkv import average_pool
 
 METHOD = "keeps the last tokens, and those whose removal alone would change the last outputs most"
+
+
+def score(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    window_size: int = 32,
+    kernel_size: int = 7,
+) -> np.ndarray:
+    r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2` over the last
+    queries.
+
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window;
+    keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; window_size >= 1; kernel_size K, odd. Returns
+    scores [B, H_kv, T], higher = keep; infinity for the window, all infinite where T <=
+    window_size. Raises ValueError naming the argument. Source: the public code, whose defaults
+    these are.
+    """
+    queries, keys, values = arrays("dropkv.score", queries, keys, values)
+    length = keys.shape[2]
+    window = as_window(window_size, queries.shape[2], length)
+    if window == length:
+        return np.full(keys.shape[:3], np.inf)
+    queries, keys = by_group(queries, keys)
+    total = np.zeros((*queries.shape[:3], length))
+    for place in range(length - window, length):
+        logits = attention_logits(queries[..., [place - length], :], keys)[..., 0, :]
+        seen = np.where(np.arange(length) <= place, logits, -np.inf)
+        total = total + perturbation(seen, values[:, :, None]) ** 2
+    # Decision: the scores of the window are pooled with the others, as the public code does;
+    # SnapKV's are not.
+    pooled = average_pool(total.mean(axis=2), kernel_size)
+    return np.where(np.arange(length) >= length - window, np.inf, pooled)
 
 
 def perturbation(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -37,45 +71,3 @@ def perturbation(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
     # score 0.
     errors = others / (1 - others) * norm(values - output[..., None, :])
     return np.where(first, weights * norm(values - without[..., None, :]), errors)
-
-
-def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    *,
-    window_size: int = 32,
-    kernel_size: int = 7,
-) -> np.ndarray:
-    r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2` over the last
-    queries.
-
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window;
-    keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; window_size >= 1; kernel_size K, odd. Returns
-    scores [B, H_kv, T], higher = keep; infinity for the window, all infinite where T <=
-    window_size. Raises ValueError naming the argument. Source: the public code, whose defaults
-    these are.
-    """
-    window_size = as_count("window_size", window_size, low=1)
-    queries, keys = by_group(queries, keys)
-    values = as_float64("values", values, "B H_kv T D_v")
-    require_shape(
-        "values", values, (*keys.shape[:2], keys.shape[3], values.shape[-1]), "the tokens of keys"
-    )
-    num_queries, length = queries.shape[-2], keys.shape[-2]
-    window = min(window_size, length)
-    if num_queries < window:
-        raise ValueError(
-            f"queries: got those of {num_queries} tokens, wanted the {window} of the window"
-        )
-    if window == length:
-        return np.full((*keys.shape[:2], length), np.inf)
-    total = np.zeros((*queries.shape[:3], length))
-    for place in range(length - window, length):
-        logits = attention_logits(queries[..., [place - length], :], keys)[..., 0, :]
-        seen = np.where(np.arange(length) <= place, logits, -np.inf)
-        total = total + perturbation(seen, values[:, :, None]) ** 2
-    # Decision: the scores of the window are pooled with the others, as the public code does;
-    # SnapKV's are not.
-    pooled = average_pool(total.mean(axis=2), kernel_size)
-    return np.where(np.arange(length) >= length - window, np.inf, pooled)

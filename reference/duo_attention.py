@@ -9,42 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from .attention import attention_logits, by_group, softmax
-from .checks import as_count, as_float64, group_size, require_shape
+from .attention import attention_logits, by_group, grouped, softmax
+from .checks import arrays, as_count
 from .rope import rotate
 
 METHOD = "keeps all tokens of retrieval heads, and the first and the last tokens of the others"
 TRAITS = {"moving_window", "own_budget"}
-
-
-def estimate_gates(
-    query_mean: np.ndarray, key_mean: np.ndarray, *, length: int = 500, theta: float = 10000.0
-) -> np.ndarray:
-    r"""DA-1: `g_h = mean_g (1/n) sum_t sum_{u <= t} a_u`, a the attention of the mean query on n
-    mean keys.
-
-    The area under the cumulated attention: near 0 for a head that looks at the last tokens, 1/2 for
-    one that looks everywhere. It estimates gates without the paper's training; the public code
-    calls it experimental.
-
-    Args: query_mean [B, H_q, D] and key_mean [B, H_kv, D], before RoPE; length n; theta, the base
-    of RoPE. Returns [B, H_kv]. Raises ValueError naming the argument.
-    """
-    query = as_float64("query_mean", query_mean, "B H_q D")
-    key = as_float64("key_mean", key_mean, "B H_kv D")
-    require_shape(
-        "key_mean",
-        key,
-        (query.shape[0], key.shape[1], query.shape[2]),
-        "the batch and channels of query_mean",
+INPUTS = {
+    "gates": (
+        "calibration",
+        "[B, H_kv], high for a retrieval head: trained, or estimated from a text (DA-1)",
     )
-    group = group_size(query.shape[1], key.shape[1])
-    places = np.arange(as_count("length", length, low=1))
-    keys = rotate(np.repeat(key[:, :, None], places.size, axis=2), places, theta)[:, :, None]
-    last = rotate(query.reshape(*key.shape[:2], group, 1, -1), places[-1:], theta)
-    weights = softmax(attention_logits(last, keys))[..., 0, :]
-    # The token at place t is in the cumulated sums of the n - t places from t on.
-    return (weights * (places.size - places) / places.size).sum(axis=-1).mean(axis=2)
+}
 
 
 def select(
@@ -62,14 +38,35 @@ def select(
     estimated; sink_size and recent_size, at least 0 and together at least 1. Returns kept
     [B, H_kv, T], boolean. Raises ValueError naming the argument.
     """
-    keys, gates = as_float64("keys", keys, "B H_kv T D"), as_float64("gates", gates, "B H_kv")
-    require_shape("gates", gates, keys.shape[:2], "the batch and heads of keys")
+    keys, gates = arrays("duo_attention.select", keys, gates)
     sink_size, length = as_count("sink_size", sink_size, low=0), keys.shape[2]
     # Decision: a streaming head keeps a token at least.
     recent_size = as_count("recent_size", recent_size, low=0 if sink_size else 1)
     places = np.arange(length)
     streaming = (places < sink_size) | (places >= length - recent_size)
     return (gates >= threshold)[..., None] | streaming
+
+
+def estimate_gates(
+    query_mean: np.ndarray, key_mean: np.ndarray, *, length: int = 500, theta: float = 10000.0
+) -> np.ndarray:
+    r"""DA-1: `g_h = mean_g (1/n) sum_t sum_{u <= t} a_u`, a the attention of the mean query on n
+    mean keys.
+
+    The area under the cumulated attention: near 0 for a head that looks at the last tokens, 1/2 for
+    one that looks everywhere. It estimates gates without the paper's training; the public code
+    calls it experimental.
+
+    Args: query_mean [B, H_q, D] and key_mean [B, H_kv, D], before RoPE; length n; theta, the base
+    of RoPE. Returns [B, H_kv]. Raises ValueError naming the argument.
+    """
+    query, key = arrays("duo_attention.estimate_gates", query_mean, key_mean)
+    places = np.arange(as_count("length", length, low=1))
+    keys = rotate(np.repeat(key[:, :, None], places.size, axis=2), places, theta)[:, :, None]
+    last = rotate(grouped(query, key.shape[1])[..., None, :], places[-1:], theta)
+    weights = softmax(attention_logits(last, keys))[..., 0, :]
+    # The token at place t is in the cumulated sums of the n - t places from t on.
+    return (weights * (places.size - places) / places.size).sum(axis=-1).mean(axis=2)
 
 
 def gated_attention(
@@ -91,30 +88,20 @@ def gated_attention(
     [B, H_kv, T, D_v]; gates [B, H_kv] in [0, 1]. Returns [B, H_q, M, D_v]. Raises ValueError naming
     the argument.
     """
-    grouped, grouped_keys = by_group(queries, keys)
-    values, gates = (
-        as_float64("values", values, "B H_kv T D_v"),
-        as_float64("gates", gates, "B H_kv"),
-    )
-    batch, num_kv_heads, group, num_queries, _ = grouped.shape
-    length = grouped_keys.shape[3]
-    require_shape("values", values[..., 0], (batch, num_kv_heads, length), "the tokens of keys")
-    require_shape("gates", gates, (batch, num_kv_heads), "the batch and heads of keys")
-    if (gates < 0).any() or (gates > 1).any():
-        raise ValueError(f"gates: got {gates.min()} to {gates.max()}, wanted numbers in [0, 1]")
+    queries, keys, values, gates = arrays("duo_attention.gated_attention", queries, keys, values, gates)
+    num_queries, length = queries.shape[2], keys.shape[2]
     places = np.arange(length)
     ago = places[length - num_queries :, None] - places
     full = ago >= 0
     is_first = places < as_count("sink_size", sink_size, low=0)
     streaming = full & (is_first | (ago < as_count("recent_size", recent_size, low=1)))
-    logits = attention_logits(grouped, grouped_keys)
+    logits = attention_logits(*by_group(queries, keys))
     of_full, of_streaming = (
-        softmax(np.where(visible, logits, -np.inf)) @ values[:, :, None]
-        for visible in (full, streaming)
+        softmax(np.where(visible, logits, -np.inf)) @ values[:, :, None] for visible in (full, streaming)
     )
     shares = gates[:, :, None, None, None]
     mixed = shares * of_full + (1 - shares) * of_streaming
-    return mixed.reshape(batch, num_kv_heads * group, num_queries, -1)
+    return mixed.reshape(*queries.shape[:3], -1)
 
 
 def training_loss(
@@ -125,8 +112,5 @@ def training_loss(
     Args: the final hidden states [N, d] of the tokens that say the answer, with DA-3 in every head,
     and those of the full model; gates [layers, H_kv]. Raises ValueError naming the argument.
     """
-    states = as_float64("hidden_states", hidden_states, "N d")
-    wanted = as_float64("full_hidden_states", full_hidden_states, "N d")
-    gates = as_float64("gates", gates, "layers H_kv")
-    require_shape("full_hidden_states", wanted, states.shape, "the shape of hidden_states")
+    states, wanted, gates = arrays("duo_attention.training_loss", hidden_states, full_hidden_states, gates)
     return float(((states - wanted) ** 2).mean() + penalty * np.abs(gates).sum())

@@ -8,19 +8,53 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .attention import softmax
-from .checks import as_count, as_float64, require_shape
+from .attention import grouped, softmax
+from .checks import array, arrays, as_count, require_between
 from .rope import frequencies
-from .selection import budget, top_k
+from .selection import budget, gather, top_k
 
-METHOD = (
-    "keeps the tokens that add most to the output under a Gaussian model of the queries to come"
-)
+METHOD = "keeps the tokens that add most to the output under a Gaussian model of the queries to come"
+INPUTS = {
+    "query_mean": (
+        "queries",
+        "[B, H_q, D], of the queries so far, averaged over the next 512 positions (EA-6)",
+    ),
+    "query_covariance": (
+        "queries",
+        "[B, H_q, D, D], of the same queries, averaged over the same positions",
+    ),
+}
 
 
-def norm(vectors: np.ndarray) -> np.ndarray:
-    r"""`|x|`, the Euclidean norm along the last axis."""
-    return np.sqrt((vectors * vectors).sum(axis=-1))
+def score(
+    keys: np.ndarray,
+    values: np.ndarray,
+    query_mean: np.ndarray,
+    query_covariance: np.ndarray,
+    *,
+    epsilon: float = 0.02,
+) -> np.ndarray:
+    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
+    `ada_kv` on these scores.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and
+    query_covariance [B, H_q, D, D], averaged over RoPE by `average_rope`; epsilon >= 0 (0.02 in the
+    paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep. With W_o v
+    [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the
+    experiments (EA-V). Raises ValueError naming the argument whose shape or numbers do not fit.
+    Source: section 2.2, equations 7 to 9.
+    """
+    keys, values, query_mean, query_covariance = arrays(
+        "expected_attention.score", keys, values, query_mean, query_covariance
+    )
+    require_between("epsilon", epsilon, 0)
+    grouped_mean, grouped_covariance = (
+        grouped(each, keys.shape[1]) for each in (query_mean, query_covariance)
+    )
+    # Decision: softmax for each query head, then the mean over the group; each query head attends
+    # by itself.
+    weights = expected_weights(keys[:, :, None], grouped_mean, grouped_covariance).mean(axis=2)
+    return contribution(weights, values, epsilon)
 
 
 def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -31,7 +65,7 @@ def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Raises ValueError for empty or non-finite `queries`. Source: section 2.2; `compute_statistics`
     in listing 1.
     """
-    queries = as_float64("queries", queries, "... N D")
+    queries = array("expected_attention.query_statistics", queries)
     mean = queries.mean(axis=-2)
     centred = queries - mean[..., None, :]
     # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would
@@ -49,9 +83,7 @@ def project_statistics(
     Returns [..., D], [..., D, D]. R_t turns both as in EA-6 with horizon 1. QK-norm is not linear:
     take `query_statistics` there. Source: equation 5.
     """
-    return (w_q @ hidden_mean[..., None])[..., 0], w_q @ hidden_covariance @ np.swapaxes(
-        w_q, -1, -2
-    )
+    return (w_q @ hidden_mean[..., None])[..., 0], w_q @ hidden_covariance @ np.swapaxes(w_q, -1, -2)
 
 
 def average_rotation(
@@ -65,8 +97,6 @@ def average_rotation(
     """
     position = as_count("position", position, low=0)
     horizon = as_count("horizon", horizon, low=1)
-    if not 0 < theta < np.inf:
-        raise ValueError(f"theta: got {theta}, wanted a positive number")
     angles = (position + np.arange(horizon))[:, None] * frequencies(head_dim, theta)
     cos, sin = np.diag(np.cos(angles).mean(axis=0)), np.diag(np.sin(angles).mean(axis=0))
     return np.block([[cos, -sin], [sin, cos]])
@@ -88,24 +118,13 @@ def average_rope(
     positions from there on; theta, the base of RoPE. Returns both in the same shapes. Raises
     ValueError naming the argument. Source: section 2.2, equation 6.
     """
-    query_mean = as_float64("query_mean", query_mean, "... D")
-    query_covariance = as_float64("query_covariance", query_covariance, "... D D")
+    query_mean, query_covariance = arrays("expected_attention.average_rope", query_mean, query_covariance)
     head_dim = query_mean.shape[-1]
-    require_shape(
-        "query_covariance",
-        query_covariance,
-        (*query_mean.shape, head_dim),
-        "query_mean with D twice",
-    )
-    if head_dim % 2:
-        raise ValueError(f"query_mean: got head_dim {head_dim}, wanted an even number")
     rotation = average_rotation(head_dim, position=position, horizon=horizon, theta=theta)
     return query_mean @ rotation.T, rotation @ query_covariance @ rotation.T
 
 
-def log_expected_scores(
-    keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray
-) -> np.ndarray:
+def log_expected_scores(keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray) -> np.ndarray:
     r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)`, zhat_i =
     E[exp(q . k_i / sqrt(d))] of a Gaussian q.
 
@@ -118,9 +137,7 @@ def log_expected_scores(
     return linear / np.sqrt(head_dim) + quadratic / (2 * head_dim)
 
 
-def expected_weights(
-    keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray
-) -> np.ndarray:
+def expected_weights(keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray) -> np.ndarray:
     r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio of expectations, not the expected
     attention E[a_i].
 
@@ -141,61 +158,6 @@ def contribution(
     """
     # Decision: |v|, as in the paper's experiments; W_o would need every value projected.
     return (weights + epsilon) * norm(values if w_o is None else values @ np.swapaxes(w_o, -1, -2))
-
-
-def score(
-    keys: np.ndarray,
-    values: np.ndarray,
-    query_mean: np.ndarray,
-    query_covariance: np.ndarray,
-    *,
-    epsilon: float = 0.02,
-) -> np.ndarray:
-    r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
-    `ada_kv` on these scores.
-
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and
-    query_covariance [B, H_q, D, D], averaged over RoPE by `average_rope`; epsilon >= 0 (0.02 in the
-    paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep. With W_o v
-    [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the
-    experiments (EA-V). Raises ValueError naming the argument whose shape or numbers do not fit.
-    Source: section 2.2, equations 7 to 9.
-    """
-    keys = as_float64("keys", keys, "B H_kv T D")
-    values = as_float64("values", values, "B H_kv T D_v")
-    require_shape(
-        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
-    )
-    query_mean = as_float64("query_mean", query_mean, "B H_q D")
-    query_covariance = as_float64("query_covariance", query_covariance, "B H_q D D")
-    batch, num_kv_heads, _, head_dim = keys.shape
-    num_query_heads = query_mean.shape[1]
-    if num_query_heads % num_kv_heads:
-        raise ValueError(
-            f"query_mean: got {num_query_heads} query heads, wanted a multiple of the "
-            f"{num_kv_heads} KV heads"
-        )
-    require_shape(
-        "query_mean",
-        query_mean,
-        (batch, num_query_heads, head_dim),
-        "the batch and head_dim of keys",
-    )
-    require_shape(
-        "query_covariance",
-        query_covariance,
-        (*query_mean.shape, head_dim),
-        "query_mean with D twice",
-    )
-    if not 0 <= epsilon < np.inf:
-        raise ValueError(f"epsilon: got {epsilon}, wanted a number of at least 0")
-    group = num_query_heads // num_kv_heads
-    grouped_mean = query_mean.reshape(batch, num_kv_heads, group, head_dim)
-    grouped_covariance = query_covariance.reshape(batch, num_kv_heads, group, head_dim, head_dim)
-    # Decision: softmax for each query head, then the mean over the group; each query head attends
-    # by itself.
-    weights = expected_weights(keys[:, :, None], grouped_mean, grouped_covariance).mean(axis=2)
-    return contribution(weights, values, epsilon)
 
 
 def listing_1(
@@ -243,27 +205,11 @@ def start_decoding(
     seen, not the tokens kept. Raises ValueError naming the argument whose shape does not fit.
     Source: section 3.1, implementation details.
     """
-    keys = as_float64("keys", keys, "B H_kv T D")
-    values = as_float64("values", values, "B H_kv T D_v")
-    queries = as_float64("queries", queries, "B H_q T D")
-    require_shape(
-        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
-    )
+    keys, values, queries = arrays("expected_attention.start_decoding", keys, values, queries)
     buffer_size = as_count("buffer_size", buffer_size, low=1)
     length = keys.shape[2]
     positions = np.broadcast_to(np.arange(length), keys.shape[:3]).copy()
     return Decoding(keys, values, positions, queries[:, :, -buffer_size:], length, 0)
-
-
-def appended(name: str, rows: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Append one token, [B, H, D], to rows, [B, H, n, D]. Raises ValueError if the shape does not
-    fit.
-    """
-    row = as_float64(name, row, "B H D")
-    require_shape(
-        name, row, (*rows.shape[:2], rows.shape[3]), "the batch, heads and channels of the state"
-    )
-    return np.concatenate([rows, row[:, :, None]], axis=2)
 
 
 def decode_step(
@@ -287,15 +233,13 @@ def decode_step(
     statistics. Returns the next state. Raises ValueError for counts below 1 and shapes that do not
     fit. Source: section 3.1, implementation details, and section 4.2.
     """
+    state, query, key, value = arrays("expected_attention.decode_step", state, query, key, value)
     target = as_count("target", target, low=1)
     interval = as_count("interval", interval, low=1)
     buffer_size = as_count("buffer_size", buffer_size, low=1)
-    keys = appended("key", state.keys, key)
-    values = appended("value", state.values, value)
-    queries = appended("query", state.queries, query)[:, :, -buffer_size:]
-    positions = np.concatenate(
-        [state.positions, np.full((*keys.shape[:2], 1), state.position)], axis=2
-    )
+    keys, values = appended(state.keys, key), appended(state.values, value)
+    queries = appended(state.queries, query)[:, :, -buffer_size:]
+    positions = np.concatenate([state.positions, np.full((*keys.shape[:2], 1), state.position)], axis=2)
     grown = Decoding(keys, values, positions, queries, state.position + 1, state.steps + 1)
     if grown.steps < interval:
         return grown
@@ -307,12 +251,15 @@ def decode_step(
         *query_statistics(queries), position=grown.position, horizon=horizon, theta=theta
     )
     kept = top_k(score(keys, values, mean, covariance, epsilon=epsilon), target)
+    keys, values, positions = gather(keys, kept), gather(values, kept), gather(positions, kept)
+    return grown._replace(keys=keys, values=values, positions=positions, steps=0)
 
-    def gather(
-        rows: np.ndarray,
-    ) -> np.ndarray:  # every head keeps `target` rows, so the result stays rectangular
-        return rows[kept].reshape(*rows.shape[:2], target, *rows.shape[3:])
 
-    return grown._replace(
-        keys=gather(keys), values=gather(values), positions=gather(positions), steps=0
-    )
+def appended(rows: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """One more token, [B, H, D], after the rows, [B, H, n, D]."""
+    return np.concatenate([rows, row[:, :, None]], axis=2)
+
+
+def norm(vectors: np.ndarray) -> np.ndarray:
+    r"""`|x|`, the Euclidean norm along the last axis."""
+    return np.sqrt((vectors * vectors).sum(axis=-1))

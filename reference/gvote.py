@@ -6,16 +6,44 @@ from __future__ import annotations
 
 import numpy as np
 
-from .attention import attention_logits, softmax
+from .attention import attention_logits, grouped, softmax
 from .cache import CompressedCache, compress
-from .checks import as_count, as_float64, as_fraction, as_kept, group_size, require_shape
+from .checks import array, arrays, as_count, as_fraction
 from .rope import frequencies
 
-METHOD = (
-    "keeps the union of the tokens that sampled future queries attend to most; it sets its own "
-    "budget"
-)
+METHOD = "keeps the union of the tokens that sampled future queries attend to most; it sets its own budget"
 TRAITS = {"own_budget"}
+INPUTS = {
+    "sampled_queries": (
+        "hidden_states",
+        "[B, H_q, 8, D], samples of future queries (GV-A8)",
+    )
+}
+
+
+def select(
+    query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, p: float = 0.95
+) -> np.ndarray:
+    r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
+    of the group.
+
+    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D]; sampled_queries
+    [B, H_q, S, D]; all after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to
+    min(T, S * sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the
+    argument whose shape does not fit. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
+    """
+    query, keys, sampled_queries = arrays("gvote.select", query, keys, sampled_queries)
+    (batch, num_kv_heads, length, _), samples = keys.shape, sampled_queries.shape[2]
+    per_query_head = keys[:, :, None]
+    current, sampled = (grouped(each, num_kv_heads) for each in (query, sampled_queries))
+
+    budgets = single_step_budget(nucleus(attention_weights(current, per_query_head), p))
+    logits = sampled_logits(sampled, per_query_head)
+    votes = top_each(logits, np.repeat(budgets[..., None], samples, axis=-1))
+    # Decision: the query heads of a group share one cache, so it keeps every token that any of them
+    # voted for. The tokens of K_0 itself are not added, and no sink is protected: the paper's union
+    # has only the sets of the samples.
+    return union(votes.reshape(batch, num_kv_heads, -1, length))
 
 
 def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -24,25 +52,8 @@ def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
     Args: query [..., D]; keys [..., T, D]. Returns [..., T], summing to 1. Raises ValueError for an
     empty or non-finite argument. Source: equation 1; Algorithm 1, line 1.
     """
-    query, keys = as_float64("query", query, "... D"), as_float64("keys", keys, "... T D")
+    query, keys = arrays("gvote.attention_weights", query, keys)
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
-
-
-def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-    r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
-
-    Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the
-    lower position is kept. Raises ValueError if budgets do not fit the rows. Source: equation 5;
-    Algorithm 1, line 10.
-    """
-    scores, budgets = as_float64("scores", scores, "... T"), np.asarray(budgets)
-    if budgets.dtype.kind not in "iu" or (budgets < 0).any():
-        raise ValueError(f"budgets: got {budgets.tolist()}, wanted whole numbers of at least 0")
-    require_shape("budgets", budgets, scores.shape[:-1], "the rows of scores")
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    kept = np.zeros(scores.shape, dtype=bool)
-    np.put_along_axis(kept, order, np.arange(scores.shape[-1]) < budgets[..., None], axis=-1)
-    return kept
 
 
 def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
@@ -52,11 +63,7 @@ def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
     ValueError for a negative weight or a p outside [0, 1]. Source: section 3.2, step 1; Algorithm
     1, line 2.
     """
-    attention = as_float64("attention", attention, "... T")
-    if (attention < 0).any():
-        raise ValueError(
-            f"attention: got a weight of {float(attention.min())}, wanted weights of at least 0"
-        )
+    attention = array("gvote.nucleus", attention)
     beyond = float(1 - as_fraction("p", p))
     order = np.argsort(-attention, axis=-1, kind="stable")
     falling = np.take_along_axis(attention, order, axis=-1)
@@ -76,13 +83,11 @@ def single_step_budget(candidates: np.ndarray) -> np.ndarray:
     r"""GV-A3: `B_0 = |K_0|`. Args: candidates [..., T], boolean. Returns [...]. Source: Algorithm
     1, line 3.
     """
-    candidates = as_kept("candidates", candidates, np.shape(candidates), "any shape")
+    candidates = array("gvote.single_step_budget", candidates)
     return candidates.sum(axis=-1)
 
 
-def hidden_statistics(
-    hidden_states: np.ndarray, *, sink_size: int = 4
-) -> tuple[np.ndarray, np.ndarray]:
+def hidden_statistics(hidden_states: np.ndarray, *, sink_size: int = 4) -> tuple[np.ndarray, np.ndarray]:
     r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the
     normalised hidden states, sinks skipped.
 
@@ -91,7 +96,7 @@ def hidden_statistics(
     [..., C]. Raises ValueError for a negative sink_size. Source: section 3.2, step 2; Algorithm 1,
     line 4.
     """
-    hidden_states = as_float64("hidden_states", hidden_states, "... T C")
+    hidden_states = array("gvote.hidden_statistics", hidden_states)
     # Decision: 4 sinks as in StreamingLLM, and the variance divides by the number of tokens.
     skipped = min(as_count("sink_size", sink_size, low=0), hidden_states.shape[-2] - 1)
     observed = hidden_states[..., skipped:, :]
@@ -107,10 +112,7 @@ def sample_hidden_states(mean: np.ndarray, variance: np.ndarray, noise: np.ndarr
     Args: mean, variance [..., C]; noise [..., S, C]. Returns [..., S, C]. Raises ValueError for a
     negative variance. Source: section 3.2, step 3; Algorithm 1, line 5.
     """
-    mean, variance = as_float64("mean", mean, "... C"), as_float64("variance", variance, "... C")
-    noise = as_float64("noise", noise, "... S C")
-    if (variance < 0).any():
-        raise ValueError(f"variance: got {float(variance.min())}, wanted numbers of at least 0")
+    mean, variance, noise = arrays("gvote.sample_hidden_states", mean, variance, noise)
     return mean[..., None, :] + np.sqrt(variance)[..., None, :] * noise
 
 
@@ -123,19 +125,9 @@ def project(
     [..., D] or None. Returns [..., S, D]. Raises ValueError if the channels disagree. Source:
     section 3.2, step 3; Algorithm 1, line 6.
     """
-    hidden_states = as_float64("hidden_states", hidden_states, "... S C")
-    query_weight = as_float64("query_weight", query_weight, "... C D")
-    if query_weight.shape[-2] != hidden_states.shape[-1]:
-        raise ValueError(
-            f"query_weight: got shape {query_weight.shape}, wanted [..., "
-            f"{hidden_states.shape[-1]}, D]"
-        )
+    hidden_states, query_weight, query_bias = arrays("gvote.project", hidden_states, query_weight, query_bias)
     queries = hidden_states @ query_weight
-    return (
-        queries
-        if query_bias is None
-        else queries + as_float64("query_bias", query_bias, "... D")[..., None, :]
-    )
+    return queries if query_bias is None else queries + query_bias[..., None, :]
 
 
 def average_cos_sin(
@@ -161,7 +153,7 @@ def rotate_by_average(
     Args: queries [..., S, D], before RoPE; the settings of `average_cos_sin`. Returns [..., S, D].
     Source: Algorithm 1, line 8.
     """
-    queries = as_float64("queries", queries, "... S D")
+    queries = array("gvote.rotate_by_average", queries)
     cos, sin = average_cos_sin(queries.shape[-1], position=position, horizon=horizon, theta=theta)
     first, second = np.split(queries, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -175,17 +167,28 @@ def sampled_logits(sampled_queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """
     # Decision: the logits, not their softmax. The ranking is the same, but very low logits have a
     # softmax of 0: ties.
-    return attention_logits(
-        as_float64("sampled_queries", sampled_queries, "... S D"),
-        as_float64("keys", keys, "... T D"),
-    )
+    return attention_logits(*arrays("gvote.sampled_logits", sampled_queries, keys))
+
+
+def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+    r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
+
+    Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the
+    lower position is kept. Raises ValueError if budgets do not fit the rows. Source: equation 5;
+    Algorithm 1, line 10.
+    """
+    scores, budgets = arrays("gvote.top_each", scores, budgets)
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    kept = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(kept, order, np.arange(scores.shape[-1]) < budgets[..., None], axis=-1)
+    return kept
 
 
 def union(votes: np.ndarray) -> np.ndarray:
     r"""GV-A11: `K = union of the K_s`. Args: votes [..., S, T], boolean. Returns kept [..., T].
     Source: Algorithm 1, line 11.
     """
-    votes = as_kept("votes", votes, np.shape(votes), "any shape")
+    votes = array("gvote.union", votes)
     return np.logical_or.reduce(votes, axis=-2)
 
 
@@ -194,45 +197,6 @@ def prune(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> CompressedC
     Source: Algorithm 1, line 12.
     """
     return compress(keys, values, kept)
-
-
-def select(
-    query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, p: float = 0.95
-) -> np.ndarray:
-    r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
-    of the group.
-
-    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D]; sampled_queries
-    [B, H_q, S, D]; all after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to
-    min(T, S * sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the
-    argument whose shape does not fit. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
-    """
-    query = as_float64("query", query, "B H_q D")
-    keys = as_float64("keys", keys, "B H_kv T D")
-    sampled_queries = as_float64("sampled_queries", sampled_queries, "B H_q S D")
-    batch, num_kv_heads, length, head_dim = keys.shape
-    num_query_heads, samples = query.shape[1], sampled_queries.shape[2]
-    require_shape(
-        "query", query, (batch, num_query_heads, head_dim), "the batch and channels of keys"
-    )
-    require_shape(
-        "sampled_queries",
-        sampled_queries,
-        (batch, num_query_heads, samples, head_dim),
-        "the batch, heads and channels of query",
-    )
-    group = group_size(num_query_heads, num_kv_heads)
-    per_query_head = keys[:, :, None]
-    current = query.reshape(batch, num_kv_heads, group, head_dim)
-    sampled = sampled_queries.reshape(batch, num_kv_heads, group, samples, head_dim)
-
-    budgets = single_step_budget(nucleus(attention_weights(current, per_query_head), p))
-    logits = sampled_logits(sampled, per_query_head)
-    votes = top_each(logits, np.repeat(budgets[..., None], samples, axis=-1))
-    # Decision: the query heads of a group share one cache, so it keeps every token that any of them
-    # voted for. The tokens of K_0 itself are not added, and no sink is protected: the paper's union
-    # has only the sets of the samples.
-    return union(votes.reshape(batch, num_kv_heads, group * samples, length))
 
 
 def algorithm_1(
@@ -256,6 +220,7 @@ def algorithm_1(
     [B, S, C], standard normal, shared by the heads of the layer. Returns the compressed cache.
     Raises ValueError as the steps do. Source: Algorithm 1.
     """
+    arrays("gvote.algorithm_1", query, keys, values, hidden_states, query_weight, noise)
     mean, variance = hidden_statistics(hidden_states, sink_size=sink_size)
     sampled = project(sample_hidden_states(mean, variance, noise)[:, None], query_weight)
     # Decision: the averaged positions start at that of the next token, the length of the prompt.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .checks import as_float64, as_kept
+from .checks import array, arrays
 from .gvote import nucleus, union
 from .selection import top_k
 
@@ -16,10 +16,7 @@ def output(attention: np.ndarray, values: np.ndarray) -> np.ndarray:
     r"""GV-2: `o = A V`. Args: attention [..., T]; values [..., T, D_v]. Returns [..., D_v]. Source:
     equation 2.
     """
-    attention, values = (
-        as_float64("attention", attention, "... T"),
-        as_float64("values", values, "... T D_v"),
-    )
+    attention, values = arrays("gvote_theory.output", attention, values)
     return (attention[..., None, :] @ values)[..., 0, :]
 
 
@@ -30,7 +27,7 @@ def importance(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     Args: queries [..., M, D], all later than the keys; keys [..., T, D]. Returns [..., T], summing
     to M. Source: equation 3.
     """
-    queries, keys = as_float64("queries", queries, "... M D"), as_float64("keys", keys, "... T D")
+    queries, keys = arrays("gvote_theory.importance", queries, keys)
     return softmax(attention_logits(queries, keys)).sum(axis=-2)
 
 
@@ -52,7 +49,7 @@ def optimal_keep_set(attention: np.ndarray, p: float) -> np.ndarray:
     set that contains every nucleus (a smaller one may still hold mass p of every query). Source:
     section 3.1.
     """
-    return union(nucleus(as_float64("attention", attention, "... M T"), p))
+    return union(nucleus(array("gvote_theory.optimal_keep_set", attention), p))
 
 
 def attention_overlap(attention: np.ndarray, candidates: np.ndarray) -> np.ndarray:
@@ -61,7 +58,5 @@ def attention_overlap(attention: np.ndarray, candidates: np.ndarray) -> np.ndarr
     Args: attention [..., T]; candidates [..., T], boolean, such as the nucleus of a synthetic
     query. Returns [...], from 0 to 1. Source: section 3.3, figure 3.
     """
-    attention = as_float64("attention", attention, "... T")
-    return (
-        attention * as_kept("candidates", candidates, attention.shape, "the shape of attention")
-    ).sum(axis=-1)
+    attention, candidates = arrays("gvote_theory.attention_overlap", attention, candidates)
+    return (attention * candidates).sum(axis=-1)

@@ -10,9 +10,7 @@ from .attention import by_group, causal_attention
 from .checks import as_count
 from .selection import top_k
 
-METHOD = (
-    "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
-)
+METHOD = "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
 TRAITS = {"prompt_only"}
 
 # Rows of the attention matrix at a time: all at once, 8 heads of 4096 tokens take 1 GiB, far beyond
@@ -36,9 +34,7 @@ def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         stop = min(start + BLOCK, num_queries)
         seen = length - num_queries + stop  # no query of the block sees a later token
         received = causal_attention(queries[..., start:stop, :], keys[..., :seen, :]).sum(axis=-2)
-        total = total + np.concatenate(
-            [received, np.zeros((*received.shape[:-1], length - seen))], axis=-1
-        )
+        total = total + np.concatenate([received, np.zeros((*received.shape[:-1], length - seen))], axis=-1)
     return total.mean(axis=2)
 
 

@@ -9,13 +9,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .checks import as_count, as_float64, as_kept, require_shape
-from .selection import top_k
+from .checks import array, arrays, as_count
+from .selection import gather, top_k
 
 METHOD = "keeps the keys least similar in direction to the mean of all keys"
 
 # As a scorer: keys [..., T, D] to scores [..., T], higher = keep.
 ArrayMap = Callable[[np.ndarray], np.ndarray]
+
+
+def score(keys: np.ndarray) -> np.ndarray:
+    r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
+
+    Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T] in [-1, 1], higher =
+    keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: section 3.2,
+    equation 8.
+    """
+    keys = array("keydiff.score", keys)
+    return -cosine(keys, anchor(keys))
 
 
 class Cache(NamedTuple):
@@ -36,31 +47,17 @@ def append(cache: Cache | None, keys: np.ndarray, values: np.ndarray) -> Cache:
     Args: keys [..., M, D], values [..., M, D_v]. Returns the Cache of n + M tokens. Raises
     ValueError where the shapes disagree.
     """
-    keys = as_float64("keys", keys, "... M D")
-    values = as_float64("values", values, "... M D_v")
-    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
+    cache, keys, values = arrays("keydiff.append", cache, keys, values)
     seen = 0 if cache is None else cache.seen
     positions = np.broadcast_to(np.arange(seen, seen + keys.shape[-2]), keys.shape[:-1]).copy()
+    new = Cache(keys, values, positions, seen + keys.shape[-2])
     if cache is None:
-        return Cache(keys, values, positions, keys.shape[-2])
-    cached_keys, cached_values = np.asanyarray(cache.keys), np.asanyarray(cache.values)
-    require_shape(
-        "keys",
-        keys,
-        (*cached_keys.shape[:-2], *keys.shape[-2:-1], cached_keys.shape[-1]),
-        "the heads of cache.keys",
-    )
-    require_shape(
-        "values",
-        values,
-        (*values.shape[:-1], cached_values.shape[-1]),
-        "the channels of cache.values",
-    )
+        return new
     return Cache(
-        np.concatenate([cached_keys, keys], axis=-2),
-        np.concatenate([cached_values, values], axis=-2),
+        np.concatenate([cache.keys, keys], axis=-2),
+        np.concatenate([cache.values, values], axis=-2),
         np.concatenate([cache.positions, positions], axis=-1),
-        seen + keys.shape[-2],
+        new.seen,
     )
 
 
@@ -72,75 +69,12 @@ def evict(cache: Cache, kept: np.ndarray) -> Cache:
     Cache. Raises ValueError for a mask of another shape or with rows of different counts. Source:
     equation 4.
     """
-    kept = as_kept("kept", kept, cache.keys.shape[:-1], "the tokens of the cache")
+    cache, kept = arrays("keydiff.evict", cache, kept)
     counts = kept.sum(axis=-1)
     if (counts != counts.flat[0]).any():
-        raise ValueError(
-            f"kept: got rows that keep {counts.min()} to {counts.max()} tokens, wanted equally "
-            "many in each"
-        )
-    rows = (*kept.shape[:-1], int(counts.flat[0]))
-    return Cache(
-        cache.keys[kept].reshape(*rows, -1),
-        cache.values[kept].reshape(*rows, -1),
-        cache.positions[kept].reshape(rows),
-        cache.seen,
-    )
-
-
-def unit(vectors: np.ndarray) -> np.ndarray:
-    r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
-    # The vector is divided by its largest component first: the square of 1e200 overflows in
-    # float64.
-    scale = np.abs(vectors).max(axis=-1, keepdims=True)
-    vectors = vectors / np.where(scale == 0, 1, scale)
-    length = np.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
-    # Decision: the cosine with a zero vector is 0, so its unit vector is the zero vector.
-    return vectors / np.where(length == 0, 1, length)
-
-
-def cosine(keys: np.ndarray, direction: np.ndarray) -> np.ndarray:
-    r"""`cos(k_i, a)` of every key with one vector: keys [..., T, D], direction [..., D] give
-    [..., T].
-    """
-    return (unit(keys) @ unit(direction)[..., None])[..., 0]
-
-
-def similarity_matrix(keys: np.ndarray) -> np.ndarray:
-    r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key.
-
-    Args: keys [..., T, D]. Returns [..., T, T]. Source: section 3.2, equation 7.
-    """
-    directions = unit(as_float64("keys", keys, "... T D"))
-    return directions @ np.swapaxes(directions, -1, -2)
-
-
-def pairwise_score(keys: np.ndarray) -> np.ndarray:
-    r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
-
-    Args: keys [..., T, D]. Returns [..., T]. It ranks the tokens as `score` does: row i sums to
-    `T |mu| cos(k_i, mu)`. Source: section 3.2, equation 7.
-    """
-    return -similarity_matrix(keys).sum(axis=-1)
-
-
-def anchor(keys: np.ndarray) -> np.ndarray:
-    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys (not the mean of the keys).
-
-    Args: keys [..., T, D]. Returns [..., D]. Source: section 3.2, equation 8.
-    """
-    return unit(as_float64("keys", keys, "... T D")).mean(axis=-2)
-
-
-def score(keys: np.ndarray) -> np.ndarray:
-    r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
-
-    Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T] in [-1, 1], higher =
-    keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: section 3.2,
-    equation 8.
-    """
-    keys = as_float64("keys", keys, "... T D")
-    return -cosine(keys, anchor(keys))
+        raise ValueError(f"kept: got rows of {counts.min()} to {counts.max()} tokens, wanted equally many")
+    keys, values, positions, seen = cache
+    return Cache(gather(keys, kept), gather(values, kept), gather(positions, kept), seen)
 
 
 def process_block(
@@ -174,13 +108,10 @@ def process_prompt(
     one shot). Returns the Cache. In a model the keys of later layers depend on the tokens that
     earlier blocks kept: call `process_block`. Source: section 2.4.
     """
-    keys = as_float64("keys", keys, "... T D")
-    values = as_float64("values", values, "... T D_v")
+    keys, values = arrays("keydiff.process_prompt", keys, values)
     block_size = as_count("block_size", block_size, low=1)
     length = min(block_size, keys.shape[-2])
-    cache = process_block(
-        None, keys[..., :length, :], values[..., :length, :], budget=budget, scorer=scorer
-    )
+    cache = process_block(None, keys[..., :length, :], values[..., :length, :], budget=budget, scorer=scorer)
     for start in range(block_size, keys.shape[-2], block_size):
         block = (..., slice(start, start + block_size), slice(None))
         cache = process_block(cache, keys[block], values[block], budget=budget, scorer=scorer)
@@ -193,7 +124,49 @@ def decode(
     r"""KD-6: token generation is block processing with B = 1: key [..., D] and value [..., D_v] of
     one new token.
     """
-    key, value = as_float64("key", key, "... D"), as_float64("value", value, "... D_v")
-    return process_block(
-        cache, key[..., None, :], value[..., None, :], budget=budget, scorer=scorer
-    )
+    cache, key, value = arrays("keydiff.decode", cache, key, value)
+    return process_block(cache, key[..., None, :], value[..., None, :], budget=budget, scorer=scorer)
+
+
+def similarity_matrix(keys: np.ndarray) -> np.ndarray:
+    r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key.
+
+    Args: keys [..., T, D]. Returns [..., T, T]. Source: section 3.2, equation 7.
+    """
+    directions = unit(array("keydiff.similarity_matrix", keys))
+    return directions @ np.swapaxes(directions, -1, -2)
+
+
+def pairwise_score(keys: np.ndarray) -> np.ndarray:
+    r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
+
+    Args: keys [..., T, D]. Returns [..., T]. It ranks the tokens as `score` does: row i sums to
+    `T |mu| cos(k_i, mu)`. Source: section 3.2, equation 7.
+    """
+    return -similarity_matrix(keys).sum(axis=-1)
+
+
+def anchor(keys: np.ndarray) -> np.ndarray:
+    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys (not the mean of the keys).
+
+    Args: keys [..., T, D]. Returns [..., D]. Source: section 3.2, equation 8.
+    """
+    return unit(array("keydiff.anchor", keys)).mean(axis=-2)
+
+
+def cosine(keys: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    r"""`cos(k_i, a)` of every key with one vector: keys [..., T, D], direction [..., D] give
+    [..., T].
+    """
+    return (unit(keys) @ unit(direction)[..., None])[..., 0]
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
+    # The vector is divided by its largest component first: the square of 1e200 overflows in
+    # float64.
+    scale = np.abs(vectors).max(axis=-1, keepdims=True)
+    vectors = vectors / np.where(scale == 0, 1, scale)
+    length = np.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
+    # Decision: the cosine with a zero vector is 0, so its unit vector is the zero vector.
+    return vectors / np.where(length == 0, 1, length)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .checks import as_count, as_float64, as_kept, require_shape
+from .checks import array, arrays, as_count, require_between
 from .keydiff import ArrayMap, Cache, anchor, append, cosine, unit
 from .selection import top_k
 
@@ -23,7 +23,7 @@ def transformer_block(states: np.ndarray, attend: ArrayMap, feed_forward: ArrayM
     feed_forward returns. The equation leaves out residual connections and normalisation; they
     belong into the two functions. Source: equation 1.
     """
-    return feed_forward(attend(as_float64("states", states, "... T D")))
+    return feed_forward(attend(array("keydiff_theory.transformer_block", states)))
 
 
 def causal_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -34,26 +34,18 @@ def causal_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) 
     applied). Returns [..., T, D_v]. Raises ValueError where the shapes disagree. Source: equation
     2.
     """
-    queries = as_float64("queries", queries, "... T D")
-    keys = as_float64("keys", keys, "... T D")
-    values = as_float64("values", values, "... T D_v")
-    require_shape("keys", keys, queries.shape, "the shape of queries")
-    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
+    queries, keys, values = arrays("keydiff_theory.causal_attention", queries, keys, values)
     return _masked_attention(queries, keys, values)
 
 
-def cached_attention(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, cache: Cache
-) -> np.ndarray:
+def cached_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, cache: Cache) -> np.ndarray:
     r"""KD-3: `softmax(Q [K_c ; K]^T / sqrt(D) + M) [V_c ; V]`: the new tokens see all of the cache,
     and one another causally.
 
     Args: queries, keys [..., M, D], values [..., M, D_v] of the M new tokens; cache. Returns
     [..., M, D_v]. Raises ValueError where the shapes disagree. Source: equation 3.
     """
-    queries = as_float64("queries", queries, "... M D")
-    keys = as_float64("keys", keys, "... M D")
-    require_shape("keys", keys, queries.shape, "the shape of queries")
+    queries, keys, values, cache = arrays("keydiff_theory.cached_attention", queries, keys, values, cache)
     joined = append(cache, keys, values)
     return _masked_attention(queries, joined.keys, joined.values)
 
@@ -75,7 +67,7 @@ def attention_policy(weights: np.ndarray, budget: int, *, aggregate: ArrayMap) -
     scores [..., T]. Returns kept [..., T], boolean. Raises ValueError as `selection.top_k` does.
     Source: equation 5.
     """
-    return top_k(aggregate(as_float64("weights", weights, "... M T")), budget)
+    return top_k(aggregate(array("keydiff_theory.attention_policy", weights)), budget)
 
 
 def pairwise_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -85,10 +77,8 @@ def pairwise_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
     Args: keys [..., T, D]; kept [..., T], boolean (S). Returns [...]. Raises ValueError for a mask
     of another shape.
     """
-    chosen = (
-        unit(as_float64("keys", keys, "... T D"))
-        * as_kept("kept", kept, np.shape(keys)[:-1], "the tokens of keys")[..., None]
-    )
+    keys, kept = arrays("keydiff_theory.pairwise_objective", keys, kept)
+    chosen = unit(keys) * kept[..., None]
     total = chosen.sum(axis=-2)
     return (total * total).sum(axis=-1)
 
@@ -99,9 +89,8 @@ def relaxed_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
     Args and Returns as `pairwise_objective`. Source: section 3.3.
     """
-    directions = unit(as_float64("keys", keys, "... T D"))
-    kept = as_kept("kept", kept, directions.shape[:-1], "the tokens of keys")
-    return ((directions @ anchor(keys)[..., None])[..., 0] * kept).sum(axis=-1)
+    keys, kept = arrays("keydiff_theory.relaxed_objective", keys, kept)
+    return ((unit(keys) @ anchor(keys)[..., None])[..., 0] * kept).sum(axis=-1)
 
 
 class Operations(NamedTuple):
@@ -121,7 +110,7 @@ def score_step_by_step(keys: np.ndarray, *, epsilon: float = 1e-8) -> np.ndarray
     denominators from below. Returns scores [..., T]. Raises ValueError for a zero key. Source:
     appendix A.2.1.
     """
-    keys = as_float64("keys", keys, "... T D")
+    keys = array("keydiff_theory.score_step_by_step", keys)
     if (np.abs(keys).max(axis=-1) == 0).any():
         raise ValueError("keys: got a zero key, wanted none: each key is divided by its norm")
     norms = np.sqrt((keys * keys).sum(axis=-1, keepdims=True))
@@ -180,8 +169,8 @@ def squared_cosines(vector: np.ndarray, basis: np.ndarray) -> np.ndarray:
 
     Args: vector [..., D]; basis [..., D, D]. Returns [..., D]. Source: lemma C.2.
     """
-    vector = as_float64("vector", vector, "... D")
-    return cosine(as_float64("basis", basis, "... D D"), vector) ** 2
+    vector, basis = arrays("keydiff_theory.squared_cosines", vector, basis)
+    return cosine(basis, vector) ** 2
 
 
 def anchor_cosine_bound(key_query: np.ndarray, anchor_query: np.ndarray) -> np.ndarray:
@@ -192,13 +181,7 @@ def anchor_cosine_bound(key_query: np.ndarray, anchor_query: np.ndarray) -> np.n
     least upper bound is the cosine of the difference of the two angles,
     `bq bk + sqrt((1 - bq^2)(1 - bk^2))`. Source: theorem C.3.
     """
-    return (
-        1 - (_as_cosine("key_query", key_query) - _as_cosine("anchor_query", anchor_query)) ** 2 / 2
-    )
-
-
-def _as_cosine(name: str, value: np.ndarray) -> np.ndarray:
-    array = as_float64(name, value, "...")
-    if (np.abs(array) > 1).any():
-        raise ValueError(f"{name}: got a number outside [-1, 1], wanted cosines")
-    return array
+    key_query, anchor_query = arrays("keydiff_theory.anchor_cosine_bound", key_query, anchor_query)
+    require_between("key_query", key_query, -1, 1)
+    require_between("anchor_query", anchor_query, -1, 1)
+    return 1 - (key_query - anchor_query) ** 2 / 2

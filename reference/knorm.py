@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import as_float64
+from .checks import array
 
 METHOD = "keeps the keys of smallest Euclidean norm"
 
@@ -16,5 +16,5 @@ def score(keys: np.ndarray) -> np.ndarray:
     keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: the paper's
     abstract and section 3.
     """
-    keys = as_float64("keys", keys, "... T D")
+    keys = array("knorm.score", keys)
     return -np.sqrt((keys * keys).sum(axis=-1))

@@ -10,27 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import as_count, as_float64, require_shape
+from .checks import array, arrays, as_count
 from .selection import top_k
 
-METHOD = (
-    "keeps the tokens with the largest attention of any query when the text is read a second time"
-)
+METHOD = "keeps the tokens with the largest attention of any query when the text is read a second time"
 TRAITS = {"prompt_only"}
-
-
-def replay_attention(
-    keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray
-) -> np.ndarray:
-    r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
-    replay up to itself.
-
-    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D], after RoPE, at the positions
-    after the text. Returns [..., M, T], each row summing to less than 1 by what the replay attends
-    to itself.
-    """
-    whole = np.concatenate([keys, replay_keys], axis=-2)
-    return causal_attention(replay_queries, whole)[..., : keys.shape[-2]]
 
 
 def score(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray) -> np.ndarray:
@@ -43,19 +27,21 @@ def score(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray)
     scores [B, H_kv, T], from 0 to 1, higher = keep; it costs O(M T). Raises ValueError naming the
     argument that does not fit. Source: the public code.
     """
-    keys, replay_keys = (
-        as_float64("keys", keys, "B H_kv T D"),
-        as_float64("replay_keys", replay_keys, "B H_kv M D"),
-    )
-    wanted = (*keys.shape[:2], np.shape(replay_queries)[-2], keys.shape[3])
-    require_shape(
-        "replay_keys", replay_keys, wanted, "the heads of keys, the tokens of replay_queries"
-    )
-    try:
-        queries, replay = by_group(replay_queries, replay_keys)
-    except ValueError as error:
-        raise ValueError(f"replay_{error}") from None
+    keys, queries, replay = arrays("kvzip.score", keys, replay_queries, replay_keys)
+    queries, replay = by_group(queries, replay)
     return replay_attention(keys[:, :, None], queries, replay).max(axis=(2, 3))
+
+
+def replay_attention(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray) -> np.ndarray:
+    r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
+    replay up to itself.
+
+    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D], after RoPE, at the positions
+    after the text. Returns [..., M, T], each row summing to less than 1 by what the replay attends
+    to itself.
+    """
+    whole = np.concatenate([keys, replay_keys], axis=-2)
+    return causal_attention(replay_queries, whole)[..., : keys.shape[-2]]
 
 
 def top_r(scores: np.ndarray, budget: int) -> np.ndarray:
@@ -66,7 +52,7 @@ def top_r(scores: np.ndarray, budget: int) -> np.ndarray:
     [L, B, H_kv, T], boolean, with min(budget, T) * L * H True for each row of the batch. Raises
     ValueError naming the argument.
     """
-    scores = as_float64("scores", scores, "L B H_kv T")
+    scores = array("kvzip.top_r", scores)
     layers, batch, heads, length = scores.shape
     rows = np.swapaxes(scores, 0, 1).reshape(batch, -1)
     kept = top_k(rows, as_count("budget", budget, low=1) * layers * heads)

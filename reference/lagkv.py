@@ -12,11 +12,23 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import softmax
-from .checks import as_count, as_float64, as_fraction, require_shape
-from .selection import top_k
+from .checks import arrays, as_count, as_fraction
+from .selection import gather, top_k
 
 METHOD = "keeps, partition by partition, the tokens that vary most against the next partition"
 TRAITS = {"recursive"}
+
+
+def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray) -> np.ndarray:
+    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
+    of a partition sum to 2.
+
+    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values
+    [..., L', D_v], the partition after it. Returns [..., L], higher = keep. Raises ValueError where
+    the shapes disagree. Source: section 2.2, equations 7 to 11.
+    """
+    keys, values, next_keys, next_values = arrays("lagkv.score", keys, values, next_keys, next_values)
+    return variation_score(normalise(keys, next_keys)) + variation_score(normalise(values, next_values))
 
 
 def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -26,13 +38,7 @@ def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:
     `cached` may be empty (N = 0). Raises ValueError if heads or channels differ. Source: section
     2.1, equation 5.
     """
-    new = as_float64("new", new, "... n D")
-    require_shape(
-        "cached",
-        cached,
-        (*new.shape[:-2], cached.shape[-2], new.shape[-1]),
-        "the heads and channels of new",
-    )
+    cached, new = arrays("lagkv.append", cached, new)
     return np.concatenate([cached, new], axis=-2)
 
 
@@ -80,37 +86,22 @@ def variation_score(normalised: np.ndarray) -> np.ndarray:
     return softmax(deviation, axis=-1)
 
 
-def score(
-    keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray
+def select(
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    keep_ratio: float | Fraction,
+    sink_size: int = 16,
+    lag_size: int = 1024,
 ) -> np.ndarray:
-    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
-    of a partition sum to 2.
+    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
+    last partition onwards.
 
-    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values
-    [..., L', D_v], the partition after it. Returns [..., L], higher = keep. Raises ValueError where
-    the shapes disagree. Source: section 2.2, equations 7 to 11.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0;
+    lag_size >= 1. Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens.
+    Raises ValueError naming the argument. Source: section 2.2 and figure 1.
     """
-    keys = as_float64("keys", keys, "... L D")
-    values = as_float64("values", values, "... L D_v")
-    next_keys = as_float64("next_keys", next_keys, "... L D")
-    next_values = as_float64("next_values", next_values, "... L D_v")
-    require_shape("values", values, (*keys.shape[:-1], values.shape[-1]), "the tokens of keys")
-    lag = next_keys.shape[-2]
-    require_shape(
-        "next_keys",
-        next_keys,
-        (*keys.shape[:-2], lag, keys.shape[-1]),
-        "the heads and channels of keys",
-    )
-    require_shape(
-        "next_values",
-        next_values,
-        (*values.shape[:-2], lag, values.shape[-1]),
-        "the tokens of next_keys",
-    )
-    return variation_score(normalise(keys, next_keys)) + variation_score(
-        normalise(values, next_values)
-    )
+    return _kept_after(sink_size, score, keys, values, keep_ratio, lag_size)
 
 
 def tokens_per_partition(keep_ratio: float | Fraction, lag_size: int) -> int:
@@ -151,16 +142,10 @@ def compression_ratio(
     Arguments of `retained_length`.
     """
     length = as_count("length", length, low=1)
-    return (
-        1
-        - retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
-        / length
-    )
+    return 1 - retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size) / length
 
 
-def keep_ratio_for(
-    length: int, budget: int, *, sink_size: int = 16, lag_size: int = 1024
-) -> Fraction:
+def keep_ratio_for(length: int, budget: int, *, sink_size: int = 16, lag_size: int = 1024) -> Fraction:
     r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0
     if there is none.
 
@@ -183,73 +168,7 @@ def why_nothing_removed(length: int, *, sink_size: int = 16, lag_size: int = 102
     if length >= shortest:
         return None
     return (
-        f"LagKV keeps every cache below sink_size + 2 * lag_size = {shortest} tokens; this one "
-        f"has {length}"
-    )
-
-
-def _states(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    keys = as_float64("keys", keys, "B H_kv T D")
-    values = as_float64("values", values, "B H_kv T D_v")
-    require_shape(
-        "values", values, (*keys.shape[:3], values.shape[-1]), "the batch, heads and tokens of keys"
-    )
-    return keys, values
-
-
-def _kept_after(
-    static_length: int,
-    scorer: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
-    keys: np.ndarray,
-    values: np.ndarray,
-    keep_ratio: float | Fraction,
-    lag_size: int,
-) -> np.ndarray:
-    """The kept mask: the first `static_length` tokens stay; every later partition but the last is
-    compressed.
-    """
-    keys, values = _states(keys, values)
-    lag_size = as_count("lag_size", lag_size, low=1)
-    kept_each = tokens_per_partition(keep_ratio, lag_size)
-    batch, num_kv_heads, length, _ = keys.shape
-    kept = np.ones((batch, num_kv_heads, length), dtype=bool)
-    partitions = (length - static_length) // lag_size
-    if partitions < 2:
-        return kept
-    window = slice(static_length, static_length + partitions * lag_size)
-
-    def partitioned(
-        states: np.ndarray,
-    ) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
-        return states[:, :, window].reshape(batch, num_kv_heads, partitions, lag_size, -1)
-
-    key_parts, value_parts = partitioned(keys), partitioned(values)
-    scores = scorer(
-        key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:]
-    )
-    kept[:, :, static_length : window.stop - lag_size] = top_k(scores, kept_each).reshape(
-        batch, num_kv_heads, -1
-    )
-    return kept
-
-
-def select(
-    keys: np.ndarray,
-    values: np.ndarray,
-    *,
-    keep_ratio: float | Fraction,
-    sink_size: int = 16,
-    lag_size: int = 1024,
-) -> np.ndarray:
-    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
-    last partition onwards.
-
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0;
-    lag_size >= 1. Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens.
-    Raises ValueError naming the argument. Source: section 2.2 and figure 1.
-    """
-    return _kept_after(
-        as_count("sink_size", sink_size, low=0), score, keys, values, keep_ratio, lag_size
+        f"LagKV keeps every cache below sink_size + 2 * lag_size = {shortest} tokens; this one has {length}"
     )
 
 
@@ -290,31 +209,52 @@ def step(
     Raises ValueError naming the argument. Source: the list of section 2.2, figure 1 and (the
     prefill in chunks) section 4.3.
     """
-    keys, values = _states(keys, values)
-    batch, num_kv_heads, new, _ = keys.shape
+    stream, keys, values = arrays("lagkv.step", stream, keys, values)
     sink_size = as_count("sink_size", sink_size, low=0)
     if stream is None:
-        nothing = np.zeros((batch, num_kv_heads, 0), dtype=int)
+        nothing = np.zeros((*keys.shape[:2], 0), dtype=int)
         stream = Stream(keys[:, :, :0], values[:, :, :0], nothing, sink_size, 0)
-    require_shape(
-        "keys",
-        keys,
-        (*stream.keys.shape[:2], new, stream.keys.shape[3]),
-        "the heads and channels of stream",
-    )
-    require_shape(
-        "values", values, (*keys.shape[:3], stream.values.shape[3]), "the channels of stream"
-    )
-    arrived = np.broadcast_to(np.arange(stream.seen, stream.seen + new), (batch, num_kv_heads, new))
+    new = keys.shape[2]
+    arrived = np.broadcast_to(np.arange(stream.seen, stream.seen + new), keys.shape[:3])
     keys, values = append(stream.keys, keys), append(stream.values, values)
     positions = np.concatenate([stream.positions, arrived], axis=-1)
     kept = _kept_after(stream.static_length, score, keys, values, keep_ratio, lag_size)
     compressed = max(0, (keys.shape[2] - stream.static_length) // lag_size - 1)
-
-    def gather(
-        states: np.ndarray,
-    ) -> np.ndarray:  # every head keeps the same number, so the rows stay a block
-        return states[kept].reshape(batch, num_kv_heads, -1, *states.shape[3:])
-
     static_length = stream.static_length + compressed * tokens_per_partition(keep_ratio, lag_size)
-    return Stream(gather(keys), gather(values), gather(positions), static_length, stream.seen + new)
+    keys, values, positions = gather(keys, kept), gather(values, kept), gather(positions, kept)
+    return Stream(keys, values, positions, static_length, stream.seen + new)
+
+
+def _kept_after(
+    static_length: int,
+    scorer: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
+    keys: np.ndarray,
+    values: np.ndarray,
+    keep_ratio: float | Fraction,
+    lag_size: int,
+) -> np.ndarray:
+    """The kept mask: the first `static_length` tokens stay; every later partition but the last is
+    compressed.
+    """
+    keys, values = arrays("lagkv.select", keys, values)
+    static_length = as_count("sink_size", static_length, low=0)
+    lag_size = as_count("lag_size", lag_size, low=1)
+    kept_each = tokens_per_partition(keep_ratio, lag_size)
+    batch, num_kv_heads, length, _ = keys.shape
+    kept = np.ones((batch, num_kv_heads, length), dtype=bool)
+    partitions = (length - static_length) // lag_size
+    if partitions < 2:
+        return kept
+    window = slice(static_length, static_length + partitions * lag_size)
+
+    def partitioned(
+        states: np.ndarray,
+    ) -> np.ndarray:  # [B, H_kv, T, D] to [B, H_kv, partitions, L, D]
+        return states[:, :, window].reshape(batch, num_kv_heads, partitions, lag_size, -1)
+
+    key_parts, value_parts = partitioned(keys), partitioned(values)
+    scores = scorer(key_parts[:, :, :-1], value_parts[:, :, :-1], key_parts[:, :, 1:], value_parts[:, :, 1:])
+    kept[:, :, static_length : window.stop - lag_size] = top_k(scores, kept_each).reshape(
+        batch, num_kv_heads, -1
+    )
+    return kept

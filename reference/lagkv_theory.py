@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .checks import as_float64, require_shape
+from .checks import arrays
 
 
 def project(
@@ -20,53 +20,21 @@ def project(
     [..., n, d_h]. Raises ValueError if a weight does not fit the states. Source: section 2.1,
     equations 1 and 4.
     """
-    states = as_float64("states", states, "... n d")
-    projected = []
-    for name, weight in (
-        ("query_weight", query_weight),
-        ("key_weight", key_weight),
-        ("value_weight", value_weight),
-    ):
-        matrix = as_float64(name, weight, "... d d_h")
-        require_shape(
-            name,
-            matrix,
-            (*matrix.shape[:-2], states.shape[-1], matrix.shape[-1]),
-            "a row for each channel of states",
-        )
-        projected.append(states @ matrix)
-    queries, keys, values = projected
+    states, *weights = arrays("lagkv_theory.project", states, query_weight, key_weight, value_weight)
+    queries, keys, values = (states @ weight for weight in weights)
     return queries, keys, values
 
 
-def attention_output(
-    weights: np.ndarray, values: np.ndarray, output_weight: np.ndarray
-) -> np.ndarray:
+def attention_output(weights: np.ndarray, values: np.ndarray, output_weight: np.ndarray) -> np.ndarray:
     r"""LK-2: `Y = Concat_i(A_i V_i) W_O`, the heads i side by side.
 
     Args: weights [..., h, M, T]; values [..., h, T, d_h]; output_weight [h d_h, d]. Returns
     [..., M, d]. Raises ValueError where values or output_weight do not fit. Source: section 2.1,
     equation 2.
     """
-    weights = as_float64("weights", weights, "... h M T")
-    values = as_float64("values", values, "... h T d_h")
-    num_heads, num_queries, length = weights.shape[-3:]
-    require_shape(
-        "values",
-        values,
-        (*weights.shape[:-2], length, values.shape[-1]),
-        "the heads and tokens of weights",
-    )
-    output_weight = as_float64("output_weight", output_weight, "h*d_h d")
-    width = num_heads * values.shape[-1]
-    require_shape(
-        "output_weight",
-        output_weight,
-        (width, output_weight.shape[-1]),
-        "one row per head and channel",
-    )
+    weights, values, output_weight = arrays("lagkv_theory.attention_output", weights, values, output_weight)
     side_by_side = np.swapaxes(weights @ values, -2, -3)
-    return side_by_side.reshape(*weights.shape[:-3], num_queries, width) @ output_weight
+    return side_by_side.reshape(*side_by_side.shape[:-2], len(output_weight)) @ output_weight
 
 
 def attention_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -77,19 +45,8 @@ def attention_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     prefill, M = 1 a decoding step. Raises ValueError where the queries do not fit the keys. Source:
     section 2.1, equations 3 and 6.
     """
-    queries = as_float64("queries", queries, "... M d_h")
-    keys = as_float64("keys", keys, "... T d_h")
+    queries, keys = arrays("lagkv_theory.attention_weights", queries, keys)
     num_queries, length = queries.shape[-2], keys.shape[-2]
-    if num_queries > length:
-        raise ValueError(
-            f"queries: got {num_queries} of them, wanted at most the {length} tokens of keys"
-        )
-    require_shape(
-        "queries",
-        queries,
-        (*keys.shape[:-2], num_queries, keys.shape[-1]),
-        "the heads and channels of keys",
-    )
     # Decision: causal. Equation 3 is printed without a mask; then a cached prefill would differ
     # from the uncached prefill.
     own_position = length - num_queries + np.arange(num_queries)[:, None]

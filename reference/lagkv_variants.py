@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from . import knorm
-from .checks import as_count
+from .checks import arrays, as_count
 from .lagkv import _kept_after, score
 
 
@@ -20,6 +20,7 @@ def local_score(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     Args: keys [..., L, D]; values [..., L, D_v]. Returns [..., L], higher = keep. Raises ValueError
     where the shapes disagree. Source: section 4.4, equations 14 and 15.
     """
+    keys, values = arrays("lagkv_variants.local_score", keys, values)
     return score(keys, values, keys, values)
 
 
@@ -34,7 +35,6 @@ def local_select(
     r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were.
     Source: section 4.4.
     """
-    sink_size = as_count("sink_size", sink_size, low=0)
     return _kept_after(
         sink_size, lambda k, v, *following: local_score(k, v), keys, values, keep_ratio, lag_size
     )
@@ -56,9 +56,6 @@ def norm_select(
     Args: layer, counted from 0; the others as in `select`. Raises ValueError naming the argument.
     Source: equation 16.
     """
-    sink_size = as_count("sink_size", sink_size, low=0)
     skipped = as_count("layer", layer, low=0) < as_count("skipped_layers", skipped_layers, low=0)
-    kept = _kept_after(
-        sink_size, lambda k, *others: knorm.score(k), keys, values, keep_ratio, lag_size
-    )
+    kept = _kept_after(sink_size, lambda k, *others: knorm.score(k), keys, values, keep_ratio, lag_size)
     return np.ones_like(kept) if skipped else kept

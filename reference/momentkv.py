@@ -13,15 +13,32 @@ from typing import NamedTuple
 import numpy as np
 
 from . import ada_kv
-from .attention import attention_logits, by_group, causal_attention, softmax
-from .checks import as_count, as_float64, as_kept, group_size, require_shape
-from .selection import top_k
+from .attention import attention_logits, by_group, causal_attention, grouped, softmax
+from .checks import arrays, as_count
+from .selection import gather, top_k
 
 METHOD = (
     "evicts what the moments of the evicted tokens already predict, and adds their estimate to "
     "the attention output"
 )
 TRAITS = {"every_token", "evicts_first"}
+
+
+def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
+    r"""MK-10: `score_j = alpha_j |r_j|`, with alpha the attention of the query over the retained
+    keys.
+
+    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of
+    the retained tokens; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
+    keep; alpha is the mean of the probabilities that the query heads of a group give. Raises
+    ValueError naming the argument that does not fit. Source: section 4.2, equation 10, Algorithm 1
+    lines 7 to 12.
+    """
+    query, keys, values, moments = arrays("momentkv.score", query, keys, values, moments)
+    # Decision: a KV head is scored once for its group: the mean over its query heads, after the
+    # softmax.
+    alpha = softmax(attention_logits(grouped(query, keys.shape[1]), keys)).mean(axis=-2)
+    return alpha * residual_norm(keys, values, moments)
 
 
 class Moments(NamedTuple):
@@ -72,9 +89,7 @@ def update(moments: Moments, keys: np.ndarray, values: np.ndarray, evicted: np.n
     boolean, True = evicted now. Returns the Moments after. Raises ValueError naming the argument
     whose shape or dtype does not fit. Source: equation 25.
     """
-    keys, values = _as_tokens(keys, values)
-    evicted = as_kept("evicted", evicted, keys.shape[:-1], "the batch, heads and tokens of keys")
-    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
+    moments, keys, values, evicted = arrays("momentkv.update", moments, keys, values, evicted)
     gone_keys, gone_values = keys * evicted[..., None], values * evicted[..., None]
     return Moments(
         moments.count + evicted.sum(axis=-1),
@@ -88,7 +103,7 @@ def no_moments(keys: np.ndarray, values: np.ndarray) -> Moments:
     r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values
     [..., T, D_v].
     """
-    keys, values = _as_tokens(keys, values)
+    keys, values = arrays("momentkv.no_moments", keys, values)
     lead, head_dim, value_dim = keys.shape[:-2], keys.shape[-1], values.shape[-1]
     return Moments(
         np.zeros(lead, dtype=np.int64),
@@ -128,9 +143,7 @@ def residual(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarr
     recovered = recover(moments)
     scale = np.maximum(moments.count, 1)[..., None, None] * np.sqrt(keys.shape[-1])
     return (
-        values
-        - recovered.mean_value[..., None, :]
-        - keys @ np.swapaxes(recovered.covariance, -1, -2) / scale
+        values - recovered.mean_value[..., None, :] - keys @ np.swapaxes(recovered.covariance, -1, -2) / scale
     )
 
 
@@ -138,26 +151,6 @@ def residual_norm(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.
     r"""MK-10: `|r_j|`, the Euclidean norm. Args as `residual`. Returns [..., T]."""
     unexplained = residual(keys, values, moments)
     return np.sqrt((unexplained * unexplained).sum(axis=-1))
-
-
-def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
-    r"""MK-10: `score_j = alpha_j |r_j|`, with alpha the attention of the query over the retained
-    keys.
-
-    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of
-    the retained tokens; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
-    keep; alpha is the mean of the probabilities that the query heads of a group give. Raises
-    ValueError naming the argument that does not fit. Source: section 4.2, equation 10, Algorithm 1
-    lines 7 to 12.
-    """
-    keys, values = _as_tokens(keys, values, "B H_kv T")
-    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    # Decision: a KV head is scored once for its group: the mean over its query heads, after the
-    # softmax.
-    alpha = softmax(
-        attention_logits(_grouped("query", as_float64("query", query, "B H_q D"), keys), keys)
-    ).mean(axis=-2)
-    return alpha * residual_norm(keys, values, moments)
 
 
 def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
@@ -170,9 +163,33 @@ def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
     return np.where(moments.count > 0, np.log(np.maximum(moments.count, 1)) + mean_logit, -np.inf)
 
 
-def log_mixing_weights(
-    log_retained: np.ndarray, log_evicted: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def attend(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
+) -> np.ndarray:
+    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log
+    domain.
+
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T],
+    boolean (other tokens are not read; if they have been evicted, `moments` holds them); moments of
+    the evicted tokens. Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps nothing
+    and has no moments gives 0. Raises ValueError naming the argument that does not fit. Source:
+    section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
+    """
+    query, keys, values, kept, moments = arrays("momentkv.attend", query, keys, values, kept, moments)
+    queries = grouped(query, keys.shape[1])
+    from_retained, log_retained = retained_attention(
+        attention_logits(queries, keys), values, kept[..., None, :]
+    )
+    of_each_query = Moments(
+        *(field[:, :, None] for field in moments)
+    )  # one more axis: the query heads of a group share the keys
+    log_weights = log_mixing_weights(log_retained, log_evicted_partition(queries, of_each_query))
+    retained_weight, evicted_weight = (np.exp(log_weight)[..., None] for log_weight in log_weights)
+    output = retained_weight * from_retained + evicted_weight * approximate_evicted(queries, of_each_query)
+    return output.reshape(output.shape[0], -1, output.shape[-1])
+
+
+def log_mixing_weights(log_retained: np.ndarray, log_evicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for
     `log what_E`, in the log domain.
 
@@ -203,36 +220,6 @@ def retained_attention(
     return weights @ values, log_total[..., 0]
 
 
-def attend(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
-) -> np.ndarray:
-    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log
-    domain.
-
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T],
-    boolean (other tokens are not read; if they have been evicted, `moments` holds them); moments of
-    the evicted tokens. Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps nothing
-    and has no moments gives 0. Raises ValueError naming the argument that does not fit. Source:
-    section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
-    """
-    keys, values = _as_tokens(keys, values, "B H_kv T")
-    kept = as_kept("kept", kept, keys.shape[:-1], "the batch, heads and tokens of keys")
-    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    queries = _grouped("query", as_float64("query", query, "B H_q D"), keys)
-    from_retained, log_retained = retained_attention(
-        attention_logits(queries, keys), values, kept[..., None, :]
-    )
-    of_each_query = Moments(
-        *(field[:, :, None] for field in moments)
-    )  # one more axis: the query heads of a group share the keys
-    log_weights = log_mixing_weights(log_retained, log_evicted_partition(queries, of_each_query))
-    retained_weight, evicted_weight = (np.exp(log_weight)[..., None] for log_weight in log_weights)
-    output = retained_weight * from_retained + evicted_weight * approximate_evicted(
-        queries, of_each_query
-    )
-    return output.reshape(output.shape[0], -1, output.shape[-1])
-
-
 class Step(NamedTuple):
     """After a decoding step: output [B, H_q, D_v], the retained keys [B, H_kv, L, D] and values in
     position order, the Moments.
@@ -260,31 +247,16 @@ def decode_step(
     [B, H_kv, T, D] and values, and the moments, before; budget (L), at least 1. The new token may
     be evicted at once. Raises ValueError naming the argument.
     """
-    keys, values = _as_tokens(keys, values, "B H_kv T")
+    query, new_key, new_value, keys, values, moments = arrays(
+        "momentkv.decode_step", query, new_key, new_value, keys, values, moments
+    )
     budget = as_count("budget", budget, low=1)
-    new_key, new_value = (
-        as_float64("new_key", new_key, "B H_kv D"),
-        as_float64("new_value", new_value, "B H_kv D_v"),
-    )
-    require_shape(
-        "new_key",
-        new_key,
-        (*keys.shape[:2], keys.shape[-1]),
-        "the batch, heads and channels of keys",
-    )
-    require_shape(
-        "new_value",
-        new_value,
-        (*values.shape[:2], values.shape[-1]),
-        "the batch, heads and channels of values",
-    )
     keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     values = np.concatenate([values, new_value[:, :, None]], axis=2)
     while keys.shape[2] > budget:
         kept = top_k(score(query, keys, values, moments), keys.shape[2] - 1)
         moments = update(moments, keys, values, ~kept)
-        keys = keys[kept].reshape(*keys.shape[:2], -1, keys.shape[-1])
-        values = values[kept].reshape(*values.shape[:2], -1, values.shape[-1])
+        keys, values = gather(keys, kept), gather(values, kept)
     # Decision: the means are recovered after the last eviction; the printed lines 22 and 23 reuse
     # the means from before it.
     output = attend(query, keys, values, np.ones(keys.shape[:-1], dtype=bool), moments)
@@ -302,7 +274,7 @@ def score_prompt(
     chunk_size, neighbours that share one score. Returns [B, H_kv, T]. Raises ValueError naming the
     argument. Source: section 5.1.
     """
-    keys, values = _as_tokens(keys, values, "B H_kv T")
+    queries, keys, values = arrays("momentkv.score_prompt", queries, keys, values)
     chunk_size = as_count("chunk_size", chunk_size, low=1)
     alpha = causal_attention(*by_group(queries, keys)).mean(axis=(2, 3))
     each = alpha * residual_norm(keys, values, no_moments(keys, values))
@@ -347,50 +319,3 @@ def select_prompt(
     for head in np.ndindex(counts.shape):
         kept[head] = top_k(scores[head], int(counts[head]), protected)
     return kept
-
-
-def _as_tokens(
-    keys: np.ndarray, values: np.ndarray, lead: str = "... T"
-) -> tuple[np.ndarray, np.ndarray]:
-    keys, values = (
-        as_float64("keys", keys, f"{lead} D"),
-        as_float64("values", values, f"{lead} D_v"),
-    )
-    require_shape(
-        "values",
-        values,
-        (*keys.shape[:-1], values.shape[-1]),
-        "the batch, heads and tokens of keys",
-    )
-    return keys, values
-
-
-def _as_moments(moments: Moments, lead: tuple[int, ...], head_dim: int, value_dim: int) -> Moments:
-    shapes = lead, (*lead, head_dim), (*lead, value_dim), (*lead, value_dim, head_dim)
-    if not isinstance(moments, tuple) or len(moments) != len(shapes):
-        raise ValueError(
-            f"moments: got {type(moments).__name__}, wanted Moments({', '.join(Moments._fields)})"
-        )
-    fields = []
-    for name, value, shape in zip(Moments._fields, moments, shapes, strict=True):
-        array = as_float64(f"moments.{name}", value, "...")
-        require_shape(
-            f"moments.{name}", array, shape, "the batch, heads and channels of keys and values"
-        )
-        fields.append(array)
-    if (fields[0] < 0).any() or (fields[0] != np.floor(fields[0])).any():
-        raise ValueError(
-            "moments.count: got a negative or broken number, wanted whole numbers of at least 0"
-        )
-    # The count keeps its dtype, so that whole numbers remain whole numbers.
-    return Moments(np.asanyarray(moments[0]), *fields[1:])
-
-
-def _grouped(name: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[B, H_q, ..., D] to [B, H_kv, G, ..., D]: query head h goes to the KV head h // G."""
-    batch, num_kv_heads, head_dim = keys.shape[0], keys.shape[1], keys.shape[-1]
-    require_shape(
-        name, queries, (batch, *queries.shape[1:-1], head_dim), "the batch and channels of keys"
-    )
-    group = group_size(queries.shape[1], num_kv_heads)
-    return queries.reshape(batch, num_kv_heads, group, *queries.shape[2:])

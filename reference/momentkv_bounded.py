@@ -14,13 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .attention import attention_logits
-from .checks import as_float64, as_kept, require_shape
+from .attention import attention_logits, grouped
+from .checks import arrays
 from .momentkv import (
     Moments,
-    _as_moments,
-    _as_tokens,
-    _grouped,
     approximate_evicted,
     log_evicted_partition,
     log_mixing_weights,
@@ -47,7 +44,7 @@ class Bounds(NamedTuple):
 
 def no_bounds(keys: np.ndarray, values: np.ndarray) -> Bounds:
     r"""MB-1: the bounds of the empty set, for keys [..., T, D], values [..., T, D_v]."""
-    keys, values = _as_tokens(keys, values)
+    keys, values = arrays("momentkv_bounded.no_bounds", keys, values)
     key_high, value_high = (np.full_like(states[..., 0, :], -np.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
 
@@ -59,12 +56,8 @@ def update(bounds: Bounds, keys: np.ndarray, values: np.ndarray, evicted: np.nda
     Args: bounds, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; evicted [B, H_kv, T],
     boolean, True = evicted now. Returns the Bounds after. Raises ValueError naming the argument.
     """
-    keys, values = _as_tokens(keys, values)
-    gone = as_kept("evicted", evicted, keys.shape[:-1], "the batch, heads and tokens of keys")
-    bounds = _as_bounds(bounds, keys.shape[:-2], keys.shape[-1], values.shape[-1])
-    key_low, value_low = (
-        np.where(gone[..., None], states, np.inf).min(axis=-2) for states in (keys, values)
-    )
+    bounds, keys, values, gone = arrays("momentkv_bounded.update", bounds, keys, values, evicted)
+    key_low, value_low = (np.where(gone[..., None], states, np.inf).min(axis=-2) for states in (keys, values))
     key_high, value_high = (
         np.where(gone[..., None], states, -np.inf).max(axis=-2) for states in (keys, values)
     )
@@ -110,9 +103,7 @@ def log_partition_bounds(
     return lower, np.where(moments.count > 0, np.maximum(chord, lower), -np.inf)
 
 
-def evicted_bounds(
-    query: np.ndarray, moments: Moments, bounds: Bounds
-) -> tuple[np.ndarray, np.ndarray]:
+def evicted_bounds(query: np.ndarray, moments: Moments, bounds: Bounds) -> tuple[np.ndarray, np.ndarray]:
     r"""MB-4: a box that holds f_E: in [low, high] and `|f_E - vbar| <= a sinh((M - m) / 2)`, by
     channel.
 
@@ -200,17 +191,13 @@ def _parts(
     bounds: Bounds,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """f_R, MomentKV's correction of it, and the box of f - f_R, low and high; [B, H_kv, G, D_v]."""
-    keys, values = _as_tokens(keys, values, "B H_kv T")
-    kept = as_kept("kept", kept, keys.shape[:-1], "the batch, heads and tokens of keys")
-    sizes = keys.shape[:-2], keys.shape[-1], values.shape[-1]
-    moments = _as_moments(moments, *sizes)
-    bounds = _as_bounds(bounds, *sizes)
+    query, keys, values, kept, moments, bounds = arrays(
+        "momentkv_bounded.attend", query, keys, values, kept, moments, bounds
+    )
     for name, field in bounds._asdict().items():
         if (~np.isfinite(field).all(axis=-1) & (moments.count > 0)).any():
-            raise ValueError(
-                f"bounds.{name}: got infinite bounds of evicted tokens, wanted `update`'s"
-            )
-    queries = _grouped("query", as_float64("query", query, "B H_q D"), keys)
+            raise ValueError(f"bounds.{name}: got infinite bounds of evicted tokens, wanted `update`'s")
+    queries = grouped(query, keys.shape[1])
     logits = attention_logits(queries, keys)
     from_retained, log_retained = retained_attention(logits, values, kept[..., None, :])
     # One more axis: the query heads of a group share the evicted tokens.
@@ -233,15 +220,3 @@ def _by_query_head(output: np.ndarray) -> np.ndarray:
 def _finite(bounds: Bounds, moments: Moments) -> Bounds:
     """The bounds with 0 where nothing was evicted: infinity times 0 would be NaN."""
     return Bounds(*(np.where(moments.count[..., None] > 0, field, 0) for field in bounds))
-
-
-def _as_bounds(bounds: Bounds, lead: tuple[int, ...], head_dim: int, value_dim: int) -> Bounds:
-    if not isinstance(bounds, tuple) or len(bounds) != len(Bounds._fields):
-        wanted = ", ".join(Bounds._fields)
-        raise ValueError(f"bounds: got {type(bounds).__name__}, wanted Bounds({wanted})")
-    fields = Bounds(*(np.asanyarray(field, dtype=np.float64) for field in bounds))
-    channels = (head_dim, head_dim, value_dim, value_dim)
-    for name, field, count in zip(Bounds._fields, fields, channels, strict=True):
-        like = "the batch, heads and channels of keys and values"
-        require_shape(f"bounds.{name}", field, (*lead, count), like)
-    return fields

@@ -16,12 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import attention_logits, log_sum_exp, softmax
-from .momentkv import Moments, _as_moments, _as_tokens, attend, recover
-
-
-def norm(vectors: np.ndarray) -> np.ndarray:
-    """The Euclidean norm along the last axis."""
-    return np.sqrt((vectors * vectors).sum(axis=-1))
+from .checks import arrays
+from .expected_attention import norm
+from .momentkv import Moments, attend, recover
 
 
 def logits_of(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -39,8 +36,7 @@ def full_output(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.n
 def _masked(query: np.ndarray, keys: np.ndarray, mask: np.ndarray) -> np.ndarray:
     if not mask.any(axis=-1).all():
         raise ValueError(
-            "kept: got a row in which one of the two sets is empty, wanted a retained and an "
-            "evicted token"
+            "kept: got a row in which one of the two sets is empty, wanted a retained and an evicted token"
         )
     return np.where(mask, logits_of(query, keys), -np.inf)
 
@@ -57,9 +53,7 @@ def sub_outputs(
         softmax(_masked(query, keys, kept)),
         softmax(_masked(query, keys, ~kept)),
     )
-    return (of_retained[..., None, :] @ values)[..., 0, :], (of_evicted[..., None, :] @ values)[
-        ..., 0, :
-    ]
+    return (of_retained[..., None, :] @ values)[..., 0, :], (of_evicted[..., None, :] @ values)[..., 0, :]
 
 
 def mass(query: np.ndarray, keys: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -116,9 +110,7 @@ def amplification(
     r"""MK-7: `gamma = |f_E - f_R| / |f|`, so that `|f - f_R| / |f| = w_E gamma`; |f| makes it
     depend on w_E. Source: equation 7.
     """
-    full = (1 - evicted_mass)[..., None] * retained_output + evicted_mass[
-        ..., None
-    ] * evicted_output
+    full = (1 - evicted_mass)[..., None] * retained_output + evicted_mass[..., None] * evicted_output
     return norm(evicted_output - retained_output) / norm(full)
 
 
@@ -315,10 +307,7 @@ def weight_bias(retained: np.ndarray, evicted: np.ndarray, estimate: np.ndarray)
     return WeightBias(
         first=retained / (retained + estimate) - retained / (retained + (1 + epsilon) * estimate),
         second=retained * epsilon * estimate / ((retained + estimate) * (retained + evicted)),
-        third_as_printed=retained_weight
-        * estimated_weight
-        * epsilon
-        / (1 + epsilon * estimated_weight),
+        third_as_printed=retained_weight * estimated_weight * epsilon / (1 + epsilon * estimated_weight),
         third_mended=retained_weight * estimated_weight * epsilon,
     )
 
@@ -353,9 +342,7 @@ def output_error(
     proof that it always helps.
     """
     of_approximation = mass[..., None] * (evicted_output - approximate)
-    return Error(
-        of_approximation, (mass - estimated_mass)[..., None] * (approximate - retained_output)
-    )
+    return Error(of_approximation, (mass - estimated_mass)[..., None] * (approximate - retained_output))
 
 
 def largest_harmless_error(retained_output: np.ndarray, evicted_output: np.ndarray) -> np.ndarray:
@@ -454,8 +441,9 @@ def attend_zeroth_order(
 
     Args and returns as `attend`. Source: table 4 ("0th").
     """
-    keys, values = _as_tokens(keys, values, "B H_kv T")
-    moments = _as_moments(moments, keys.shape[:-2], keys.shape[-1], values.shape[-1])
+    query, keys, values, kept, moments = arrays(
+        "momentkv_theory.attend_zeroth_order", query, keys, values, kept, moments
+    )
     # With S = s_v s_k^T / n_e there is no variation around the mean: Stilde is 0.
     uncorrelated = moments.value_sum[..., :, None] * recover(moments).mean_key[..., None, :]
     return attend(query, keys, values, kept, moments._replace(value_key_sum=uncorrelated))

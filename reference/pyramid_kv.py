@@ -32,19 +32,14 @@ def budgets(
     num_layers = as_count("num_layers", num_layers, low=1)
     # Decision: a budget below the window is the same in every layer.
     window = min(budget, as_count("window_size", window_size, low=0))
-    last = max(
-        Fraction(1), window + (budget - window) / as_fraction("beta", beta, low=1, high=10**6)
-    )
+    last = max(Fraction(1), window + (budget - window) / as_fraction("beta", beta, low=1, high=10**6))
     if length is not None:
         # Decision: no layer is given more tokens than there are. What the first layer cannot hold
         # goes to the last, as in the authors' code, and the total stays.
         budget = min(budget, as_count("length", length, low=1))
         last = max(min(last, Fraction(budget)), Fraction(2 * budget - length))
     step = 2 * (budget - last) / max(1, num_layers - 1)
-    exact = [
-        budget if num_layers == 1 else 2 * budget - last - layer * step
-        for layer in range(num_layers)
-    ]
+    exact = [budget if num_layers == 1 else 2 * budget - last - layer * step for layer in range(num_layers)]
     whole = [math.floor(share) for share in exact]
     # Decision: tokens left over by the floors go to the largest fractions, lower layers first: the
     # total is exact, budgets fall.

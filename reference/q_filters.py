@@ -9,9 +9,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import as_float64, group_size, require_shape
+from .checks import array, arrays, group_size
 
 METHOD = "keeps the keys with the largest projection on the main direction of calibrated queries"
+INPUTS = {"q_filters": ("calibration", "[B, H_kv, D], main directions of calibrated queries (QF-2)")}
+
+
+def score(keys: np.ndarray, q_filters: np.ndarray) -> np.ndarray:
+    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
+    spread around f.
+
+    Args: keys [B, H_kv, T, D], after RoPE; q_filters [B, H_kv, D], of `calibrate`. Returns scores
+    [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does not fit. Source:
+    the public code, where both the stored filter and the score have the other sign.
+    """
+    keys, q_filters = arrays("q_filters.score", keys, q_filters)
+    return (keys @ q_filters[..., None])[..., 0]
 
 
 def main_direction(queries: np.ndarray) -> np.ndarray:
@@ -21,7 +34,7 @@ def main_direction(queries: np.ndarray) -> np.ndarray:
     Args: queries [..., N, D]. Returns [..., D], of length 1. Raises ValueError for unusable
     queries.
     """
-    queries = as_float64("queries", queries, "... N D")
+    queries = array("q_filters.main_direction", queries)
     direction = np.linalg.svd(queries, full_matrices=False)[2][..., 0, :]
     ahead = ((queries @ direction[..., None])[..., 0] > 0).mean(axis=-1)
     # Decision: a majority is more than half, as in the public code.
@@ -35,22 +48,6 @@ def calibrate(queries: np.ndarray, num_kv_heads: int) -> np.ndarray:
     Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D],
     of length at most 1. Raises ValueError naming the argument.
     """
-    directions = main_direction(as_float64("queries", queries, "B H_q N D"))
+    directions = main_direction(array("q_filters.calibrate", queries))
     group = group_size(directions.shape[1], num_kv_heads)
     return directions.reshape(directions.shape[0], num_kv_heads, group, -1).mean(axis=2)
-
-
-def score(keys: np.ndarray, q_filters: np.ndarray) -> np.ndarray:
-    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
-    spread around f.
-
-    Args: keys [B, H_kv, T, D], after RoPE; q_filters [B, H_kv, D], of `calibrate`. Returns scores
-    [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does not fit. Source:
-    the public code, where both the stored filter and the score have the other sign.
-    """
-    keys = as_float64("keys", keys, "B H_kv T D")
-    q_filters = as_float64("q_filters", q_filters, "B H_kv D")
-    require_shape(
-        "q_filters", q_filters, (*keys.shape[:2], keys.shape[3]), "the heads and channels of keys"
-    )
-    return (keys @ q_filters[..., None])[..., 0]

@@ -10,10 +10,35 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax
-from .checks import as_count, as_float64, as_fraction, require_window
+from .checks import arrays, as_count, as_fraction, as_odd, require_window
 from .keydiff import similarity_matrix
 
 METHOD = "keeps the last tokens, and those that get attention and whose keys no other key repeats"
+
+
+def score(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    *,
+    window_size: int = 8,
+    kernel_size: int = 7,
+    importance_share: float = 0.07,
+    threshold: float = 0.5,
+) -> np.ndarray:
+    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
+
+    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window
+    count for the redundancy of the others. Returns scores [B, H_kv, T], higher = keep; all infinite
+    where T <= window_size. Raises ValueError naming the argument. Source: the public code, whose
+    defaults these are.
+    """
+    share = float(as_fraction("importance_share", importance_share))
+    queries, keys = arrays("rkv.score", queries, keys)
+    if keys.shape[2] <= as_count("window_size", window_size, low=1):
+        return np.full(keys.shape[:-1], np.inf)
+    attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
+    repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
+    return combined(attended, repeated, share, window_size)
 
 
 def similarities(keys: np.ndarray) -> np.ndarray:
@@ -63,48 +88,17 @@ def importance(
     ValueError naming the argument.
     """
     window_size = as_count("window_size", window_size, low=1)
-    if as_count("kernel_size", kernel_size, low=1) % 2 == 0:
-        raise ValueError(f"kernel_size: got {kernel_size}, wanted an odd number")
+    kernel_size = as_odd("kernel_size", kernel_size)
     queries, keys = by_group(queries, keys)
     require_window(queries.shape[-2], keys.shape[-2], window_size)
     logits = attention_logits(queries[..., -window_size:, :], keys[..., :-window_size, :])
     received = softmax(logits.max(axis=2)).mean(axis=-2)
     beyond = np.zeros((*received.shape[:-1], kernel_size // 2))
     padded = np.concatenate([beyond, received, beyond], axis=-1)
-    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).max(
-        axis=-1
-    )
+    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).max(axis=-1)
 
 
-def combined(
-    attended: np.ndarray, repeated: np.ndarray, share: float, window_size: int
-) -> np.ndarray:
+def combined(attended: np.ndarray, repeated: np.ndarray, share: float, window_size: int) -> np.ndarray:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, then infinity for the window: [..., T] in all."""
     scores = share * attended - (1 - share) * repeated
     return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)
-
-
-def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    *,
-    window_size: int = 8,
-    kernel_size: int = 7,
-    importance_share: float = 0.07,
-    threshold: float = 0.5,
-) -> np.ndarray:
-    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
-
-    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window
-    count for the redundancy of the others. Returns scores [B, H_kv, T], higher = keep; all infinite
-    where T <= window_size. Raises ValueError naming the argument. Source: the public code, whose
-    defaults these are.
-    """
-    share = float(as_fraction("importance_share", importance_share))
-    keys, length = as_float64("keys", keys, "B H_kv T D"), np.shape(keys)[-2]
-    if length <= as_count("window_size", window_size, low=1):
-        by_group(queries, keys)
-        return np.full(keys.shape[:-1], np.inf)
-    attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
-    repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
-    return combined(attended, repeated, share, window_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import softmax
-from .checks import as_float64
+from .checks import arrays
 from .rkv import combined, importance, similarities
 
 
@@ -24,11 +24,10 @@ def released_score(
     Args: those of `rkv.score`, T > window_size. Returns scores [B, H_kv, T], higher = keep;
     infinity for the window.
     """
+    queries, keys = arrays("rkv_variants.released_score", queries, keys)
     attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
-    similarity = similarities(as_float64("keys", keys, "B H_kv T D"))
+    similarity = similarities(keys)
     places = np.arange(similarity.shape[-1])
     latest = np.where(similarity > threshold, places, 0).max(axis=-1, keepdims=True)
-    repeated = softmax(np.where(places == latest, 0.0, similarity).mean(axis=-2))[
-        ..., :-window_size
-    ]
+    repeated = softmax(np.where(places == latest, 0.0, similarity).mean(axis=-2))[..., :-window_size]
     return combined(attended, repeated, importance_share, window_size)

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import as_float64
+from .checks import array
 
 
 def frequencies(head_dim: int, theta: float = 10000.0) -> np.ndarray:
     r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in
-    radians. Shape [D/2].
+    radians. Shape [D/2]. Raises ValueError for an odd head_dim or a theta that is not positive.
     """
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim: got {head_dim}, wanted an even number of at least 2")
+    if not 0 < theta < np.inf:
+        raise ValueError(f"theta: got {theta}, wanted a positive number")
     return theta ** (-np.arange(0, head_dim, 2) / head_dim)
 
 
@@ -25,10 +27,8 @@ def rotate(states: np.ndarray, positions: np.ndarray, theta: float = 10000.0) ->
     Args: states [..., T, D]; positions [T] or any shape that broadcasts to [..., T]. Negated
     positions undo the rotation. Returns [..., T, D]. Raises ValueError for an odd D.
     """
-    states = as_float64("states", states, "... T D")
-    angles = np.asarray(positions, dtype=np.float64)[..., None] * frequencies(
-        states.shape[-1], theta
-    )
+    states = array("rope.rotate", states)
+    angles = np.asarray(positions, dtype=np.float64)[..., None] * frequencies(states.shape[-1], theta)
     first, second = np.split(states, 2, axis=-1)
     cos, sin = np.cos(angles), np.sin(angles)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import as_count, as_fraction, as_kept
+from .checks import arrays, as_count, as_fraction
 
 
 def budget(length: int, compression_ratio: float) -> int:
@@ -32,26 +32,13 @@ def top_k(scores: np.ndarray, budget: int, protected: np.ndarray | None = None) 
     `min(budget, T)` True in each row. Raises ValueError for NaN scores, a negative budget, or a row
     with more protected tokens than the budget.
     """
-    scores = np.asanyarray(scores)
-    if scores.ndim < 1 or scores.dtype.kind not in "fiu":
-        raise ValueError(
-            f"scores: got shape {scores.shape} and dtype {scores.dtype}, wanted real numbers "
-            "[..., T]"
-        )
-    if np.isnan(scores).any():
-        raise ValueError("scores: got NaN, wanted numbers that can be ordered")
+    scores, protected = arrays("selection.top_k", scores, protected)
     length = scores.shape[-1]
     count = min(as_count("budget", budget, low=0), length)
     if protected is None:
         protected = np.zeros(scores.shape, dtype=bool)
-    else:
-        protected = as_kept("protected", protected, scores.shape, "the shape of scores")
-        most = int(protected.sum(axis=-1).max(initial=0))
-        if most > budget:
-            raise ValueError(
-                f"protected: got {most} protected tokens in a row, wanted at most the budget, "
-                f"{budget}"
-            )
+    elif (most := int(protected.sum(axis=-1).max())) > budget:
+        raise ValueError(f"protected: got {most} protected tokens in a row, wanted at most {budget}")
     # Decision: of equal scores the lower position is kept. lexsort is stable and sorts by its last
     # key first: unprotected after protected, then the higher score, then (stability) the lower
     # position.
@@ -72,3 +59,10 @@ def regret(scores: Any, kept: np.ndarray) -> np.ndarray:
     best = -np.sort(-scores, axis=-1)
     rank = np.arange(scores.shape[-1]) < kept.sum(axis=-1, keepdims=True)
     return (best * rank).sum(axis=-1) - (scores * kept).sum(axis=-1)
+
+
+def gather(rows: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """The kept rows, equally many of each head, as a block: [..., T, D] or [..., T] to [..., n, D] or
+    [..., n].
+    """
+    return rows[kept].reshape(*kept.shape[:-1], -1, *rows.shape[kept.ndim :])

@@ -7,31 +7,12 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import as_count
+from .checks import as_odd, as_window
 
 METHOD = (
     "keeps the last tokens, and those before that the last queries attend to, smoothed over "
     "neighbouring tokens"
 )
-
-
-def average_pool(weights: np.ndarray, kernel_size: int) -> np.ndarray:
-    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
-    [..., N] to [..., N].
-    """
-    kernel_size = as_count("kernel_size", kernel_size, low=1)
-    if kernel_size % 2 == 0:
-        raise ValueError(
-            f"kernel_size: got {kernel_size}, wanted an odd number, or the pooled tokens would be "
-            "shifted"
-        )
-    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores
-    # as if zeros lay beyond it.
-    beyond = np.zeros((*weights.shape[:-1], kernel_size // 2))
-    padded = np.concatenate([beyond, weights, beyond], axis=-1)
-    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).mean(
-        axis=-1
-    )
 
 
 def score(
@@ -46,15 +27,9 @@ def score(
     window under `selection.top_k`. Raises ValueError naming the argument. Source: section 4 of the
     paper.
     """
-    window_size = as_count("window_size", window_size, low=1)
     queries, keys = by_group(queries, keys)
-    num_queries, length = queries.shape[-2], keys.shape[-2]
-    window = min(window_size, length)
-    if num_queries < window:
-        raise ValueError(
-            f"queries: got those of the last {num_queries} tokens, wanted at least the {window} "
-            "of the window"
-        )
+    length = keys.shape[-2]
+    window = as_window(window_size, queries.shape[-2], length)
     if window == length:
         return np.full((*keys.shape[:2], length), np.inf)
     attention = causal_attention(queries[..., -window:, :], keys)
@@ -63,3 +38,15 @@ def score(
     before = attention[..., : length - window].mean(axis=(2, 3))
     pooled = average_pool(before, kernel_size)
     return np.concatenate([pooled, np.full((*pooled.shape[:-1], window), np.inf)], axis=-1)
+
+
+def average_pool(weights: np.ndarray, kernel_size: int) -> np.ndarray:
+    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
+    [..., N] to [..., N].
+    """
+    kernel_size = as_odd("kernel_size", kernel_size)
+    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores
+    # as if zeros lay beyond it.
+    beyond = np.zeros((*weights.shape[:-1], kernel_size // 2))
+    padded = np.concatenate([beyond, weights, beyond], axis=-1)
+    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).mean(axis=-1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import as_count, as_float64
+from .checks import array, as_count
 
 METHOD = "keeps the first tokens (attention sinks) and the most recent ones"
 
@@ -19,7 +19,7 @@ def score(keys: np.ndarray, *, sink_size: int = 4) -> np.ndarray:
     [B, H_kv, T]. Raises ValueError for a wrongly shaped `keys` or a negative sink_size. Source:
     section 3.2 of the paper.
     """
-    keys = as_float64("keys", keys, "... T D")
+    keys = array("streaming_llm.score", keys)
     positions = np.arange(keys.shape[-2], dtype=np.float64)
     scores = np.where(positions < as_count("sink_size", sink_size, low=0), np.inf, positions)
     return np.broadcast_to(scores, keys.shape[:-1]).copy()

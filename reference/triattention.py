@@ -9,21 +9,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import as_count, as_float64, group_size, require_shape
+from .attention import grouped
+from .checks import array, arrays, as_count
 from .rope import rotate
 
 METHOD = (
-    "keeps the keys with the largest logit for the mean of calibrated queries, averaged over "
-    "future positions"
+    "keeps the keys with the largest logit for the mean of calibrated queries, averaged over future positions"
 )
+INPUTS = {
+    "query_direction": (
+        "calibration",
+        "[B, H_q, D], mean of calibrated queries, averaged over future positions (TA-2)",
+    ),
+    "query_slack": (
+        "calibration",
+        "[B, H_q, D/2], what that mean hides of the queries' lengths (TA-1)",
+    ),
+}
 
 
-def pair_lengths(states: np.ndarray) -> np.ndarray:
-    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to
-    [..., D/2]. RoPE keeps it.
+def score(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarray) -> np.ndarray:
+    r"""TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`: each query head's S is standardised over the
+    tokens, the largest counts.
+
+    Args: keys [B, H_kv, T, D], after RoPE; query_direction [B, H_q, D] and query_slack
+    [B, H_q, D/2], calibrated. Returns scores [B, H_kv, T], higher = keep. Raises ValueError naming
+    the argument that does not fit. Source: the public code.
     """
-    first, second = np.split(states, 2, axis=-1)
-    return np.sqrt(first * first + second * second)
+    keys, direction, slack = arrays("triattention.score", keys, query_direction, query_slack)
+    rows = logits(keys[:, :, None], *(grouped(each, keys.shape[1]) for each in (direction, slack)))
+    centred = rows - rows.mean(axis=-1, keepdims=True)
+    deviation = np.sqrt((centred * centred).mean(axis=-1, keepdims=True))
+    # Decision: 1e-6 is the least deviation, as in the public code.
+    return (centred / np.maximum(deviation, 1e-6)).max(axis=2)
 
 
 def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -33,9 +51,7 @@ def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the
     slack [..., D/2]. Raises ValueError for unusable queries or an odd D.
     """
-    queries = as_float64("queries", queries, "... N D")
-    if queries.shape[-1] % 2:
-        raise ValueError(f"queries: got head_dim {queries.shape[-1]}, wanted an even number")
+    queries = array("triattention.statistics", queries)
     mean = queries.mean(axis=-2)
     return mean, pair_lengths(queries).mean(axis=-2) - pair_lengths(mean)
 
@@ -48,11 +64,9 @@ def average_over_offsets(
     Args: query_mean [..., D]; position p, that of the next token; theta, the base of RoPE. Returns
     [..., D]. Raises ValueError naming the argument.
     """
-    query_mean = as_float64("query_mean", query_mean, "... D")
+    query_mean = array("triattention.average_over_offsets", query_mean)
     offsets = 2 ** np.arange(as_count("max_offset", max_offset, low=1).bit_length())
-    turned = rotate(
-        query_mean[..., None, :], as_count("position", position, low=0) + offsets, theta
-    )
+    turned = rotate(query_mean[..., None, :], as_count("position", position, low=0) + offsets, theta)
     return turned.mean(axis=-2)
 
 
@@ -71,35 +85,9 @@ def logits(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarra
     return (keys @ query_direction[..., None])[..., 0] + bonus
 
 
-def score(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarray) -> np.ndarray:
-    r"""TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`: each query head's S is standardised over the
-    tokens, the largest counts.
-
-    Args: keys [B, H_kv, T, D], after RoPE; query_direction [B, H_q, D] and query_slack
-    [B, H_q, D/2], calibrated. Returns scores [B, H_kv, T], higher = keep. Raises ValueError naming
-    the argument that does not fit. Source: the public code.
+def pair_lengths(states: np.ndarray) -> np.ndarray:
+    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to
+    [..., D/2]. RoPE keeps it.
     """
-    keys = as_float64("keys", keys, "B H_kv T D")
-    direction = as_float64("query_direction", query_direction, "B H_q D")
-    slack = as_float64("query_slack", query_slack, "B H_q D/2")
-    batch, heads, _, width = keys.shape
-    if direction.shape[0] != batch or direction.shape[2] != width or width % 2:
-        raise ValueError(
-            f"query_direction: got shape {direction.shape}, wanted [{batch}, H_q, {width}], even"
-        )
-    require_shape(
-        "query_slack",
-        slack,
-        (*direction.shape[:2], width // 2),
-        "query_direction, a number for each pair",
-    )
-    group = group_size(direction.shape[1], heads)
-    rows = logits(
-        keys[:, :, None],
-        direction.reshape(batch, heads, group, -1),
-        slack.reshape(batch, heads, group, -1),
-    )
-    centred = rows - rows.mean(axis=-1, keepdims=True)
-    deviation = np.sqrt((centred * centred).mean(axis=-1, keepdims=True))
-    # Decision: 1e-6 is the least deviation, as in the public code.
-    return (centred / np.maximum(deviation, 1e-6)).max(axis=2)
+    first, second = np.split(states, 2, axis=-1)
+    return np.sqrt(first * first + second * second)

@@ -136,18 +136,6 @@ def test_each_query_head_stands_beside_its_kv_head(impl, case):
         raise Violation("the keys are not those of the KV heads in their order", case.keys, shared[:, :, 0])
 
 
-@law(
-    "ATT-5",
-    of=BY_GROUP,
-    kind="refusal",
-    shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]),
-)
-def test_queries_that_do_not_fit_are_refused(impl, shape):
-    """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
-    with impl.refuses("queries"):
-        impl.attention.by_group(np.ones(shape), np.ones((1, 2, 3, 4)))
-
-
 def last_queries(case, seed):
     """Queries of the last tokens, of one, of several or of all, [B, H_kv, M, D]."""
     generator = np.random.default_rng(seed)

@@ -190,10 +190,3 @@ def test_the_loss_is_the_mean_squared_distance_and_the_sum_of_the_gates(impl, se
     expected = sum(squares) / len(squares) + penalty * sum(gates.flat)
     slack = rounding(impl, states.size + gates.size) * (1 + expected)
     require_near(np.array(got), np.array(expected), slack, "the loss")
-
-
-@law("DA-4", of=LOSS, kind="refusal")
-def test_states_of_other_tokens_are_refused(impl):
-    """Three states beside two raise ValueError."""
-    with impl.refuses("full_hidden_states"):
-        impl.duo_attention.training_loss(np.ones((3, 2)), np.ones((2, 2)), np.ones((1, 1)), penalty=1.0)

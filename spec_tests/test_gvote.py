@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from evictionary.reference import cache, rope
 from evictionary.spec_tests.harness.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.harness.by_hand import angle_error, require_equal
+from evictionary.spec_tests.harness.by_hand import angle_error, for_each_reader, require_equal
 from evictionary.spec_tests.harness.cases import Case, cases, seeded_cases, seeds
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.harness.tolerance import Violation, allowance, require_mask
+from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection, require_mask
 
 WEIGHTS, SELECT = "gvote.attention_weights", "gvote.select"
 
@@ -46,23 +46,37 @@ def smallest_count(weights, mass):
     return counts
 
 
+def bounds_of_budget(impl, weights, p):
+    """The least and the largest B_0, [B, H_q] each, that weights [B, H_q, T], an allowance, leave open."""
+    length = weights.expected.shape[-1]
+    slack = length * weights.largest + mass_slack(impl.dtype, length)
+    return tuple(smallest_count(weights.expected, p + sign * slack) for sign in (-1, 1))
+
+
+def first_of_each(scores, budgets):
+    """The first tokens of each row [.., T] of scores by a stable sort by falling score, as many as budgets [..] says."""
+    return np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1) < budgets[..., None]
+
+
+def check_each_selection(kept, scores, budgets):
+    """Raise Violation unless each row of scores [.., T] keeps its own number of its best, whichever of equal scores."""
+    require_mask(kept, scores.shape, "the selection")
+    for row in np.ndindex(budgets.shape):
+        check_selection(kept[row], scores[row], min(budgets[row], scores.shape[-1]))
+
+
 def check_votes(impl, kept, weights, logits, num_kv_heads, p):
     """Raise Violation unless each KV head keeps what its samples must vote for, and nothing that none of them may vote for.
 
-    weights [B, H_q, T] and logits [B, H_q, S, T] are allowances: within them B_0 and the order of the tokens are free.
+    weights [B, H_q, T] and logits [B, H_q, S, T] are allowances: within them B_0 and the order of the tokens are free, and that of
+    equal logits too.
     """
     batch, length = logits.expected.shape[0], logits.expected.shape[-1]
     require_mask(kept, (batch, num_kv_heads, length), "the selection")
-    slack = length * weights.largest + mass_slack(impl.dtype, length)
-    low, high = (smallest_count(weights.expected, p + sign * slack)[..., None, None] for sign in (-1, 1))
+    low, high = (count[..., None, None] for count in bounds_of_budget(impl, weights, p))
     mine, other = logits.expected[..., :, None], logits.expected[..., None, :]
-    earlier = np.arange(length)[None, :] < np.arange(length)[:, None]
-    if logits.largest == 0:  # exact logits: the order is known, equal ones by position
-        beaten = (other > mine) | ((other == mine) & earlier)
-        could_be_beaten = beaten
-    else:
-        beaten = other > mine + 2 * logits.largest
-        could_be_beaten = (other >= mine - 2 * logits.largest) & ~np.eye(length, dtype=bool)
+    beaten = other > mine + 2 * logits.largest
+    could_be_beaten = (other >= mine - 2 * logits.largest) & ~np.eye(length, dtype=bool)
     grouped = (batch, num_kv_heads, -1, length)
     must = (could_be_beaten.sum(axis=-1) < low).reshape(grouped).any(axis=2)
     may = (beaten.sum(axis=-1) < high).reshape(grouped).any(axis=2)
@@ -87,14 +101,28 @@ def test_each_head_keeps_the_union_of_the_top_b0(impl, case, seed, samples, p):
     check_votes(impl, kept, weights, logits, case.keys.shape[1], p)
 
 
+@law("GV-A11", of=SELECT, kind="edge", case=cases(), seed=seeds(), p=st.sampled_from([0.5, 0.05, 0.95]))
+def test_of_equal_logits_those_at_the_lower_positions_get_the_votes(impl, case, seed, p):
+    """A sample along one channel sees whole numbers, many equal: its B_0 votes are the first of a stable sort."""
+    query, keys = drawn_queries(case, seed, 0)[0], whole(case)
+    channels = np.random.default_rng(seed).integers(keys.shape[-1], size=query.shape[:2])
+    kept = impl.gvote.select(query, keys, np.eye(keys.shape[-1])[channels][:, :, None], p=p)
+    require_mask(kept, keys.shape[:3], "the selection")
+    repeated = for_each_reader(keys, query)
+    low, high = bounds_of_budget(impl, impl.allowance(WEIGHTS, query, repeated), p)
+    seen = np.take_along_axis(repeated, channels[:, :, None, None], axis=-1)[..., 0]
+    must, may = (first_of_each(seen, count).reshape(*keys.shape[:2], -1, keys.shape[2]).any(axis=2) for count in (low, high))
+    if (must & ~kept).any() or (kept & ~may).any():
+        raise Violation("of equal logits one at a higher position gets the vote", must, kept)
+
+
 @law("GV-A10", of=SELECT, case=cases(), seed=seeds())
 def test_the_size_lies_between_the_budget_and_all_votes(impl, case, seed):
     """A KV head keeps at least the largest B_0 of its query heads, at most S times their sum, and never more than T."""
     query, sampled = drawn_queries(case, seed, 2)
     weights, _ = oracle_votes(impl, query, case.keys, sampled)
     length = case.keys.shape[2]
-    slack = length * weights.largest + mass_slack(impl.dtype, length)
-    low, high = (smallest_count(weights.expected, 0.95 + sign * slack).reshape(*case.keys.shape[:2], -1) for sign in (-1, 1))
+    low, high = (count.reshape(*case.keys.shape[:2], -1) for count in bounds_of_budget(impl, weights, 0.95))
     size = impl.gvote.select(query, case.keys, sampled).sum(axis=-1)
     if (size < low.max(axis=-1)).any() or (size > np.minimum(length, 2 * high.sum(axis=-1))).any():
         raise Violation("the size of a keep set is out of bounds", (low.max(axis=-1), 2 * high.sum(axis=-1)), size)
@@ -162,7 +190,15 @@ def test_each_sample_has_a_vote(impl):
 def test_the_budget_is_that_of_the_current_query(impl):
     """A sample without preference keeps the B_0 = 1 token of the current query's count, not a nucleus of its own."""
     got = impl.gvote.select(one_hot(3)[:, :, 0], one_hot(0, 1, 2, 3), 0 * one_hot(0))
-    require_equal(got, [[[True, False, False, False]]], "a sample has another number of votes than B_0")
+    require_mask(got, (1, 1, 4), "the selection")
+    require_equal(got.sum(axis=-1), [[1]], "a sample has another number of votes than B_0")
+
+
+@law("GV-A10", of=SELECT, kind="edge")
+def test_a_sample_without_preference_votes_for_the_first_token(impl):
+    """Of four equal logits, and B_0 = 1, the first gets the vote."""
+    got = impl.gvote.select(one_hot(3)[:, :, 0], one_hot(0, 1, 2, 3), 0 * one_hot(0))
+    require_equal(got, [[[True, False, False, False]]], "of equal logits another than the first gets the vote")
 
 
 @law("GV-A3", of=SELECT)

@@ -20,8 +20,8 @@ from evictionary.spec_tests.harness.by_hand import (
 )
 from evictionary.spec_tests.harness.cases import SPLIT_LENGTHS, long_cases, long_rows, paper_cases
 from evictionary.spec_tests.harness.law import law
-from evictionary.spec_tests.harness.tolerance import Violation, require_mask
-from evictionary.spec_tests.test_gvote import SELECT, WEIGHTS, drawn_queries, mass_slack
+from evictionary.spec_tests.harness.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.test_gvote import SELECT, WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack
 
 NUCLEUS = "gvote.nucleus"
 
@@ -37,10 +37,8 @@ def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
 
 @law("GV-A2", of=NUCLEUS, examples=5, case=long_rows(("normal", "duplicate_keys", "ties")), percent=st.sampled_from([95, 50, 99]))
 def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, percent):
-    """Of thousands of weights the largest, as many as reach p, and of equal ones those at the lower positions."""
-    weights = np.exp(case.keys[..., 0] - case.keys[..., 0].max(axis=-1, keepdims=True))
-    # Of the order of 1, so that half precision holds them: mass is relative to the sum of the row.
-    weights = impl.round(weights)
+    """Of thousands of weights the largest, as many as reach p."""
+    weights = row_of_weights(impl, case)
     kept = impl.gvote.nucleus(weights, percent / 100)
     require_mask(kept, weights.shape, "the nucleus")
     slack = mass_slack(impl.dtype, int(np.sqrt(case.length))) + rounding(impl, case.length)
@@ -51,7 +49,23 @@ def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, perc
         count = int(chosen.sum())
         if not least <= count <= most:
             raise Violation(f"the nucleus has {count} tokens, wanted {least} to {most}", least, count)
-        require_equal(np.sort(order[:count]), np.flatnonzero(chosen), "other tokens than the heaviest are in the nucleus")
+        check_selection(chosen, row, count, what="the nucleus")
+
+
+@law(
+    "GV-A2", of=NUCLEUS, kind="edge", examples=5, case=long_rows(("duplicate_keys", "ties")), percent=st.sampled_from([95, 50, 99])
+)
+def test_of_a_long_row_the_lower_of_equal_weights_are_in_the_nucleus(impl, case, percent):
+    """Of thousands of weights, many equal, the nucleus is the first of a stable sort by falling weight."""
+    weights = row_of_weights(impl, case)
+    kept = impl.gvote.nucleus(weights, percent / 100)
+    require_mask(kept, weights.shape, "the nucleus")
+    require_equal(kept, first_of_each(weights, kept.sum(axis=-1)), "of equal weights one at a higher position is in the nucleus")
+
+
+def row_of_weights(impl, case):
+    """Weights of the order of 1, so that half precision holds them: mass is relative to the sum of the row."""
+    return impl.round(np.exp(case.keys[..., 0] - case.keys[..., 0].max(axis=-1, keepdims=True)))
 
 
 @law(
@@ -62,14 +76,23 @@ def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, perc
     budget=st.integers(1, 60_000),
 )
 def test_a_long_row_keeps_its_own_number(impl, case, budget):
-    """Each of several rows of up to 131,072 tokens keeps its b_h best, of equal scores those at the lower positions."""
-    scores = impl.round(np.concatenate([case.keys[..., 0], -case.keys[:, :1, :, 0]], axis=1))
-    budgets = np.array([[budget, *[2048] * (scores.shape[1] - 1)]])
+    """Each of several rows of up to 131,072 tokens keeps b_h tokens, and none evicted scores more than one kept."""
+    scores, budgets = long_scores(impl, case, budget)
+    check_each_selection(impl.gvote.top_each(scores, budgets), scores, budgets)
+
+
+@law("GV-A10", of="gvote.top_each", kind="edge", examples=5, case=long_rows(("ties", "one_bin")), budget=st.integers(1, 60_000))
+def test_a_long_row_keeps_the_lower_of_equal_scores(impl, case, budget):
+    """Each of several rows of up to 131,072 tokens keeps the first b_h of a stable sort by falling score."""
+    scores, budgets = long_scores(impl, case, budget)
     got = impl.gvote.top_each(scores, budgets)
-    require_mask(got, scores.shape, "the selection")
-    for row, count, kept in zip(scores[0], budgets[0], got[0], strict=True):
-        best = np.sort(np.argsort(-row, kind="stable")[:count])
-        require_equal(np.flatnonzero(kept), best, "a long row keeps other tokens than its best")
+    require_equal(got, first_of_each(scores, budgets), "a long row keeps other tokens than a stable sort")
+
+
+def long_scores(impl, case, budget):
+    """Scores of several rows, the last of them the first one's negatives, and their budgets."""
+    scores = impl.round(np.concatenate([case.keys[..., 0], -case.keys[:, :1, :, 0]], axis=1))
+    return scores, np.array([[budget, *[2048] * (scores.shape[1] - 1)]])
 
 
 @law(
@@ -139,8 +162,29 @@ def test_a_budget_of_thousands_is_kept(impl, case, p):
     check_every_other(impl, case, p)
 
 
+@law("GV-A11", of=SELECT, kind="edge", examples=2, case=paper_cases(groups=(4, 1)), p=st.sampled_from([0.95, 0.5]))
+def test_the_first_of_a_hundred_thousand_equal_logits_get_the_votes(impl, case, p):
+    """As above, and each sample keeps the first of the tokens that it sees alike."""
+    kept, tokens, seen, low, high = every_other(impl, case, p)
+    rank = np.minimum(tokens, np.where(seen, np.cumsum(seen, axis=1) - 1, tokens))
+    if ((rank < low) & ~kept).any() or (kept & (rank > high)).any():
+        raise Violation("of equal logits others than the first get the votes", rank < low, kept)
+
+
 def check_every_other(impl, case, p):
-    """Two samples see the same in all tokens, and in every other one: they keep the first B_0 tokens, or of those."""
+    """Two samples see the same in all tokens, and in every other one: each keeps B_0 of those."""
+    kept, _, seen, low, high = every_other(impl, case, p)
+    if ((kept & seen).sum(axis=1)[:, None] < low).any():
+        raise Violation("fewer tokens are kept than a sample has votes for", low, kept.sum(axis=1))
+    if (kept.sum(axis=1)[:, None] > 2 * high + 2).any() or ((kept & ~seen).sum(axis=1)[:, None] > high + 1).any():
+        raise Violation("more tokens are kept than the samples have votes for", 2 * high, kept.sum(axis=1))
+
+
+def every_other(impl, case, p):
+    """What is kept, [H, T], the tokens, which of them the second sample sees, and the least and the largest B_0, [H, 1].
+
+    The first sample sees the same in all tokens, the second in every other one, and nothing in the others.
+    """
     readers, tokens = (1, case.num_kv_heads * case.group), np.arange(case.length)
     seen = (tokens + np.arange(case.num_kv_heads)[:, None]) % 2 == 0
     # Exact products: the seen tokens have the same logit in every dtype.
@@ -149,12 +193,7 @@ def check_every_other(impl, case, p):
     kept = impl.gvote.select(query, keys, np.stack([np.roll(query, 1, axis=-1), query], axis=2), p=p)
     require_mask(kept, keys.shape[:3], "the selection")
     slack, count = mass_slack(impl.dtype, int(np.sqrt(case.length))) + rounding(impl, case.length), seen.sum(axis=1)[:, None]
-    rank = np.minimum(tokens, np.where(seen, np.cumsum(seen, axis=1) - 1, tokens))
-    must, may = rank < np.floor((p - slack) * count), rank <= np.ceil((p + slack) * count)
-    if (must & ~kept[0]).any():
-        raise Violation("a token is evicted that is among the top B_0 of a sample", must[None], kept)
-    if (kept[0] & ~may).any():
-        raise Violation("a token is kept that is among the top B_0 of no sample", may[None], kept)
+    return kept[0], tokens, seen, np.floor((p - slack) * count), np.ceil((p + slack) * count)
 
 
 @law(

@@ -133,13 +133,6 @@ def test_the_score_ranks_as_the_logit_of_queries_along_one_line(impl, case, seed
     require_near(got * 1.5 * length, wanted, 16 * error(impl) * length * np.abs(keys).sum(axis=-1).max(), "the scaled score")
 
 
-@law("QF-3", of=SCORE, kind="refusal", shape=st.sampled_from([(1, 1, 4), (1, 2, 3), (2, 2, 4), (2, 4)]))
-def test_filters_of_another_model_are_refused(impl, shape):
-    """Filters of other heads, channels or rows, or with too few axes, raise ValueError."""
-    with impl.refuses("q_filters"):
-        impl.q_filters.score(np.ones((1, 2, 3, 4)), np.ones(shape))
-
-
 @law("QF-2", of=CALIBRATE, kind="refusal", heads=st.sampled_from([2, 4]))
 def test_heads_that_no_group_divides_are_refused(impl, heads):
     """Three query heads for two or four KV heads raise ValueError."""

@@ -153,13 +153,6 @@ def test_each_token_turns_by_its_own_position(impl, case, seed):
     require_near(got, expected[:, :, order], slack, "the permuted rotation")
 
 
-@law("ROPE-2", of=ROTATE, kind="refusal", head_dim=st.sampled_from([1, 3, 5]))
-def test_states_of_odd_width_are_refused(impl, head_dim):
-    """Channels turn in pairs: states with an odd last axis raise ValueError."""
-    with impl.refuses(r"head_dim|states"):
-        impl.rope.rotate(np.ones((1, 1, 2, head_dim)), np.arange(2))
-
-
 @law(
     "ROPE-2",
     of=ROTATE,

@@ -110,18 +110,6 @@ def test_large_logits_and_single_tokens_are_finite(impl, size):
     require_near(shared, np.full((1, 1, 4), 0.25), rounding(impl), "the score of each of four equal keys")
 
 
-@law(
-    "TO-1",
-    of=SCORE,
-    kind="refusal",
-    shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]),
-)
-def test_queries_that_do_not_fit_are_refused(impl, shape):
-    """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
-    with impl.refuses("queries"):
-        impl.tova.score(np.ones(shape), np.ones((1, 2, 3, 4)))
-
-
 @law("TO-1", of=SCORE, examples=1, case=paper_cases(groups=(4, 1)))
 def test_the_last_query_scores_all_of_128k_tokens(impl, case):
     """The same of the longest prompts that papers use."""

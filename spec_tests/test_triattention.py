@@ -177,23 +177,6 @@ def test_equal_keys_score_zero(impl):
     require_equal(got, 0.0, "equal keys have different scores")
 
 
-BAD = [((1, 3, 4), (1, 3, 2)), ((2, 2, 4), (2, 2, 2)), ((1, 2, 6), (1, 2, 3)), ((2, 4), (2, 2))]
-
-
-@law("TA-4", of=SCORE, kind="refusal", shapes=st.sampled_from(BAD))
-def test_a_calibration_of_other_heads_is_refused(impl, shapes):
-    """A direction of heads that no group divides, of another batch, of other channels or too few axes raises ValueError."""
-    with impl.refuses("queries|query_direction"):
-        impl.triattention.score(np.ones((1, 2, 3, 4)), np.ones(shapes[0]), np.ones(shapes[1]))
-
-
-@law("TA-4", of=SCORE, kind="refusal", shape=st.sampled_from([(1, 2, 4), (1, 1, 2)]))
-def test_a_slack_that_does_not_fit_is_refused(impl, shape):
-    """A slack of whole channels or of other heads raises ValueError."""
-    with impl.refuses("query_slack"):
-        impl.triattention.score(np.ones((1, 2, 3, 4)), np.ones((1, 2, 4)), np.ones(shape))
-
-
 @law("TA-4", of=SCORE, examples=2, case=long_cases(groups=(2,), lengths=(16_385, 8_191), head_dims=(64, 80)))
 def test_a_long_prompt_is_standardised_over_all_of_its_tokens(impl, case):
     """Over thousands of tokens: the scores of the loops, one head after the other."""

@@ -33,6 +33,7 @@ from rich.progress import track
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import checks, grading, worker
 from evictionary.classroom.child import StudentError
+from evictionary.classroom.judgement import Judgement, empty, named
 from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.verdict import suite_version
 
@@ -98,7 +99,7 @@ class Inside:
         file = f"<{hashlib.sha256(source.encode()).hexdigest()}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads a kernel's source
         exec(compile(source, file, "exec"), vars(self.module))
-        self.named = grading._named(stem)
+        self.named = named(stem)
         self.functions = [name for name, value in vars(self.module).items() if callable(value)]
 
     def __enter__(self) -> Inside:
@@ -122,8 +123,7 @@ class Inside:
             raise StudentError(type(error).__name__, str(error), "") from error
         if hasattr(result, "numpy"):
             return result.numpy()
-        fields = getattr(result, "_fields", None)
-        return self.named(type(result).__name__, list(fields))(*result) if fields else result
+        return self.named(type(result).__name__, result._asdict()) if hasattr(result, "_fields") else result
 
     def in_torch(self, value: Any) -> Any:
         return self.module.torch.from_numpy(np.array(value, order="K")) if isinstance(value, np.ndarray) else value
@@ -152,14 +152,14 @@ def graded(assignment: str, seed: int, examples: int = grading.GRADE_EXAMPLES) -
 
 def side_by_side(
     one: assignments.Assignment, found: list[Submission], secret: bytes, examples: int, long: bool
-) -> dict[Submission, grading.Judgement]:
+) -> dict[Submission, Judgement]:
     """Judge all submissions on each input before the next is drawn, as the grader judges one: drawing takes most of the time.
 
     `long` asks the laws of long inputs too.
     """
-    run = grading._Run(one, Path(), one.file, secret, examples, {}, None)
+    run = grading.ByLaws(one, Path(), secret=secret, examples=examples)
     children = {each: Inside(each.source, one.stem) for each in found}
-    results = {each: grading.empty(one) for each in found}
+    results = {each: empty(one) for each in found}
     for place, step in enumerate(one.steps):
         judged = {}
         for each, child in children.items():

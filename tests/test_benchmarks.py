@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import cpu, gpu, report, rows, timing
-from benchmarks.row import NoKernel, Place, Row, Work, error, rows_apart
+from benchmarks.row import NoKernel, Place, Row, Work, rows_apart
 
 TINY = Place(device="cpu", dtype=torch.float32, shrink=512, heads=2, group=2, head_dim=16)
 CEILINGS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4.4e12, "matmul_flops_per_s": 8e14}
@@ -25,7 +25,7 @@ def no_gradients() -> Any:
 
 @pytest.mark.parametrize("row", gpu.ROWS, ids=lambda row: row.id)
 def test_every_row_is_right_and_timed_where_it_is_small(row: Row) -> None:
-    result = gpu.run_row(row, TINY, gpu.ProcessorWatch(), CEILINGS, 20.0)
+    result = gpu.run_row(row, TINY, CEILINGS, 20.0)
     work = row.build(TINY)
     assert {name: arm["status"] for name, arm in result["arms"].items()} == dict.fromkeys(work.arms, "measured")
     assert all(arm.get("error", 0) < 1e-5 for arm in result["arms"].values())
@@ -50,7 +50,8 @@ def work(call: Any, limit: float = 1e-3) -> Work:
     return Work(
         make=lambda seed: (torch.ones(4),),
         arms={"ours": call, "peer": lambda x: 2 * x},
-        check=lambda inputs, got: error(got, (2 * inputs[0]).double().numpy()),
+        want=lambda inputs: (2 * inputs[0]).double().numpy(),
+        read=lambda inputs, got: got,
         bytes=32,
         limit=limit,
     )
@@ -58,7 +59,7 @@ def work(call: Any, limit: float = 1e-3) -> Work:
 
 def test_a_row_without_time_measures_ours_and_says_what_was_left_out() -> None:
     row = Row("0", "twice", (), lambda place: work(lambda x: x + x))
-    result = gpu.run_row(row, TINY, gpu.ProcessorWatch(), CEILINGS, 0.0)
+    result = gpu.run_row(row, TINY, CEILINGS, 0.0)
     assert result["status"] == "measured" and result["missing"] == {"peer": "no time was left"}
 
 
@@ -73,7 +74,7 @@ def test_a_row_without_time_measures_ours_and_says_what_was_left_out() -> None:
 )
 def test_a_wrong_kernel_is_not_timed(call: Any, status: str) -> None:
     row = Row("0", "twice", ("none",), lambda place: work(call))
-    result = gpu.run_row(row, TINY, gpu.ProcessorWatch(), CEILINGS, 1.0)
+    result = gpu.run_row(row, TINY, CEILINGS, 1.0)
     assert result["status"].startswith(status)
     assert not any("seconds" in arm for arm in result["arms"].values())
 
@@ -93,7 +94,7 @@ def test_a_peer_that_fails_leaves_the_others() -> None:
         row.arms |= {"none": lambda: None, "wrong": lambda x: 3 * x, "late": late}
         return row
 
-    result = gpu.run_row(Row("0", "twice", (), build), TINY, gpu.ProcessorWatch(), CEILINGS, 5.0)
+    result = gpu.run_row(Row("0", "twice", (), build), TINY, CEILINGS, 5.0)
     found = {name: arm["status"].split(":")[0] for name, arm in result["arms"].items()}
     assert found == {"ours": "measured", "peer": "measured", "none": "failed", "wrong": "wrong", "late": "failed"}
     assert set(result["ratios"]) == {"peer"} and result["shapes"] == [[4]]
@@ -109,11 +110,11 @@ def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> N
     ]
     verdicts = {"keydiff": "", "lagkv": "float16: LK-12 does not hold"}
     target = tmp_path / "folder" / "gpu.json"
-    result = gpu.run(given, TINY, gpu.ProcessorWatch(), target, laws=lambda stems, **_: verdicts, found=lambda watch: CEILINGS)
+    result = gpu.run(given, TINY, target, laws=lambda stems, **_: verdicts, found=lambda place: CEILINGS)
     assert result == json.loads(target.read_text(encoding="utf-8"))
     assert [row["status"].split(":")[0] for row in result["rows"]] == ["no kernel yet", "not timed, laws fail", "measured"]
     assert result["schema"] == gpu.SCHEMA and result["commit"] and result["versions"]["torch"]
-    assert "no GPU" in gpu.table(result).title
+    assert [line.get("arm", "").split(":")[0] for line in gpu.lines(result)] == ["none", "broken", "right", "ours", "peer"]
     page = report.page(target.parent)
     assert "no kernel yet" in page and "laws fail: lagkv" in page and "twice" not in page
 
@@ -136,7 +137,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypat
     def call(**options: Any) -> dict[str, Any]:
         target = tmp_path / "gpu.json"
         given = [row("1"), row("2")]
-        return gpu.run(given, TINY, gpu.ProcessorWatch(), target, laws=laws, found=lambda watch: CEILINGS, **options)
+        return gpu.run(given, TINY, target, laws=laws, found=lambda place: CEILINGS, **options)
 
     assert [each["status"] for each in call()["rows"]] == ["measured", "not timed, laws fail: stem 2"]
     second = call()
@@ -153,7 +154,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypat
     assert built == ["1", "2"] * 5 and asked[2:] == [[]] * 4
 
 
-def test_every_call_and_every_measurement_inserts_other_tokens() -> None:
+def test_every_call_inserts_another_token_and_all_are_drawn_anew() -> None:
     built = next(row for row in gpu.ROWS if row.id == "8").build(TINY)
     inputs = built.make(0)
     tokens = inputs[1].clone()
@@ -162,15 +163,40 @@ def test_every_call_and_every_measurement_inserts_other_tokens() -> None:
     cache = inputs[3].clone()
     built.arms["ours"](*inputs)
     assert not torch.equal(cache, inputs[3])  # the second call has inserted another token
-    built.renew(inputs)
+    for _ in range(rows.NEW_TOKENS - 2):
+        built.arms["ours"](*inputs)
+    assert torch.equal(tokens, inputs[1])
+    built.arms["ours"](*inputs)
     assert not torch.equal(tokens, inputs[1])
+
+
+def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("triton.testing")
+    seen: list[int] = []
+
+    def bench(run: Any, **_: Any) -> list[float]:
+        return [run(), run(), run()]
+
+    def uncaptured(run: Any, **_: Any) -> list[float]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def timed(waits: bool, of_graph: Any) -> tuple[list[float], str]:
+        seen.clear()
+        monkeypatch.setattr(testing, "do_bench_cudagraph", of_graph)
+        monkeypatch.setattr(testing, "do_bench", bench)
+        measure, how = gpu.prepare(lambda x: (seen.append(x), 1000.0 * x)[1], [(1,), (2,)], Place(), waits)
+        return measure(), how
+
+    assert timed(False, bench) == ([2.0, 1.0, 2.0], "graph") and seen == [1, 2, 1, 2, 1, 2]
+    assert timed(False, uncaptured) == ([1.0, 2.0, 1.0], "events, not captured: RuntimeError")
+    assert timed(True, uncaptured) == ([1.0, 2.0, 1.0], "events, waits for the GPU")
 
 
 def test_the_mathematics_is_computed_once_for_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    score = rows.reference_keydiff.score
-    monkeypatch.setattr(rows.reference_keydiff, "score", lambda keys: (calls.append(1), score(keys))[1])
-    result = gpu.run_row(next(row for row in gpu.ROWS if row.id == "2"), TINY, gpu.ProcessorWatch(), CEILINGS, 5.0)
+    score = rows.keydiff.score
+    monkeypatch.setattr(rows.keydiff, "score", lambda keys: (calls.append(1), score(keys))[1])
+    result = gpu.run_row(next(row for row in gpu.ROWS if row.id == "2"), TINY, CEILINGS, 5.0)
     assert len(result["arms"]) > 1 and len(calls) == 1
 
 
@@ -178,7 +204,7 @@ def test_a_goal_in_time_follows_the_ceilings_of_the_machine() -> None:
     slow = {name: value / 2 for name, value in gpu.H200.items()}
     for latency, wanted in ((False, 2e-6), (True, 1e-6)):
         row = Row("0", "twice", (), lambda place: work(lambda x: x + x), 1e-6, latency=latency)
-        assert gpu.run_row(row, TINY, gpu.ProcessorWatch(), slow, 1.0)["goal_s"] == pytest.approx(wanted)
+        assert gpu.run_row(row, TINY, slow, 1.0)["goal_s"] == pytest.approx(wanted)
 
 
 def test_results_are_written_after_every_row(tmp_path: Path) -> None:
@@ -190,7 +216,7 @@ def test_results_are_written_after_every_row(tmp_path: Path) -> None:
 
     rows = [Row("0", "right", (), lambda place: work(lambda x: x + x)), Row("1", "killed", (), killed)]
     with pytest.raises(KeyboardInterrupt):
-        gpu.run(rows, TINY, gpu.ProcessorWatch(), target, laws=lambda *_, **__: {}, found=lambda watch: CEILINGS)
+        gpu.run(rows, TINY, target, laws=lambda *_, **__: {}, found=lambda place: CEILINGS)
     assert json.loads(target.read_text(encoding="utf-8"))["rows"][0]["status"] == "measured"
 
 
@@ -204,24 +230,24 @@ def test_a_peer_that_hangs_is_broken_off_and_the_others_are_timed() -> None:
         row.arms |= {"hangs": hang, "after it": lambda x: 2 * x}
         return row
 
-    result = gpu.run_row(Row("0", "twice", (), build), TINY, gpu.ProcessorWatch(), CEILINGS, 1.0, grace=0.0)
+    result = gpu.run_row(Row("0", "twice", (), build), TINY, CEILINGS, 1.0, grace=0.0)
     assert result["status"] == "measured" and result["arms"]["peer"]["status"] == "measured"
     assert result["arms"]["hangs"]["status"] == "failed: TimeoutError: not done after 1 s"
     assert result["missing"] == {"after it": "no time was left"}
     alone = Row("1", "hangs", (), lambda place: work(hang))
-    result = gpu.run_row(alone, TINY, gpu.ProcessorWatch(), CEILINGS, 0.1, grace=0.1)
+    result = gpu.run_row(alone, TINY, CEILINGS, 0.1, grace=0.1)
     assert result["status"].startswith("not timed, ours is failed: TimeoutError")
 
 
 def test_the_laws_are_written_before_anything_else_can_fail(tmp_path: Path) -> None:
     target = tmp_path / "gpu.json"
 
-    def broken(watch: Any) -> dict[str, float]:
+    def broken(place: Any) -> dict[str, float]:
         raise RuntimeError("no memory")
 
     rows = [Row("0", "right", ("lagkv",), lambda place: work(lambda x: x + x))]
     with pytest.raises(RuntimeError):
-        gpu.run(rows, TINY, gpu.ProcessorWatch(), target, laws=lambda *_, **__: {"lagkv": ""}, found=broken)
+        gpu.run(rows, TINY, target, laws=lambda *_, **__: {"lagkv": ""}, found=broken)
     assert json.loads(target.read_text(encoding="utf-8"))["laws"] == {"lagkv": ""}
 
 
@@ -245,20 +271,23 @@ def test_the_laws_are_put_to_the_implementation() -> None:
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main(["--out", "nowhere"]) == 2
-    assert "no GPU" in capsys.readouterr().err
-    assert gpu.main(["--rows", "1,99"]) == 2
-    assert "--rows: got 99" in capsys.readouterr().err
-    assert gpu.main(["--list", "--minutes", "0.5"]) == 2
-    assert "--minutes: got 0.5" in capsys.readouterr().err
+
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            gpu.main([*arguments])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    assert "no GPU" in refused("--out", "nowhere")
+    assert "--rows: got 99" in refused("--rows", "1,99")
+    assert "--minutes: got 0.5" in refused("--list", "--minutes", "0.5")
+    assert "--skip-laws" in refused("--skip-laws")
     assert gpu.main(["--list", "--rows", "1,2b"]) == 0
     assert capsys.readouterr().out.count("\n") == 2
-    with pytest.raises(SystemExit):
-        gpu.main(["--skip-laws"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "--out FOLDER is needed" in refused()
     monkeypatch.setattr(gpu, "NEEDED", ("pytest", "no_such_package"))
-    assert gpu.main(["--out", "nowhere"]) == 2
-    assert "no_such_package is not installed" in capsys.readouterr().err
+    assert "no_such_package is not installed" in refused("--out", "nowhere")
 
 
 def test_rows_apart_sees_rows_that_are_not_there() -> None:
@@ -283,14 +312,16 @@ def test_a_ratio_is_claimed_only_where_the_intervals_are_apart() -> None:
     assert timing.ratio(fast, slow) == timing.Ratio(2.0, True)
     assert timing.ratio(slow, fast) == timing.Ratio(0.5, True)
     assert timing.ratio(fast, timing.Spread(1.1, 2.0, 3.0, 6)) == timing.Ratio(2.0, False)
-    assert "not claimed" in str(timing.ratio(fast, timing.Spread(0.5, 1.0, 3.0, 6)))
 
 
 def test_arms_take_turns_there_and_back() -> None:
     order: list[str] = []
-    arms = {name: (lambda name=name: order.append(name) or 1.0) for name in "ABC"}  # type: ignore[func-returns-value]
-    times = timing.interleaved(arms, 5, enough=lambda: len(order) >= 12)
-    assert "".join(order) == "ABCCBA" * 2 and times["B"].count == 4
+    arms = {name: (lambda name=name: order.append(name) or [1.0, 3.0]) for name in "ABC"}  # type: ignore[func-returns-value]
+    times = timing.interleaved(arms, 2, 5, end=0.0)
+    assert "".join(order) == "ABCCBA" * 2 and times["B"] == timing.Spread(1.0, 2.0, 3.0, 8)
+    order.clear()
+    timing.interleaved(arms, 2, 5, end=math.inf)
+    assert "".join(order) == "ABCCBA" * 5
 
 
 def test_exponent_of_growth() -> None:

@@ -396,7 +396,8 @@ def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(lagkv, "read_on", reads)
     lagkv.first_digits(lab, "varied")
-    assert lengths == [272, lagkv.paper.retained_length(272, keep_ratio=0.25, sink_size=lagkv.SINKS, lag_size=64)]
+    kept, lags = {"keep_ratio": min(SCALE.keep_ratios), "sink_size": lagkv.SINKS}, sorted(SCALE.lag_sizes, reverse=True)
+    assert lengths == [272, *(lagkv.paper.retained_length(272, lag_size=lag, **kept) for lag in lags)]
     whole, in_chunks = lagkv.first_digits(replace(lab, scale=replace(SCALE, lag_sizes=(129,))), "varied")
     assert whole == in_chunks
 
@@ -537,7 +538,8 @@ def test_the_stored_results_follow_from_their_measurements() -> None:
     folder = ROOT / "docs" / "claims"
     result = json.loads((folder / "results.json").read_text())
     assert (result["model"], result["weights"]) == ("embedded", "SmolLM2-135M-Instruct")
-    plan = run.Plan("embedded", run.check_claims(), tuple(result["texts"]), result["seeds"])
+    kinds, seeds = tuple(result["texts"]), result["seeds"]
+    plan = run.Plan("embedded", run.check_claims(), kinds, seeds, seeds_of=result["seeds_of"])
     lines = list(store.read(folder / "results.jsonl", run.Plan.identify).values())
     assert len(lines) == len(plan.lines())
     made = json.loads(json.dumps(run.report(plan, lines, result["command"])))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pickle
 import re
 import runpy
+import shutil
 import sys
 import tracemalloc
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,37 @@ from typing import Any
 import classroom_styles
 import numpy as np
 import pytest
-from grader_tools import EVERY_FORMAT, child_of, invoke, judged, verdicts, written
 from hypothesis import assume
 from hypothesis import strategies as st
 from sampling import sampled
+from tools.grader import (
+    EVERY_FORMAT,
+    SOLUTION,
+    alone,
+    as_json,
+    child_of,
+    invoke,
+    judged,
+    line_of,
+    packed,
+    right,
+    verdicts,
+    with_another,
+    written,
+)
+from tools.synthetic import NUMPY, bundled
 
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
-from evictionary.classroom.child import Child, ChildDied
+from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
-from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
+from evictionary.classroom.judgement import empty
 from evictionary.errors import InstallError
-from evictionary.spec_tests.harness import matrix
+from evictionary.spec_tests.harness import outcome
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.harness.remote import Gone
 
 KERNEL = """
 import torch
@@ -206,27 +221,30 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
     assert (noisy.score, noisy.leaderboard) == (0, [])
 
 
-def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
-    def first(name: str, function: str, body: str) -> grading.Line:
-        one = assignments.load(name)
-        source = f"{bundled(name)}\n\n_right = {function}\n\n\ndef {function}(*args):\n    return {body}\n"
-        result = grading.judge(source.encode(), replace(one, steps=one.steps[:2]), secret=b"a secret", examples=2)
-        assert len(result.lines[0].laws) == len(one.steps[0].laws)
-        return result.lines[0]
-
-    line = first("expected_attention", "query_statistics", "_right(*args)[0]")
+@pytest.mark.parametrize(
+    ("name", "step", "function", "body", "told"),
+    [
+        (
+            *("expected_attention", "statistics", "query_statistics", "(*args): return right(*args)[0]"),
+            "query_statistics returned one ndarray, wanted a tuple of 2 arrays",
+        ),
+        ("momentkv", "sums", "update", "(*args): return tuple(right(*args))", "wanted Moments(count, key_sum"),
+    ],
+)
+def test_an_answer_of_too_few_parts_loses_its_step_and_no_other(name: str, step: str, function: str, body: str, told: str) -> None:
+    line = line_of(name, step, with_another(function, body, right(name)))
     assert line.verdict == "failed"
-    assert "query_statistics returned one ndarray, wanted a tuple of 2 arrays" in line.message
+    assert told in line.message
     assert "smallest input" in line.message
-    assert "wanted Moments(count, key_sum" in first("momentkv", "update", "tuple(_right(*args))").message
+    assert len(line.laws) == len(alone(name, step).steps[0].laws)
 
 
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("return _right(keys).astype(np.float32)", "score returned float32, wanted float64, the dtype of its input"),
-        ("return _right(keys).tolist()", "score returned a list of 1, wanted one array or number"),
-        ("return _right(keys)[..., None]", "score returned shape (1, 1, 1, 1), wanted (1, 1, 1)"),
+        ("return right(keys).astype(np.float32)", "score returned float32, wanted float64, the dtype of its input"),
+        ("return right(keys).tolist()", "score returned a list of 1, wanted one array or number"),
+        ("return right(keys)[..., None]", "score returned shape (1, 1, 1, 1), wanted (1, 1, 1)"),
         # With the expected numbers of a longer input, this would be gigabytes.
         ("return np.zeros((10**6, 1, 1, 1), np.float16)", "score returned shape (1000000, 1, 1, 1), wanted (1, 1, 1)"),
         (
@@ -236,13 +254,11 @@ def test_an_answer_of_too_few_parts_loses_its_step_and_no_other() -> None:
     ],
 )
 def test_a_student_is_told_what_an_answer_is_and_what_is_wanted(body: str, told: str) -> None:
-    one = assignments.load("keydiff")
-    source = f"{SOLUTION.read_text(encoding='utf-8')}\n\n_right = score\n\n\ndef score(keys):\n    {body}\n"
     tracemalloc.start()
-    result = grading.judge(source.encode(), replace(one, steps=one.steps[1:2]), secret=b"a secret", examples=2)
+    line = line_of("keydiff", "score", with_another("score", f"(keys):\n    {body}"))
     largest = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert told in result.lines[0].message
+    assert told in line.message
     assert largest < 2**27
 
 
@@ -254,14 +270,10 @@ def test_a_student_is_told_what_an_answer_is_and_what_is_wanted(body: str, told:
     ],
 )
 def test_a_student_is_told_the_words_of_a_refusal(body: str, told: str) -> None:
-    one = assignments.load("keydiff")
-    source = f"import numpy as np\n\n\ndef score(keys):\n    {body}\n"
-    (edges,) = (step for step in one.steps if step.name == "edges")
-    (refusals,) = (law for law in edges.laws if law.endswith("bad_shapes_are_refused"))
-    result = grading.judge(source.encode(), replace(one, steps=(replace(edges, needs=(), laws=(refusals,)),)), examples=2)
-    assert told in result.lines[0].message
-    assert "a ValueError with 'keys' in its message" in result.lines[0].message
-    assert "site-packages" not in result.lines[0].message
+    message = line_of("keydiff", "edges", f"import numpy as np\n\n\ndef score(keys):\n    {body}\n", "bad_shapes").message
+    assert told in message
+    assert "a ValueError with 'keys' in its message" in message
+    assert "site-packages" not in message
 
 
 def test_another_array_library_is_named() -> None:
@@ -280,47 +292,38 @@ def score(queries, keys):
 
 
 def test_a_long_prompt_has_no_room_for_a_matrix_of_its_weights() -> None:
-    one = assignments.load("h2o")
-    (blocks,) = (replace(step, needs=(), laws=()) for step in one.steps if step.name == "blocks")
-    result = grading.judge(WHOLE_MATRIX.encode(), replace(one, steps=(blocks,)), examples=1)
-    assert result.score == 0
-    assert "MemoryError: Unable to allocate 512. MiB" in result.lines[0].message
-    assert "8192 queries on 8192 tokens are scored without a matrix of their weights" in result.lines[0].message
+    line = judged(alone("h2o", "blocks", laws=()), WHOLE_MATRIX, examples=1).lines[0]
+    assert line.points == 0
+    assert "MemoryError: Unable to allocate 512. MiB" in line.message
+    assert "8192 queries on 8192 tokens are scored without a matrix of their weights" in line.message
 
 
 @pytest.mark.slow
 def test_a_step_may_draw_more_inputs_than_others() -> None:
     """One mistake shows on few inputs: with 10 for each law it passes, at this seed, the step that it gets wrong."""
-    one, mistake = assignments.load("gvote"), load_mutants()["gvote.ranked_together"]
-    (votes,) = (step for step in one.steps if step.name == "votes")
-    for steps, points in (((replace(votes, needs=(), thoroughness=1),), 15), ((replace(votes, needs=()),), 0)):
-        result = grading.judge(
-            bundled("gvote", mistake).encode(), replace(one, steps=steps), secret=b"3", examples=10, explain=points == 0
-        )
-        assert result.score == points
-    assert mistake.misconception in result.lines[0].misconceptions
+    mistake, settings = load_mutants()["gvote.ranked_together"], {"secret": b"3", "examples": 10}
+    wrong = bundled("gvote", mistake)
+    assert judged(alone("gvote", "votes", thoroughness=1), wrong, explain=False, **settings).score == 15
+    line = judged(alone("gvote", "votes"), wrong, **settings).lines[0]
+    assert line.points == 0
+    assert mistake.misconception in line.misconceptions
 
 
 def test_what_fails_in_explaining_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise ZeroDivisionError
 
-    source = SOLUTION.read_text(encoding="utf-8").replace("return unit(keys).mean(axis=-2)", "return keys.mean(axis=-2)")
+    source = SOLUTION.replace("return unit(keys).mean(axis=-2)", "return keys.mean(axis=-2)")
     before = judged("keydiff", source, explain=False)
-    monkeypatch.setattr(grading._Run, "explain", fail)
+    monkeypatch.setattr(grading.ByLaws, "explain", fail)
     assert verdicts(judged("keydiff", source)) == verdicts(before)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each child that is started may be waited for."""
     waits: list[float] = []
-
-    class Counted(Child):
-        def __enter__(self) -> Child:
-            waits.append(self.limits.wall_seconds)
-            return super().__enter__()
-
-    monkeypatch.setattr(grading, "Child", Counted)
+    start = Child.__enter__
+    monkeypatch.setattr(Child, "__enter__", lambda child: waits.append(child.limits.wall_seconds) or start(child))
     return waits
 
 
@@ -336,7 +339,7 @@ def test_a_file_that_cannot_be_loaded_is_not_tried_for_every_step(monkeypatch: p
 def test_code_that_hangs_has_one_second_try_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(child: Child, *args: Any, **settings: Any) -> None:
         child.is_late = True
-        raise child._end("no answer")
+        child.remote.end("did not answer", is_late=True)
 
     waits = counted(monkeypatch)
     monkeypatch.setattr(Child, "call", hang)
@@ -411,7 +414,7 @@ def test_a_softmax_through_its_logarithm_is_right_at_deviations_of_ten_thousand(
     one = assignments.load("lagkv")
     step = next(step for step in one.steps if step.check == "overflow")
     source = next(each.source for each in classroom_styles.submissions("lagkv") if form in each.name and not each.wrong)
-    run = grading._Run(one, Path(), one.file, b"a secret", 500, {}, None)
+    run = grading.ByLaws(one, Path(), secret=b"a secret", examples=500)
     (law,) = (law for law in run.laws(step) if law.name == "grader::score")
     run.drawn(law, step).check(run.implementation(classroom_styles.Inside(source, one.stem), step))  # type: ignore[arg-type]
 
@@ -423,7 +426,7 @@ def test_a_softmax_through_its_logarithm_is_right_at_huge_keys() -> None:
     )
     step = next(step for step in one.steps if law.name in step.laws)
     case = Case(kind="huge", seed=65122, batch=2, num_kv_heads=3, group=3, length=15, head_dim=6, value_dim=4, num_queries=3)
-    run = grading._Run(one, Path(), one.file, b"a secret", 1, {}, None)
+    run = grading.ByLaws(one, Path(), secret=b"a secret", examples=1)
     for each in classroom_styles.submissions("expected_attention"):
         if not each.wrong:
             inside = classroom_styles.Inside(each.source, one.stem)
@@ -465,14 +468,14 @@ class _Table(classroom_styles.Inside):
 
 
 def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> None:
-    one = replace(assignments.load("keydiff"), steps=assignments.load("keydiff").steps[1:3])
-    table = _Table(SOLUTION.read_text(encoding="utf-8"), "keydiff")
+    one = alone("keydiff", "score", "symmetries")
+    table = _Table(SOLUTION, "keydiff")
 
     def points(check_seed: int) -> int:
-        run = grading._Run(one, Path(), one.file, None, 3, {}, None, check_seed)
+        run = grading.ByLaws(one, Path(), examples=3, check_seed=check_seed)
         run.child = lambda patience=1: table  # type: ignore[assignment, misc, return-value]
-        result = grading.empty(one)
-        grading._judge_steps(run, result, explained=True)
+        result = empty(one)
+        run.judge_steps(result, explained=True)
         return result.score
 
     assert points(1) == 45
@@ -483,14 +486,17 @@ def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> Non
 def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
     written(tmp_path, "def score(keys):\n    return keys[..., 0]\n", "keydiff.py")
     arguments = ("check", "keydiff", "--work", tmp_path)
-    first, second = (json.loads(invoke(*arguments, "--json").stdout)["check_seed"] for _ in range(2))
-    assert first != second
+    assert as_json(*arguments)["check_seed"] != as_json(*arguments)["check_seed"]
     assert f"evictionary check keydiff --work {tmp_path} --seed 7" in invoke(*arguments, "--seed", 7).stdout
 
 
+def wrong_style(name: str, mistake: str) -> str:
+    (one,) = (each for each in classroom_styles.submissions(name) if each.wrong == mistake)
+    return one.source
+
+
 def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
-    (never,) = (each for each in classroom_styles.submissions("gvote") if each.wrong == "samples_that_never_vote")
-    result = judged("gvote", never.source, explain=False)
+    result = judged("gvote", wrong_style("gvote", "samples_that_never_vote"), explain=False)
     assert verdicts(result)["votes"] == "failed"
     assert verdicts(result)["logits"] == "not judged yet"
     assert result.score == 55
@@ -501,8 +507,7 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     "mistake", ["a_launch_that_never_happens", "a_launch_whose_scores_are_left", "a_launch_that_is_multiplied_by_zero"]
 )
 def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
-    (one,) = (each for each in classroom_styles.submissions("kernel") if each.wrong == mistake)
-    result = judged("kernel", one.source, examples=1, explain=False)
+    result = judged("kernel", wrong_style("kernel", mistake), examples=1, explain=False)
     assert result.score == 0
     assert result.lines[0].laws["grader::score"] == "crashed"
     assert "a kernel has to compute with the keys" in result.lines[0].message
@@ -511,74 +516,57 @@ def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
 # What a student is told
 
 
-def explained(name: str, step: str, source: str, law: str = "") -> grading.Line:
-    """The line of one step of a wrong file, or of one of its laws."""
-    one = assignments.load(name)
-    (chosen,) = (each for each in one.steps if each.name == step)
-    laws = tuple(each for each in chosen.laws if law in each)
-    return grading.judge(
-        source.encode(), replace(one, steps=(replace(chosen, needs=(), laws=laws),)), secret=b"a secret", examples=4
-    ).lines[0]
+COUNTED = "(keys, calls=[]): calls.append(1); return right(keys) + "
+LOOSE = "(keys, values, **named): return right(keys, values, **named) & (named['sink_size'] > 3)"
+REFUSED = 'except ValueError as error:\n    print("expected a ValueError:", error)\nprint("got'
 
 
-def test_an_error_in_the_last_digits_is_explained() -> None:
-    source = SOLUTION.read_text(encoding="utf-8")
-    small = source + "\n\n_right = anchor\n\n\ndef anchor(keys):\n    return _right(keys) * (1 + 1e-9)\n"
-    message = explained("keydiff", "anchor", small).message
-    assert "a number added for safety (norm + 1e-12)" in message
-    assert "step in float32" in message
-
-
-@pytest.mark.parametrize("added", ["(len(_calls) > 6)", "(len(_calls) == 3)"])
-def test_what_is_kept_between_calls_is_named_in_plain_words(added: str) -> None:
-    state = f"\n\n_right, _calls = anchor, []\n\n\ndef anchor(keys):\n    _calls.append(1)\n    return _right(keys) + {added}\n"
-    message = explained("keydiff", "anchor", SOLUTION.read_text(encoding="utf-8") + state).message
-    assert "two answers to one input" in message
-    assert "Flaky" not in message
-
-
-def test_a_script_prints_the_students_answer_where_the_reference_refuses() -> None:
-    line = explained("keydiff", "edges", "def score(keys):\n    return keys.sum(-1)\n", "bad_shapes")
-    assert 'except ValueError as error:\n    print("expected a ValueError:", error)\nprint("got' in line.repro
-
-
-def test_the_call_that_is_shown_is_the_one_that_failed() -> None:
-    """The law calls select, which is wrong, and then retained_length, which is right."""
-    body = "    return _select(keys, values, **settings) & (settings['sink_size'] > 3)\n"
-    wrong = f"\n\n_select = select\n\n\ndef select(keys, values, **settings):\n{body}"
-    message = explained("lagkv", "select", bundled("lagkv") + wrong, "retained_length").message
-    assert "impl.lagkv.select(keys, values, " in message
-    assert "impl.lagkv.retained_length" not in message
+@pytest.mark.parametrize(
+    ("name", "step", "source", "law", "told"),
+    [
+        (
+            "keydiff",
+            "anchor",
+            with_another("anchor", "(keys): return right(keys) * (1 + 1e-9)"),
+            "",
+            "(norm + 1e-12) or a step in float32",
+        ),
+        ("keydiff", "anchor", with_another("anchor", f"{COUNTED}(len(calls) > 6)"), "", "two answers to one input"),
+        ("keydiff", "anchor", with_another("anchor", f"{COUNTED}(len(calls) == 3)"), "", "two answers to one input"),
+        ("keydiff", "edges", "def score(keys):\n    return keys.sum(-1)\n", "bad_shapes", REFUSED),
+        # The law calls select, which is wrong, and then retained_length, which is right.
+        ("lagkv", "select", with_another("select", LOOSE, right("lagkv")), "retained_length", "impl.lagkv.select(keys, values, "),
+    ],
+)
+def test_what_went_wrong_is_explained_in_plain_words(name: str, step: str, source: str, law: str, told: str) -> None:
+    line = line_of(name, step, source, law, examples=4)
+    assert told in line.message + line.repro
+    assert "Flaky" not in line.message
+    assert "impl.lagkv.retained_length" not in line.message
 
 
 def test_time_in_the_queue_of_the_processors_is_not_the_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "def unit_keys(keys):\n    return 2 * keys\n"
     with child_of(tmp_path, source) as child:
-        assert child._queued() >= 0
-        child._allowed = child._waited = 0.0  # no time is left
-        monkeypatch.setattr(child, "_queued", lambda: child._queued_before + 60)
+        child.remote.allow(0)  # no time is left
+        queued = child.remote.queued()
+        monkeypatch.setattr(child.remote, "queued", lambda: queued + 60)
         assert (child.call("unit_keys", np.ones(3)) == 2).all()
-        child._waited = 0.0
-        monkeypatch.undo()
-        monkeypatch.setattr(child, "_queued", lambda: child._queued_before)
-        with pytest.raises(ChildDied, match="no answer within 0 s"):
+        child.remote.allow(0)
+        with pytest.raises(Gone, match="did not answer within 0 s"):
             child.call("unit_keys", np.ones(3))
 
 
 def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "SECONDS", 1)
+    monkeypatch.setattr(outcome, "SECONDS", 1)
     monkeypatch.setattr(grading, "SECONDS", 1)
-    source = "import time\n\n\ndef anchor(keys):\n    time.sleep(600)\n"
-    one = replace(assignments.load("keydiff"), steps=assignments.load("keydiff").steps[:1])
-    result = grading.judge(source.encode(), one, secret=b"a secret", examples=2)
-    assert result.lines[0].reason == "no verdict within 1 s"
-    assert next(iter(result.lines[0].laws.values())) == "timed out"
+    line = line_of("keydiff", "anchor", "import time\n\n\ndef anchor(keys):\n    time.sleep(600)\n")
+    assert line.reason == "no verdict within 1 s"
+    assert next(iter(line.laws.values())) == "timed out"
 
 
 @pytest.mark.parametrize("name", ["kernel", "contest"])
 def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = assignments.load(name)
-
     def absent() -> Any:
         raise InstallError("no index")
 
@@ -590,31 +578,29 @@ def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path
     assert classes.summary([grade])["blocked"] == ["ada"]
     assert "Blocked, which is not the student's doing: this machine has no" in formats.gradescope(grade)
     assert classes._stored(order, "ada", tmp_path / "ada.py", tmp_path / "grades") is None
-    written(tmp_path, name=Path(one.file).name)
-    (tmp_path / Path(one.file).parent).mkdir(exist_ok=True)
-    written(tmp_path, name=one.file)
+    written(tmp_path, name=assignments.load(name).file)
     checked = invoke("check", name, "--work", tmp_path)
     assert checked.exit_code == 2
-    if one.interpret:  # no time is taken where there is no torch to take it with
+    if name == "kernel":  # no time is taken where there is no torch to take it with
         told = "this machine has no triton, which the assignment needs: pip install 'evictionary[torch]'"
         assert f"Not judged: {told}" in checked.stdout and "GPU" not in checked.stdout
         assert told in invoke("start", name, "--work", tmp_path / "other").stdout
 
 
 def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:
-    work, archive = tmp_path / "work", tmp_path / "keydiff (1).zip"
-    work.mkdir()
-    written(work, SOLUTION.read_bytes(), "keydiff.py")
-    assert invoke("submit", "keydiff", "--work", work, "--output", archive, "--student", "ada").exit_code == 0
-    assert submissions.personal_id(archive, "keydiff (1)")[0] == "ada"
+    work, archive = ("--work", written(tmp_path / "work", SOLUTION, "keydiff.py").parent), tmp_path / "keydiff (1).zip"
+    assert invoke("submit", "keydiff", *work, "--output", archive, "--student", "a/b").exit_code == 2
+    assert invoke("submit", "keydiff", *work, "--output", archive, "--student", "ada").exit_code == 0
     (tmp_path / "upload").mkdir()
-    archive.rename(tmp_path / "upload" / "x.zip")
-    assert submissions.personal_id(tmp_path / "upload", "upload")[0] == "ada"
-    assert submissions.personal_id(written(tmp_path, name="Ada (1).py"), "Ada (1)") == ("Ada", "")
-    with zipfile.ZipFile(tmp_path / "eve.zip", "w") as packed:
-        packed.writestr(submissions.MANIFEST, '{"student": "../ada"}')
-    assert submissions.personal_id(tmp_path / "eve.zip", "eve") == ("eve", "")
-    assert invoke("submit", "keydiff", "--work", work, "--output", archive, "--student", "a/b").exit_code == 2
+    alike = shutil.copy(archive, tmp_path / "upload" / "x.zip").parent
+    stranger = packed(tmp_path / "eve.zip", {submissions.MANIFEST: '{"student": "../ada"}'})
+    for path, name, wanted in (
+        (archive, "keydiff (1)", ("ada",)),
+        (alike, "upload", ("ada",)),
+        (written(tmp_path, name="Ada (1).py"), "Ada (1)", ("Ada", "")),
+        (stranger, "eve", ("eve", "")),
+    ):
+        assert submissions.personal_id(path, name)[: len(wanted)] == wanted
     grades = [{"personal_id": each, "student": f"{each}{place}"} for place, each in enumerate(("ada", "ada", "bob"))]
     whole = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0, "notes": []}
     assert classes.summary([whole | grade for grade in grades])["one_id"] == ["ada0", "ada1"]
@@ -622,21 +608,13 @@ def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:
 
 def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reading starts a process."""
-    work, archive = tmp_path / "work", tmp_path / "ada.zip"
-    work.mkdir()
-    written(work, SOLUTION.read_bytes(), "lagkv.py")
-    submissions.pack(assignments.load("lagkv"), work, archive, "ada")
-    asked: list[str] = []
+    one, archive, asked = assignments.load("lagkv"), tmp_path / "ada.zip", []
+    submissions.pack(one, written(tmp_path, name="lagkv.py").parent, archive, "ada")
     read = submissions._from_archive
-
-    def counted(path: Path, name: str) -> bytes:
-        asked.append(name)
-        return read(path, name)
-
-    monkeypatch.setattr(submissions, "_from_archive", counted)
-    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: grading.empty(assignment))
+    monkeypatch.setattr(submissions, "_from_archive", lambda path, name: asked.append(name) or read(path, name))
+    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
     grade = classes.grade_one(classes.Order("lagkv", b"a secret", 1, (), personal=True), "upload (1)", archive)
-    assert (grade["personal_id"], grade["constants"]) == ("ada", assignments.load("lagkv").constants_of("ada"))
+    assert (grade["personal_id"], grade["constants"]) == ("ada", one.constants_of("ada"))
     assert sorted(asked) == [submissions.MANIFEST, "lagkv.py"]
 
 
@@ -644,8 +622,6 @@ def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(tmp_path: Path
     "secret", [b"1", b"2", pytest.param(b"3", marks=pytest.mark.slow), pytest.param(b"4", marks=pytest.mark.slow)]
 )
 def test_a_softmax_without_its_maximum_loses_the_same_points_at_every_seed(secret: bytes) -> None:
-    (one,) = (each for each in classroom_styles.submissions("lagkv") if each.wrong == "softmax_without_the_maximum")
-    assignment = assignments.load("lagkv")
-    first = replace(assignment, steps=assignment.steps[:4])
-    result = grading.judge(one.source.encode(), first, secret=secret, examples=3, explain=False)
+    one = alone("lagkv", "score", "range", "normalise", "deviation")
+    result = judged(one, wrong_style("lagkv", "softmax_without_the_maximum"), secret=secret, examples=3, explain=False)
     assert verdicts(result) == {"score": "failed", "range": "passed", "normalise": "passed", "deviation": "passed"}

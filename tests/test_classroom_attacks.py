@@ -1,13 +1,23 @@
-"""Hostile submissions: each scores nothing, ends in time, and is written down like any other."""
+"""Hostile submissions, and the process that runs a student's file: each scores nothing, ends in time, and is written down."""
 
 from __future__ import annotations
 
 import io
 import itertools
+import json
+import math
+import os
+import select
+import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
+from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -15,11 +25,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from sampling import sampled
+from tools import attacks
+from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, child_of, judged, names_in, verdicts, written
+from tools.synthetic import bundled
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import attacks, classes, formats, grading, submissions, worker
-from evictionary.classroom.child import Child, ChildDied, StudentError
+from evictionary.classroom import classes, formats, grading, sandbox, seccomp, submissions, worker
+from evictionary.classroom.child import LARGEST_ANSWER, Child, StudentError, as_tuple, closed
+from evictionary.classroom.judgement import empty
+from evictionary.spec_tests.harness import wire
+from evictionary.spec_tests.harness.outcome import TimedOut, time_limit
+from evictionary.spec_tests.harness.remote import Gone
 
 ORACLE = Path(next(iter(reference.__path__))) / "keydiff.py"
 
@@ -30,20 +47,16 @@ SAMPLED = sampled(attacks.SOURCES, every=4)
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_an_attack_scores_nothing(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "mallory.py"
-    path.write_text(attacks.SOURCES[name], encoding="utf-8")
-    order = classes.Order("keydiff", b"a secret", 5, tuple(formats.FORMATS), seconds=0.3)
+    path = written(tmp_path, attacks.SOURCES[name], "mallory.py")
+    order = classes.Order("keydiff", b"a secret", 5, EVERY_FORMAT, seconds=0.3)
     (grade,) = classes.run(order, {"mallory": path}, tmp_path / "grades", 1)
     assert grade["score"] == 0
     assert grade["error"] == ""
-    assert {each.name for each in (tmp_path / "grades" / "mallory").iterdir()} == {
-        "grade.json",
-        *(file for file, _ in formats.FORMATS.values()),
-    }
+    assert names_in(tmp_path / "grades" / "mallory") == EVERY_FILE
 
 
 def test_the_disk_stays_as_it_is() -> None:
-    grading.judge(attacks.SOURCES["fills the disk"].encode(), assignments.load("keydiff"), examples=5, explain=False)
+    judged("keydiff", attacks.SOURCES["fills the disk"], examples=5, explain=False)
     for folder in ("/tmp", "/dev/shm", "/var/tmp"):
         assert not [each for each in Path(folder).glob("full[0-9]*") if each.stat().st_size]
 
@@ -60,10 +73,7 @@ def test_hostile_archives_are_refused(tmp_path: Path) -> None:
 
 def test_the_oracle_in_the_file_itself_would_have_full_marks() -> None:
     """What the attacks on the oracle are after is worth having: reading it is all that stands between them and full marks."""
-    from evictionary.classroom.synthetic import bundled
-
-    result = grading.judge(bundled("keydiff").encode(), assignments.load("keydiff"), secret=b"a secret", examples=1)
-    assert result.score == 100
+    assert judged("keydiff", bundled("keydiff"), examples=1).score == 100
 
 
 # Whatever is handed in ends as a result
@@ -126,38 +136,25 @@ def test_any_archive_is_read_or_refused(tmp_path: Path, tries: settings) -> None
     check()
 
 
-FRAMES = [
-    worker.pack({"result": worker.encode(value, arrays)}, arrays)
-    for value in (1.5, np.ones((2, 3)), (np.arange(3), None), [True])
-    for arrays in ([],)  # type: ignore[var-annotated]
-]
+FRAMES = [wire.frame({}, [value]) for value in (1.5, np.ones((2, 3)), (np.arange(3), None), [True])]
 
 
 @tried(200, 2000)
 def test_any_frame_is_an_answer_or_ends_the_child(tries: settings) -> None:
-    class Dictated(Child):
-        """A child that answers with the frame, and ends after it."""
-
-        def __init__(self, frame: bytes) -> None:
-            super().__init__(Path("keydiff.py"), "keydiff")
-            self.said = io.BytesIO(frame)
-
-        def _send(self, frame: bytes, started: float) -> None:
-            return
-
-        def _receive(self, count: int, started: float) -> bytes:
-            part = self.said.read(count)
-            if len(part) < count:
-                raise self._end("it ended")
-            return part
-
-        def _kill(self) -> None:
-            return
-
     def answered(frame: bytes) -> Any:
+        said, child = io.BytesIO(frame), Child(Path("keydiff.py"), "keydiff")
+
+        def end(why: str) -> NoReturn:
+            raise Gone(why)
+
+        def receive(count: int) -> bytes:
+            part = said.read(count)
+            return part if len(part) == count else end("ended")
+
+        child.remote = SimpleNamespace(asking=nullcontext, send=lambda data: None, receive=receive, end=end)  # type: ignore[assignment]
         try:
-            return Dictated(frame).call("score", 1)
-        except (ChildDied, StudentError, ValueError) as error:
+            return child.call("score", 1)
+        except (Gone, StudentError, ValueError) as error:
             return str(error)
 
     @tries
@@ -178,7 +175,7 @@ def test_any_name_and_message_are_text_in_every_format(tmp_path: Path, junit: An
         path = Path(name.replace(b"/", b"").replace(b"\0", b"").decode("utf-8", "surrogateescape") + ".py")
         student = submissions.student_of(path)
         assert submissions.is_id(student)
-        judged = grading.empty(assignments.load("keydiff"), grading.clean(said))
+        judged = empty(assignments.load("keydiff"), grading.clean(said))
         for line in judged.lines:
             line.verdict, line.reason, line.message = "failed", grading.clean(said), grading.clean(said)
         order = classes.Order("keydiff", b"a secret", 1, ())
@@ -191,3 +188,181 @@ def test_any_name_and_message_are_text_in_every_format(tmp_path: Path, junit: An
         assert {child.type for token in tokens for child in token.children or []} <= {"text", "text_special", "softbreak"}
 
     check()
+
+
+# The process that runs a student's file: what it may do, what it answers, how it ends
+
+
+def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:
+    with child_of(tmp_path, attacks.PROBE) as child:
+        assert child.walls["system calls"] == bool(seccomp.program())
+        assert child.call("harm") == "" or not child.walls["system calls"]
+
+
+def test_the_filter_of_system_calls() -> None:
+    """Each machine's numbers are different ones, and what a scorer needs is not among them."""
+    needed = {"x86_64": {"read": 0, "write": 1, "mmap": 9, "futex": 202}, "aarch64": {"read": 63, "write": 64, "futex": 98}}
+    for machine, allowed in needed.items():
+        numbers = seccomp.refused(machine)
+        assert len(set(numbers.values())) == len(numbers)
+        assert set(allowed.values()).isdisjoint(numbers.values())
+        assert len(seccomp.program(machine)) % 8 == 0
+    assert seccomp.refused("x86_64")["socket"] == 41
+    assert seccomp.refused("aarch64")["socket"] == 198
+    assert seccomp.program("riscv64") == b""
+
+
+def test_an_error_carries_five_hundred_characters_out_in_all(tmp_path: Path) -> None:
+    """A forged frame has three texts; each may be as long as one of the student's messages, and all may not."""
+    forged = attacks.SOURCES["a frame of three long messages"]
+    with child_of(tmp_path, forged) as child, pytest.raises(StudentError, match="xxx") as error:
+        child.call("anchor", np.ones((1, 1, 2, 2)))
+    assert str(error.value).count("x") <= 500
+
+
+def test_what_the_code_tried_is_written_down(tmp_path: Path) -> None:
+    source = "import os\n\n\ndef anchor(keys):\n    try:\n        open('/etc/passwd')\n    except OSError:\n        os.kill(1, 0)\n"
+    result = judged("keydiff", source, examples=1, explain=False)
+    assert result.notes == ["the code tried: open /etc/passwd, os.kill"]
+    assert judged("keydiff", SOLUTION, examples=1).notes == []
+
+
+WITHOUT_LANDLOCK = """
+import struct, sys
+from evictionary.classroom import sandbox
+from evictionary.cli.app import app
+lines = (0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7FFF0000)
+sandbox.filter_calls(b"".join(struct.pack("=HBBI", *line) for line in lines))
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("more", "code"), [((), 2), (("--without-walls",), 0)])
+def test_without_landlock_nothing_is_run_unless_told_to(more: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    """The kernel answers as an older one does, or as a container that forbids Landlock."""
+    secret = written(tmp_path, "nobody guesses this", "secret")
+    settings = ("--assignment", "keydiff", "--seed-file", secret, "--output", tmp_path / "grades", "--examples", "1", *more)
+    command = (sys.executable, "-c", WITHOUT_LANDLOCK, "grade", written(tmp_path, "def anchor(keys):\n    return 1.0\n"), *settings)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert "no landlock: it could read the seed file, the submissions and your home" in " ".join(done.stderr.split())
+    assert (tmp_path / "grades").exists() == (code == 0)
+    if code == 0:
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["ada.py", "grades", "secret"]  # and nothing of Hypothesis
+        assert "landlock" in json.loads((tmp_path / "grades" / "summary.json").read_text(encoding="utf-8"))["walls_missing"]
+
+
+def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
+    path = written(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(600)\n", "keydiff.py")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom evictionary.classroom.child import Child\n"
+        "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child.remote.pid, flush=True)\n"
+        "    child.call('score', 1)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as grader:
+        assert grader.stdout is not None
+        ended = select.poll()
+        ended.register(os.pidfd_open(int(grader.stdout.readline())), select.POLLIN)
+        grader.kill()
+        assert ended.poll(20_000)
+
+
+def test_the_oracle_is_closed_wherever_it_is_installed(tmp_path: Path) -> None:
+    site = tmp_path / "lib" / "python3" / "site-packages"
+    for name in ("reference", "numpy", "evictionary-1.dist-info"):
+        (site / name).mkdir(parents=True)
+    (tmp_path / "lib" / "link").symlink_to(site)
+    (tmp_path / "lib" / "os.py").touch()
+    hidden = closed(site)
+    assert {str(site / "reference"), str(site / "evictionary-1.dist-info"), str(Path(__file__).parents[1])} <= set(hidden)
+    # Not Python's whole folder, then, nor a link that leads back to it.
+    assert sandbox.without(str(tmp_path), hidden) == [str(tmp_path / "lib" / "os.py"), str(site / "numpy")]
+    assert sandbox.without(str(site / "reference"), hidden) == []
+
+
+def test_one_dead_child_costs_one_step() -> None:
+    source = SOLUTION + "\n\ndef anchor(keys):\n    import os\n\n    os._exit(0)\n"
+    source = source.replace("unit(anchor(keys))", "unit(unit(keys).mean(axis=-2))")
+    result = judged("keydiff", source)
+    assert verdicts(result) == {
+        "anchor": "failed",
+        "score": "passed",
+        "symmetries": "passed",
+        "edges": "passed",
+        "pairwise": "not judged yet",
+        "sizes": "not judged yet",
+    }
+    assert "ended with exit code 0" in result.lines[0].reason
+    assert result.lines[-1].reason == "needs anchor first"
+
+
+def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "of the grader")
+    source = "import os, sys\n\n\ndef seen():\n    return (str(dict(os.environ)), str(sys.argv), str(sorted(sys.modules)))\n"
+    with child_of(tmp_path, source) as child:
+        environment, arguments, modules = child.call("seen")
+    assert "A_TOKEN" not in environment
+    assert "secret" not in arguments
+    for name in ("reference", "optimized", "spec_tests", "hypothesis", "evictionary"):
+        assert f"'{name}'" not in modules
+
+
+def test_what_may_not_cross() -> None:
+    for value in ({"a": 1}, print, np.array([print], dtype=object), np.array(["text"])):
+        with pytest.raises(wire.BadMessage):
+            wire.frame({}, [value])
+    # A description that claims more than there is, less, what lies under another array, or what no array has.
+    for arrays, told in (
+        ([{"shape": [10**12], "dtype": "float64"}], "16 bytes for an array of shape"),
+        ([{"shape": [1], "dtype": "float64"}], "8 bytes that belong to no array"),
+        ([{"shape": [2], "dtype": "float64"}] * 2, "0 bytes for an array of shape"),
+        ([{"shape": [0, 10**30], "dtype": "float64"}], "Maximum allowed dimension exceeded"),
+        ([{"shape": [-2], "dtype": "float64"}], "wanted a list of whole numbers"),
+        ([{"shape": [2], "dtype": "object"}], "an array of dtype 'object'"),
+        ([{"plain": [1]}], "an array of shape 'null'"),
+        ([{"fraction": "1e999999999"}], "a fraction that is not"),
+        ([{"fraction": ["1e999999999", 1]}], "a fraction that is not"),
+        ([{"fraction": [1, 0]}], "a fraction that is not"),
+        ({}, "no message"),
+    ):
+        with pytest.raises(wire.BadMessage, match=told):
+            wire.read(json.dumps({"values": arrays}).encode(), bytes(16), as_tuple)
+    # The keys that a kernel is timed with go through, an answer of that size does not.
+    timed = struct.pack(">QQ", 100, 4 * math.prod(grading.TIMED_SHAPE))
+    assert wire.sizes(timed, worker.LARGEST_CALL)[0] == 100
+    for header in (timed, b"\xff" * 16):
+        with pytest.raises(wire.BadMessage, match="bytes, more than"):
+            wire.sizes(header, LARGEST_ANSWER)
+
+
+def test_what_crosses_arrives_as_it_was_sent() -> None:
+    turned = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    sent = [
+        turned,
+        np.float32(0.1),
+        Fraction(-3, 7),
+        float("nan"),
+        [1.5, "text", None],
+        (np.zeros((0, 2), bool), 2),
+        np.longdouble(3),
+    ]
+    frame = wire.frame({}, sent)
+    text, body = wire.sizes(frame[:16], LARGEST_ANSWER)
+    got = wire.read(frame[16 : 16 + text], frame[-body:], as_tuple)[1]
+    assert repr(got) == repr(sent)
+    assert got[0].flags.f_contiguous and got[0].flags.writeable
+
+
+def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
+    """The time limit of a law ends a child that the grader waits for: half of an answer may be left in its pipe."""
+    with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
+        with pytest.raises(TimedOut), time_limit(1):
+            child.call("score", 1)
+        with pytest.raises(Gone, match="interrupted"):
+            child.call("score", 1)
+
+
+def test_a_child_that_does_not_read_does_not_hold_the_grader(tmp_path: Path) -> None:
+    source = "import time\n\n\ndef score(keys):\n    time.sleep(60)\n"
+    with child_of(tmp_path, source, 0.3) as child, pytest.raises(Gone, match="did not answer"):
+        child.call("score", np.zeros(10**6))

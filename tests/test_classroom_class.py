@@ -12,22 +12,38 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grader_tools import EVERY_FORMAT, graded, invoke, order, written
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
 from test_pages import blocks, commands
+from tools.grader import (
+    EVERY_FILE,
+    EVERY_FORMAT,
+    SOLUTION,
+    as_json,
+    graded,
+    invoke,
+    json_of,
+    names_in,
+    order,
+    packed,
+    text_of,
+    written,
+)
+from tools.synthetic import SOLUTION as SOLVED
+from tools.synthetic import bundled
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
 from evictionary.classroom.child import StudentError
-from evictionary.classroom.synthetic import SOLUTION, bundled
+from evictionary.classroom.judgement import Judgement, Run, empty
 from evictionary.errors import UsageError
 from evictionary.spec_tests.harness.planted import load_mutants
 
@@ -35,31 +51,34 @@ from evictionary.spec_tests.harness.planted import load_mutants
 
 
 def test_every_format_is_valid(tmp_path: Path, junit: Any) -> None:
-    wrong = bundled("keydiff", load_mutants()["keydiff.raw_mean_anchor"])
-    grade = graded(wrong, tmp_path, 2, EVERY_FORMAT)
-    folder = tmp_path / "grades" / "ada"
-    files = {name: (folder / file).read_text(encoding="utf-8") for name, (file, _) in formats.FORMATS.items()}
+    grade = graded(bundled("keydiff", load_mutants()["keydiff.raw_mean_anchor"]), tmp_path, 2, EVERY_FORMAT)
+    files = {name: text_of(tmp_path / "grades" / "ada" / file) for name, (file, _) in formats.FORMATS.items()}
     junit.validate(files["junit"])
     gradescope, classroom50 = json.loads(files["gradescope"]), json.loads(files["classroom50"])
     assert gradescope["score"] == sum(test["score"] for test in gradescope["tests"]) == grade["score"] == 15
     assert classroom50["score"] == sum(test["score"] for test in classroom50["tests"]) == 15
     assert all(type(test["score"]) is int for test in classroom50["tests"])
     assert 'failures="1"' in files["junit"] and 'skipped="4"' in files["junit"]
-    tokens = MarkdownIt().enable("table").parse(files["markdown"])
-    assert [token.type for token in tokens].count("tr_open") == 1 + len(grade["lines"])
-    with pytest.raises(ValidationError):
-        formats.validator("classroom50").validate(classroom50 | {"extra": 1})
-    with pytest.raises(ValidationError):
-        formats.validator("classroom50").validate(classroom50 | {"score": 1.5})
+    assert cells(files["markdown"])[0] == 1 + len(grade["lines"])
+    for changed in ({"extra": 1}, {"score": 1.5}):
+        with pytest.raises(ValidationError):
+            formats.validator("classroom50").validate(classroom50 | changed)
+
+
+def cells(page: str, dialect: str = "commonmark") -> tuple[int, int, set[str]]:
+    """The rows and the cells of the tables of a Markdown page, and the kinds of text in it."""
+    tokens = MarkdownIt(dialect, {"linkify": False}).enable("table").parse(page)
+    kinds = [token.type for token in tokens]
+    return kinds.count("tr_open"), kinds.count("td_open"), {child.type for token in tokens for child in token.children or []}
 
 
 def test_what_the_runner_of_classroom_50_says_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"CLASSROOM": "llm-systems", "OWNER": "ada", "SUBMISSION_TAG": "submit/1", "COMMIT_URL": "https://c"}
-    for name, value in told.items():
+    said = {"CLASSROOM": "llm-systems", "OWNER": "ada", "SUBMISSION_TAG": "submit/1", "COMMIT_URL": "https://c"}
+    for name, value in said.items():
         monkeypatch.setenv(name, value)
     graded("", tmp_path, 1, ("classroom50",))
-    result = json.loads((tmp_path / "grades" / "ada" / "result.json").read_text(encoding="utf-8"))
-    assert [result[key] for key in ("classroom", "owner", "submission", "commit", "review")] == [*told.values(), "https://c"]
+    result = json_of(tmp_path / "grades" / "ada" / "result.json")
+    assert [result[key] for key in ("classroom", "owner", "submission", "commit", "review")] == [*said.values(), "https://c"]
 
 
 HOSTILE = (
@@ -70,17 +89,15 @@ HOSTILE = (
 def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -> None:
     graded(f"def anchor(keys):\n    raise RuntimeError({HOSTILE!r})\n", tmp_path, 1, EVERY_FORMAT)
     folder = tmp_path / "grades" / "ada"
-    junit.validate((folder / "junit.xml").read_text(encoding="utf-8"))
+    junit.validate(text_of(folder / "junit.xml"))
     for file, _ in formats.FORMATS.values():
-        assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint((folder / file).read_text(encoding="utf-8"))
+        assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint(text_of(folder / file))
     # Beside the message, which stands in a fence, the same words stand in a cell and in a sentence.
-    grade = json.loads((folder / "grade.json").read_text(encoding="utf-8"))
+    grade = json_of(folder / "grade.json")
     page = formats.markdown(grade | {"error": HOSTILE, "lines": [line | {"reason": HOSTILE} for line in grade["lines"]]})
-    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(page)
-    assert [token.type for token in tokens].count("tr_open") == 1 + len(grade["lines"])
-    assert [token.type for token in tokens].count("td_open") == 4 * len(grade["lines"])
-    inside = {child.type for token in tokens for child in token.children or []}
-    assert inside <= {"text", "text_special"}
+    rows, fields, kinds = cells(page, "gfm-like")
+    assert (rows, fields) == (1 + len(grade["lines"]), 4 * len(grade["lines"]))
+    assert kinds <= {"text", "text_special"}
     assert "https://" not in page.split("`" * 8)[0] and "www." not in page.split("`" * 8)[0]
 
 
@@ -88,26 +105,20 @@ def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -
 
 
 def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
-    handed_in = tmp_path / "handed_in"
-    (handed_in / "folder").mkdir(parents=True)
-    (handed_in / "folder" / "keydiff.py").write_bytes(SOLUTION.read_bytes())
+    handed_in, grades, done = tmp_path / "handed_in", tmp_path / "grades", []
+    written(handed_in / "folder", SOLUTION, "keydiff.py")
     written(handed_in, "def score(keys):\n    return keys[..., 0]\n", "wrong.py")
     written(handed_in, "no archive", "broken.zip")
-    one = order(1, ("gradescope",))
-    found = classes.find([handed_in], "keydiff.py")
-    assert sorted(found) == ["broken", "folder", "wrong"]
-    done: list[str] = []
-    first = {grade["student"]: grade for grade in classes.run(one, found, tmp_path / "grades", 2, done.append)}
+    one, found = order(1, ("gradescope",)), classes.find([handed_in], "keydiff.py")
+    first = {grade["student"]: grade for grade in classes.run(one, found, grades, 2, done.append)}
     assert {student: grade["score"] for student, grade in first.items()} == {"broken": 0, "folder": 100, "wrong": 0}
-    assert sorted(done) == sorted(found)
+    assert sorted(done) == sorted(found) == ["broken", "folder", "wrong"]
     assert "cannot be read" in first["broken"]["error"]
-    for student in found:
-        assert (tmp_path / "grades" / student / "results.json").exists()
+    assert all((grades / student / "results.json").exists() for student in found)
     # What is done is read, not graded again; a file that has changed is.
-    stored = tmp_path / "grades" / "folder" / "grade.json"
-    stored.write_text(json.dumps(first["folder"] | {"seconds": 12345.0}), encoding="utf-8")
+    written(grades / "folder", json.dumps(first["folder"] | {"seconds": 12345.0}), "grade.json")
     written(handed_in, "", "wrong.py")
-    second = {grade["student"]: grade for grade in classes.run(one, found, tmp_path / "grades", 1)}
+    second = {grade["student"]: grade for grade in classes.run(one, found, grades, 1)}
     assert second["folder"]["seconds"] == 12345
     assert second["wrong"]["source_sha256"] != first["wrong"]["source_sha256"]
     summary = classes.summary(list(second.values()))
@@ -120,17 +131,30 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
 
 def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool of processes breaks as a whole; each student of it is graded again alone."""
-    pools = []
+    asked = []
 
-    def broken(order: classes.Order, waiting: dict[str, Path], jobs: int) -> Any:
-        pools.append(sorted(waiting))
-        for student, path in waiting.items():
-            yield student, BrokenProcessPool() if jobs > 1 or student == "eve" else classes.grade_one(order, student, path)
+    class Pool:
+        """Breaks where it has several processes, or is given eve's file."""
 
-    monkeypatch.setattr(classes, "_in_processes", broken)
+        def __init__(self, jobs: int, **_: Any) -> None:
+            self.jobs = jobs
+
+        def submit(self, grade: Any, order: classes.Order, student: str, path: Path) -> Future[Any]:
+            asked.append((student, self.jobs))
+            future: Future[Any] = Future()
+            if self.jobs > 1 or student == "eve":
+                future.set_exception(BrokenProcessPool())
+            else:
+                future.set_result(grade(order, student, path))
+            return future
+
+        def shutdown(self, **_: Any) -> None:
+            return
+
+    monkeypatch.setattr(classes, "ProcessPoolExecutor", Pool)
     found = {student: written(tmp_path, name=f"{student}.py") for student in ("ada", "eve")}
     grades = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 2)}
-    assert pools == [["ada", "eve"], ["ada"], ["eve"]]
+    assert sorted(asked) == [("ada", 1), ("ada", 2), ("eve", 1), ("eve", 2)]
     assert grades["ada"] == ""
     assert "not the student's doing: BrokenProcessPool" in grades["eve"]
 
@@ -145,69 +169,53 @@ def test_a_result_that_cannot_be_written_is_one_that_says_so(tmp_path: Path, mon
 
 
 def test_what_students_hand_in(tmp_path: Path) -> None:
-    one, right = assignments.load("keydiff"), b"# right"
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "keydiff.py").write_bytes(right)
-    handed_in = tmp_path / "handed_in"
+    one, right, handed_in = assignments.load("keydiff"), b"# right", tmp_path / "handed_in"
+    work = written(tmp_path / "work", right, "keydiff.py")
     handed_in.mkdir()
     for name, mode in (("dan.tar.gz", "w:gz"), ("dora.tgz", "w:gz"), ("dirk.tar", "w")):
         with tarfile.open(handed_in / name, mode) as archive:  # type: ignore[call-overload]
-            archive.add(tmp_path / "work" / "keydiff.py", "./keydiff.py")
-    with zipfile.ZipFile(handed_in / "mac.zip", "w") as packed:
-        packed.writestr("keydiff.py", right)
-        packed.writestr("__MACOSX/keydiff.py", b"of the Finder")
-    with zipfile.ZipFile(handed_in / "windows.zip", "w") as packed:
-        packed.writestr("work\\keydiff.py", right)
-    with zipfile.ZipFile(handed_in / "shadows.zip", "w") as packed:
-        for name in ("keydiff.py", "numpy.py", "json.py", "sitecustomize.py", "mine.pth", "grade.json"):
-            packed.writestr(name, right)
-    (handed_in / "Žofie Müller.py").write_bytes(right)
-    Path(os.fsdecode(os.fsencode(handed_in) + b"/\xff.py")).write_bytes(right)
-    for name in (".DS_Store", "essay.docx"):
-        (handed_in / name).touch()
-    for name in ("__MACOSX", "grades", ".git"):
-        (handed_in / name).mkdir()
+            archive.add(work, "./keydiff.py")
+    shadows = ("keydiff.py", "numpy.py", "json.py", "sitecustomize.py", "mine.pth", "grade.json")
+    packed(handed_in / "mac.zip", {"keydiff.py": right, "__MACOSX/keydiff.py": b"of the Finder"})
+    packed(handed_in / "windows.zip", {"work\\keydiff.py": right})
+    packed(handed_in / "shadows.zip", dict.fromkeys(shadows, right))
+    for name in ("Žofie Müller.py", os.fsdecode(b"\xff.py")):
+        written(handed_in, right, name)
+    for name in (".DS_Store", "essay.docx", "__MACOSX/a", "grades/a", ".git/a"):
+        written(handed_in, name=name)
     left_out: list[Path] = []
     found = classes.find([handed_in], "keydiff.py", handed_in / "grades", left_out.append)
     assert sorted(found) == sorted(["dan", "dora", "dirk", "mac", "windows", "shadows", "Žofie Müller", "\ufffd-baadfedd"])
     assert [path.name for path in left_out] == ["essay.docx"]
-    for student, path in found.items():
-        if student != "windows":
-            assert submissions.read(path, one) == right, student
     with pytest.raises(submissions.BadSubmission, match=r"there is work/keydiff\.py\. `evictionary submit` packs it"):
-        submissions.read(found["windows"], one)
+        submissions.read(found.pop("windows"), one)
+    for student, path in found.items():
+        assert submissions.read(path, one) == right, student
 
 
 def test_a_bad_name_costs_one_submission(tmp_path: Path) -> None:
-    handed_in = tmp_path / "handed_in"
-    for folder in ("bob", "eve"):
-        (handed_in / folder).mkdir(parents=True)
-    (handed_in / "eve" / "keydiff.py").write_bytes(b"# right")
-    with zipfile.ZipFile(handed_in / "bob" / "upload.zip", "w") as packed:  # as course platforms store it
-        packed.writestr("keydiff.py", "# right")
+    handed_in, right, one = tmp_path / "handed_in", b"# right", assignments.load("keydiff")
+    packed(handed_in / "bob" / "upload.zip", {"keydiff.py": right})  # as course platforms store it
+    for name in (b"eve/keydiff.py", b"keydiff.py", b"summary.json.py", b" .py", b"\xff" * 200 + b".py", b"a\nb.py", b"a\\b.py"):
+        written(handed_in, right, os.fsdecode(name))
     (handed_in / "mallory").symlink_to(handed_in / "eve")
     (handed_in / "loop").symlink_to(handed_in / "loop")
-    for name in (b"keydiff.py", b"summary.json.py", b" .py", b"\xff" * 200 + b".py", b"a\nb.py", b"a\\b.py"):
-        Path(os.fsdecode(os.fsencode(handed_in) + b"/" + name)).write_bytes(b"# right")
     found = classes.find([handed_in], "keydiff.py")
     assert len(found) == 10
     assert {"bob", "eve", "mallory", "loop", "keydiff"} <= set(found)
-    assert all(submissions.is_id(student) for student in found)
-    for student, path in found.items():
+    for student in found:
+        assert submissions.is_id(student)
         (tmp_path / "grades" / student).mkdir(parents=True)
-        if student in ("mallory", "loop"):
-            with pytest.raises(submissions.BadSubmission, match="is a symbolic link"):
-                submissions.read(path, assignments.load("keydiff"))
-        else:
-            assert submissions.read(path, assignments.load("keydiff")) == b"# right"
+    for student in ("mallory", "loop"):
+        with pytest.raises(submissions.BadSubmission, match="is a symbolic link"):
+            submissions.read(found.pop(student), one)
+    assert {submissions.read(path, one) for path in found.values()} == {right}
     # A folder with one assignment's file is one submission.
     assert classes.find([handed_in / "eve"], "keydiff.py") == {"eve": handed_in / "eve"}
 
 
 def test_two_submissions_of_one_name_cost_that_student_alone(tmp_path: Path) -> None:
     handed_in = tmp_path / "in"
-    for folder in ("kim", "lee"):
-        (handed_in / folder).mkdir(parents=True)
     files = "ada.py", "ada.zip", "bob.py", "bob.ipynb", "eve.ipynb", "dan.py.txt", "kim/Keydiff.py", "lee/a.zip", "lee/b.zip"
     for name in files:
         written(handed_in, name=name)
@@ -254,18 +262,25 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
 
 def test_a_page_for_people_says_whose_it_is(tmp_path: Path) -> None:
     grade = graded("", tmp_path, 1, ("markdown",))
-    page = (tmp_path / "grades" / "ada" / "grade.md").read_text(encoding="utf-8")
-    assert f"Student ada, file ada.py (SHA-256 {grade['source_sha256'][:16]}), graded {grade['graded_at']}." in page
+    told = f"Student ada, file ada.py (SHA-256 {grade['source_sha256'][:16]}), graded {grade['graded_at']}."
+    assert told in text_of(tmp_path / "grades" / "ada" / "grade.md")
 
 
-def test_code_that_a_reader_does_not_see_is_noted(tmp_path: Path) -> None:
-    hidden = b"# coding: utf-7\n# +AAo-raise OSError\n"
-    assert graded(hidden, tmp_path)["notes"] == ["the file is in utf-7, not in UTF-8: what a reader sees as a comment may be code"]
-    turned = "# \u202e eil\u2066\n"
-    told = "the file has marks that change the order in which its text is shown: U+202E, U+2066"
-    assert graded(turned, tmp_path)["notes"] == [told]
-    assert graded("# coding: latin-1x\n", tmp_path)["notes"] == []
-    assert graded("\ufeff# -*- coding: utf-8 -*-\n# \u05d0 \u0627\n", tmp_path)["notes"] == []
+UTF_7 = "the file is in utf-7, not in UTF-8: what a reader sees as a comment may be code"
+TURNED = "the file has marks that change the order in which its text is shown: U+202E, U+2066"
+
+
+@pytest.mark.parametrize(
+    ("source", "notes"),
+    [
+        ("# coding: utf-7\n# +AAo-raise OSError\n", [UTF_7]),
+        ("# \u202e eil\u2066\n", [TURNED]),
+        ("# coding: latin-1x\n", []),
+        ("\ufeff# -*- coding: utf-8 -*-\n# \u05d0 \u0627\n", []),
+    ],
+)
+def test_code_that_a_reader_does_not_see_is_noted(source: str, notes: list[str], tmp_path: Path) -> None:
+    assert graded(source, tmp_path)["notes"] == notes
 
 
 def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> None:
@@ -283,7 +298,7 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
         assert text.count("this runs the student") + text.count("This runs the student") == scripts
     (command,) = {found for text in texts for found in re.findall(r"evictionary (grade \S+ --assignment keydiff --law \w+)", text)}
     words = command.split()
-    for source, code, told in ((path, 1, "smallest input"), (SOLUTION, 0, "passed: The anchor is")):
+    for source, code, told in ((path, 1, "smallest input"), (SOLVED, 0, "passed: The anchor is")):
         one = invoke(words[0], source, *words[2:], *settings[2:])
         assert (one.exit_code, told in one.stdout) == (code, True)
     unloadable = invoke(words[0], written(tmp_path, "import scipy", "eve.py"), *words[2:], *settings[2:])
@@ -300,49 +315,41 @@ def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(grading, "gpu_milliseconds", fails)
-    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: grading.empty(assignment))
+    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
     assert invoke("start", "kernel", "--work", tmp_path).exit_code == 0
     checked = invoke("check", "kernel", "--work", tmp_path)
     assert "On a GPU: the kernel fails, although the interpreter runs it: CompilationError: at 3:5 [/bold]" in checked.stdout
     assert checked.exit_code == 1
 
 
-def manifest(student: str) -> str:
-    return json.dumps({"student": student})
-
-
 def test_the_constants_are_those_of_an_id_that_the_course_knows(tmp_path: Path) -> None:
     """A student could try ids until one has the constants of somebody's file."""
-    with zipfile.ZipFile(tmp_path / "eve.zip", "w") as packed:
-        packed.writestr(submissions.MANIFEST, manifest("eve-95"))
-    told = "the constants are those of 'eve-95', an id that the student wrote; the submission is named 'eve'"
-    assert submissions.personal_id(tmp_path / "eve.zip", "eve") == ("eve-95", told)
-    for roster, wanted in (
-        ({"ada", "eve"}, ("eve", "the archive says 'eve-95', and the submission is named 'eve'")),
-        ({"ada", "eve-95"}, ("eve-95", "")),
-        ({"ada"}, ("eve", "the archive says 'eve-95', and the roster does not have it; the submission is named 'eve'")),
-    ):
-        assert submissions.personal_id(tmp_path / "eve.zip", "eve", roster) == wanted
-    assert submissions.personal_id(tmp_path / "bob.zip", "bob", {"ada"}) == ("bob", "'bob' is not on the roster")
+    eve = packed(tmp_path / "eve.zip", {submissions.MANIFEST: '{"student": "eve-95"}', "lagkv.py": ""})
     # A platform may unpack the archive, and name all submissions alike.
-    (tmp_path / "submission").mkdir()
-    written(tmp_path / "submission", manifest("ada"), submissions.MANIFEST)
-    written(tmp_path / "submission", name="lagkv.py")
-    assert submissions.personal_id(tmp_path / "submission", "student", {"ada"}) == ("ada", "")
+    alike = written(tmp_path / "submission", '{"student": "ada"}', submissions.MANIFEST).parent
+    written(alike, name="lagkv.py")
+    own = "the constants are those of 'eve-95', an id that the student wrote; the submission is named 'eve'"
+    for path, name, roster, wanted in (
+        (eve, "eve", (), ("eve-95", own)),
+        (eve, "eve", {"ada", "eve"}, ("eve", "the archive says 'eve-95', and the submission is named 'eve'")),
+        (eve, "eve", {"ada", "eve-95"}, ("eve-95", "")),
+        (eve, "eve", {"ada"}, ("eve", "the archive says 'eve-95', and the roster does not have it; the submission is named 'eve'")),
+        (tmp_path / "bob.zip", "bob", {"ada"}, ("bob", "'bob' is not on the roster")),
+        (alike, "student", {"ada"}, ("ada", "")),
+    ):
+        assert submissions.personal_id(path, name, roster) == wanted
     # The command names those whom the instructor should ask, and draws nothing from an id that is not the course's.
     roster, secret = written(tmp_path, "id,name\nada,Ada L.\n", "roster.csv"), written(tmp_path, "nobody guesses", "secret")
     settings = ("--assignment", "lagkv", "--seed-file", secret, "--output", tmp_path / "grades", "--personal", "--examples", 1)
-    with zipfile.ZipFile(tmp_path / "eve.zip", "a") as packed:
-        packed.writestr("lagkv.py", "")
     for more, personal_id in ((), "eve-95"), (("--roster", roster), "eve"):
-        result = invoke("grade", tmp_path / "eve.zip", *settings, *more, "--json")
-        assert json.loads((tmp_path / "grades" / "eve" / "grade.json").read_text(encoding="utf-8"))["personal_id"] == personal_id
-        assert "'eve-95'" in json.loads(result.stdout)["notes"]["eve"][0]
+        result = as_json("grade", eve, *settings, *more)
+        assert json_of(tmp_path / "grades" / "eve" / "grade.json")["personal_id"] == personal_id
+        assert "'eve-95'" in result["notes"]["eve"][0]
 
 
 WRONG_ASSIGNMENTS = (
     ('needs = ["score"]', 'needs = ["scor"]', "step 'symmetries': needs: got 'scor', wanted a step before it: anchor, score"),
-    ("points = 15", "points = -40", "step 'anchor': points: got -40, wanted at least 1"),
+    ("points = 15", "points = -40", "step 'anchor': points: got -40, wanted a whole number, at least 1"),
     ("points = 15", "points = 2.5", "step 'anchor': points: got 2.5, wanted a whole number"),
     ("points = 15", "points = true", "step 'anchor': points: got True, wanted a whole number"),
     ('name = "score"', 'name = "anchor"', "step 'anchor': name: got 'anchor', wanted a name that no other step has"),
@@ -354,33 +361,36 @@ WRONG_ASSIGNMENTS = (
     ),
     ('library = "numpy"', 'library = "jax"', "library: got 'jax', wanted numpy or torch"),
     ("points = 15", 'points = 15\ncheck = "vote"', "step 'anchor': check: got 'vote', wanted a check"),
+    ('stem = "keydiff"', 'stem = "tova"', "check: got 'sizes', wanted a check of the grader that this stem has"),
     ("points = 15", 'points = 15\ncatches = ["a.b"]', "step 'anchor': catches: got 'a.b', wanted a planted mistake"),
-    ("points = 15", "point = 15", "step 'anchor': got 'point', wanted some of name, requirement"),
-    ('title = "KeyDiff by hand"', "", "got no title"),
+    (
+        "points = 15",
+        "point = 15",
+        "step 'anchor': Additional properties are not allowed ('point' was unexpected); it may have name, requirement",
+    ),
+    ("points = 15", "points = 15.0", "step 'anchor': points: got 15.0, wanted a whole number"),
+    ('title = "KeyDiff by hand"', "", "'title' is a required property"),
     ('file = "keydiff.py"', 'file = "../keydiff.py"', "file: got '../keydiff.py'"),
     ("[[step]]", "[[step]", "wanted a TOML file"),
-    ("[[step]]", "[[steps]]", "got no step"),
+    ("[[step]]", "[[steps]]", "('steps' was unexpected)"),
 )
 
 
-def test_a_mistake_in_an_assignment_is_a_sentence(tmp_path: Path) -> None:
-    text = (assignments.load("keydiff").folder / "assignment.toml").read_text(encoding="utf-8")
-    own = tmp_path / "keydiff"
-    own.mkdir()
-    written(own, name="starter.py")
-    for right, wrong, told in WRONG_ASSIGNMENTS:
-        written(own, text.replace(right, wrong, 1) if right != "[[step]]" else text.replace(right, wrong), "assignment.toml")
-        with pytest.raises(UsageError, match=re.escape(told)):
-            assignments.load("keydiff", tmp_path)
+@pytest.mark.parametrize(("right", "wrong", "told"), WRONG_ASSIGNMENTS)
+def test_a_mistake_in_an_assignment_is_a_sentence(right: str, wrong: str, told: str, tmp_path: Path) -> None:
+    one = assignments.load("keydiff")
+    text, own = text_of(one.folder / "assignment.toml"), written(tmp_path / "keydiff", name="starter.py").parent
     written(own, text, "assignment.toml")
-    assert assignments.load("keydiff", tmp_path).steps == assignments.load("keydiff").steps
+    assert assignments.load("keydiff", tmp_path).steps == one.steps
+    written(own, text.replace(right, wrong) if right == "[[step]]" else text.replace(right, wrong, 1), "assignment.toml")
+    with pytest.raises(UsageError, match=re.escape(told)):
+        assignments.load("keydiff", tmp_path)
 
 
 def of_the_page(folder: Path) -> None:
     """Write the files that the page for instructors shows."""
     page = (transcript.FOLDER / "instructor.md").read_text(encoding="utf-8")
     for name, text in re.findall(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         written(folder, text, name)
 
 
@@ -399,15 +409,14 @@ def test_an_assignment_of_the_instructors_own_is_tried_and_graded(tmp_path: Path
 
 
 def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
-    work = ("--work", tmp_path)
-    invoke("start", "keydiff", *work, "--student", "ada")
-    packed = invoke("submit", "keydiff", *work, "--output", tmp_path / "ada.zip", "--json")
-    assert "keydiff.py is still the starter file" in packed.stderr and not json.loads(packed.stdout)["begun"]
-    with zipfile.ZipFile(tmp_path / "ada.zip") as archive:
-        assert json.loads(archive.read(submissions.MANIFEST))["student"] == "ada"  # remembered since `start`
-    written(tmp_path, SOLUTION.read_bytes(), "keydiff.py")
-    packed = invoke("submit", "keydiff", *work, "--output", tmp_path / "ada.zip", "--json")
-    assert (packed.stderr, json.loads(packed.stdout)["begun"]) == ("", True)
+    submit = ("submit", "keydiff", "--work", tmp_path, "--output", tmp_path / "ada.zip", "--json")
+    invoke("start", "keydiff", "--work", tmp_path, "--student", "ada")
+    result = invoke(*submit)
+    assert "keydiff.py is still the starter file" in result.stderr and not json.loads(result.stdout)["begun"]
+    assert submissions.packed_id(tmp_path / "ada.zip") == "ada"  # remembered since `start`
+    written(tmp_path, SOLUTION, "keydiff.py")
+    result = invoke(*submit)
+    assert (result.stderr, json.loads(result.stdout)["begun"]) == ("", True)
 
 
 def test_the_help_names_every_assignment() -> None:
@@ -416,25 +425,27 @@ def test_the_help_names_every_assignment() -> None:
         assert all(name in told for name in assignments.names())
 
 
-@pytest.mark.parametrize("upload", ["nothing", "wrong.py", "essay.docx"])
-def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("upload", "told"),
+    [("", ""), ("wrong.py", "; there is 'wrong.py'"), ("essay.docx", "")],
+)
+def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "submission").mkdir()
-    if upload != "nothing":
+    if upload:
         written(tmp_path / "submission", name=upload)
     arguments = ("--assignment", "keydiff", "--student", "student", "--format", "gradescope", "--output", tmp_path / "grades")
     assert invoke("grade", tmp_path / "submission", *arguments).exit_code == 0
-    result = json.loads((tmp_path / "grades" / "student" / "results.json").read_text(encoding="utf-8"))
-    assert (result["score"], result["output"][:26]) == (0, "there is no file keydiff.py"[:26])
-    assert ("there is 'wrong.py'" in result["output"]) == (upload == "wrong.py")
+    result = json_of(tmp_path / "grades" / "student" / "results.json")
+    assert (result["score"], result["output"]) == (0, f"there is no file keydiff.py{told}")
 
 
 def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = assignments.load("keydiff")
     path, asked = written(tmp_path), []
 
-    def judge(source: bytes, assignment: assignments.Assignment, **settings: Any) -> grading.Judgement:
+    def judge(source: bytes, assignment: assignments.Assignment, **settings: Any) -> Judgement:
         asked.append(assignment.max_score)
-        return grading.empty(assignment)
+        return empty(assignment)
 
     monkeypatch.setattr(grading, "judge", judge)
     changed = replace(one, steps=(replace(one.steps[0], points=20), *one.steps[1:]))
@@ -452,11 +463,9 @@ def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: py
 
 
 def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "mallory.zip", "w") as packed:
-        packed.writestr("keydiff.py", "from helper import score\n")
-        for name in ("helper.py", "numpy.py", "sitecustomize.py"):
-            packed.writestr(name, SOLUTION.read_bytes())
-    grade = classes.grade_one(order(), "mallory", tmp_path / "mallory.zip")
+    others = dict.fromkeys(("helper.py", "numpy.py", "sitecustomize.py"), SOLUTION)
+    archive = packed(tmp_path / "mallory.zip", {"keydiff.py": "from helper import score\n", **others})
+    grade = classes.grade_one(order(), "mallory", archive)
     assert grade["score"] == 0
     assert "helper: this assignment is for NumPy only" in grade["lines"][0]["reason"]
 
@@ -473,9 +482,9 @@ def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path
 
 def test_seeds_are_secret_and_differ_by_law() -> None:
     one = assignments.load("keydiff")
-    run = grading._Run(one, Path(), "", b"a secret", 1, {}, None)
+    run = Run(one, Path(), secret=b"a secret")
     assert run.seed("a") != run.seed("b")
-    assert run.seed("a") == grading._Run(one, Path(), "", b"a secret", 9, {}, None).seed("a")
+    assert run.seed("a") == Run(one, Path(), secret=b"a secret", examples=9).seed("a")
     assert "secret" not in order().seed_id
     assert order().seed_id != order(secret=b"another").seed_id
 
@@ -570,53 +579,51 @@ def test_the_dockerfile_has_the_form_of_one() -> None:
     assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in page
 
 
-def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
-    one = written(tmp_path, name="ada.py")
-    large = tmp_path / "large"
-    large.mkdir()
-    written(large, b"#" * 2_000_000, "keydiff.py")
-    written(large, name="lagkv.py")
-    for arguments, wanted in (
+LARGE = "{0}/large"
+KEYDIFF = ("--assignment", "keydiff")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
         (("start", "calculus"), "wanted one of"),
-        (("check", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
-        (("submit", "keydiff", "--work", tmp_path), "evictionary start keydiff"),
-        (("grade", tmp_path / "nothing", "--assignment", "keydiff"), "exists"),
-        (("grade", tmp_path, "--assignment", "keydiff", "--format", "pdf"), "gradescope"),
-        (("grade", one, "--assignment", "keydiff", "--examples", 0), "--examples: got 0, wanted at least 1"),
-        (("grade", one, "--assignment", "keydiff", "--seconds", "nan"), "--seconds: got nan"),
-        (("grade", one, "--assignment", "keydiff", "--student", "../ada"), "--student: got '../ada'"),
-        (("grade", one, "--assignment", "keydiff", "--student", "summary.json"), "--student: got 'summary.json'"),
-        (("grade", one, "--assignment", "keydiff", "--student", "a" * 300), "the name of a folder of its own"),
-        (("grade", one, "--assignment", "keydiff", "--seed-file", one), "with 0 bytes, wanted at least 8"),
-        (("grade", one, "--assignment", "keydiff", "--output", one), "--output"),
-        (("start", "keydiff", "--work", one), "--work"),
-        (("check", "keydiff", "--work", large), "keydiff.py has 2000000 bytes"),
-        (("submit", "keydiff", "--work", large), "keydiff.py has 2000000 bytes"),
-        (("submit", "lagkv", "--work", large, "--output", tmp_path / "none" / "a.zip"), "--output"),
-        (("submit", "lagkv", "--work", large, "--output", "a.rar"), "ends in .zip"),
-    ):
-        result = invoke(*arguments)
-        assert result.exit_code == 2
-        assert wanted in " ".join(result.stderr.split())
-    assert invoke("start", "keydiff", "--work", tmp_path).exit_code == 0
-    again = invoke("start", "keydiff", "--work", tmp_path)
-    assert again.exit_code == 2 and "may hold your work" in again.stderr
+        (("check", "keydiff", "--work", "{0}"), "evictionary start keydiff"),
+        (("submit", "keydiff", "--work", "{0}"), "evictionary start keydiff"),
+        (("grade", "{0}/nothing", *KEYDIFF), "exists"),
+        (("grade", "{0}", *KEYDIFF, "--format", "pdf"), "gradescope"),
+        (("grade", "{0}/ada.py", *KEYDIFF, "--examples", "0"), "--examples: got 0, wanted at least 1"),
+        (("grade", "{0}/ada.py", *KEYDIFF, "--seconds", "nan"), "--seconds: got nan"),
+        (("grade", "{0}/ada.py", *KEYDIFF, "--student", "../ada"), "--student: got '../ada'"),
+        (("grade", "{0}/ada.py", *KEYDIFF, "--student", "summary.json"), "--student: got 'summary.json'"),
+        (("grade", "{0}/ada.py", *KEYDIFF, "--student", "a" * 300), "the name of a folder of its own"),
+        (("grade", "{0}/ada.py", *KEYDIFF, "--seed-file", "{0}/ada.py"), "with 0 bytes, wanted at least 8"),
+        (("grade", "{0}/ada.py", *KEYDIFF, "--output", "{0}/ada.py"), "--output"),
+        (("start", "keydiff", "--work", "{0}/ada.py"), "--work"),
+        (("check", "keydiff", "--work", LARGE), "keydiff.py has 2000000 bytes"),
+        (("submit", "keydiff", "--work", LARGE), "keydiff.py has 2000000 bytes"),
+        (("submit", "lagkv", "--work", LARGE, "--output", "{0}/none/a.zip"), "--output"),
+        (("submit", "lagkv", "--work", LARGE, "--output", "a.rar"), "ends in .zip"),
+        (("start", "keydiff", "--work", LARGE), "may hold your work"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments: tuple[str, ...], wanted: str, tmp_path: Path) -> None:
+    written(tmp_path, name="ada.py")
+    written(tmp_path / "large", b"#" * 2_000_000, "keydiff.py")
+    written(tmp_path / "large", name="lagkv.py")
+    result = invoke(*(each.format(tmp_path) for each in arguments))
+    assert result.exit_code == 2
+    assert wanted in " ".join(result.stderr.split())
 
 
 def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
     work, archive, secret = tmp_path / "work", tmp_path / "ada.zip", written(tmp_path, "nobody guesses this", "secret")
-    work.mkdir()
-    written(work, SOLUTION.read_bytes(), "keydiff.py")
+    written(work, SOLUTION, "keydiff.py")
     written(work, "not to be handed in", "diary.txt")
     assert invoke("submit", "keydiff", "--work", work, "--output", archive).exit_code == 0
     assert sorted(zipfile.ZipFile(archive).namelist()) == [submissions.MANIFEST, "keydiff.py"]
-    arguments = ("--assignment", "keydiff", "--seed-file", secret, "--output", tmp_path / "grades", "--examples", 1, "--json")
-    result = invoke("grade", archive, *arguments)
-    assert json.loads(result.stdout)["distribution"] == {"100": 1}
-    assert {path.name for path in (tmp_path / "grades" / "ada").iterdir()} == {
-        "grade.json",
-        *(file for file, _ in formats.FORMATS.values()),
-    }
+    arguments = ("--assignment", "keydiff", "--seed-file", secret, "--output", tmp_path / "grades", "--examples", 1)
+    assert as_json("grade", archive, *arguments)["distribution"] == {"100": 1}
+    assert names_in(tmp_path / "grades" / "ada") == EVERY_FILE
 
 
 def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,15 +632,15 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"evictionary check lagkv --work {work}\n" in started.stdout
     assert (work / "student.txt").read_text(encoding="utf-8") == "ada\n"
     assert "results must be float64 too" in started.stdout
-    begun = json.loads(invoke("start", "keydiff", "--work", work, "--json").stdout)
+    begun = as_json("start", "keydiff", "--work", work)
     assert begun["file"] == str(work / "keydiff.py")
     assert Path(begun["handout"]).exists()
     checked = invoke("check", "keydiff", "--work", work)
     assert checked.exit_code == 1
     assert str(work / "see_keydiff.py") in checked.stdout
-    assert json.loads(invoke("check", "keydiff", "--work", work, "--json").stdout)["hidden_cases"] == 475
-    packed = json.loads(invoke("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip", "--json").stdout)
-    assert packed["files"] == ["keydiff.py", submissions.MANIFEST]
+    assert as_json("check", "keydiff", "--work", work)["hidden_cases"] == 475
+    handed = as_json("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip")
+    assert handed["files"] == ["keydiff.py", submissions.MANIFEST]
     # What a student's message holds is no markup.
     monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     written(work, "raise RuntimeError('[/bold] no')\n", "scorer.py")
@@ -643,13 +650,11 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_grade_says_what_it_leaves_out(tmp_path: Path) -> None:
-    handed_in = tmp_path / "handed_in"
-    handed_in.mkdir()
-    written(handed_in)
-    written(handed_in, name="essay.docx")
+    handed_in = written(tmp_path / "handed_in").parent
+    essay = written(handed_in, name="essay.docx")
     result = invoke("grade", handed_in, "--assignment", "keydiff", "--output", tmp_path / "grades", "--json")
     assert "essay.docx" in result.stderr
-    assert json.loads(result.stdout)["left_out"] == [str(handed_in / "essay.docx")]
+    assert json.loads(result.stdout)["left_out"] == [str(essay)]
 
 
 def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from grader_tools import judged
+from tools.grader import judged
 
-from evictionary.classroom import grading
+from evictionary.classroom.judgement import Line
 
 RIGHT = """
 import numpy as np
@@ -50,7 +50,7 @@ def rows(seed):
 """
 
 
-def lines_of(changed: str = "") -> dict[str, grading.Line]:
+def lines_of(changed: str = "") -> dict[str, Line]:
     return {line.name: line for line in judged("judge", RIGHT + changed).lines}
 
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from grader_tools import judged
 from sampling import sampled
 from test_classroom import KERNEL
+from tools.grader import judged
+from tools.synthetic import NUMPY, SOLUTION, bundled
 
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import contest, grading
 from evictionary.classroom.inputs import decided_by
-from evictionary.classroom.synthetic import NUMPY, SOLUTION, bundled
+from evictionary.classroom.judgement import Line, reference
 from evictionary.spec_tests.harness.law import load_laws
 
 
@@ -42,7 +43,7 @@ class Wrong:
         head = f"\n\nimport numpy as np\n\nright = {self.function}\n\n\ndef {self.function}"
         return f"{right}{head}{self.body}\n"
 
-    def line(self, **settings: object) -> grading.Line:
+    def line(self, **settings: object) -> Line:
         """The line of the step, asked without those that it needs."""
         one = assignments.load(self.assignment)
         steps = tuple(replace(each, needs=()) for each in one.steps if each.name == self.step)
@@ -142,14 +143,14 @@ def test_the_words_of_a_refusal_are_those_of_the_handout(name: str) -> None:
     """Whoever names the argument as the handout does is understood: each law of a refusal asks for one of its words."""
     one, asked = assignments.load(name), set()
     words = set(re.findall(r"`(\w+)`", (one.folder / "README.md").read_text(encoding="utf-8")))
-    reference = grading._reference(one.stem)
+    right = reference(one.stem)
 
     class Asked(grading._Judged):
         def refuses(self, pattern: str = "") -> object:
             asked.add(pattern)
             return suppress(ValueError)
 
-    impl = Asked(one.stem, {one.stem: reference}, "", "numpy", "cpu", "float64")
+    impl = Asked(one.stem, {one.stem: right}, "", "numpy", "cpu", "float64")
     for law in (load_laws()[each] for step in one.steps for each in step.laws):
         if law.kind == "refusal":
             decided_by(1, law, 40).check(impl)

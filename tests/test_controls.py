@@ -12,7 +12,8 @@ from sampling import sampled
 from evictionary.spec_tests.harness.cases import Case
 from evictionary.spec_tests.harness.implementation import STEMS, load
 from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.matrix import alarms, outcome
+from evictionary.spec_tests.harness.matrix import alarms
+from evictionary.spec_tests.harness.outcome import outcome
 from evictionary.spec_tests.harness.planted import load_controls
 
 CONTROLS = load_controls()

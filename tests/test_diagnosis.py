@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from evictionary.reference.attention import softmax
 from evictionary.spec_tests.harness.diagnosis import misconceptions
 from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.matrix import prepared
+from evictionary.spec_tests.harness.outcome import prepared
 from evictionary.spec_tests.harness.planted import Implementation, Mutant, load_mutants, replaced
 
 LAGKV = sorted(name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal")

@@ -49,12 +49,12 @@ from transformers import (
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from evictionary.cache import future_queries
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import UsageError
 from evictionary.evaluation.questions import ask
+from evictionary.models import queries as future_queries
 from evictionary.reference import keydiff as reference_keydiff
 from evictionary.reference import selection as reference_selection
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from playwright.sync_api import Browser, Locator, Page, Request, sync_playwright
+from playwright.sync_api import Browser, Locator, Page
+from site_browser import chromium, new_page, watch
 from transformers import PreTrainedTokenizerFast
 
 from docs_build import figures
@@ -30,6 +30,7 @@ from evictionary.reference.momentkv_theory import full_output
 
 PAGES = Path(__file__).parent.parent / "docs" / "figures"
 FIGURES = ("survivors", "moments", "keys")
+SAID = ("log", "debug", "info", "warning", "error", "assert")
 
 
 def stored() -> Any:
@@ -177,15 +178,8 @@ def test_the_colours_can_be_told_from_the_ground() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        installed = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")]
-        path = next(filter(None, installed), playwright.chromium.executable_path)
-        if not Path(path).exists():
-            pytest.fail("no Chromium found: install the package chromium, or run `python -m playwright install chromium`")
-        # Without the sandbox it starts in a container too; it opens nothing but this repository's own pages.
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -270,12 +264,7 @@ def momentkv_by_reference(query: np.ndarray, keys: np.ndarray, values: np.ndarra
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     """Opens a figure from a file, with the markup and the loader of its page; in the end nothing may have gone wrong in it."""
-    complaints: list[str] = []
-    contexts = []
-
-    def look_at(request: Request) -> None:
-        if not request.url.startswith((tmp_path.as_uri(), PAGES.as_uri())):
-            complaints.append(f"external request: {request.url}")
+    shown: list[tuple[Page, list[str]]] = []
 
     def show(name: str, width: int = 1280, scheme: str = "light") -> Page:
         text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
@@ -286,24 +275,16 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         ground = "<style>html { color-scheme: light dark }</style>"
         file = tmp_path / f"{name}.html"
         file.write_text(f"<!doctype html>{viewport}{ground}<body>{' '.join(parts)}", encoding="utf-8")
-        is_phone = width < 500
-        size: Any = {"width": width, "height": 800}
-        context = browser.new_context(viewport=size, color_scheme=scheme, is_mobile=is_phone, has_touch=is_phone)  # type: ignore[arg-type]
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: complaints.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
-        page.on("requestfailed", lambda request: complaints.append(f"request failed: {request.url}"))
-        page.on("request", look_at)
+        page = new_page(browser, width, 800, scheme)
+        shown.append((page, watch(page, (tmp_path.as_uri(), PAGES.as_uri()), SAID)))
         page.goto(file.as_uri())
         return page
 
     yield show
-    for context in contexts:
-        for page in context.pages:
-            assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "the page scrolls sideways"
-        context.close()
-    assert complaints == []
+    for page, complaints in shown:
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "the page scrolls sideways"
+        page.context.close()
+        assert complaints == []
 
 
 def drag(page: Page, point: Locator, right: float, up: float) -> None:

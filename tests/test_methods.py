@@ -146,7 +146,7 @@ def test_arguments_like_lagkvs_do_not_make_a_method_recursive(
         for block in prompt.split(8, dim=1):
             model(block, past_key_values=cache, use_cache=True)
         layer = cache.layers[0]
-        assert layer.static is None
+        assert not layer.state
         assert layer.positions[0, 0, :2].tolist() == [0, 1]
         assert layer.positions[0, 0, -1] == 39
     with EvictingCache(model, method, budget=10, every=4):  # of a recursive method a budget is refused

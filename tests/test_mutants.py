@@ -7,7 +7,8 @@ from sampling import sampled
 
 from evictionary.spec_tests.harness.implementation import ANY
 from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
-from evictionary.spec_tests.harness.matrix import laws_for, outcome
+from evictionary.spec_tests.harness.matrix import laws_for
+from evictionary.spec_tests.harness.outcome import outcome
 from evictionary.spec_tests.harness.planted import load_mutants
 
 MUTANTS = load_mutants()

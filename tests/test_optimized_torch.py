@@ -126,7 +126,7 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
     ("a list", lambda: optimized_keydiff.score(KEYS.tolist()), "keys: got list, wanted a torch tensor"),
     ("integers", lambda: optimized_keydiff.score(KEYS.long()), "keys: got dtype torch.int64, wanted a floating dtype"),
     ("one axis", lambda: optimized_keydiff.score(KEYS[0, 0, 0]), r"keys: got shape \(16,\), wanted \[\.\.\., T, D\]"),
-    ("no tokens", lambda: optimized_keydiff.score(KEYS[:, :, :0]), "keys: got shape .* wanted no empty axis"),
+    ("no tokens", lambda: optimized_keydiff.score(KEYS[:, :, :0]), "keys: got shape .* with no empty axis"),
     ("NaN", lambda: optimized_keydiff.score(NAN), "keys: got NaN or infinite numbers"),
     ("infinity", lambda: optimized_keydiff.score(INFINITE), "keys: got NaN or infinite numbers"),
     ("NaN norm", lambda: optimized_knorm.score(NAN), "keys: got NaN or infinite numbers"),
@@ -134,7 +134,7 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
     (
         "fewer values",
         lambda: optimized_lagkv.select(KEYS, VALUES[:, :, 1:], **LAG),
-        r"values: got shape .* \(the batch, heads and tokens of keys\)",
+        r"values: got shape .* wanted \[B, H_kv, T, D_v\] with T = 40, as in keys",
     ),
     (
         "two dtypes",
@@ -154,7 +154,7 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
     ("a short mask", lambda: optimized_cache.compress(KEYS, VALUES, KEPT[..., 1:]), "kept: got shape"),
     ("NaN scores", lambda: optimized_selection.top_k(torch.tensor([1.0, float("nan")]), 1), "scores: got NaN"),
     ("a negative budget", lambda: optimized_selection.top_k(torch.ones(3), -1), "budget: got -1"),
-    ("a boolean score", lambda: optimized_selection.top_k(KEPT, 1), "scores: got torch.bool"),
+    ("a boolean score", lambda: optimized_selection.top_k(KEPT, 1), "scores: got dtype torch.bool, wanted real numbers"),
     (
         "too many protected",
         lambda: optimized_selection.top_k(torch.ones(3), 1, torch.ones(3, dtype=torch.bool)),
@@ -168,19 +168,23 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
     (
         "five query heads",
         lambda: optimized_attention.attend(QUERIES[:, :5], CACHE),
-        "queries: got 5 query heads, wanted a multiple of the 3",
+        "queries: got shape .* with H_q a multiple of H_kv = 3, as in cache.lengths",
     ),
-    ("a query dtype", lambda: optimized_attention.attend(QUERIES.half(), CACHE), "queries: got dtype torch.float16"),
+    (
+        "a query dtype",
+        lambda: optimized_attention.attend(QUERIES.half(), CACHE),
+        "cache.keys: got dtype torch.float32, wanted torch.float16",
+    ),
     (
         "query channels",
         lambda: optimized_attention.attend(QUERIES[..., :8], CACHE),
-        r"queries: got shape .* wanted \[2, H_q, M, 16\]",
+        "cache.keys: got shape .* with D = 8, as in queries",
     ),
     *(
         (
             f"head_dim {odd} before RoPE",
             lambda odd=odd: optimized_expected_attention.unrotated_statistics(states(2, 2, 40, odd), torch.tensor([1000])),
-            f"queries: got head_dim {odd}, wanted an even number",
+            rf"queries: got shape .* {odd}\), wanted .* with D%2 = 0",
         )
         for odd in (1, 3)
     ),

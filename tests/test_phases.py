@@ -14,7 +14,7 @@ from conftest import tiny_llama
 from reading import IDS, after, cached, generate, masked_logits, padded, places, positions_of, read, read_in, small
 from transformers import DynamicCache, LlamaForCausalLM
 
-from evictionary.cache import evicting_cache, file, future_queries, layers, partial_attention
+from evictionary.cache import checks, file, layers, partial_attention
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules, output_projection
@@ -24,7 +24,11 @@ from evictionary.methods.method import OBSERVED, Request
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
 from evictionary.optimized import lagkv, momentkv
-from evictionary.optimized.momentkv import Moments
+from evictionary.optimized.states import zero_moments
+from evictionary.policies import Source, with_moments
+from evictionary.policies import expected_attention as expected_attention_policy
+from evictionary.policies import gvote as gvote_policy
+from evictionary.policies import momentkv as momentkv_policy
 from evictionary.reference import ada_kv as reference_ada_kv
 from evictionary.reference import expected_attention as reference_expected_attention
 from evictionary.reference import gvote as reference_gvote
@@ -251,7 +255,7 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens:
     np.testing.assert_allclose(layer.values.numpy(), held[1], atol=1e-5)
     for got, want in zip(layer.moments, moments, strict=True):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
-    output = partial_attention.attend(torch.from_numpy(queries[:, :, end : end + 1]).float(), layer)[:, :, 0]
+    output = partial_attention.attend(torch.from_numpy(queries[:, :, end : end + 1]).float(), layer, [momentkv_policy])[:, :, 0]
     wanted = reference_momentkv.attend(queries[:, :, end], *held, np.ones((1, 2, 12), dtype=bool), moments)
     np.testing.assert_allclose(output.numpy(), wanted, rtol=1e-4, atol=1e-4)
 
@@ -262,9 +266,9 @@ def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_writte
     """It looks at the new token alone: that one is refused if it is not finite, before anything is written."""
     cache = cached(model, IDS[:, :30], "momentkv", budget=12)
     looked_at = []
-    own = evicting_cache.is_finite
-    monkeypatch.setattr(evicting_cache, "is_finite", lambda states: looked_at.append(states.numel()) or own(states))
-    for name in ("_wide", "require_states", "require_tokens"):
+    own = checks.is_finite
+    monkeypatch.setattr(checks, "is_finite", lambda states: looked_at.append(states.numel()) or own(states))
+    for name in ("_wide", "require_fit"):
         monkeypatch.setattr(momentkv, name, no_memory)
     read_in(model, cache, [1] * 5, IDS[:, 30:])
     assert set(looked_at) == {2 * 8}
@@ -364,13 +368,13 @@ def test_out_of_memory_in_the_write_changes_nothing(model: LlamaForCausalLM, mon
             each._captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
         layer = cache.layers[0]
         before = {name: tensor.clone() for name, tensor in layer.tensors().items()}
-        numbers = (layer.seen, layer.evicted_at, layer.static, layer.longest)
+        numbers = (layer.seen, layer.evicted_at, layer.state.get("static"), layer.longest)
         with monkeypatch.context() as patch:
             for module, name in ((layers, "compress"), (momentkv, "compress"), (lagkv, "gather")):
                 patch.setattr(module, name, no_memory)
             with pytest.raises((torch.OutOfMemoryError, MethodError), match="out of memory"):
                 cache._compress(0)
-        assert (layer.seen, layer.evicted_at, layer.static, layer.longest) == numbers
+        assert (layer.seen, layer.evicted_at, layer.state.get("static"), layer.longest) == numbers
         assert before.keys() == layer.tensors().keys()
         assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors().items())
         for each in (cache, other):
@@ -385,7 +389,7 @@ def test_out_of_memory_in_the_write_changes_nothing(model: LlamaForCausalLM, mon
 def test_future_statistics_are_those_of_the_reference(model: LlamaForCausalLM) -> None:
     whole = cached(model, IDS, None, record=("queries",))
     queries = whole.recorded[1]["queries"]
-    got = future_queries.future_statistics(model, 1, queries, torch.arange(60), 60)
+    got = expected_attention_policy.future_statistics(model, 1, queries, torch.arange(60), 60)
     before = reference_rope.rotate(queries.double().numpy(), -np.arange(60))
     mean, covariance = reference_expected_attention.query_statistics(before)
     wanted = reference_expected_attention.average_rope(mean, covariance, position=60)
@@ -397,8 +401,9 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
     hidden = torch.randn(1, 60, 32, generator=torch.Generator().manual_seed(0))
     module: Any = attention_modules(model)[1]
     with torch.no_grad():
-        got = future_queries.sampled_queries(model, module, 1, hidden, 60, torch.Generator().manual_seed(5))
-    noise = torch.randn(1, future_queries.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
+        states = {"hidden_states": hidden, "keys": hidden, "generator": torch.Generator().manual_seed(5)}
+        got = gvote_policy.supply(Source(model, module, 1), states, 60)["sampled_queries"]
+    noise = torch.randn(1, gvote_policy.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
     mean, variance = reference_gvote.hidden_statistics(hidden.double().numpy())
     weight = module.q_proj.weight.detach().double().numpy().reshape(4, 8, 32).swapaxes(-1, -2)
     sampled = reference_gvote.project(reference_gvote.sample_hidden_states(mean, variance, noise)[:, None], weight)
@@ -508,7 +513,7 @@ def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) ->
     kept = reference_selection.top_k(reference_keydiff.score(keys), 30)
     moments = reference_momentkv.update(reference_momentkv.no_moments(keys, values), keys, values, ~kept)
     queries = np.random.default_rng(0).normal(size=(1, 4, 3, 8))
-    got = partial_attention.attend(torch.from_numpy(queries).float(), copy.deepcopy(layer))
+    got = partial_attention.attend(torch.from_numpy(queries).float(), copy.deepcopy(layer), [momentkv_policy])
     for query in range(3):
         # attend takes the last stored tokens for the queries' own: the third query sees all of them
         seen = np.ones((1, 2, 60), dtype=bool) & kept
@@ -525,8 +530,8 @@ def test_moments_of_nothing_change_nothing() -> None:
     layer.update(keys, values)
     queries = torch.randn(1, 4, 2, 8, generator=generator)
     plain = partial_attention.attend(queries, layer)
-    layer.moments = Moments(torch.zeros(1, 2, dtype=torch.int64), *(torch.zeros(1, 2, *shape) for shape in ((8,), (8,), (8, 8))))
-    torch.testing.assert_close(partial_attention.attend(queries, layer), plain)
+    layer.state = with_moments(zero_moments(keys, values))
+    torch.testing.assert_close(partial_attention.attend(queries, layer, [momentkv_policy]), plain)
 
 
 def test_an_allocator_after_a_method_that_chooses_itself_is_refused() -> None:
@@ -578,14 +583,14 @@ def test_sampled_queries_come_from_the_last_hidden_states(model: LlamaForCausalL
     """While decoding they are a distribution, not the one state of the newest token."""
     whole = cached(model, IDS, None, record=("hidden_states",))
     given: list[torch.Tensor] = []
-    sampled = future_queries.sampled_queries
+    own = gvote_policy.supply
 
-    def spy(model: Any, module: Any, layer_index: int, hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if layer_index == 0:
-            given.append(hidden_states)
-        return sampled(model, module, layer_index, hidden_states, *rest)
+    def spy(source: Source, states: Any, position: int) -> Any:
+        if source.layer_index == 0:
+            given.append(states["hidden_states"])
+        return own(source, states, position)
 
-    monkeypatch.setattr(future_queries, "sampled_queries", spy)
+    monkeypatch.setattr(gvote_policy, "supply", spy)
     cache = EvictingCache(model, "gvote", budget=1, every=1)  # the smallest, so that GVote is asked each time
     read_in(model, cache, [40, 1, 1])
     cache.close()

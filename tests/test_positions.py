@@ -366,7 +366,7 @@ def test_what_the_machine_found_once(machine: type[CacheInUse], calls: Calls) ->
     replay(machine, calls)
 
 
-CROP, SELECT, FILL, RESTORE = EvictingLayer.crop, EvictingLayer.batch_select_indices, file._fill, file.restore
+CROP, SELECT, FILL, RESTORE = EvictingLayer.crop, EvictingLayer.batch_select_indices, EvictingLayer.restore, file.restore
 
 
 def crop_to_kept(layer: EvictingLayer, tokens_to_remove: int) -> None:
@@ -383,8 +383,9 @@ def select_without_positions(layer: EvictingLayer, indices: torch.Tensor) -> Non
         layer._kept_positions = before[1]
 
 
-def fill_without_positions(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
-    FILL(layer, {name: tensor for name, tensor in tensors.items() if name != "_kept_positions"})
+def fill_without_positions(layer: EvictingLayer, *given: Any) -> None:
+    FILL(layer, *given)
+    layer._kept_positions = None
 
 
 def restore_without_padding(cache: EvictingCache, model: Any, settings: dict[str, Any], *rest: Any) -> None:
@@ -418,7 +419,7 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], Calls]] = [
             ("take_turns", {"count": 1, "rule": ALL}),
         ],
     ),
-    (file, "_fill", fill_without_positions, [("start", {"lengths": [6], "rule": HALF}), ("save", {}), ("load", {})]),
+    (EvictingLayer, "restore", fill_without_positions, [("start", {"lengths": [6], "rule": HALF}), ("save", {}), ("load", {})]),
     (
         file,
         "restore",

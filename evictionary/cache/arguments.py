@@ -10,7 +10,7 @@ import torch
 from evictionary.errors import UsageError
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
-from evictionary.optimized.momentkv import no_moments
+from evictionary.optimized.states import zero_moments
 
 TRIED = 1024
 """The tokens on which options are tried out."""
@@ -41,7 +41,7 @@ def _try_out(method: Method, options: Mapping[str, Any]) -> None:
     """Call a method of the dictionary with some numbers, so that it refuses an option before a prompt is read."""
     shapes = {"query_covariance": (1, 1, 2, 2), "query_slack": (1, 1, 1), "gates": (1, 1), "w_o": (1, 2, 2)}
     states = dict.fromkeys(("keys", "values", "queries", "replay_queries", "replay_keys"), torch.ones(1, 1, TRIED, 2))
-    moments = no_moments(states["keys"], states["values"])
+    moments = zero_moments(states["keys"], states["values"])
 
     def supply(name: str, *_: Any) -> dict[str, Any]:
         return {name: torch.ones(shapes.get(name, (1, 1, 8, 2) if name == "sampled_queries" else (1, 1, 2)))}
@@ -49,7 +49,7 @@ def _try_out(method: Method, options: Mapping[str, Any]) -> None:
     try:
         method.kept({**states, "moments": moments}, Request(budget=TRIED // 2, options=options, supply=supply))
     except UsageError as error:
-        if any(f": {name}: got" in str(error) for name in options):
+        if any(f"{name}: got" in str(error) for name in options):
             raise
 
 

@@ -14,23 +14,20 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from evictionary.cache import calibration, file, future_queries, one_pass, partial_attention
+from evictionary.cache import calibration, checks, compression, file, partial_attention
 from evictionary.cache.arguments import checked
+from evictionary.cache.inputs import require_suitable
 from evictionary.cache.layers import KEPT_AS, EvictingLayer
-from evictionary.cache.model_hooks import Attention, attention_modules, output_projection, watch
-from evictionary.errors import MethodError, UsageError
+from evictionary.cache.model_hooks import Attention, watch
+from evictionary.errors import UsageError
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
-from evictionary.methods.method import Method, Request, Supply, tokens_to_keep
+from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.models.load import is_sliding, require_supported, unwrapped
-from evictionary.optimized import h2o, keydiff, momentkv
-from evictionary.optimized.checks import is_finite
-from evictionary.optimized.kernels.launching import kernels_for
-from evictionary.optimized.states import CompressedCache
+from evictionary.models.queries import logit_factor
+from evictionary.policies import DEFAULT, hooks
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that the model does not hand to a cache; the cache captures them if a method names them."""
-READ_FROM_ROPE = frozenset({"query_mean", "query_covariance", "sampled_queries", "query_direction", "gates"})
-"""Inputs computed from queries before RoPE or from hidden states: future_queries.py must repeat the model's own steps for them."""
 
 
 class EvictingCache(Cache):
@@ -43,9 +40,9 @@ class EvictingCache(Cache):
     padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
 
     Args: model, a decoder with rotary positions, also inside of a wrapper such as PEFT's; method, a name, a
-    `path/to/file.py[:function]`, a composition such as `snapkv+ada_kv` or `keydiff+moments`, or None to keep everything;
+    `path/to/file.py[:function]`, a composition such as `name+ada_kv` or `name+moments`, or None to keep everything;
     compression_ratio, the fraction to remove of all tokens seen, in [0, 1), or budget, the tokens to keep in each head, which
-    replaces the ratio; options, the method's own; every, 0 for the prompt alone, by default the method's own value (MomentKV: 1);
+    replaces the ratio; options, the method's own; every, 0 for the prompt alone, by default the method's own value;
     seed, for methods that draw; record, states ("queries", "hidden_states") to keep for `from_prefilled`. Caches of one model may
     be used in several threads, each cache in one.
     Raises UsageError for an argument that cannot be used.
@@ -54,21 +51,22 @@ class EvictingCache(Cache):
     layers: list[Any]
     peak_tokens: int  # the largest number of tokens that any head has stored at once
     recorded: dict[int, dict[str, torch.Tensor]]
-    _padding: torch.Tensor | None
-    _calibrated: dict[int, calibration.State]
+    padding: torch.Tensor | None  # [B], of the prompt
+    counts_padding: bool  # whether the positions of the model count it
+    calibrated: dict[int, calibration.State]
     _finalizer: Any
+    _names: frozenset[str]
     _replaying: bool
     _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
     _is_warned: bool  # that later tokens stay
     _is_told: bool  # that a method keeps less than half of what it may
-    _names: frozenset[str]
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
 
     def __init__(
         self,
         model: PreTrainedModel,
-        method: str | Method | None = "keydiff",
+        method: str | Method | None = DEFAULT,
         compression_ratio: float = 0.5,
         options: Mapping[str, Any] | None = None,
         budget: int | None = None,
@@ -83,15 +81,10 @@ class EvictingCache(Cache):
         self.compression_ratio = compression_ratio
         self.budget = budget
         self.seed = seed
-        if self.method and self.method.reads & READ_FROM_ROPE:
-            require_readable_queries(model, self.method.name)
         path = self.options.get("calibration")
-        if self.every and not path and self.method and "gates" in self.method.reads:
-            raise UsageError(
-                f"every: got {self.every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
-                "prompt, and these are gone when the cache compresses again"
-            )
-        self._calibrated = calibration.read(model, path) if path and self.method and CALIBRATED & self.method.reads else {}
+        if self.method:
+            require_suitable(model, self.method, self.every, bool(path), EvictingCache)
+        self.calibrated = calibration.read(model, path) if path and self.method and CALIBRATED & self.method.reads else {}
         self.record = frozenset(record)
         if not self.record <= CAPTURED:
             raise UsageError(f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}")
@@ -104,6 +97,8 @@ class EvictingCache(Cache):
             isinstance(layer, EvictingLayer) for layer in layers
         ):
             raise UsageError("model: got layers with a sliding window, wanted full attention in all to read the prompt twice")
+        self._policies = self.method.policies if self.method else ()
+        self._step = next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, "stepping"))), None)
         self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
@@ -118,8 +113,8 @@ class EvictingCache(Cache):
         """
         cache = cls(model, *arguments, **named)
         recorded = getattr(prefilled, "recorded", {})
-        cache._padding = getattr(prefilled, "_padding", None)
-        cache._counts_padding = getattr(prefilled, "_counts_padding", False)
+        cache.padding = getattr(prefilled, "padding", None)
+        cache.counts_padding = getattr(prefilled, "counts_padding", False)
         try:
             if len(prefilled.layers) != len(cache.layers):
                 raise UsageError(
@@ -130,15 +125,7 @@ class EvictingCache(Cache):
                 if not isinstance(layer, EvictingLayer):
                     cache.layers[index] = copy.deepcopy(full)
                     continue
-                stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
-                if not stored or stored != seen:
-                    raise UsageError(f"prefilled: got {stored} of {seen} tokens in layer {index}, wanted all tokens of a prompt")
-                for name, states in recorded.get(index, {}).items():
-                    if states.shape[-2] != seen:
-                        raise UsageError(
-                            f"prefilled: got {name} of {states.shape[-2]} of {seen} tokens in layer {index}, wanted a prompt that "
-                            "was read in one forward"
-                        )
+                checks.require_whole(full, index, recorded.get(index, {}))
                 layer.update(full.keys, full.values)
                 cache.peak_tokens = max(cache.peak_tokens, layer.longest)
                 layer.padding = getattr(full, "padding", None)
@@ -161,16 +148,14 @@ class EvictingCache(Cache):
         """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
         layer = self.layers[layer_idx]
         if layer_idx == 0:
-            self._require_its_own_forward(key_states.shape[-2])
+            checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
+            checks.require_announced(self._is_announced or not self._finalizer.alive)
+            self._is_announced = False
         if isinstance(layer, EvictingLayer) and key_states.dtype != value_states.dtype:
             # under torch.autocast keys leave RoPE wider than values, and the attention casts both to the narrower dtype
             dtype = min(key_states.dtype, value_states.dtype, key=lambda each: each.itemsize)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        if layer_idx in self._handed:
-            raise RuntimeError(
-                f"layer {layer_idx}: tokens were read but their queries were never seen, so the cache could not compress them: the "
-                "forward before was interrupted; wanted a copy from before it, or cache.reset() and the prompt again"
-            )
+        checks.require_seen(layer_idx, layer_idx in self._handed)
         if self._replaces_a_token(layer_idx, key_states):
             layer.waiting = keys, values = key_states, value_states
             layer.seen += 1
@@ -178,7 +163,7 @@ class EvictingCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(layer, EvictingLayer):
             if layer.seen == key_states.shape[-2]:
-                layer.padding = None if self._padding is None else self._padding.to(keys.device)
+                layer.padding = None if self.padding is None else self.padding.to(keys.device)
             self.peak_tokens = max(self.peak_tokens, layer.longest)
             if layer_idx == 0 and key_states.shape[-2] > 1:
                 self._warn_of_what_stays(layer)
@@ -190,52 +175,16 @@ class EvictingCache(Cache):
 
     def get_mask_sizes(self, *arguments: Any, **named: Any) -> tuple[int, int]:
         """The sizes of a layer's mask. Raises UsageError for a forward without a token, which no model can read."""
-        length = arguments[0] if arguments else named["query_length"]
-        if length == 0:
-            raise UsageError(
-                f"prompt: got no new token after the {self.get_seq_length()} that the cache has read, wanted one: generate() takes "
-                "its input for the whole text so far; another prompt needs another cache, or cache.reset() before it"
-            )
+        checks.require_tokens(arguments[0] if arguments else named["query_length"], self.get_seq_length())
         return super().get_mask_sizes(*arguments, **named)
-
-    def _require_its_own_forward(self, new: int) -> None:
-        """Raise RuntimeError after an interrupted forward, or where an open cache reads tokens that its model has not announced.
-
-        Warns, once, where the text becomes longer than what the model was made for.
-        """
-        if self._longest is not None and self.get_seq_length() <= self._longest < self.get_seq_length() + new:
-            warnings.warn(
-                f"the text is now longer than the model's context of {self._longest} tokens: evicted tokens count, for the later "
-                "ones keep their positions",
-                stacklevel=2,
-            )
-        read = sorted({layer.get_seq_length() for layer in self.layers})
-        if len(read) > 1:
-            raise RuntimeError(
-                f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a forward was "
-                "interrupted or failed; use a copy from before it, or cache.reset() and the prompt again"
-            )
-        if self._finalizer.alive and not self._is_announced:
-            raise RuntimeError(
-                "cache: got tokens of another model, wanted those of the model object that it was made with: a model that was "
-                "loaded again is another one; cache.save(path) and EvictingCache.load(path, model) take a cache to it"
-            )
-        self._is_announced = False
 
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
         """Take the padding and positions of a forward that will read `length` tokens of each row; model_hooks.py calls this."""
         self._is_announced = True
-        seen = self.get_seq_length()
-        if seen == 0:
-            if padding is not None and int(padding.max()) >= length:
-                raise UsageError(
-                    f"attention_mask: got a row with only padding in the first {length} tokens, wanted a larger block: the first "
-                    "block must hold a token of each row of the batch"
-                )
-            self._padding = None if padding is None else padding.cpu()
-            self._counts_padding = padding is not None and position_ids is None
-        elif padding is not None and (self._padding is None or not torch.equal(padding.cpu(), self._padding)):
-            raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
+        checks.require_padding(padding, self.padding, length, self.get_seq_length())
+        if self.get_seq_length() == 0:
+            self.padding = None if padding is None else padding.cpu()
+            self.counts_padding = padding is not None and position_ids is None
 
     def see_end(self, tokens: torch.Tensor) -> None:
         """After the prompt let the model read its tokens again, for a method that asks for it; model_hooks.py calls this.
@@ -244,23 +193,14 @@ class EvictingCache(Cache):
         while it reads the tokens, and gives them back before. They follow the prompt without an instruction, which no cache could
         write in the words of a model's tokenizer.
         """
-        model = self._model()
-        if self._handed and model is not None:
-            self.close()
-            raise UsageError(
-                f"model: got {type(model).__name__}, which gives its attention other keys than the cache returned, so no method "
-                "can see its queries; wanted another model"
-            )
-        if model is None or not self._names & REPLAYED or self._replaying or any(layer.evicted_at for layer in self.layers):
+        model = self.model
+        if model is None:
             return
         try:
-            if self._longest is not None and 2 * tokens.shape[1] > self._longest:
-                raise UsageError(
-                    f"prompt: got {tokens.shape[1]} tokens, wanted at most half of the model's context of {self._longest}: the "
-                    "prompt is read twice"
-                )
-            if self._padding is not None:
-                raise UsageError("attention_mask: got padding, wanted prompts of one length: the prompt is read twice")
+            checks.require_watchable(model, self._handed)
+            if not self._names & REPLAYED or self._replaying or any(layer.evicted_at for layer in self.layers):
+                return
+            checks.require_readable_twice(tokens.shape[1], self._longest, self.padding)
             self._replaying = True
             with torch.no_grad():
                 model.base_model(
@@ -308,7 +248,7 @@ class EvictingCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         del self._handed[layer_index]
         layer = self.layers[layer_index]
-        factor = future_queries.logit_factor(module, queries.shape[-1])
+        factor = logit_factor(module, queries.shape[-1])
         scaled = queries if abs(factor - 1) < 1e-6 else queries * factor
         is_prompt = layer.seen == queries.shape[2]
         if self._replaying:
@@ -326,7 +266,7 @@ class EvictingCache(Cache):
             else:
                 output = self._attend_and_compress(layer_index, queries, scaled, mask, attention)
         except Exception as error:
-            if is_prompt and _is_out_of_memory(error):
+            if is_prompt and checks.is_out_of_memory(error):
                 self.reset()  # as it was before this prompt
             else:
                 self.close()  # the tokens just read are lost; the model gets its own attention back
@@ -351,86 +291,76 @@ class EvictingCache(Cache):
         if due and evicts_first and not is_prompt and queries.shape[2] == 1:
             self._compress_if_memory_allows(layer_index)
             due = False
-        if is_prompt and mask is None and one_pass.can_attend_and_score(self.method, scaled, *layer.slots()):
-            output = self._attend_and_score(layer_index, scaled)
+        if is_prompt and mask is None and (ours := self._attend_prompt(layer_index, scaled)) is not None:
+            output = ours, None
         elif is_prompt:
             output = attention(mask)
         elif layer.is_plain:
             output = attention(_mask(layer, queries))
         else:
-            output = partial_attention.attend(scaled, layer).transpose(1, 2).contiguous(), None
+            output = partial_attention.attend(scaled, layer, self._policies).transpose(1, 2).contiguous(), None
         if due:
             self._compress_if_memory_allows(layer_index)
         return output
 
-    def _attend_and_score(self, layer_index: int, queries: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """ATT-6 and H2-1: the attention of the prompt, and with it what each token received, for the compression that follows."""
-        keys, values = self.layers[layer_index].slots()
-        if keys.device.type == "cpu":
-            _require_finite(layer_index, keys, values)
-        output, self._captured[layer_index]["received"] = h2o.attend_and_score(queries, keys, values)
-        return output.transpose(1, 2).contiguous(), None
+    def _attend_prompt(self, layer_index: int, queries: torch.Tensor) -> torch.Tensor | None:
+        """The attention [B, M, H_q, D_v] of a policy, which leaves a note for the compression that follows; None without one."""
+        for attend_prompt in hooks(self._policies, "attend_prompt"):
+            checks.require_finite(layer_index, *self.layers[layer_index].slots())
+            found = attend_prompt(queries, *self.layers[layer_index].slots())
+            if found is not None:
+                self._captured[layer_index]["note"] = found[1]
+                return found[0].transpose(1, 2).contiguous()
+        return None
 
     # compression
 
     def _warn_of_what_stays(self, layer: EvictingLayer) -> None:
-        """Warn, once, where later tokens outnumber the prompt and what was asked for: a prompt read in blocks without `every`."""
-        since = layer.seen - layer.evicted_at
-        if self._is_warned or self.every or self.method is None or not layer.evicted_at:
-            return
-        if since >= layer.evicted_at and since > tokens_to_keep(layer.seen, self.compression_ratio, self.budget):
-            self._is_warned = True
-            warnings.warn(
-                f"the cache compressed the first {layer.evicted_at} tokens, and {since} later ones stay: to compress a prompt in "
-                "blocks give the cache every=N, and after a turn of a chat call cache.compress()",
-                stacklevel=2,
-            )
+        if not (self._is_warned or self.every or self.method is None):
+            asked = tokens_to_keep(layer.seen, self.compression_ratio, self.budget)
+            self._is_warned = compression.warn_of_what_stays(layer.seen, layer.evicted_at, asked)
 
-    def _warn_of_what_is_wasted(self, kept: torch.Tensor, asked: int) -> None:
-        """Warn, once, where a select keeps less than half of the tokens [B, H_kv, T] that it may: `asked` in all rows of a head."""
-        assert self.method is not None
-        in_a_head = int(kept.sum()) / kept.shape[1]
-        if 2 * in_a_head < asked:
-            self._is_told = True
-            warnings.warn(
-                f"method {self.method.name}: keeps {in_a_head / len(kept):.4g} tokens in a head, where the budget is "
-                f'{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = {{"own_budget"}}',
-                stacklevel=2,
-            )
+    def warn_of_what_is_wasted(self, kept: torch.Tensor, layer_index: int) -> None:
+        """Warn, once, where a select keeps less than half of the tokens [B, H_kv, T] that it may."""
+        method = self.method
+        if method and method.is_select and not self._is_told and not method.traits & {"own_budget", "moving_window", "recursive"}:
+            asked = sum(self.amounts(layer_index, self.layers[layer_index].seen))
+            self._is_told = compression.warn_of_what_is_wasted(method.name, kept, asked)
 
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
 
-    def _amounts(self, layer_index: int, seen: int) -> list[int]:
+    def request(self, layer_index: int, **named: Any) -> Request:
+        """What the arguments ask of a layer, and what else is said of it."""
+        return Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers), self.seed, **named)
+
+    def amounts(self, layer_index: int, seen: int) -> list[int]:
         """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
         assert self.method is not None
-        request = Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers))
-        paddings = [0] if self._padding is None else self._padding.tolist()
-        return [self.method._amount(seen - padding, request) for padding in paddings]
+        paddings = [0] if self.padding is None else self.padding.tolist()
+        request = self.request(layer_index)
+        return [self.method.amount(seen - padding, request) for padding in paddings]
 
     def _replaces_a_token(self, layer_index: int, key_states: torch.Tensor) -> bool:
-        """Whether the one token that comes takes the slot of another, in a layer that MomentKV has filled to its budget."""
+        """Whether the one token that comes takes the slot of another, in a layer that is filled to its budget."""
         layer = self.layers[layer_index]
-        is_momentkv = self.method is not None and self.method.function is momentkv.score and self.method.head_budgets is None
-        if not is_momentkv or not isinstance(layer, EvictingLayer) or not self._finalizer.alive:
+        if self._step is None or not isinstance(layer, EvictingLayer) or not self._finalizer.alive:
             return False
         is_one_token = key_states.shape[2] == 1 and not key_states.requires_grad
-        if not is_one_token or layer.moments is None or not layer.is_full or not self._is_due(layer, coming=1):
+        if not is_one_token or not layer.state or not layer.is_full or not self._is_due(layer, coming=1):
             return False
-        return set(self._amounts(layer_index, layer.seen + 1)) == {layer.stored}
+        return set(self.amounts(layer_index, layer.seen + 1)) == {layer.stored}
 
     def _replace_a_token(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
-        """MK-A1: the attention of the waiting token, [B, H_q, D_v], which takes the slot of the evicted token."""
+        """The attention of the waiting token, [B, H_q, D_v], which takes the slot of the evicted token."""
         layer = self.layers[layer_index]
-        new_key, new_value = layer.waiting
-        if new_key.device.type == "cpu":
-            _require_finite(layer_index, new_key, new_value)
-        keys, values, positions = layer.slots_to_replace()
+        key, value = layer.waiting
+        checks.require_finite(layer_index, key, value)
+        slots = layer.slots_to_replace()
         layer.waiting = None
-        # What the step before has written is not looked at again; the kernels are reached by the function that looks.
-        step = momentkv.step if kernels_for("momentkv", keys, values) else momentkv.step_trusted
-        position = torch.full(positions.shape[:2], layer.seen - 1, device=positions.device)
-        output = step(query, new_key[:, :, 0], new_value[:, :, 0], keys, values, positions, layer.moments, position)
+        position = torch.full(slots[2].shape[:2], layer.seen - 1, device=slots[2].device)
+        assert self._step is not None
+        output = self._step(query, key[:, :, 0], value[:, :, 0], slots, layer.state, position)
         layer.evicted_at = layer.seen
         return output
 
@@ -451,7 +381,7 @@ class EvictingCache(Cache):
         try:
             self._compress(layer_index)
         except Exception as error:
-            if layer.evicted_at == 0 or not _is_out_of_memory(error):
+            if layer.evicted_at == 0 or not checks.is_out_of_memory(error):
                 raise
             warnings.warn(
                 f"layer {layer_index}: out of memory, so {layer.longest} tokens stay until the next compression", stacklevel=2
@@ -459,124 +389,13 @@ class EvictingCache(Cache):
 
     def _compress(self, layer_index: int) -> None:
         """Compress a layer, or raise and change nothing."""
-        layer = self.layers[layer_index]
-        captured = self._captured.get(layer_index, {})
-        received = captured.pop("received", None)
+        layer, captured = self.layers[layer_index], dict(self._captured.get(layer_index, {}))
         if self.record and layer.evicted_at == 0:
             self.recorded[layer_index] = {name: captured[name] for name in self.record}
         if self.method is None:
             layer.evicted_at = layer.seen
-            return
-        keys, values = layer.slots()
-        if keys.device.type == "cpu":  # a GPU would have to be waited for; there NaN is found in the scores
-            _require_finite(layer_index, keys, values)
-        moments, static = layer.moments, layer.static
-        if self.method.corrected and moments is None:
-            moments = momentkv.no_moments(keys, values)
-        if "recursive" in self.method.traits and self.every and static is None:
-            static = [self._option("sink_size")] * keys.shape[0]
-        if layer.is_full and self._keeps_all(layer_index, static):
-            layer.moments, layer.static, layer.anchor, layer.evicted_at = moments, static, None, layer.seen
-            return
-        keys, values, positions, filled = layer.contents()
-        states: dict[str, Any] = {"keys": keys, "values": values, **captured}
-        padding = torch.zeros(keys.shape[0], dtype=torch.int32) if self._padding is None else self._padding
-        if layer.ragged is not None or layer.seen > keys.shape[2]:  # one of ragged heads may have kept every token
-            states["positions"] = positions - padding.to(positions)[:, None, None]
-        if moments is not None:
-            states["moments"] = moments
-        seen = [layer.seen - count for count in padding.tolist()]
-        request = Request(
-            compression_ratio=self.compression_ratio,
-            budget=self.budget,
-            options=self.options,
-            layer_index=layer_index,
-            num_layers=len(self.layers),
-            seed=self.seed,
-            filled=None if layer.is_full else filled,
-            seen=seen,
-            is_prompt=layer.evicted_at == 0,
-            static=static,
-            supply=self._supply(layer_index),
-        )
-        method, anchor = self.method, None
-        copies: list[CompressedCache] = []
-        if layer.is_full and len(set(seen)) == 1:  # the method is called once, for all rows and heads
-            if moments is None:
-                method = one_pass.copying(method, copies)
-            if received is not None:
-                method = one_pass.scored(method, received)
-            is_keydiff = method.function is keydiff.score and method.head_budgets is None
-            if is_keydiff and self.every and kernels_for("keydiff", keys):
-                anchor = one_pass.anchor_of(keys, layer.anchor, layer.seen - layer.evicted_at)
-                method = one_pass.anchored(method, anchor)
-        kept = method.kept(states, request)
-        if method.is_select and not self._is_told and not method.traits & {"own_budget", "moving_window", "recursive"}:
-            self._warn_of_what_is_wasted(kept, sum(self._amounts(layer_index, layer.seen)))
-        if anchor is not None:
-            anchor = one_pass.anchor_without(anchor, keys, kept)
-        if static is not None:
-            lengths = [keys.shape[2]] * keys.shape[0] if layer.is_full else filled[:, 0].sum(dim=-1).tolist()
-            static = [
-                self.method.static_after(length, before, self.compression_ratio, self.options)
-                for length, before in zip(lengths, static, strict=True)
-            ]
-        compressed = copies[0] if copies else None
-        if moments is not None and layer.is_full:
-            compressed, moments = momentkv.compress_prompt(keys, values, kept, moments)
-        elif moments is not None:
-            moments = momentkv.update(moments, keys, values, filled & ~kept)
-        if compressed is not None or not layer.is_full or not kept.all():
-            layer.evict(kept, compressed)
-        layer.moments, layer.static, layer.anchor, layer.evicted_at = moments, static, anchor, layer.seen
-
-    def _option(self, name: str) -> Any:
-        assert self.method is not None
-        return self.options.get(name, self.method.options[name])
-
-    def _keeps_all(self, layer_index: int, static: list[int] | None) -> bool:
-        """Whether the numbers of tokens alone say that nothing of a full layer is evicted."""
-        layer = self.layers[layer_index]
-        assert self.method is not None
-        if static is not None:  # a partition is compressed once the next one is complete
-            return layer.stored < min(static) + 2 * self._option("lag_size")
-        if "keep_ratio" in self.options or self.method.head_budgets is not None:
-            return False
-        return min(self._amounts(layer_index, layer.seen)) >= layer.stored
-
-    def _supply(self, layer_index: int) -> Supply:
-        """Return the callback that computes the inputs only the model knows, from the captured states."""
-
-        def supply(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
-            model, source = self._model(), CAPTURED_FOR.get(name)
-            if model is not None and name == "w_o":
-                w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"])
-                return {name: self._of_heads(w_o[None], layer_index, states["kv_heads"])[0]}
-            if model is not None and name in CALIBRATED and self._calibrated:
-                state = self._calibrated[layer_index]
-                own = {entry: self._of_heads(each, layer_index, states["kv_heads"]) for entry, each in state.items()}
-                found = calibration.at_position(model, layer_index, own, position)
-                return {entry: each.expand(len(states["keys"]), *each.shape[1:]) for entry, each in found.items()}
-            if model is None or source is None or states.get(source) is None:
-                return {}
-            if self._counts_padding:
-                raise UsageError(f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them")
-            if name == "sampled_queries":
-                module = attention_modules(model)[layer_index]
-                sampled = future_queries.sampled_queries(
-                    model, module, layer_index, states["hidden_states"], position, states["generator"]
-                )
-                return {name: sampled.to(states["keys"].dtype)}
-            queries = states["queries"]
-            positions = torch.arange(position - queries.shape[2], position, device=queries.device)
-            if name in CALIBRATED:
-                key_positions = states["positions"] if self.layers[layer_index].evicted_at == 0 else None
-                state = calibration.of_states(model, layer_index, queries, positions, states["keys"], key_positions)
-                return calibration.at_position(model, layer_index, state, position)
-            mean, covariance = future_queries.future_statistics(model, layer_index, queries, positions, position)
-            return {"query_mean": mean, "query_covariance": covariance}
-
-        return supply
+        else:
+            compression.compress(self, layer_index, captured.pop("note", None), captured)
 
     def compress(self) -> None:
         """Compress the tokens read since the last compression: the rest of a block, or a turn of a chat.
@@ -599,10 +418,6 @@ class EvictingCache(Cache):
             self._watch()  # heads or layers may differ now
         self._close_if_settled()
 
-    def _of_heads(self, state: torch.Tensor, layer_index: int, kv_heads: slice) -> torch.Tensor:
-        """The part of a state [B, heads, ..] of a layer, of query heads or KV heads, that belongs to some KV heads."""
-        return state.unflatten(1, (self.layers[layer_index].keys.shape[1], -1))[:, kv_heads].flatten(1, 2)
-
     # opening and closing the cache
 
     def activate_past_recording(self) -> None:
@@ -620,8 +435,7 @@ class EvictingCache(Cache):
     def _wait(self) -> None:
         """Wait for a prompt: watch the model until the cache no longer needs it, is closed, or is deleted."""
         self._handed, self._captured, self.recorded = {}, {}, {}
-        self._padding = None
-        self._counts_padding = False
+        self.padding, self.counts_padding = None, False
         self._replaying = False
         self._is_announced = False
         self.peak_tokens = 0
@@ -632,8 +446,13 @@ class EvictingCache(Cache):
         self._remembered = frozenset(CAPTURED_FOR[name] for name in later if name in CAPTURED_FOR)
         self._watch()
 
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The model, which a cache does not keep alive."""
+        return self._model()
+
     def _watch(self) -> None:
-        model = self._model()
+        model = self.model
         if model is None:
             raise RuntimeError("the model of this cache is gone")
         self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
@@ -646,7 +465,7 @@ class EvictingCache(Cache):
         if any(layer.evicted_at == 0 for layer in layers) or not all(layer.is_plain for layer in layers):
             return
         # One mask serves all layers of a model, so it must fit all layers; it does not know that padding was removed.
-        unpadded = self._padding is None or self.method is None
+        unpadded = self.padding is None or self.method is None
         # In the middle of a forward, the layers have not seen the same tokens yet.
         if unpadded and len({(layer.longest, layer.seen) for layer in layers}) == 1:
             self.close()
@@ -681,8 +500,8 @@ class EvictingCache(Cache):
             index: {name: state[indices.to(state.device)] for name, state in recorded.items()}
             for index, recorded in self.recorded.items()
         }
-        if self._padding is not None:
-            self._padding = self._padding[indices.to(self._padding.device)]
+        if self.padding is not None:
+            self.padding = self.padding[indices.to(self.padding.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
@@ -780,45 +599,6 @@ class EvictingCache(Cache):
         return int(mean) if mean == int(mean) else mean
 
 
-_readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
-
-
-def require_readable_queries(model: PreTrainedModel, name: str) -> None:
-    """Raise UsageError if future_queries.py cannot compute this model's queries from hidden states; a few tokens are tried.
-
-    A model may pair RoPE's channels in another way, leave RoPE out of some layers, or apply a norm after it; no configuration
-    tells.
-    """
-    if model not in _readable:
-        _readable[model] = _has_readable_queries(model)
-    if not _readable[model]:
-        raise UsageError(
-            f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE in two halves; "
-            f"wanted a method that reads no future queries instead of {name}"
-        )
-
-
-@torch.no_grad()
-def _has_readable_queries(model: PreTrainedModel) -> bool:
-    probe = torch.arange(1, 5, device=model.device)[None]
-    modules = attention_modules(model)
-    with EvictingCache(model, None, record=("queries", "hidden_states")) as cache:
-        try:
-            model.base_model(probe, past_key_values=cache, use_cache=True)
-            for index, states in cache.recorded.items():
-                factor = future_queries.logit_factor(modules[index], states["queries"].shape[-1])
-                queries = future_queries.unrotated(
-                    states["queries"], *future_queries.rotation(model, index, torch.arange(4, device=model.device))
-                )
-                projected = future_queries.project(model, modules[index], states["hidden_states"]).float() * factor
-                # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
-                if not (queries - projected).abs().max() <= 0.1 * projected.abs().max():
-                    return False
-        except (KeyError, UsageError):  # the model has another name for hidden states, or no separate projection for queries
-            return False
-    return True
-
-
 def _states(layer: Any) -> list[torch.Tensor]:
     """The key and value tensors of a layer, including the flat tensors of ragged heads."""
     ragged = getattr(layer, "ragged", None)
@@ -838,14 +618,3 @@ def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
     return torch.zeros(visible.shape, dtype=queries.dtype, device=queries.device).masked_fill(
         ~visible, torch.finfo(queries.dtype).min
     )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that a GPU has too little memory, or comes from a method that met such an error."""
-    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
-
-
-def _require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    for name, states in (("keys", keys), ("values", values)):
-        if not is_finite(states):
-            raise MethodError(f"{name}: got NaN or infinite numbers in layer {layer_index}, wanted finite ones")

@@ -9,6 +9,7 @@ from typing import Any
 
 from evictionary.cache.arguments import checked
 from evictionary.errors import UsageError
+from evictionary.policies import DEFAULT
 
 FIRST_LINE = '"""Generation with KV-cache eviction, written by `evictionary export`; it needs the package evictionary.'
 PROGRAM = '''
@@ -33,7 +34,7 @@ def generate(*inputs, model, **arguments):
 
 def export(
     folder: str | Path,
-    method: str = "keydiff",
+    method: str = DEFAULT,
     compression_ratio: float = 0.5,
     options: Mapping[str, Any] | None = None,
     budget: int | None = None,

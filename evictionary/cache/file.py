@@ -14,8 +14,6 @@ from safetensors.torch import save_file
 from evictionary.cache.layers import EvictingLayer
 from evictionary.errors import UsageError
 from evictionary.models.load import loaded
-from evictionary.optimized.cache import CompressedCache
-from evictionary.optimized.momentkv import Moments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 SCHEMA = "evictionary/cache/3"
 ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 """The arguments of a cache that are written without conversion."""
-OF_THE_MODEL = ("keys", "values", "ragged.keys", "ragged.values", "recent", "recent_hidden")
-"""The tensors of a layer that have the dtype of the model."""
 
 
 def write(cache: EvictingCache, path: str | Path) -> None:
@@ -37,7 +33,7 @@ def write(cache: EvictingCache, path: str | Path) -> None:
     layers = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, EvictingLayer):
-            layers.append({"seen": layer.seen, "evicted_at": layer.evicted_at, "static": layer.static})
+            layers.append(layer.numbers())
             own = layer.tensors()
         else:  # a sliding window
             layers.append({"cumulative_length": layer.cumulative_length})
@@ -45,11 +41,11 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
     settings = {
         "schema": SCHEMA,
-        "model": fingerprint(cache._model()),
+        "model": fingerprint(cache.model),
         "method": cache.method.name if cache.method else None,
         **{name: getattr(cache, name) for name in ARGUMENTS},
-        "padding": None if cache._padding is None else cache._padding.tolist(),
-        "counts_padding": cache._counts_padding,
+        "padding": None if cache.padding is None else cache.padding.tolist(),
+        "counts_padding": cache.counts_padding,
         "layers": layers,
     }
     write_tensors("path", path, settings, tensors)
@@ -128,23 +124,12 @@ def restore(
         raise UsageError(f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in {path}")
     for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
         own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
-        own |= {name: own[name].to(model.dtype) for name in OF_THE_MODEL if name in own}
-        _fill(layer, own)
-        for name, value in numbers.items():
-            setattr(layer, name, value)
         if isinstance(layer, EvictingLayer):
+            layer.restore(own, numbers, model.dtype)
             cache.peak_tokens = max(cache.peak_tokens, layer.longest)
-    if settings["padding"] is not None:
-        cache._padding = torch.tensor(settings["padding"])
-    cache._counts_padding = settings["counts_padding"]
-
-
-def _fill(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the tensors of `EvictingLayer.tensors` back."""
-    layer.lazy_initialization(tensors["keys"], tensors["values"])
-    for part, kind in (("ragged", CompressedCache), ("moments", Moments)):
-        fields = {name.partition(".")[2]: tensors.pop(name) for name in list(tensors) if name.startswith(f"{part}.")}
-        if fields:
-            setattr(layer, part, kind(**fields))
-    for name, tensor in tensors.items():
-        setattr(layer, name, tensor)
+        else:
+            layer.lazy_initialization(own["keys"], own["values"])
+            layer.keys, layer.values = own["keys"].to(model.dtype), own["values"].to(model.dtype)
+            layer.cumulative_length = numbers["cumulative_length"]
+    cache.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
+    cache.counts_padding = settings["counts_padding"]

@@ -12,17 +12,18 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from evictionary.optimized.cache import CompressedCache, compress
-from evictionary.optimized.momentkv import Moments
+from evictionary.optimized.states import Moments
+from evictionary.policies import State, moments_of
 
 GROWTH = 8
 """Storage that is too small grows by this part of its tokens; so each token costs a copy of eight, however long the layer is."""
 RECENT = 128
-"""The last queries or hidden states that a layer remembers for a method that compresses while decoding (EA)."""
+"""The last queries or hidden states that a layer remembers for a method that compresses while decoding."""
 KEPT_AS = {"queries": "recent", "hidden_states": "recent_hidden"}
 """The attribute of a layer for each."""
-
-
-OWN_TENSORS = ("keys", "values", "padding", "recent", "recent_hidden", "anchor", "_kept_positions")
+OWN_TENSORS = ("keys", "values", "padding", "recent", "recent_hidden", "_kept_positions")
+OF_THE_MODEL = ("keys", "values", "ragged.keys", "ragged.values", "recent", "recent_hidden")
+"""The tensors that have the dtype of the model."""
 
 
 class EvictingLayer(DynamicLayer):
@@ -30,11 +31,9 @@ class EvictingLayer(DynamicLayer):
 
     As long as all heads keep the same number of tokens, `keys` [B, H_kv, stored, D] and `values` hold all tokens. Once heads
     differ, `ragged` holds the kept tokens (flat, without a byte of padding), and `keys` and `values` hold the tokens since then.
-    `padding` [B] counts the tokens that each row is padded with on the left, or is None; `moments` are those of the evicted tokens,
-    `recent` [B, H_q, n, D] the last queries, `recent_hidden` [B, n, hidden] the last hidden states, `static` the number of
-    tokens that LagKV never compresses again and `anchor` [B, H_kv, D] the sum of the unit keys after KeyDiff's last compression on
-    a GPU; each is set only for a method that needs it. `waiting` is the token that has been
-    seen and is not stored yet: it will take the slot of an evicted token.
+    `padding` [B] counts the tokens that each row is padded with on the left, or is None; `state` is what its policies keep;
+    `recent` [B, H_q, n, D] are the last queries and `recent_hidden` [B, n, hidden] the last hidden states, for a method that needs
+    them. `waiting` is the token that has been seen and is not stored yet: it will take the slot of an evicted token.
     """
 
     def __init__(self) -> None:
@@ -49,11 +48,9 @@ class EvictingLayer(DynamicLayer):
         self.evicted_at = 0
         self.ragged = None
         self.padding: torch.Tensor | None = None
-        self.moments: Moments | None = None
+        self.state: State = {}
         self.recent: torch.Tensor | None = None
         self.recent_hidden: torch.Tensor | None = None
-        self.static: list[int] | None = None
-        self.anchor: torch.Tensor | None = None
         self.waiting: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -117,8 +114,7 @@ class EvictingLayer(DynamicLayer):
         if self._kept_positions is None or self._kept_positions.shape[-1] < self.stored:
             self._kept_positions = self._positions_of_slots().to(torch.int64).contiguous()
         self._kept_positions = _writable(self._kept_positions.to(torch.int64))
-        if self.moments is not None:
-            self.moments = Moments(*map(_writable, self.moments))
+        self.state = {name: _writable(entry) for name, entry in self.state.items()}
         self._in_order = False
         return *self.slots(), self._kept_positions
 
@@ -238,6 +234,11 @@ class EvictingLayer(DynamicLayer):
         self.plans = {}
 
     @property
+    def moments(self) -> Moments | None:
+        """The moments of the evicted tokens, if the state holds them: they have a share of the attention."""
+        return moments_of(self.state)
+
+    @property
     def is_plain(self) -> bool:
         """Whether `keys` and `values` hold everything stored, so that the model's own attention is enough."""
         return self.ragged is None and self.moments is None
@@ -283,8 +284,8 @@ class EvictingLayer(DynamicLayer):
         """Forget everything."""
         super().reset()
         self.seen = self.evicted_at = 0
-        self.ragged = self.padding = self.moments = self.static = self._kept_positions = self.waiting = None
-        self.recent = self.recent_hidden = self.anchor = None
+        self.ragged = self.padding = self._kept_positions = self.waiting = self.recent = self.recent_hidden = None
+        self.state = {}
         self._in_order = True
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -297,22 +298,35 @@ class EvictingLayer(DynamicLayer):
         self.keys, self.values = self.keys[indices], self.values[indices]
         if self.ragged is not None:
             self.ragged = _rows_of_batch(self.ragged, indices)
-        if self.moments is not None:
-            self.moments = Moments(*(field[indices] for field in self.moments))
-        for name in ("_kept_positions", "padding", "recent", "recent_hidden", "anchor"):
+        for name in ("_kept_positions", "padding", "recent", "recent_hidden"):
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[indices])
-        if self.static is not None:
-            self.static = [self.static[index] for index in indices.tolist()]
+        self.state = {name: _rows_of(entry, indices) for name, entry in self.state.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by name: `keys`, `values` and the flat tensors of ragged heads."""
-        named = {name: getattr(self, name) for name in OWN_TENSORS}
-        for part in ("ragged", "moments"):
-            value = getattr(self, part)
-            if value is not None:
-                named |= {f"{part}.{name}": field for name, field in value._asdict().items()}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        named = {name: getattr(self, name) for name in OWN_TENSORS} | self.state
+        if self.ragged is not None:
+            named |= {f"ragged.{name}": field for name, field in self.ragged._asdict().items()}
+        return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
+
+    def numbers(self) -> dict[str, Any]:
+        """What a file holds of the layer beside its tensors: two numbers, the lists of the state, and the tensors' names."""
+        lists = {name: entry for name, entry in self.state.items() if not isinstance(entry, torch.Tensor)}
+        return {"seen": self.seen, "evicted_at": self.evicted_at, **lists, "tensors": sorted(self.tensors())}
+
+    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any], dtype: torch.dtype) -> None:
+        """Put `tensors` and `numbers` back into an empty layer of a model of `dtype`. Raises KeyError or TypeError for a lack."""
+        tensors = {name: tensors[name] for name in numbers.get("tensors", tensors)}
+        tensors |= {name: tensors[name].to(dtype) for name in OF_THE_MODEL if name in tensors}
+        self.lazy_initialization(tensors["keys"], tensors["values"])
+        flat = {name.partition(".")[2]: tensors.pop(name) for name in list(tensors) if name.startswith("ragged.")}
+        self.ragged = CompressedCache(**flat) if flat else None
+        for name in OWN_TENSORS:
+            setattr(self, name, tensors.pop(name, None))
+        self.seen, self.evicted_at = numbers["seen"], numbers["evicted_at"]
+        lists = {name: entry for name, entry in numbers.items() if name not in ("seen", "evicted_at", "tensors")}
+        self.state = tensors | {name: entry for name, entry in lists.items() if entry is not None}
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
@@ -320,8 +334,13 @@ def _is_writable(tensor: torch.Tensor) -> bool:
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if _is_writable(tensor) else tensor.clone()
+def _writable(entry: Any) -> Any:
+    return entry.clone() if isinstance(entry, torch.Tensor) and not _is_writable(entry) else entry
+
+
+def _rows_of(entry: Any, indices: torch.Tensor) -> Any:
+    """The rows of an entry of a state."""
+    return entry[indices] if isinstance(entry, torch.Tensor) else [entry[index] for index in indices.tolist()]
 
 
 def _with_room(states: torch.Tensor, stored: int, needed: int) -> torch.Tensor:

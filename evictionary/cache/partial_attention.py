@@ -7,28 +7,31 @@ exp(log-sum-exp). On a GPU, two kernels do this for all parts at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from types import ModuleType
 
 import torch
 
 from evictionary.cache.layers import EvictingLayer
 from evictionary.optimized import attention
 from evictionary.optimized.kernels.launching import kernels_for
-from evictionary.optimized.momentkv import Moments, recover
+from evictionary.policies import hooks
 
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
-def attend(queries: torch.Tensor, layer: EvictingLayer) -> torch.Tensor:
+def attend(queries: torch.Tensor, layer: EvictingLayer, policies: Iterable[ModuleType] = ()) -> torch.Tensor:
     """The attention of the layer's last M tokens over all stored tokens and, with moments, over the evicted ones.
 
-    Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended.
-    Returns [B, H_q, M, D_v] in the dtype of queries.
+    Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended;
+    policies, of which one gives the part of the moments. Returns [B, H_q, M, D_v] in the dtype of queries.
     """
     keys, values = layer.slots()
-    is_float32 = layer.moments is None or layer.moments.key_sum.dtype == torch.float32
+    moments = layer.moments
+    is_float32 = moments is None or moments.key_sum.dtype == torch.float32
     if is_float32 and keys.dtype == queries.dtype and (kernels := kernels_for("attention", queries, keys, values)):
         recent = (keys, values) if layer.stored else None
-        return kernels.attend(queries, layer.ragged, recent, layer.moments, layer.plans)[0]
+        return kernels.attend(queries, layer.ragged, recent, moments, layer.plans)[0]
     parts = []
     if layer.ragged is not None and torch.is_grad_enabled() and (queries.requires_grad or layer.ragged.keys.requires_grad):
         keys, values, _, filled = layer.contents()  # padded: the attention over flat heads writes into its results
@@ -38,8 +41,8 @@ def attend(queries: torch.Tensor, layer: EvictingLayer) -> torch.Tensor:
             parts.append(attend_dense(queries, keys, values))
         if layer.ragged is not None:
             parts.append(attention.attend(queries, layer.ragged))
-    if layer.moments is not None:
-        parts.append(attend_moments(queries, layer.moments))
+    if moments is not None:
+        parts += [part(queries, moments) for part in hooks(policies, "part")]
     return mix(parts).to(queries.dtype)
 
 
@@ -66,19 +69,6 @@ def causal(num_queries: int, length: int, device: torch.device) -> torch.Tensor:
     """The causal mask [M, T] of the last M tokens: True where a token attends, at everything stored up to itself."""
     places = torch.arange(length, device=device)
     return places <= places[length - num_queries :, None]
-
-
-def attend_moments(queries: torch.Tensor, moments: Moments) -> Part:
-    """MK-9, MK-11: the evicted tokens' part, from their moments: output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M]."""
-    batch, num_query_heads, num_queries, head_dim = queries.shape
-    num_kv_heads = moments.count.shape[1]
-    mean_key, mean_value, covariance = recover(moments)
-    grouped = queries.to(mean_key.dtype).reshape(batch, num_kv_heads, -1, head_dim)
-    count = moments.count.clamp(min=1)[..., None].to(mean_key.dtype)
-    log_sum_exp = count.log() + (grouped @ mean_key[..., None]).squeeze(-1) / math.sqrt(head_dim)
-    log_sum_exp = log_sum_exp.masked_fill(moments.count[..., None] == 0, -math.inf)
-    output = mean_value[:, :, None] + grouped @ covariance.mT / (count[..., None] * math.sqrt(head_dim))
-    return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(batch, num_query_heads, num_queries)
 
 
 def mix(parts: list[Part]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""GVote (arXiv 2509.03136): synthetic against real queries, sizes by head and by kind of text, samples against p."""
+"""GVote (arXiv 2509.03136): synthetic against real queries, sizes by head and kind of text, and S against p."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.expected_attention import near_gaussian
+from evictionary.claims.lagkv import make_text
 from evictionary.claims.pictures import band, finish
 from evictionary.claims.recording import (
     Lab,
@@ -19,8 +20,11 @@ from evictionary.claims.recording import (
     Recording,
     Scale,
     as_array,
+    hiding,
     later_attention,
     of_texts,
+    read_on,
+    record_ids,
     spread_by_layer,
     stacked,
 )
@@ -33,6 +37,8 @@ PAPER = read_paper("gvote")
 SAMPLES, P = 8, 0.95
 SWEEP_SAMPLES = (1, 2, 4, 8, 16)
 SWEEP_P = (0.8, 0.9, 0.95, 0.975, 0.99)
+SWEEP = [(f"S {samples}", samples, P) for samples in SWEEP_SAMPLES] + [(f"p {p}", SAMPLES, p) for p in SWEEP_P]
+"""(name, S, p) of the settings of figure 7."""
 SINKS = 4
 POSITIONS = 2
 EVERY = 8
@@ -57,7 +63,43 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         near = near_gaussian(*skewness_and_kurtosis(as_array(layer.hidden_states)[0, SINKS:]))
         return {"near": near.mean()} | _one_query(recording, layer, noise[:1]) | _sizes(recording, layer, noise, generator)
 
-    return stacked(map(measured, recording.layers))
+    return stacked(map(measured, recording.layers)) | {"accuracy": accuracies(lab, recording.kind, noise)}
+
+
+def accuracies(lab: Lab, kind: str, noise: np.ndarray) -> dict[str, float]:
+    """Figure 7: with each S and p, the share of a hidden number's digits that the model gives, each after the true ones before it.
+
+    `full` is that of the full cache; noise [S, C].
+    """
+    context_ids, question_ids, answer = make_text(lab.tokenizer, lab.scale, kind, lab.seed)
+    digits = lab.tokenizer(answer, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    space = lab.tokenizer(" ", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    split, wanted = context_ids.shape[1], digits.shape[1]
+    recording = record_ids(lab, kind, torch.cat([context_ids, question_ids, space, digits], dim=1), split)
+    sampled = [_sampled(recording, layer, noise) for layer in recording.layers]
+
+    def right(kept: Sequence[torch.Tensor]) -> float:
+        with hiding(lab, recording, kept, recording.later) as cache:
+            logits = read_on(lab.model, recording.input_ids[:, split:], cache, split, logits_to_keep=wanted + 1).logits
+        return float((logits[0, :-1].argmax(dim=-1) == recording.input_ids[0, -wanted:]).float().mean())
+
+    full = right([torch.ones_like(layer.keys[:, :, :split, 0], dtype=torch.bool) for layer in recording.layers])
+    return {"full": full} | {
+        name: right([_kept(recording, *of_layer, samples, p) for of_layer in zip(recording.layers, sampled, strict=True)])
+        for name, samples, p in SWEEP
+    }
+
+
+def _sampled(recording: Recording, layer: Layer, noise: np.ndarray) -> torch.Tensor:
+    """Synthetic queries [1, H_q, S, D] from the prompt."""
+    sampled = synthetic_queries(layer, recording.split, recording.later, recording.theta, noise)
+    return torch.as_tensor(sampled, dtype=layer.keys.dtype, device=layer.keys.device)[None]
+
+
+def _kept(recording: Recording, layer: Layer, sampled: torch.Tensor, samples: int, p: float) -> torch.Tensor:
+    """What GVote keeps of the prompt, [1, H_kv, split]."""
+    split = recording.split
+    return fast.select(layer.queries[:, :, split - 1], layer.keys[:, :, :split], sampled[:, :, :samples], p=p)
 
 
 def _one_query(recording: Recording, layer: Layer, noise: np.ndarray) -> dict[str, np.ndarray]:
@@ -81,16 +123,12 @@ def _one_query(recording: Recording, layer: Layer, noise: np.ndarray) -> dict[st
 
 
 def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
-    split = recording.split
-    sampled = synthetic_queries(layer, split, recording.later, recording.theta, noise)
-    states = torch.as_tensor(sampled, dtype=layer.keys.dtype, device=layer.keys.device)[None]
-    query, keys = layer.queries[:, :, split - 1], layer.keys[:, :, :split]
+    split, sampled = recording.split, _sampled(recording, layer, noise)
 
     def kept_with(samples: int, p: float) -> np.ndarray:
-        return fast.select(query, keys, states[:, :, :samples], p=p)[0].cpu().numpy()
+        return _kept(recording, layer, sampled, samples, p)[0].cpu().numpy()
 
-    sizes = {f"S {samples}": kept_with(samples, P).mean() for samples in SWEEP_SAMPLES}
-    sizes |= {f"p {p}": kept_with(SAMPLES, p).mean() for p in SWEEP_P}
+    sizes = {name: kept_with(samples, p).mean() for name, samples, p in SWEEP}
     kept = kept_with(SAMPLES, P)
     attention = later_attention(recording, layer)[:, :, ::EVERY, :split]
     attention = attention / attention.sum(axis=-1, keepdims=True)
@@ -107,7 +145,8 @@ def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, generator: np.
 
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
-    found = {name: of_texts(texts, name) for name in texts[0].values}
+    found = {name: of_texts(texts, name) for name in texts[0].values if name != "accuracy"}
+    accuracy = {name: np.array([text.values["accuracy"][name] for text in texts]) for name in texts[0].values["accuracy"]}
     share, kinds = found["kept_share"], [text.kind for text in texts]
     names = list(dict.fromkeys(kinds))
     places = np.array([names.index(kind) for kind in kinds])
@@ -137,6 +176,12 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     numbers.mean("growth_by_samples", of_samples)
     numbers.mean("growth_by_p", of_p)
     numbers.add("growth_by_p_over_growth_by_samples", lambda p, samples: p.mean() / samples.mean(), of_p, of_samples)
+    numbers.mean("accuracy_by_samples", accuracy["S 16"] - accuracy["S 1"])
+    numbers.mean("accuracy_by_p", accuracy["p 0.99"] - accuracy["p 0.8"])
+    step_by_p, step_by_samples = accuracy["p 0.95"] - accuracy["p 0.9"], accuracy["S 16"] - accuracy["S 8"]
+    numbers.mean("accuracy_by_p_over_samples", step_by_p - step_by_samples)
+    for name, of in accuracy.items():
+        numbers.mean(f"accuracy_{name.replace(' ', '_').replace('0.', '')}", of)
     series = {
         "overlap": spread_by_layer(texts, "overlap"),
         "pearson": spread_by_layer(texts, "pearson"),

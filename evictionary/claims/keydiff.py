@@ -48,6 +48,8 @@ ANCHORS = {
 """Tables 2 and 3: the score of each anchor and similarity."""
 RECENT = (10, 20)
 BLOCKS = (64, 128, 256)
+BY_ATTENTION = ("tova", "snapkv")
+IN_BLOCKS = ("keydiff", "streaming_llm", *BY_ATTENTION)
 
 
 def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -65,14 +67,16 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     for ratio in RATIOS:
         kept = [tables(as_array(layer.keys)[:, :, : recording.split], ratio) for layer in recording.layers]
         measured[f"error_{100 * ratio:g}"] = reconstruction(lab, recording, kept)
+    in_blocks = [(method, str(block), block) for block in BLOCKS for method in IN_BLOCKS]
+    in_blocks += [(method, "one shot", recording.split) for method in BY_ATTENTION]
     measured["error_in_blocks"] = {
-        f"{method} {block}": error_in_blocks(lab, recording, method, block) for block in BLOCKS for method in ("keydiff", *OTHERS)
+        f"{method} {name}": error_in_blocks(lab, recording, method, block) for method, name, block in in_blocks
     }
     return measured | {"example": {"pearson": pearson[layer, head]} | heads}
 
 
 def error_in_blocks(lab: Lab, recording: Recording, method: str, block: int) -> float:
-    """KD-T10: the mean of |h - h_compr| after the prompt, read in blocks by a cache that evicts after each; half is removed."""
+    """KD-T7, KD-T10: the mean of |h - h_compr| after the prompt, half of which a cache removes, block by block."""
     split, original = recording.split, as_array(recording.residual)
     cache = EvictingCache(lab.model, method, budget=budget(split, RATIO), every=block)
     prefill(lab.model, recording.input_ids[:, :split], cache, block)
@@ -147,9 +151,11 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         numbers.add(f"largest_gap_of_anchors_{percent}", lambda gaps: np.abs(gaps.mean(axis=0) - 1).max(), gaps)
     blocks = errors_of(texts, "error_in_blocks")
     for block in BLOCKS:
-        best = np.minimum(*(blocks[f"{other} {block}"] for other in OTHERS))
+        best = np.min([blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]], axis=0)
         numbers.mean(f"blocks_of_{block}_vs_best_other", blocks[f"keydiff {block}"] / best)
         numbers.mean(f"blocks_of_{block}_vs_one_shot", blocks[f"keydiff {block}"] / errors["50"]["keydiff"])
+    for method in BY_ATTENTION:
+        numbers.mean(f"{method}_in_blocks_vs_one_shot", blocks[f"{method} 128"] / blocks[f"{method} one shot"])
     series = {
         "error": {percent: {name: float(of.mean()) for name, of in each.items()} for percent, each in errors.items()},
         "example": examples[len(examples) // 2],

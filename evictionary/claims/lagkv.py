@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.cache.future_queries import rotation, unrotated
 from evictionary.claims import texts as kinds_of_text
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import finish
 from evictionary.claims.recording import Lab, Observed, Scale, as_array, compressed, of_texts, read_on, stacked
 from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, sentences_of
 from evictionary.evaluation.questions import prefill, tokenize
+from evictionary.models.queries import rotation, unrotated
 from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper
 from evictionary.reference import lagkv_variants as variants
@@ -89,14 +89,17 @@ def observe(lab: Lab, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 @torch.no_grad()
 def first_digits(lab: Lab, kind: str) -> list[int]:
-    """Figure 3: the first token after the answer's space, of the full cache and of chunks at the largest L and the smallest r."""
+    """Figure 3: the first token after the answer's space, of the full cache and of chunks at each L, largest first, smallest r."""
     context_ids, question_ids, _ = make_text(lab.tokenizer, lab.scale, kind, lab.seed)
     space = lab.tokenizer(" ", add_special_tokens=False, return_tensors="pt")["input_ids"]
-    asked, length, lag = torch.cat([question_ids, space], dim=1), context_ids.shape[1], max(lab.scale.lag_sizes)
-    settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS, "lag_size": lag}
-    evicting = EvictingCache(lab.model, "lagkv", options=settings, every=lag)
+    asked, length = torch.cat([question_ids, space], dim=1), context_ids.shape[1]
+    reads: list[tuple[Cache, tuple[int, ...]]] = [(DynamicCache(), ())]
+    for lag in sorted(lab.scale.lag_sizes, reverse=True):
+        settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS, "lag_size": lag}
+        evicting = EvictingCache(lab.model, "lagkv", options=settings, every=lag)
+        reads.append((evicting, tuple(range(SINKS + 2 * lag, length, lag))))
     first = []
-    for cache, ends in ((DynamicCache(), ()), (evicting, tuple(range(SINKS + 2 * lag, length, lag)))):
+    for cache, ends in reads:
         for chunk in context_ids.to(lab.model.device).tensor_split(ends, dim=1):
             lab.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
         output = read_on(lab.model, asked.to(lab.model.device), cache, length, logits_to_keep=1)
@@ -211,7 +214,9 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     numbers.mean("over_norm", over_norm)
     numbers.mean("over_local_at_smallest_ratio", over_local[:, at["smallest"]])
     numbers.add("size_of_gap_at_largest_ratio", lambda gap: abs(gap.mean()), over_local[:, at["largest"]])
-    numbers.mean("first_token_in_chunks", [one == other for one, other in of_texts(texts, "first_digit")])
+    whole, *in_chunks = of_texts(texts, "first_digit").T
+    numbers.mean("first_token_in_chunks", in_chunks[0] == whole)
+    numbers.mean("first_token_in_smaller_chunks", in_chunks[-1] == whole)
     for name in STATES:
         numbers.median(f"near_{name}", of_texts(texts, f"near_{name}"))
         numbers.mean(f"share_near_{name}", of_texts(texts, f"near_{name}") > 0)

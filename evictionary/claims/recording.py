@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,13 +127,18 @@ def rope_theta(model: PreTrainedModel) -> float:
     return float(parameters["rope_theta"])
 
 
-@torch.no_grad()
 def record(lab: Lab, kind: str) -> Recording:
     """Read one text in one forward and keep the states of every layer. Raises UsageError for a model that cannot be recorded."""
-    model, scale = lab.model, lab.scale
+    scale = lab.scale
+    input_ids = texts.make(lab.tokenizer, kind, seed=lab.seed, tokens=scale.prompt_tokens + scale.later_tokens)
+    return record_ids(lab, kind, input_ids, scale.prompt_tokens)
+
+
+@torch.no_grad()
+def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Recording:
+    """Read ids [1, T], of which `split` are the prompt, as `record` does."""
+    model, input_ids = lab.model, input_ids.to(lab.model.device)
     theta = rope_theta(model)
-    length = scale.prompt_tokens + scale.later_tokens
-    input_ids = texts.make(lab.tokenizer, kind, seed=lab.seed, tokens=length).to(model.device)
     cache = EvictingCache(model, method=None, record=("queries", "hidden_states"))
     output = model(input_ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     base: Any = model.base_model
@@ -146,9 +152,9 @@ def record(lab: Lab, kind: str) -> Recording:
         out = output_projection(model, block.self_attn)
         layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, out, cos, sin))
     # The last hidden state has passed the final norm, so it is not the residual stream any more.
-    half = slice(scale.prompt_tokens, scale.prompt_tokens + scale.later_tokens // 2)
+    half = slice(split, split + (input_ids.shape[1] - split) // 2)
     residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
-    return Recording(kind, zlib.crc32(f"{lab.seed}/{kind}".encode()), input_ids, scale.prompt_tokens, theta, layers, residual)
+    return Recording(kind, zlib.crc32(f"{lab.seed}/{kind}".encode()), input_ids, split, theta, layers, residual)
 
 
 def _query_projection(attention: Any, num_query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -192,9 +198,16 @@ def read_on(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, posit
 
 @torch.no_grad()
 def read_kept(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: int) -> np.ndarray:
-    """The residual stream of the `count` tokens after the prompt, as Recording.residual, where `kept` hides the other tokens.
+    """The residual stream of the `count` tokens after the prompt, as Recording.residual, where `kept` hides the other tokens."""
+    with hiding(lab, recording, kept, count) as cache:
+        return residual_after(lab, recording, cache, count)
 
-    kept [1, H_kv, split] of each layer: heads may keep different numbers of tokens, since a mask hides them in a whole cache.
+
+@contextmanager
+def hiding(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: int) -> Iterator[DynamicCache]:
+    """A whole cache of the prompt, of which the next `count` tokens see in each layer only what `kept` [1, H_kv, split] keeps.
+
+    Heads may keep different numbers of tokens, since a mask hides them.
     """
     base: Any = lab.model.base_model
     handles: list[Any] = []
@@ -211,7 +224,7 @@ def read_kept(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], coun
 
         handles.append(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
     try:
-        return residual_after(lab, recording, cache, count)
+        yield cache
     finally:
         for handle in handles:
             handle.remove()

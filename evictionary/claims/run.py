@@ -43,9 +43,9 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(store.Plan):
-    """The claims to measure, as check_claims returns them, on the texts of each kind and seed.
+    """The claims to measure, as check_claims returns them, on the texts of each kind and seed; `seeds_of` some papers differ.
 
-    Raises UsageError for an unknown kind or fewer than two seeds.
+    Raises UsageError for an unknown kind or paper, or fewer than two seeds.
     """
 
     model: str
@@ -53,20 +53,24 @@ class Plan(store.Plan):
     texts: Sequence[str] = tuple(texts.KINDS)
     seeds: Sequence[int] = (0, 1, 2)
     scale: Scale = field(default_factory=Scale)
+    seeds_of: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    IDENTITY = ("model", "paper", "text", "seed")
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.texts if name not in texts.KINDS]
         if unknown or not self.texts:
             raise UsageError(f"texts: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(texts.KINDS)}")
-        if len(set(self.seeds)) < 2:
-            raise UsageError(f"seeds: got {len(set(self.seeds))}, wanted at least 2: one text of a kind gives no interval")
-
-    IDENTITY = ("model", "paper", "text", "seed")
+        if unknown := self.seeds_of.keys() - PAPERS.keys():
+            raise UsageError(f"seeds_of: got {', '.join(sorted(unknown))}, wanted some of {', '.join(PAPERS)}")
+        for name, seeds in {"seeds": self.seeds, **self.seeds_of}.items():
+            if len(set(seeds)) < 2:
+                raise UsageError(f"{name}: got {len(set(seeds))}, wanted at least 2: one text of a kind gives no interval")
 
     def lines(self) -> list[tuple[str, str, int]]:
         """(paper, kind of text, seed) of every measurement, each once."""
-        every = [(paper, kind, seed) for seed in self.seeds for paper in self.claims for kind in self.texts]
-        return list(dict.fromkeys(every))
+        papers = [(paper, self.seeds_of.get(paper, self.seeds)) for paper in self.claims]
+        return list(dict.fromkeys((paper, kind, seed) for paper, seeds in papers for seed in seeds for kind in self.texts))
 
     def work(self) -> list[tuple[Unit, list[tuple[str, str]]]]:
         units: dict[Any, tuple[Unit, list[tuple[str, str]]]] = {}
@@ -166,6 +170,7 @@ def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims
         "date": datetime.now(UTC).date().isoformat(),
         "texts": list(plan.texts),
         "seeds": list(plan.seeds),
+        "seeds_of": {paper: list(seeds) for paper, seeds in plan.seeds_of.items()},
         "confidence": CONFIDENCE,
         "draws": DRAWS,
         "cpu_seconds": round(sum(line["cpu_seconds"] for line in lines)),

@@ -6,11 +6,14 @@ import difflib
 import hashlib
 import re
 import tomllib
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evictionary.classroom import ASSIGNMENTS, names
+from jsonschema import ValidationError
+from jsonschema.exceptions import best_match
+
+from evictionary.classroom import ASSIGNMENTS, formats, names
 from evictionary.classroom.child import Limits
 from evictionary.errors import UsageError
 
@@ -99,44 +102,34 @@ def load(name: str, folder: Path | None = None) -> Assignment:
         wanted = ", ".join(names(folder)) or "a folder with an assignment.toml in it"
         raise UsageError(f"assignment: got {name!r}, wanted one of {wanted}")
     folder = (folder or ASSIGNMENTS).resolve() / name
+    where = f"{name}/assignment.toml"
     try:
         content: dict[str, Any] = tomllib.loads((folder / "assignment.toml").read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise UsageError(f"{folder.name}/assignment.toml: wanted a TOML file: {error}") from None
-    steps = content.pop("step", None)
-    if not isinstance(steps, list) or not steps or not all(isinstance(each, dict) for each in steps):
-        raise UsageError(f"{folder.name}/assignment.toml: got no step, wanted one [[step]] or more")
-    for number, given in enumerate(steps, 1):
-        _require_fields(f"{folder.name}/assignment.toml, step {given.get('name', number)!r}", given, Step, ())
-    _require_fields(f"{folder.name}/assignment.toml", content, Assignment, ("name", "folder", "steps"))
-    one = Assignment(name=name, folder=folder, steps=tuple(_step(given) for given in steps), **content)
+        raise UsageError(f"{where}: wanted a TOML file: {error}") from None
+    if wrong := best_match(formats.validator("assignment").iter_errors(content)):
+        raise UsageError(f"{where}{_told(wrong, content)}")
+    steps = tuple(_step(given) for given in content.pop("step"))
+    one = Assignment(name=name, folder=folder, steps=steps, **content)
     _require_whole(one)
     return one
 
 
-_TYPES = {"str": str, "int": int, "float": int | float, "bool": bool, "tuple[str, ...]": list, "dict[str, list[float]]": dict}
-_WORDS = {
-    "str": "a text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "tuple[str, ...]": "a list of texts",
-}
+def _step(given: dict[str, Any]) -> Step:
+    typed: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
+    return Step(**typed)
 
 
-def _require_fields(where: str, given: dict[str, Any], kind: type, own: tuple[str, ...]) -> None:
-    """Raise UsageError unless the fields are those of the class but its `own`, and each has its type."""
-    known = {each.name: each for each in fields(kind) if each.name not in own}
-    for name, value in given.items():
-        if name not in known:
-            raise UsageError(f"{where}: got {name!r}, wanted some of {', '.join(known)}")
-        written = str(known[name].type)
-        is_right = isinstance(value, _TYPES[written]) and isinstance(value, bool) == (written == "bool")
-        if not is_right or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
-            raise UsageError(f"{where}: {name}: got {value!r}, wanted {_WORDS.get(written, 'a table')}")
-    for name, each in known.items():
-        if name not in given and each.default is MISSING and each.default_factory is MISSING:
-            raise UsageError(f"{where}: got no {name}, wanted one")
+def _told(wrong: ValidationError, content: dict[str, Any]) -> str:
+    """Where a file breaks its schema, and what is wanted there."""
+    keys = list(wrong.absolute_path)
+    place = ""
+    if keys[:1] == ["step"] and len(keys) > 1:
+        place, keys = f", step {content['step'][keys[1]].get('name', keys[1] + 1)!r}", keys[2:]
+    told = f"got {wrong.instance!r}, wanted {wrong.schema.get('description', 'a text')}"
+    if wrong.validator in ("required", "additionalProperties"):
+        told = f"{wrong.message}; it may have {', '.join(wrong.schema['properties'])}"
+    return ": ".join([place, *map(str, keys[:1]), told])
 
 
 def _require_whole(one: Assignment) -> None:
@@ -149,20 +142,11 @@ def _require_whole(one: Assignment) -> None:
         if not holds:
             raise UsageError(f"{one.name}/assignment.toml{where}: got {got!r}, wanted {wanted}")
 
-    require(one.library in ("numpy", "torch"), ": library", one.library, "numpy or torch")
-    path = Path(one.file)
-    require(
-        path.suffix == ".py" and not path.is_absolute() and ".." not in path.parts, ": file", one.file, "a name such as work.py"
-    )
-    require(one.stem.isidentifier(), ": stem", one.stem, "the name of a module")
-    require(one.seconds > 0 and one.memory_gib > 0, ": seconds, memory_gib", (one.seconds, one.memory_gib), "more than 0")
     require(one.starter.is_file(), ": starter.py", "none beside it", "the file that `evictionary start` writes")
     earlier: list[str] = []
     for step in one.steps:
         where, laws = f", step {step.name!r}: ", load_laws() if step.laws else {}
         require(step.name not in earlier, where + "name", step.name, "a name that no other step has")
-        require(step.points > 0, where + "points", step.points, "at least 1")
-        require(step.thoroughness > 0, where + "thoroughness", step.thoroughness, "at least 1")
         require(step.requirement in REQUIREMENTS, where + "requirement", step.requirement, "the id of a requirement, such as KD-8")
         require(step.laws or step.check or one.contest, where + "laws", [], "at least one law, or a check")
         for law in step.laws:
@@ -180,8 +164,3 @@ def _require_whole(one: Assignment) -> None:
         except KeyError:
             require(False, where + "check", step.check, "a check of the grader that this stem has")
         earlier.append(step.name)
-
-
-def _step(given: dict[str, Any]) -> Step:
-    typed: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    return Step(**typed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,47 +25,49 @@ if TYPE_CHECKING:
 OWN = "grader::"  # what the names of these laws begin with
 
 
+@dataclass(frozen=True)
+class Check:
+    """A law of the grader's own: the functions that it asks, what holds, how that is checked, and what is drawn for it."""
+
+    functions: tuple[str, ...]
+    sentence: str
+    check: Callable[..., None]
+    drawn: dict[str, Any] = field(default_factory=dict)
+    examples: int = 0
+
+
 def law(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Law:
-    """The law of a step's `check`, for the file `stem` of a student with these constants."""
-    if step.check == "constants":
-        return _constants_law(step, stem, constants)
-    if step.check in ("kernel", "rows"):
-        return {"kernel": _kernel_law, "rows": _rows_law}[step.check](step, seed)
-    if step.check == "sizes":
-        return _sizes_law(step, stem)
-    known = {"overflow": _overflow_law, "votes": _votes_law, "blocks": _blocks_law, "scales": _scales_law, "strides": _strides_law}
-    return known[step.check](step)
+    """The law of a step's `check`, for the file `stem` of a student with these constants. Raises KeyError where there is none."""
+    one = CHECKS[step.check]
+    found = one if isinstance(one, Check) else one(step, stem, constants, seed)
 
-
-def _own_law(step: Step, functions: tuple[str, ...], sentence: str, check: Callable[..., None], **drawn: Any) -> Law:
     def judging(impl: Implementation, **inputs: Any) -> None:
         impl.calls.clear()
         impl.asking, impl.drawn = "", inputs
-        check(impl, **inputs)
+        found.check(impl, **inputs)
 
-    return Law(REQUIREMENTS[step.requirement], functions, f"{OWN}{step.name}", sentence, "", judging, drawn, lambda one: "")
+    name = f"{OWN}{step.name}"
+    own = Law(REQUIREMENTS[step.requirement], found.functions, name, found.sentence, "", judging, found.drawn, lambda one: "")
+    return replace(own, examples=found.examples)
 
 
-def _constants_law(step: Step, stem: str, constants: dict[str, Any]) -> Law:
+def _constants(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
     """The defaults of the student's functions: the student's own constants, or those of the paper."""
-    functions = {
-        "lagkv": ("lagkv.retained_length", "lagkv.select"),
-        "expected_attention": ("expected_attention.score",),
+    functions, check = {
+        "lagkv": (("lagkv.retained_length", "lagkv.select"), _lagkv_defaults),
+        "expected_attention": (("expected_attention.score",), _expected_attention_defaults),
     }[stem]
-
-    def check(impl: Implementation) -> None:
-        if stem == "lagkv":
-            _lagkv_defaults(impl, constants)
-            return
-        path = functions[0]
-        case = Case(seed=3, num_kv_heads=2, length=9)
-        query_mean = case.queries[:, :, 0]
-        covariance = np.broadcast_to(np.eye(case.head_dim), (*query_mean.shape, case.head_dim))
-        arguments = (case.keys, case.values, query_mean, covariance.copy())
-        impl.allowance(path, *arguments, **constants).check(impl.expected_attention.score(*arguments), "the score")
-
     shown = ", ".join(f"{name} {value}" for name, value in constants.items()) or "those of the paper"
-    return _own_law(step, functions, f"The defaults are {shown}.", check)
+    return Check(functions, f"The defaults are {shown}.", lambda impl: check(impl, constants))
+
+
+def _expected_attention_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
+    case = Case(seed=3, num_kv_heads=2, length=9)
+    query_mean = case.queries[:, :, 0]
+    covariance = np.broadcast_to(np.eye(case.head_dim), (*query_mean.shape, case.head_dim))
+    arguments = (case.keys, case.values, query_mean, covariance.copy())
+    allowed = impl.allowance("expected_attention.score", *arguments, **constants)
+    allowed.check(impl.expected_attention.score(*arguments), "the score")
 
 
 def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
@@ -85,30 +87,21 @@ def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
             raise Violation(f"select keeps {left} of {length} tokens with keep_ratio=0.5, wanted {expected}", expected, left)
 
 
-def _overflow_law(step: Step) -> Law:
+def _overflow(impl: Implementation, length: int, seed: int) -> None:
     """Deviations in the thousands: a softmax without its maximum overflows on each of them, not only on unlucky inputs."""
-
-    def check(impl: Implementation, length: int, seed: int) -> None:
-        states = np.random.default_rng(seed).standard_normal((4, 1, 2, length, 4))
-        keys, values, next_keys, next_values = (*(1e4 * states[:2]), *states[2:])
-        impl.agrees("lagkv.score", keys, values, next_keys, next_values)
-
-    sentence = "Tokens ten thousand times as far apart as the next partition give finite scores."
-    return _own_law(step, ("lagkv.score",), sentence, check, length=st.integers(2, 9), seed=seeds())
+    states = np.random.default_rng(seed).standard_normal((4, 1, 2, length, 4))
+    keys, values, next_keys, next_values = (*(1e4 * states[:2]), *states[2:])
+    impl.agrees("lagkv.score", keys, values, next_keys, next_values)
 
 
-def _votes_law(step: Step) -> Law:
+def _votes(impl: Implementation, case: Any, seed: int) -> None:
     """One sample in a head of its own: the top B_0 on drawn inputs. The union is not needed for it."""
     from evictionary.spec_tests import test_gvote
 
-    def check(impl: Implementation, case: Any, seed: int) -> None:
-        query, sampled = test_gvote.drawn_queries(case, seed, 1)
-        kept = impl.gvote.select(query, case.keys, sampled)
-        weights, logits = test_gvote.oracle_votes(impl, query, case.keys, sampled)
-        test_gvote.check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
-
-    sentence = "A single sample keeps its best tokens, as many as the nucleus of the current query holds."
-    return _own_law(step, ("gvote.select",), sentence, check, case=seeded_cases(groups=(1,)), seed=seeds())
+    query, sampled = test_gvote.drawn_queries(case, seed, 1)
+    kept = impl.gvote.select(query, case.keys, sampled)
+    weights, logits = test_gvote.oracle_votes(impl, query, case.keys, sampled)
+    test_gvote.check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
 
 
 # What passes small inputs and is wrong on larger ones is wrong at one of these: batch items and heads, tokens, channels.
@@ -157,10 +150,10 @@ def _at_a_size(stem: str, case: Case) -> list[Asked]:
             return [("score", (queries, keys), {}), ("select", (queries, keys), {"budget": case.length // 2})]
         case "duo_attention":
             return [("estimate_gates", (query, keys[:, :, 0]), {"length": 200})]
-    raise ValueError(f"sizes: got {stem!r}, wanted an assignment with something to ask at a size")
+    raise KeyError(stem)
 
 
-def _sizes_law(step: Step, stem: str) -> Law:
+def _sizes(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
     """The functions that the file has, beside the oracle, at the sizes of a model; a mask has to be that of the oracle."""
 
     def check(impl: Implementation, seed: int) -> None:
@@ -178,66 +171,48 @@ def _sizes_law(step: Step, stem: str) -> Law:
 
     sentence = "What holds for a few numbers holds for 5 batch items of 9 heads, for 128 channels, and for a thousand tokens."
     asked = dict.fromkeys(f"{stem}.{name}" for name, _, _ in _at_a_size(stem, LARGE[0]) if name != "anchor")
-    return replace(_own_law(step, tuple(asked), sentence, check, seed=seeds()), examples=1)
+    return Check(tuple(asked), sentence, check, {"seed": seeds()}, examples=1)
 
 
-def _scales_law(step: Step) -> Law:
+def _scales(impl: Implementation, case: Case) -> None:
     """Keys whose squares the dtype of a kernel does not hold, and those whose norms somebody takes for zero."""
-
-    def check(impl: Implementation, case: Case) -> None:
-        allowed = impl.allowance("keydiff.score", case.keys)
-        for scale in (2.0**-66, 2.0**66):
-            allowed.check(impl.keydiff.score(impl.round(case.keys) * scale), f"the score of keys of about {scale:.0e}")
-
-    sentence = "Keys of about 1e-20 and of about 1e20 score as their directions do."
-    return _own_law(step, ("keydiff.score",), sentence, check, case=seeded_cases(kinds=("normal",)))
+    allowed = impl.allowance("keydiff.score", case.keys)
+    for scale in (2.0**-66, 2.0**66):
+        allowed.check(impl.keydiff.score(impl.round(case.keys) * scale), f"the score of keys of about {scale:.0e}")
 
 
-def _strides_law(step: Step) -> Law:
+def _strides(impl: Any, case: Case) -> None:
     """Keys that lie in the memory channel by channel, as a transposed tensor does."""
-
-    def check(impl: Any, case: Case) -> None:
-        allowed, keys = impl.allowance("keydiff.score", case.keys), np.asfortranarray(impl.round(case.keys), dtype=np.float32)
-        allowed.check(impl.child.call("score", keys), "the score of a transposed tensor")
-
-    sentence = "A transposed tensor with the same numbers has the same scores: use the strides or call .contiguous()."
-    sizes = seeded_cases(min_length=2, kinds=("normal",))
-    return _own_law(step, ("keydiff.score",), sentence, check, case=sizes)
+    allowed, keys = impl.allowance("keydiff.score", case.keys), np.asfortranarray(impl.round(case.keys), dtype=np.float32)
+    allowed.check(impl.child.call("score", keys), "the score of a transposed tensor")
 
 
-def _blocks_law(step: Step) -> Law:
+LONG_PROMPT = 8192
+
+
+def _blocks(impl: Implementation) -> None:
     """A prompt whose matrix of weights alone takes the memory that the assignment gives, with keys that spread attention evenly."""
-    length = 8192
-
-    def check(impl: Implementation) -> None:
-        got = impl.h2o.score(np.ones((1, 1, length, 2)), np.zeros((1, 1, length, 2)))
-        expected = np.cumsum(1 / np.arange(length, 0, -1))[::-1]  # query m gives 1 / (m + 1) to each token up to m
-        Allowance(expected[None, None], 1e-9, 1e-9).check(got, "the score of equal keys")
-
-    sentence = f"{length} queries on {length} tokens are scored without a matrix of their weights."
-    return _own_law(step, ("h2o.score",), sentence, check)
+    got = impl.h2o.score(np.ones((1, 1, LONG_PROMPT, 2)), np.zeros((1, 1, LONG_PROMPT, 2)))
+    expected = np.cumsum(1 / np.arange(LONG_PROMPT, 0, -1))[::-1]  # query m gives 1 / (m + 1) to each token up to m
+    Allowance(expected[None, None], 1e-9, 1e-9).check(got, "the score of equal keys")
 
 
-def _kernel_law(step: Step, seed: int) -> Law:
-    """Check that the scores depend on what a Triton kernel writes: all must move when each number that it writes is changed."""
-
-    def check(impl: Any) -> None:
-        keys = np.random.default_rng(seed).standard_normal((1, 2, 70, 64), dtype=np.float32)
-        plain = impl.child.call("score", keys)
-        with contextlib.suppress(ValueError, StudentError):  # a file that notices the change has read what the kernel wrote
-            changed = impl.child.call("score", keys, change_launches=True)
-            if np.shape(changed) == np.shape(plain) and (np.asarray(changed) == plain).any():
-                told = "scores stay the same when every number that a Triton kernel writes is changed: no kernel computes them"
-                raise Violation(told, "scores that a function with @triton.jit writes, launched as kernel[grid](...)", None)
-
-    return _own_law(step, ("keydiff.score",), "The scores come from a Triton kernel that the file defines and launches.", check)
+def _kernel(impl: Any, seed: int) -> None:
+    """The scores depend on what a Triton kernel writes: all move when each number that it writes is changed."""
+    keys = np.random.default_rng(seed).standard_normal((1, 2, 70, 64), dtype=np.float32)
+    plain = impl.child.call("score", keys)
+    with contextlib.suppress(ValueError, StudentError):  # a file that notices the change has read what the kernel wrote
+        changed = impl.child.call("score", keys, change_launches=True)
+        if np.shape(changed) == np.shape(plain) and (np.asarray(changed) == plain).any():
+            told = "scores stay the same when every number that a Triton kernel writes is changed: no kernel computes them"
+            raise Violation(told, "scores that a function with @triton.jit writes, launched as kernel[grid](...)", None)
 
 
 MOST_SCORES = 2**18  # in the rows of a judge
 Row = tuple[np.ndarray, int, np.ndarray | None]
 
 
-def _rows_law(step: Step, seed: int) -> Law:
+def _rows(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
     """Check that the student's rows of scores show the mistakes that the step names, on copies of top_k that have them.
 
     A row alone shows these, and no other mistake that begins above a size; the rows of a judge, which are many, show all of them.
@@ -274,7 +249,7 @@ def _rows_law(step: Step, seed: int) -> Law:
                 f"{told}: those that are drawn do not show: {'; '.join(bank[name].misconception for name in sorted(missing))}"
             )
 
-    return _own_law(step, (f"rows.{step.name}",), step.title + ".", check)
+    return Check((f"rows.{step.name}",), step.title + ".", check)
 
 
 def _require(bank: dict[str, Mutant], missing: set[str], others: set[str]) -> None:
@@ -312,3 +287,45 @@ def _shown(bank: dict[str, Mutant], row: Row) -> set[str]:
     with np.errstate(all="ignore"):
         right = oracle("selection.top_k")(*row)
         return {name for name, mutant in bank.items() if not np.array_equal(mutant.function(*row), right)}
+
+
+CHECKS: dict[str, Check | Callable[..., Check]] = {
+    "constants": _constants,
+    "overflow": Check(
+        ("lagkv.score",),
+        "Tokens ten thousand times as far apart as the next partition give finite scores.",
+        _overflow,
+        {"length": st.integers(2, 9), "seed": seeds()},
+    ),
+    "votes": Check(
+        ("gvote.select",),
+        "A single sample keeps its best tokens, as many as the nucleus of the current query holds.",
+        _votes,
+        {"case": seeded_cases(groups=(1,)), "seed": seeds()},
+    ),
+    "sizes": _sizes,
+    "scales": Check(
+        ("keydiff.score",),
+        "Keys of about 1e-20 and of about 1e20 score as their directions do.",
+        _scales,
+        {"case": seeded_cases(kinds=("normal",))},
+    ),
+    "strides": Check(
+        ("keydiff.score",),
+        "A transposed tensor with the same numbers has the same scores: use the strides or call .contiguous().",
+        _strides,
+        {"case": seeded_cases(min_length=2, kinds=("normal",))},
+    ),
+    "blocks": Check(
+        ("h2o.score",),
+        f"{LONG_PROMPT} queries on {LONG_PROMPT} tokens are scored without a matrix of their weights.",
+        _blocks,
+    ),
+    "kernel": lambda step, stem, constants, seed: Check(
+        ("keydiff.score",),
+        "The scores come from a Triton kernel that the file defines and launches.",
+        lambda impl: _kernel(impl, seed),
+    ),
+    "rows": _rows,
+}
+"""The checks that an assignment.toml may name; a function makes one for a student's step."""

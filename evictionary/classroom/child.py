@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from evictionary.classroom import seccomp, worker
+from evictionary.classroom import sandbox, seccomp, worker
+from evictionary.spec_tests.harness import wire
+from evictionary.spec_tests.harness.remote import Gone, Remote
 
 START_SECONDS = 120.0
 BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials")
 # A message can carry the secret inputs out, so that it is short: with the kind of the error and its place, 500 characters.
 LONGEST_MESSAGE, LONGEST_KIND, LONGEST_PLACE, MOST_FUNCTIONS = 500, 60, 160, 1000
+# The answers of all assignments have at most 0.2 MiB; a failing law keeps several of them.
+LARGEST_ANSWER = 4 * 2**20
 
 
 def closed(site: Path) -> list[str]:
@@ -59,12 +59,6 @@ class Limits:
     memory: int = 2 * 2**30
 
 
-class ChildDied(Exception):
-    """The child ended, or was ended, before it answered; the message says why, `is_late` whether it ran out of time."""
-
-    is_late = False
-
-
 class StudentError(Exception):
     """The student's code raised something other than ValueError: `kind`, the message, and the line of the student's file."""
 
@@ -74,12 +68,17 @@ class StudentError(Exception):
         super().__init__((f"{kind}: {message}" if message else kind) + (f" ({place})" if place else ""))
 
 
+def as_tuple(name: str, fields: dict[str, Any]) -> Any:
+    """What stands for a named tuple of the student's file where nobody knows the type: its fields alone."""
+    return tuple(fields.values())
+
+
 class Child:
     """One student file in a process of its own. Use it as a context manager; `functions` names the functions of the file.
 
-    `tried` takes what the audit hook refused to the code.
+    `named` makes the named tuples of answers. `tried` takes what the audit hook refused to the code.
 
-    Raises StudentError if the file cannot be imported and ChildDied if the process ends.
+    Raises StudentError if the file cannot be imported and Gone if the process gives no answer.
     """
 
     def __init__(
@@ -92,80 +91,57 @@ class Child:
         device: str = "cpu",
         interpret: bool = False,
         confine: bool = True,
-        named: Callable[[str, list[str]], Any] = worker.namedtuple,
+        named: Callable[[str, dict[str, Any]], Any] = as_tuple,
         tried: set[str] | None = None,
     ) -> None:
-        self.path, self.stem, self.library, self.limits = path.resolve(), stem, library, limits
-        self.device, self.interpret, self.confine, self.named = device, interpret, confine, named
+        self.path, self.limits, self.named = path.resolve(), limits, named
+        self.site = str(Path(np.__file__).parents[1])
+        self.setup = {"path": str(self.path), "stem": stem, "library": library, "device": device} | {
+            "interpret": interpret,
+            "confine": confine,
+            "site": self.site,
+            "cpu_seconds": limits.cpu_seconds,
+            "memory": limits.memory,
+        }
         self.tried = set() if tried is None else tried  # what the audit hook refused, as the child tells it
         self.functions: list[str] = []
         self.walls: dict[str, Any] = {}
-        self._waited, self._queued_before, self._allowed = 0.0, 0.0, START_SECONDS
-        self._dead = ""
         self.is_late = False
 
     def __enter__(self) -> Child:
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(self.path.parent)}
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        if self.interpret:
-            environment["TRITON_INTERPRET"] = "1"
-        site = str(Path(np.__file__).parents[1])
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", worker.__file__, site],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        environment |= {"TRITON_INTERPRET": "1"} if self.setup["interpret"] else {}
+        self.remote = Remote(
+            "the process",
+            [sys.executable, "-I", "-S", "-B", worker.__file__, self.site, wire.__file__, sandbox.__file__],
+            START_SECONDS,
+            cpu_seconds=self.limits.cpu_seconds,
             stderr=subprocess.DEVNULL,
             cwd=self.path.parent,
             env=environment,
-            start_new_session=True,
         )
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-        setup = {
-            "site": site,
-            "path": str(self.path),
-            "stem": self.stem,
-            "library": self.library,
-            "device": self.device,
-            "interpret": self.interpret,
-            "confine": self.confine,
-            "banned": BANNED,
-            "closed": closed(Path(site)),
-            "filter": seccomp.program().hex(),
-            "cpu_seconds": self.limits.cpu_seconds,
-            "memory": self.limits.memory,
-        }
+        walls = {"banned": BANNED, "closed": closed(Path(self.site)), "filter": seccomp.program().hex()}
         try:
             try:
-                self.walls = self._exchange(setup, [])[0]["walls"]
-            except ChildDied as error:  # no code of the student has run yet
+                self.walls = self._exchange(wire.frame({**self.setup, **walls}))[0]["walls"]
+            except Gone as error:  # no code of the student has run yet
                 raise RuntimeError(f"the child process did not start: {error}") from None
-            # importing torch is not the student's time
-            self._waited, self._queued_before, self._allowed = 0.0, self._queued(), self.limits.wall_seconds
-            reply, _ = self._exchange(None, [])
+            self.remote.allow(self.limits.wall_seconds)  # importing torch is not the student's time
+            reply, _ = self._exchange()
             if "error" in reply:
                 raise _student_error(reply)
             if not isinstance(reply.get("functions"), list):
-                raise self._end("its answer cannot be read")
+                self.remote.end(f"{UNREADABLE} (no list of functions)")
         except BaseException:
-            self.close()
+            self.remote.close()
             raise
         public = [name for name in reply["functions"] if isinstance(name, str) and name.isidentifier() and name[0] != "_"]
         self.functions = public[:MOST_FUNCTIONS]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process and all processes that it started in its session."""
-        self._kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
+        self.remote.close()
 
     def call(self, name: str, *args: Any, time_it: bool = False, change_launches: bool = False, **kwargs: Any) -> Any:
         """Call a function of the student's file; with `time_it`, return its median milliseconds on a GPU.
@@ -174,116 +150,33 @@ class Child:
 
         A ValueError is raised unchanged, because laws expect it; any other exception is raised as StudentError.
         """
-        arrays: list[Any] = []
-        message = {
-            "call": name,
-            "arguments": [worker.encode(value, arrays) for value in args],
-            "keywords": {key: worker.encode(value, arrays) for key, value in kwargs.items()},
-            "time": time_it,
-            "change launches": change_launches,
-        }
-        reply, found = self._exchange(message, arrays)
+        asked = {"call": name, "keywords": list(kwargs), "time": time_it, "change launches": change_launches}
+        reply, values = self._exchange(wire.frame(asked, [*args, *kwargs.values()]))
+        if reply.get("value_error"):
+            raise ValueError(clean(reply.get("message")))
         if "error" in reply:
-            if reply.get("value_error"):
-                raise ValueError(clean(reply.get("message")))
             raise _student_error(reply)
-        try:
-            return worker.decode(reply["result"], found, self.named)
-        except Exception as error:
-            raise self._end(f"its answer cannot be read ({type(error).__name__})") from None
+        return values[0] if len(values) == 1 else self.remote.end(f"{UNREADABLE} ({len(values)} results)")
 
-    def _exchange(self, message: dict[str, Any] | None, arrays: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Send a message, if there is one, and wait for the next frame."""
-        if self._dead:
-            raise ChildDied(self._dead)
-        started = time.monotonic()
+    def _exchange(self, frame: bytes = b"") -> tuple[dict[str, Any], list[Any]]:
+        """Send a frame, if there is one, and wait for the next one."""
         try:
-            if message is not None:
-                self._send(worker.pack(message, arrays), started)
-            text, body = self._parsed(worker.sizes, self._receive(16, started))
-            reply, found = self._parsed(worker.unpack, self._receive(text, started), self._receive(body, started))
-            told = reply.get("tried")
-            if isinstance(told, list) and len(self.tried) < worker.MOST_TRIED:
-                self.tried |= {clean(each, worker.LONGEST_TRIED) for each in told[: worker.MOST_TRIED] if isinstance(each, str)}
-            return reply, found
-        except BrokenPipeError:
-            raise self._end(self._how_it_ended()) from None
-        except ChildDied:
-            raise
-        except BaseException:  # the alarm of a law, or Ctrl-C: half of an answer may be left in the pipe
-            self._end("the call was interrupted")
-            raise
-        finally:
-            self._waited += time.monotonic() - started
-
-    def _parsed(self, parse: Callable[..., Any], *parts: bytes) -> Any:
-        try:
-            return parse(*parts)
+            with self.remote.asking():
+                self.remote.send(frame)
+                text, body = wire.sizes(self.remote.receive(16), LARGEST_ANSWER)
+                reply, values = wire.read(self.remote.receive(text), self.remote.receive(body), self.named)
+        except Gone as gone:
+            self.is_late = self.is_late or gone.is_late
+            raise Gone(f"{gone}: an endless loop, or waiting for something?", True) if gone.is_late else gone from None
         except Exception as error:  # the student's process may have written anything into the pipe
-            raise self._end(f"its answer cannot be read ({type(error).__name__}: {clean(error)})") from None
+            self.remote.end(f"{UNREADABLE} ({clean(error)})")
+        told = reply.get("tried")
+        if isinstance(told, list) and len(self.tried) < sandbox.MOST_TRIED:
+            self.tried |= {clean(each, sandbox.LONGEST_TRIED) for each in told[: sandbox.MOST_TRIED] if isinstance(each, str)}
+        return reply, values
 
-    def _send(self, frame: bytes, started: float) -> None:
-        assert self._process.stdin is not None
-        left = memoryview(frame)
-        while left:
-            self._wait(self._process.stdin, selectors.EVENT_WRITE, started)
-            left = left[os.write(self._process.stdin.fileno(), left[: 2**16]) :]
 
-    def _receive(self, count: int, started: float) -> bytes:
-        assert self._process.stdout is not None
-        parts = []
-        while count:
-            self._wait(self._process.stdout, selectors.EVENT_READ, started)
-            part = os.read(self._process.stdout.fileno(), min(count, 2**20))
-            if not part:
-                raise self._end(self._how_it_ended())
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
-
-    def _wait(self, pipe: IO[bytes], event: int, started: float) -> None:
-        """Wait until the pipe is ready; end a child that lets the parent wait for too long.
-
-        The time that it waits for a processor is not its own: on a busy machine right work would lose its points.
-        """
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, event)
-            while True:
-                left = self._allowed + self._queued() - self._queued_before - self._waited - (time.monotonic() - started)
-                if left <= 0:
-                    self.is_late = True
-                    raise self._end(f"no answer within {self._allowed:g} s: an endless loop, or waiting for something?")
-                if selector.select(left):
-                    return
-
-    def _queued(self) -> float:
-        """The seconds for which the child was ready and others had the processors; 0 where the system does not say."""
-        try:
-            return int(Path(f"/proc/{self._process.pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-        except (OSError, ValueError, IndexError):
-            return 0.0
-
-    def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return "the process closed its pipes"
-        if code == -signal.SIGXCPU or (code == -signal.SIGKILL and self.limits.cpu_seconds):
-            return (
-                f"the process was ended by {signal.Signals(-code).name}: more than {self.limits.cpu_seconds} s of processor time?"
-            )
-        return f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"the process exited with code {code}"
-
-    def _end(self, reason: str) -> ChildDied:
-        self._dead = reason
-        self._kill()
-        died = ChildDied(reason)
-        died.is_late = self.is_late
-        return died
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+UNREADABLE = "gave an answer that cannot be read"
 
 
 # What a student's code can do where a wall is missing, after it removes the audit hook.

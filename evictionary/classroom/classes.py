@@ -24,9 +24,10 @@ from jsonschema import ValidationError
 
 from evictionary import __version__
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import formats, grading, submissions, worker
+from evictionary.classroom import bundle, formats, grading, sandbox, submissions
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
+from evictionary.classroom.judgement import Judgement, Line, empty
 from evictionary.classroom.submissions import Handed
 from evictionary.errors import UsageError
 
@@ -113,13 +114,13 @@ def grade_one(order: Order, student: str, path: Handed) -> dict[str, Any]:
         judgement = _judge(order, assignment, source, settings)
         judgement.notes = [*notes, *submissions.oddities(source), *judgement.notes]
     except submissions.BadSubmission as error:
-        judgement = grading.empty(assignment, clean(error))
+        judgement = empty(assignment, clean(error))
     except Exception as error:
         return _failed(order, settings, student, path, error)
     return _as_json(order, settings, student, path, digest, judgement)
 
 
-def _judge(order: Order, assignment: Assignment, source: bytes, settings: dict[str, Any]) -> grading.Judgement:
+def _judge(order: Order, assignment: Assignment, source: bytes, settings: dict[str, Any]) -> Judgement:
     return grading.judge(
         source,
         assignment,
@@ -133,7 +134,7 @@ def _judge(order: Order, assignment: Assignment, source: bytes, settings: dict[s
 
 def _failed(order: Order, settings: dict[str, Any], student: str, path: Handed, error: Exception) -> dict[str, Any]:
     why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
-    return _as_json(order, settings, student, path, "", grading.empty(order.loaded, why))
+    return _as_json(order, settings, student, path, "", empty(order.loaded, why))
 
 
 def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any], list[str]]:
@@ -158,7 +159,7 @@ def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any],
 
 
 def _as_json(
-    order: Order, settings: dict[str, Any], student: str, path: Handed, digest: str, judgement: grading.Judgement
+    order: Order, settings: dict[str, Any], student: str, path: Handed, digest: str, judgement: Judgement
 ) -> dict[str, Any]:
     content = {
         **settings,
@@ -185,7 +186,7 @@ def _within_walls(message: str, order: Order) -> str:
     return message.replace("to see it again, run\n", "to see it again, run (this runs the student's code with your rights)\n")
 
 
-def by_one_law(order: Order, student: str, path: Handed, law: str) -> grading.Line:
+def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
     """Judge one submission by one law of its assignment, in a child as always.
 
     Raises UsageError unless a step has that law, and where the submission cannot be read.
@@ -205,19 +206,17 @@ def by_one_law(order: Order, student: str, path: Handed, law: str) -> grading.Li
     raise UsageError(f"--law: got {law!r}, wanted one of {', '.join(known)}")
 
 
-def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, int, grading.Judgement]]:
+def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, int, Judgement]]:
     """What an assignment gives to a right answer, by default the reference, and to its starter, each with the points it should get.
 
     Raises UsageError if the answer cannot be read, or the reference has no method of that name.
     """
-    from evictionary.classroom import synthetic
-
     one = order.loaded
     settings: dict[str, Any] = {"constants": {}}
-    if solution is None and one.stem not in synthetic.STEMS:
+    if solution is None and one.stem not in bundle.STEMS:
         raise UsageError(f"submission: got none, wanted a right answer to {one.name}, for the reference has no {one.stem}")
     try:
-        right = synthetic.bundled(one.stem).encode() if solution is None else submissions.read(solution, one)
+        right = bundle.bundled(one.stem).encode() if solution is None else submissions.read(solution, one)
     except submissions.BadSubmission as error:
         raise UsageError(f"submission: {clean(error)}") from None
     yield "the reference" if solution is None else "the right answer", one.max_score, _judge(order, one, right, settings)
@@ -254,31 +253,25 @@ def run(
         advance(grade["student"])
         return grade
 
-    if jobs == 1:
-        for student, path in waiting.items():
-            yield finish(grade_one(order, student, path))
-        return
-    broken = {}
-    for student, result in _in_processes(order, waiting, jobs):
-        if isinstance(result, BrokenProcessPool):
-            broken[student] = waiting[student]
-        else:
-            yield finish(failed(student, result) if isinstance(result, Exception) else result)
-    # A process that dies breaks its whole pool, so each submission that was lost with it gets a pool of its own.
-    for student, path in broken.items():
-        for _, result in _in_processes(order, {student: path}, 1):
-            yield finish(failed(student, result) if isinstance(result, Exception) else result)
+    alone = ((student, grade_one(order, student, path)) for student, path in waiting.items())
+    for student, result in alone if jobs == 1 else _in_processes(order, waiting, jobs):
+        yield finish(failed(student, result) if isinstance(result, Exception) else result)
 
 
 def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    """The grade of each student, or what ended its process. A process that dies breaks its pool: the others go on, each alone."""
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
     futures: dict[Future[dict[str, Any]], str] = {}
+    lost = []
     try:
         for student, path in waiting.items():
             futures[pool.submit(grade_one, order, student, path)] = student
         for future in as_completed(futures):
-            error = future.exception()
-            yield futures[future], error if isinstance(error, Exception) else future.result()
+            student, error = futures[future], future.exception()
+            if isinstance(error, BrokenProcessPool) and len(waiting) > 1:
+                lost.append(student)
+            else:
+                yield student, error if isinstance(error, Exception) else future.result()
     except BaseException:
         # Interrupted: running submissions are ended, waiting ones are not started. The next run goes on from here.
         for process in multiprocessing.active_children():
@@ -286,11 +279,13 @@ def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterat
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+    for student in lost:
+        yield from _in_processes(order, {student: waiting[student]}, 1)
 
 
 def _leave_interrupts() -> None:
     """Set up a process of the pool: Ctrl-C is left to the parent, which ends the process; temporary folders are deleted then."""
-    worker.end_with_parent()
+    sandbox.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 

@@ -9,20 +9,19 @@ import math
 import random
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.classroom.child import Child, ChildDied, StudentError
+from evictionary.classroom.child import Child, StudentError
+from evictionary.classroom.judgement import Judgement, Run
 from evictionary.evaluation import passkey
 from evictionary.evaluation.questions import Answer, ask, prefill
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load
-
-if TYPE_CHECKING:
-    from evictionary.classroom.grading import Judgement, _Run
+from evictionary.spec_tests.harness.remote import Gone
 
 RATIO = 0.75
 LAG = {"lag_size": 128}
@@ -107,7 +106,7 @@ def missing_quarters(value: float, enough: float, width: float) -> int:
     return min(4, max(0, math.ceil(round((value - enough) / width, 9))))
 
 
-def judge(run: _Run, result: Judgement) -> None:
+def judge(run: Run, result: Judgement) -> None:
     """Judge the three steps and fill in the leaderboard."""
     scores, answers, closer = result.lines
     points = {step.name: step.points for step in run.assignment.steps}
@@ -131,8 +130,8 @@ def judge(run: _Run, result: Judgement) -> None:
             chosen = texts(setting(run.seed("texts")))
             measured = [run_method(method, text) for text in chosen]
     except Exception as error:
-        told = error if isinstance(error, ChildDied | StudentError | ValueError) else error.__cause__  # the model wraps it
-        if not isinstance(told, ChildDied | StudentError | ValueError):
+        told = error if isinstance(error, Gone | StudentError | ValueError) else error.__cause__  # the model wraps it
+        if not isinstance(told, Gone | StudentError | ValueError):
             raise
         scores.verdict, scores.points = "failed", 0
         scores.reason = scores.message = str(told)

@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, validators
 
 from evictionary.classroom.child import visible
 
 SCHEMA = "evictionary/grade/4"
 SCHEMAS = Path(__file__).parent / "schemas"
+_TYPES = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+_Strict = validators.extend(Draft202012Validator, type_checker=_TYPES)
 
 
 @cache
-def validator(name: str) -> Draft202012Validator:
-    """The validator of schemas/<name>.json."""
-    return Draft202012Validator(json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8")))
+def validator(name: str) -> Any:
+    """The validator of schemas/<name>.json; 2.0 is no whole number."""
+    return _Strict(json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def gradescope(grade: dict[str, Any]) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import pickle
 import re
-import shutil
 import tempfile
 import time
 import types
-import typing
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,17 @@ from hypothesis.errors import Flaky
 
 from evictionary.classroom import checks
 from evictionary.classroom.assignment import Assignment, Step
-from evictionary.classroom.child import Child, ChildDied, StudentError, clean
+from evictionary.classroom.child import Child, StudentError, clean
 from evictionary.classroom.inputs import decided_by
+from evictionary.classroom.judgement import Judgement, Line, Run, empty, reference
 from evictionary.errors import InstallError
 from evictionary.spec_tests.harness import report
 from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.diagnosis import differs, misconceptions, numbers_in
 from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.harness.law import Law, load_laws
-from evictionary.spec_tests.harness.matrix import SECONDS, TimedOut, outcome, time_limit
+from evictionary.spec_tests.harness.outcome import SECONDS, TimedOut, outcome, time_limit
+from evictionary.spec_tests.harness.remote import Gone
 from evictionary.spec_tests.harness.tolerance import Allowance, Violation
 
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
@@ -42,55 +43,6 @@ TIMED_SHAPE = (1, 8, 2**16, 128)  # the keys that a kernel is timed with: 256 Mi
 LONGEST_TEXT = 20_000
 MOST_SHOWN = 128  # numbers of an input beside a message
 MOST_UNASKED = 2**16  # numbers in an answer whose shape nothing says, or is wrong
-
-
-@dataclass
-class Line:
-    """The verdict on one step: passed, failed, not judged yet or blocked, its points, the laws, and the message for a failure.
-
-    Blocked means that this machine cannot judge it, which is not the student's doing; the next run of the grader tries again.
-    """
-
-    name: str
-    requirement: str
-    title: str
-    max_points: int
-    verdict: str = "not judged yet"
-    points: int = 0
-    laws: dict[str, str] = field(default_factory=dict)
-    reason: str = ""
-    message: str = ""
-    misconceptions: list[str] = field(default_factory=list)
-    read: str = ""
-    repro: str = ""
-
-
-@dataclass
-class Judgement:
-    """The result of one submission. `error` says why nothing could be judged; `walls` names the protections around the child.
-
-    `notes` are for the instructor alone: what is odd about the file or about what it does.
-    """
-
-    lines: list[Line]
-    error: str = ""
-    walls: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    leaderboard: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def score(self) -> int:
-        return sum(line.points for line in self.lines)
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "score": self.score, "max_score": sum(line.max_points for line in self.lines)}
-
-
-def empty(assignment: Assignment, error: str = "") -> Judgement:
-    """A judgement without any judged step."""
-    lines = [Line(step.name, step.requirement, step.title, step.points, read=step.read) for step in assignment.steps]
-    return Judgement(lines, error)
 
 
 def judge(
@@ -113,33 +65,32 @@ def judge(
     """
     started = time.monotonic()
     result = empty(assignment)
-    folder = Path(tempfile.mkdtemp(prefix="evictionary-"))
-    try:
-        folder.chmod(0o755)
-        path = folder / f"{assignment.stem}.py"
+    if reason := blocked(assignment):
+        for line in result.lines:
+            line.verdict, line.reason = "blocked", reason
+        return result
+    with tempfile.TemporaryDirectory(prefix="evictionary-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / f"{assignment.stem}.py"
         path.write_bytes(source)
+        path.parent.chmod(0o755)
         path.chmod(0o644)
-        if reason := blocked(assignment):
-            for line in result.lines:
-                line.verdict, line.reason = "blocked", reason
-            return result
-        run = _Run(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
+        run = ByLaws(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
         if assignment.contest:
-            from evictionary.classroom import contest
-
-            contest.judge(run, result)
+            _contest().judge(run, result)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
-                _judge_steps(run, result, explained=not explain)
-        if run.tried:
-            result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+                run.judge_steps(result, explained=not explain)
+    if run.tried:
+        result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
     for line in result.lines:
         line.reason, line.message, line.repro = (clean(each, LONGEST_TEXT) for each in (line.reason, line.message, line.repro))
     result.seconds = round(time.monotonic() - started, 2)
     return result
+
+
+def _contest() -> types.ModuleType:
+    return importlib.import_module("evictionary.classroom.contest")  # it imports torch, which other assignments need not have
 
 
 def lacking(assignment: Assignment) -> str:
@@ -155,29 +106,11 @@ def blocked(assignment: Assignment) -> str:
     if reason := lacking(assignment):
         return reason
     if assignment.contest:
-        from evictionary.classroom import contest
-
         try:
-            contest.load_model()
+            _contest().load_model()
         except InstallError as error:
             return f"this machine has no model: {error}"
     return ""
-
-
-def _judge_steps(run: _Run, result: Judgement, explained: bool) -> None:
-    verdicts: dict[str, str] = {}
-    for step, line in zip(run.assignment.steps, result.lines, strict=True):
-        missing = [name for name in step.needs if verdicts.get(name) != "passed"]
-        if missing:
-            line.reason = f"needs {', '.join(missing)} first"
-        elif not run.unloadable:
-            explained = run.judge(step, line, result, explained)
-        verdicts[step.name] = line.verdict
-    if run.unloadable:
-        for line in (each for each in result.lines if not each.laws):
-            line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"
-        told = f"{run.unloadable}. No step is judged before it can."
-        result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=run.unloadable, message=told))
 
 
 def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
@@ -260,31 +193,27 @@ def _precision(part: Any) -> int:
 
 
 @dataclass
-class _Run:
-    assignment: Assignment
-    path: Path
-    origin: str
-    secret: bytes | None
-    examples: int
-    constants: dict[str, float]
-    seconds: float | None
-    check_seed: int = 0
+class ByLaws(Run):
+    """A submission that is judged by laws, a step after another."""
+
     unloadable: str = ""  # why the file cannot even be imported
     is_slow: bool = False  # a step has run out of time twice
-    tried: set[str] = field(default_factory=set)  # what the code tried and was refused
 
-    def child(self, patience: int = 1) -> Child:
-        one = self.assignment
-        limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
-        named = _named(one.stem)
-        return Child(
-            self.path, one.stem, library=one.library, limits=limits, interpret=one.interpret, named=named, tried=self.tried
-        )
-
-    def seed(self, name: str) -> int:
-        """The seed for one law or one purpose."""
-        source = f"check/{self.check_seed}/".encode() if self.secret is None else self.secret
-        return int.from_bytes(hashlib.sha256(source + name.encode()).digest()[:8], "big")
+    def judge_steps(self, result: Judgement, explained: bool) -> None:
+        """Judge the steps in their order, each where those that it needs have passed."""
+        verdicts: dict[str, str] = {}
+        for step, line in zip(self.assignment.steps, result.lines, strict=True):
+            missing = [name for name in step.needs if verdicts.get(name) != "passed"]
+            if missing:
+                line.reason = f"needs {', '.join(missing)} first"
+            elif not self.unloadable:
+                explained = self.judge(step, line, result, explained)
+            verdicts[step.name] = line.verdict
+        if self.unloadable:
+            for line in (each for each in result.lines if not each.laws):
+                line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"
+            told = f"{self.unloadable}. No step is judged before it can."
+            result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=self.unloadable, message=told))
 
     def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
         """Judge one step; returns whether a failure has been explained by now.
@@ -315,7 +244,7 @@ class _Run:
                     word, message = ("failed", missing) if missing else outcome(self.drawn(law, step), implementation)
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
-                        died = message.startswith(ChildDied.__name__)
+                        died = message.startswith(Gone.__name__)
                         message = _plain(message)
                         if died and "SIGSEGV" in message:
                             message += ": a load or a store outside of an array. Does each have its mask?"
@@ -326,9 +255,9 @@ class _Run:
                 if line.laws and all(word == "passed" for word in line.laws.values()):
                     line.verdict, line.points = "passed", step.points
                 return failing, child.is_late or "timed out" in line.laws.values()
-        except (ChildDied, StudentError) as error:
+        except (Gone, StudentError) as error:
             line.reason = line.message = str(error)
-            is_late = isinstance(error, ChildDied) and error.is_late
+            is_late = isinstance(error, Gone) and error.is_late
             if not loaded and not (is_late and patience == 1):
                 self.unloadable = f"your file cannot be loaded: {error}"
             return None, is_late
@@ -340,10 +269,10 @@ class _Run:
         is about these constants has to see the student's.
         """
         one = self.assignment
-        module, reference = types.ModuleType(one.stem), _reference(one.stem)
+        module, by_paper = types.ModuleType(one.stem), reference(one.stem)
         constants = {} if step.check == "constants" else self.constants
         for name in child.functions:
-            setattr(module, name, _proxy(child, name, getattr(reference, name, None), constants))
+            setattr(module, name, _proxy(child, name, getattr(by_paper, name, None), constants))
         judged = _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", one.dtype)
         judged.child, judged.calm = child, step.calm
         return judged
@@ -387,7 +316,7 @@ class _Run:
 
 def _plain(message: str) -> str:
     """A message without the names of our own exceptions."""
-    return re.sub(rf"\b({StudentError.__name__}|{ChildDied.__name__}): ", "", message)
+    return re.sub(rf"\b({StudentError.__name__}|{Gone.__name__}): ", "", message)
 
 
 def _stated(law: Law, implementation: Implementation, message: str) -> str:
@@ -409,7 +338,7 @@ def _told(error: BaseException) -> BaseException:
     """The error to show: the first one of a group; one of our own if the same input fails at one time and not at another."""
     if isinstance(error, Flaky):
         inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
-        return inner if isinstance(inner, ChildDied) else Violation(TWO_ANSWERS)
+        return inner if isinstance(inner, Gone) else Violation(TWO_ANSWERS)
     return _told(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
@@ -440,79 +369,55 @@ def _hint(told: BaseException, law: Law) -> str:
     )
 
 
-def _reference(stem: str) -> types.ModuleType:
-    """The module of the reference, or an empty module for a method without a paper."""
-    try:
-        return importlib.import_module(f"evictionary.reference.{stem}")
-    except ModuleNotFoundError:
-        return types.ModuleType(stem)
-
-
 def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) -> Callable[..., Any]:
     """A function of the child as one of this process.
 
-    by_paper, the reference's function of that name if there is one, gives the kind of the result, and the defaults of arguments
+    by_paper, the reference's function of that name if there is one, gives the form of the result, and the defaults of arguments
     for which a student may have personal constants.
     """
-    is_known = isinstance(by_paper, types.FunctionType)
-    parameters = inspect.signature(by_paper).parameters if is_known else {}
+    if not isinstance(by_paper, types.FunctionType):
+        return functools.partial(child.call, name)
+    parameters = inspect.signature(by_paper).parameters
     defaults = {key: one.default for key, one in parameters.items() if key in constants}
-    returned = typing.get_type_hints(by_paper).get("return") if is_known else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs = {**defaults, **kwargs}
-        answer = _of_its_kind(name, child.call(name, *args, **kwargs), returned)
-        _require_form(name, answer, by_paper, args, kwargs)
-        return answer
+        answer = child.call(name, *args, **kwargs)
+        try:
+            right = by_paper(*args, **kwargs)
+        except Exception:  # bad input; the law says what is right then
+            if sum(getattr(part, "size", 1) for part in _parts(answer)) > MOST_UNASKED:
+                raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
+            return answer
+        return _of_the_form(name, answer, right, max(map(_precision, args), default=0))
 
     return call
 
 
-def _require_form(name: str, answer: Any, by_paper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise Violation unless the answer has the reference's shapes and precision: before it is converted or kept."""
-    got = _parts(answer)
-    shown = answer if sum(np.size(part) for part in got) <= MOST_UNASKED else None
-    try:
-        wanted = _parts(by_paper(*args, **kwargs))
-    except Exception:  # bad input; the law says what is right then
-        if shown is None:
-            raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
-        return
-    for part, right in zip(got, wanted, strict=False):
-        if isinstance(right, int) and not isinstance(part, int | np.integer):
-            raise _WrongForm(
-                f"{name} returned {part!r}, a {type(part).__name__}; wanted a whole number, such as {right}", right, part
-            )
-        if np.shape(part) != np.shape(right):
-            raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(right)}", None, shown)
-        if 0 < _precision(part) < min(_precision(right), max(map(_precision, args), default=0)):
-            told = f"{name} returned {part.dtype}, wanted {right.dtype}, the dtype of its input: compute in {right.dtype}"
-            raise _WrongForm(told, None, shown)
+def _of_the_form(name: str, answer: Any, right: Any, precision: int) -> Any:
+    """The answer, if it has the parts, the shapes and the precision of the right one, or that of the input where it is lower.
 
-
-def _of_its_kind(name: str, result: Any, returned: Any) -> Any:
-    """Return the result if its parts are those of `returned`, else raise StudentError; the laws judge the values."""
-    wanted: tuple[str, ...] | None = getattr(returned, "_fields", None)
-    count = len(typing.get_args(returned)) if typing.get_origin(returned) is tuple else len(wanted or ())
-    if isinstance(result, list) and count:
-        result = tuple(result)
-    parts = _parts(result)
-    is_right = len(parts) == count and getattr(result, "_fields", None) == wanted if count else not isinstance(result, tuple)
-    if is_right and all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in parts):
-        return result
-    shown = f"a {type(result).__name__} of {len(result)}" if isinstance(result, tuple | list) else f"one {type(result).__name__}"
-    if wanted:
-        expected = f"{returned.__name__}({', '.join(wanted)})"
-    else:
-        expected = f"a tuple of {count} arrays" if count else "one array or number"
-    raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
-
-
-def _named(stem: str) -> Callable[[str, list[str]], Any]:
-    """The reference's named tuples by name: the child's result gets a class that the laws know; other tuples stay plain."""
-
-    def of(name: str, fields: list[str]) -> Any:
-        known = getattr(_reference(stem), name, None)
-        return known if getattr(known, "_fields", None) == tuple(fields) else lambda *items: tuple(items)
-
-    return of
+    A list may stand for a tuple. Raises StudentError for other parts, and Violation for other arrays: before they are converted
+    or kept. The laws judge the numbers.
+    """
+    fields = getattr(right, "_fields", ())
+    answer = tuple(answer) if isinstance(answer, list) and isinstance(right, tuple) else answer
+    got, wanted = _parts(answer), _parts(right)
+    alike = isinstance(answer, tuple) == isinstance(right, tuple) and getattr(answer, "_fields", ()) == fields
+    plain = all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in got)
+    if not (alike and plain and len(got) == len(wanted)):
+        kind = type(answer).__name__
+        shown = f"a {kind} of {len(answer)}" if isinstance(answer, tuple | list) else f"one {kind}"
+        several = f"{type(right).__name__}({', '.join(fields)})" if fields else f"a tuple of {len(wanted)} arrays"
+        expected = several if isinstance(right, tuple) else "one array or number"
+        raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
+    kept = answer if sum(np.size(part) for part in got) <= MOST_UNASKED else None
+    for part, one in zip(got, wanted, strict=True):
+        if isinstance(one, int) and not isinstance(part, int | np.integer):
+            raise _WrongForm(f"{name} returned {part!r}, a {type(part).__name__}; wanted a whole number, such as {one}", one, part)
+        if np.shape(part) != np.shape(one):
+            raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(one)}", None, kept)
+        if 0 < _precision(part) < min(_precision(one), precision):
+            told = f"{name} returned {part.dtype}, wanted {one.dtype}, the dtype of its input: compute in {one.dtype}"
+            raise _WrongForm(told, None, kept)
+    return answer

@@ -3,7 +3,7 @@
 Landlock keeps a child from files. It does not forbid starting programs with root's rights, slowing or limiting the grader's own
 process, sockets other than TCP, changing the mode of a file, or memory that outlives the process. The filter forbids them, for the
 child and all its threads, and no code in the child can remove the filter. `program` writes it in the kernel's format (classic
-BPF); `worker.py` installs it.
+BPF); `sandbox.py` installs it.
 """
 
 from __future__ import annotations

@@ -1,347 +1,36 @@
 """The program of the child process: it loads one student file and answers calls, and holds no secrets.
 
-It is started as `python -I -S worker.py` with two pipes and imports the standard library, NumPy and, if the assignment needs it,
-torch. Messages are frames: a length, JSON, a length, the arrays as npz. Expected values, seeds and verdicts stay in the parent,
-which imports `pack` and `unpack` from here.
+It is started as `python -I -S worker.py SITE WIRE SANDBOX` with two pipes: where NumPy is, the file that reads and writes frames,
+and `sandbox.py`. It imports the standard library, these and, if the assignment needs it, torch. Expected values, seeds and
+verdicts stay in the parent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import importlib
 import importlib.util
-import io
 import itertools
-import json
 import linecache
 import os
 import re
-import resource
-import struct
 import sys
 import traceback
-import zipfile
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any, BinaryIO
 
-# The largest frames: a call holds the keys and values of a long text; an answer holds scores, and its JSON a few names. The
-# answers of all assignments have at most 0.2 MiB; a failing law keeps several of them.
-LARGEST_CALL, LARGEST_ANSWER, LARGEST_TEXT = 512 * 2**20, 4 * 2**20, 2**20
-MOST_ARRAYS = 64
-MOST_OPEN = 64
-MOST_TRIED, LONGEST_TRIED = 8, 60  # what the hook writes down of the actions that it refuses
-NOBODY = 65534
+LARGEST_CALL = 512 * 2**20  # a call holds the keys and values of a long text
 
 
-class BadFrame(Exception):
-    """The bytes from the pipe are no frame, are too large, or hold a value that is not allowed."""
-
-
-# Frames
-
-
-def encode(value: Any, arrays: list[Any]) -> Any:
-    """A value as JSON; arrays go into the list, and JSON holds their index. Raises BadFrame for a value that is not allowed."""
-    import numpy as np
-
-    if type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
-    if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.kind not in "biuf":
-            raise BadFrame(f"an array of {value.dtype}; wanted numbers or booleans")
-        arrays.append(np.asarray(value))
-        return {"array": len(arrays) - 1, "scalar": isinstance(value, np.generic)}
-    if isinstance(value, Fraction):
-        return {"fraction": str(value)}
-    if isinstance(value, tuple | list):
-        return {
-            "name": type(value).__name__,
-            "fields": list(getattr(value, "_fields", ())),
-            "items": [encode(entry, arrays) for entry in value],
-        }
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"plain": value}
-    raise BadFrame(f"a {type(value).__name__}; wanted arrays, numbers or tuples of them")
-
-
-def decode(content: Any, arrays: dict[str, Any], named: Callable[[str, list[str]], Any] = namedtuple) -> Any:
-    """The value that `encode` received; `named` returns the class of a named tuple.
-
-    Raises BadFrame, KeyError, TypeError or ValueError for JSON that `encode` does not write.
-    """
-    if not isinstance(content, dict):
-        raise BadFrame("no value")
-    if "array" in content:
-        array = arrays[f"a{content['array']}"]
-        return array[()] if content["scalar"] else array
-    if "fraction" in content:
-        above, _, below = content["fraction"].partition("/")
-        return Fraction(int(above), int(below or 1))  # not from its text: Fraction("1e999999999") never ends
-    if "items" in content:
-        items = [decode(entry, arrays, named) for entry in content["items"]]
-        if content["fields"]:
-            return named(content["name"], content["fields"])(*items)
-        return items if content["name"] == "list" else tuple(items)
-    if not isinstance(content["plain"], bool | int | float | str | None):
-        raise BadFrame("no plain value")
-    return content["plain"]
-
-
-def pack(message: dict[str, Any], arrays: list[Any]) -> bytes:
-    """A frame of a message and its arrays."""
-    import numpy as np
-
-    body = io.BytesIO()
-    if arrays:
-        np.savez(body, **{f"a{place}": array for place, array in enumerate(arrays)})
-    text = json.dumps(message).encode()
-    return struct.pack(">QQ", len(text), body.tell()) + text + body.getvalue()
-
-
-def sizes(header: bytes, largest: int = LARGEST_ANSWER) -> tuple[int, int]:
-    """The lengths of the two parts that follow a header of 16 bytes. Raises BadFrame if they are too large."""
-    text, body = struct.unpack(">QQ", header)
-    for length, most in ((text, LARGEST_TEXT), (body, largest)):
-        if length > most:
-            raise BadFrame(f"{length} bytes, more than {most}")
-    return text, body
-
-
-def unpack(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The message and the arrays of a frame. Nothing is unpickled, and no array is larger than its bytes in the frame."""
-    import numpy as np
-
-    message = json.loads(text)
-    if not isinstance(message, dict):
-        raise BadFrame("no message")
-    arrays = {}
-    if body:
-        with zipfile.ZipFile(io.BytesIO(body)) as archive:
-            entries = archive.infolist()
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # an uncompressed entry cannot grow
-                raise BadFrame("compressed arrays")
-            # Entries of an archive may overlap, so a small body can claim many large entries.
-            if len(entries) > MOST_ARRAYS or sum(entry.file_size for entry in entries) > len(body):
-                raise BadFrame("more arrays than there are bytes for")
-            for entry in entries:
-                member = io.BytesIO(archive.read(entry))
-                version = np.lib.format.read_magic(member)
-                reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = reader(member)
-                count = 1
-                for length in shape:
-                    count *= length
-                if dtype.kind not in "biuf" or count * dtype.itemsize != len(member.getvalue()) - member.tell():
-                    raise BadFrame(f"an array of {dtype} whose size is not that of its bytes")
-                member.seek(0)
-                arrays[entry.filename.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
-    return message, arrays
-
-
-def _read(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
-    header = stream.read(16)
-    if len(header) < 16:
-        os._exit(0)  # the parent has ended or closed the pipe
-    text, body = sizes(header, LARGEST_CALL)
-    return unpack(stream.read(text), stream.read(body))
-
-
-# Walls
-
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-
-
-def without(path: str, closed: list[str]) -> list[str]:
-    """The path, or its entries without the forbidden ones: Landlock opens a folder together with everything below it."""
-    if path in closed:
-        return []
-    if not any(each.startswith(path.rstrip(os.sep) + os.sep) for each in closed):
-        return [path]
-    with os.scandir(path) as entries:
-        # A link would open its target; an allowed target is in the list by its own name.
-        inside = sorted(entry.path for entry in entries if not entry.is_symlink())
-    return [kept for entry in inside for kept in without(entry, closed)]
-
-
-def filter_calls(program: bytes) -> bool:
-    """Have the kernel refuse the system calls of `seccomp.program` permanently; False if there is no filter for this machine."""
-    if not program:
-        return False
-    prctl = ctypes.CDLL(None).prctl
-    instructions = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
-    prctl(38, 1, 0, 0, 0)  # no new privileges
-    return int(prctl(22, ctypes.c_ulong(2), header, 0, 0)) == 0
-
-
-def end_with_parent() -> None:
-    """Have the kernel end this process when the parent ends in any way; Linux."""
-    if sys.platform.startswith("linux"):
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(0)
-
-
-def landlock(readable: list[str], listable: list[str]) -> int:
-    """Forbid this process all files but the readable ones, all writing, TCP and signals to others; Linux 5.13 and newer.
-
-    Returns the kernel's version of Landlock, 0 if the kernel has none or refuses.
-    """
-    if not sys.platform.startswith("linux"):
-        return 0
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    version = int(call(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
-    if version < 1:
-        return 0
-    rights = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
-    handled = struct.pack("QQQ", rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
-    handled = handled[: 8 if version < 4 else 16 if version < 6 else 24]
-    ruleset = int(call(444, handled, ctypes.c_size_t(len(handled)), ctypes.c_uint32(0)))
-    if ruleset < 0:
-        return 0
-    for paths, access in ((readable, _READ_FILE | _READ_DIR), (listable, _READ_DIR)):
-        for path in paths:
-            try:
-                opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            except OSError:
-                continue
-            rule = struct.pack("=Qi", access if os.path.isdir(path) else access & _READ_FILE, opened)
-            call(445, ruleset, 1, rule, ctypes.c_uint32(0))
-            os.close(opened)
-    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # no new privileges
-    done = int(call(446, ruleset, ctypes.c_uint32(0)))
-    os.close(ruleset)
-    return version if done == 0 else 0
-
-
-_DENIED = (
-    "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "os.spawn", "os.kill", "os.killpg", "subprocess.Popen",
-    "pty.spawn", "socket.", "ctypes.", "os.symlink", "os.link", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate",
-    "os.chmod", "os.chown", "os.chflags", "os.utime", "os.setxattr", "os.removexattr", "resource.setrlimit", "resource.prlimit",
-)  # fmt: skip
-
-
-THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}  # what a file may import beside the standard library
-
-
-def guard(readable: list[str], banned: list[str], library: str, file: str) -> list[str]:
-    """Refuse, by an audit hook, actions that no scorer needs: the oracle, other people's files, writing, programs, the network.
-
-    The hook gives clear messages. A student who knows the interpreter well can evade it; then the other protections hold.
-    library is that of the assignment: its file may import that and the standard library. What torch imports itself is its affair.
-    The list that is returned names what the code tries from now on.
-    """
-    roots = tuple(os.path.realpath(path) + os.sep for path in readable)
-    closed, denied = frozenset(banned), _DENIED  # own references: a student can replace a module's names
-    there, frame_of = sys.stdlib_module_names.union(THERE[library]), sys._getframe
-    only = "torch, Triton and NumPy are there" if library == "torch" else "this assignment is for NumPy only"
-    only += f" (and Python's own modules); of your files only {os.path.basename(file)} is handed in"
-    tried: list[str] = []
-
-    def refusal(what: str, told: str) -> PermissionError:
-        if what not in tried and len(tried) < MOST_TRIED:
-            tried.append(what[:LONGEST_TRIED])
-        return PermissionError(told)
-
-    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "import" and arguments[0].split(".")[0] in closed:
-            refusal(f"import {arguments[0]}", "")
-            raise ImportError(f"{arguments[0]}: not there while your code is judged")
-        if event == "import" and (library == "numpy" or frame_of(1).f_code.co_filename == file):
-            top = arguments[0].split(".")[0]
-            if top not in there and not top.startswith("_sysconfigdata"):
-                raise ImportError(f"{arguments[0]}: {only}")
-        if event == "open" and isinstance(arguments[0], str | bytes):
-            path, mode, flags = os.fsdecode(arguments[0]), arguments[1], arguments[2]
-            if (isinstance(mode, str) and set(mode) & set("wax+")) or (
-                isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
-            ):
-                raise refusal(f"write {path}", f"{path}: no writing while your code is judged")
-            if not (os.path.realpath(path) + os.sep).startswith(roots):
-                raise refusal(f"open {path}", f"{path}: not yours to read while your code is judged")
-        if event.startswith(denied):
-            raise refusal(event, f"{event}: not allowed while your code is judged")
-
-    sys.addaudithook(refuse)
-    return tried
-
-
-def limit(cpu_seconds: int, memory: int) -> bool:
-    """Bound processor time, memory, files (none may grow, few are open) and processes (no new one); False if a limit is missing."""
-    holds = True
-    for name, value in (
-        (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_NOFILE, MOST_OPEN),  # each pipe has a buffer in the kernel, which counts as nobody's memory
-    ):
-        try:
-            resource.setrlimit(name, (value, value))
-        except (ValueError, OSError):  # a system without this limit, or with a lower one
-            holds = holds and 0 <= resource.getrlimit(name)[1] <= value
-    return holds
-
-
-def reaches(user: int, paths: list[str]) -> bool:
-    """Whether the user can enter the folders of all paths by their modes alone, without a right of root's."""
-    for path in paths:
-        while path != os.path.dirname(path):
-            found = os.stat(path)
-            if os.path.isdir(path) and not found.st_mode & (0o100 if found.st_uid == user else 0o001):
-                return False
-            path = os.path.dirname(path)
-    return True
-
-
-def become_nobody(readable: list[str]) -> bool:
-    """Become the user nobody: the limit on processes does not bind root. Stay root if that user cannot read the files."""
-    if not reaches(NOBODY, readable):
-        return False
-    try:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-    except PermissionError:  # a container that took this right from root
-        return False
-    return True
-
-
-def drop_rights(readable: list[str]) -> bool:
-    """Give up all capabilities of root for good, but that of reading where root needs it to reach Python; Linux.
-
-    The process can then be traced by nobody, and the kernel keeps no core of it, not even through a pipe.
-    """
-    if not sys.platform.startswith("linux"):
-        return os.getuid() != 0
-    libc = ctypes.CDLL(None)
-    kept = 0 if os.getuid() or reaches(0, readable) else 1 << 2  # CAP_DAC_READ_SEARCH
-    for number in range(64):
-        if not kept >> number & 1:
-            libc.prctl(24, number, 0, 0, 0)  # out of the bounding set
-    # Version 3 of the call, this process; effective, permitted and inheritable capabilities, the low words and the high ones.
-    sets = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
-    done = libc.capset(struct.pack("=Ii", 0x20080522, 0), sets) == 0
-    return libc.prctl(4, 0, 0, 0, 0) == 0 and done
-
-
-# The student's file
-
-
-def load(path: str, stem: str) -> Any:
-    """Import the student's file as a module."""
-    spec = importlib.util.spec_from_file_location(f"student_{stem}", path)
+def load(path: str, name: str) -> Any:
+    """Import a file as the module of a name."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -466,19 +155,33 @@ def answer(function: Callable[..., Any], arguments: list[Any], keywords: dict[st
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Read the settings from the first frame, load the file, then answer one call after another."""
-
-    tried: list[str] = []
-
-    def reply(message: dict[str, Any], arrays: list[Any] | None = None) -> None:
-        replies.write(pack(message | {"tried": tried}, arrays or []))
-        replies.flush()
-
-    sys.path.append(sys.argv[1])  # where NumPy is
+    sys.path.append(sys.argv[1])
     import numpy as np
 
-    setup, _ = _read(requests)
+    wire, sandbox = load(sys.argv[2], "wire"), load(sys.argv[3], "sandbox")
+    tried: list[str] = []
+    module = torch = None
 
-    torch: Any = None
+    def reply(message: dict[str, Any], *values: Any) -> None:
+        replies.write(wire.frame(message | {"tried": tried}, values))
+        replies.flush()
+
+    def named(name: str, fields: dict[str, Any]) -> Any:
+        kind = name.rpartition(".")[2]
+        return (getattr(module, kind, None) or namedtuple(kind, fields))(*fields.values())
+
+    def native(array: Any) -> Any:
+        return array if torch is None else torch.from_numpy(np.array(array, order="K")).to(setup["device"])
+
+    def request() -> tuple[dict[str, Any], list[Any]]:
+        header = requests.read(16)
+        if len(header) < 16:
+            os._exit(0)  # the parent has ended or closed the pipe
+        text, body = wire.sizes(header, LARGEST_CALL)
+        message, values = wire.read(requests.read(text), requests.read(body), named, native)
+        return message, values
+
+    setup, _ = request()
     if setup["library"] == "torch":
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)
@@ -487,60 +190,33 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             import triton.language  # noqa: F401
     watching = watched_launches() if setup["interpret"] else contextlib.nullcontext({"added": 0.0})
     launches = watching.__enter__()  # as long as the process lives
-    path, site, banned = setup["path"], setup["site"], setup["banned"]
-    walls: dict[str, Any] = {"audit hook": setup["confine"]}
-    if setup["confine"]:
-        roots = [sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom", os.path.dirname(path), site]
-        readable = [kept for root in roots if os.path.exists(root) for kept in without(os.path.realpath(root), setup["closed"])]
-        if os.getuid() == 0:
-            walls["user nobody"] = become_nobody([sys.base_prefix, site, os.path.dirname(path)])
-        walls["no rights of root"] = drop_rights([sys.base_prefix, site, os.path.dirname(path)])
-        end_with_parent()
-        walls["limits"] = limit(setup["cpu_seconds"], setup["memory"])
-        walls["landlock"] = landlock(readable, [site])
-        walls["system calls"] = filter_calls(bytes.fromhex(setup["filter"]))
-        tried = guard([*readable, site + os.sep + "__pycache__"], banned, setup["library"], path)
+    path = setup["path"]
+    walls, tried = sandbox.confined(setup) if setup["confine"] else ({"audit hook": False}, [])
     reply({"walls": walls})
     try:
-        module = load(path, setup["stem"])
+        module = load(path, f"student_{setup['stem']}")
     except BaseException as error:
         reply(describe(error, path))
         return
     reply({"functions": [name for name, value in vars(module).items() if callable(value)]})
-
-    def as_native(value: Any) -> Any:
-        if isinstance(value, tuple):
-            entries = [as_native(entry) for entry in value]
-            return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
-        if torch is not None and isinstance(value, np.ndarray):
-            return torch.from_numpy(np.array(value, order="K")).to(setup["device"])
-        return value
-
-    def named(name: str, fields: list[str]) -> Any:
-        return getattr(module, name, None) or namedtuple(name, fields)
-
     while True:
-        message, arrays = _read(requests)
+        message, values = request()
         try:
-            arguments = [as_native(decode(entry, arrays, named)) for entry in message["arguments"]]
-            keywords = {name: as_native(decode(entry, arrays, named)) for name, entry in message["keywords"].items()}
-            function = getattr(module, message["call"])
-            if message.get("time"):
+            function, count = getattr(module, message["call"]), len(values) - len(message["keywords"])
+            arguments, keywords = values[:count], dict(zip(message["keywords"], values[count:], strict=True))
+            if message["time"]:
                 from triton.testing import do_bench
 
                 result = do_bench(functools.partial(function, *arguments, **keywords), return_mode="median")
             else:
-                launches["added"] = float(bool(message.get("change launches")))
+                launches["added"] = float(message["change launches"])
                 asked = kernels_alone(arguments[0])(function) if setup["interpret"] else function
                 result = answer(asked, arguments, keywords)
-            found: list[Any] = []
-            content = encode(result, found)
-        except BadFrame as error:
+            reply({}, result)
+        except wire.BadMessage as error:
             reply({"error": "TypeError", "message": f"{message['call']} returned {error}", "place": "", "value_error": False})
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             reply(describe(error, path))
-        else:
-            reply({"result": content}, found)
 
 
 def main() -> None:

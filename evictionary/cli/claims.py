@@ -22,6 +22,7 @@ from evictionary.cli.console import (
     require_folder,
     whole_number,
 )
+from evictionary.errors import UsageError
 
 app = typer.Typer()
 
@@ -49,6 +50,9 @@ def claims(
     ] = Path("claims"),
     seeds: Annotated[int, whole_number("Texts of each kind, at least 2: an interval needs 12 texts of all kinds together.")] = 3,
     seed: Annotated[int, whole_number("The seed of the first text; each later text of a kind has the next seed.")] = 0,
+    seeds_of: Annotated[
+        list[str] | None, typer.Option(help="Another number of texts for some papers, comma-separated or repeated: gvote=4.")
+    ] = None,
     texts: Annotated[
         list[str] | None,
         typer.Option(help="Some of repetitive, varied, records, sums, code, chat, comma-separated or repeated; all by default."),
@@ -70,8 +74,12 @@ def claims(
         from evictionary.claims import texts as known
 
         chosen = experiment.check_claims(*asked.values())
-        plan = experiment.Plan(model, chosen, tuple(dict.fromkeys(kinds or known.KINDS)), range(seed, seed + seeds))
-        given = "".join(f" {option} '{','.join(names)}'" for option, names in {**asked, "--texts": kinds}.items() if names)
+        apart = given_names("--seeds-of", seeds_of)
+        others = {paper: range(seed, seed + count) for paper, count in map(_paper_and_count, apart or ())}
+        chosen_texts = tuple(dict.fromkeys(kinds or known.KINDS))
+        plan = experiment.Plan(model, chosen, chosen_texts, range(seed, seed + seeds), seeds_of=others)
+        options = {**asked, "--texts": kinds, "--seeds-of": apart}
+        given = "".join(f" {option} '{','.join(names)}'" for option, names in options.items() if names)
         lines = carry_out(plan, output, jobs, dask)
         messages.print("intervals, pictures and pages", style="italic")
         result = experiment.report(plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}")
@@ -81,6 +89,13 @@ def claims(
     else:
         Console().print(_table(result))
         Console().print(f"Numbers, pictures and a page for each paper: [bold]{output}[/]")
+
+
+def _paper_and_count(text: str) -> tuple[str, int]:
+    paper, _, count = text.partition("=")
+    if not count.isdecimal():
+        raise UsageError(f"--seeds-of: got {text!r}, wanted a paper and a number, such as gvote=4")
+    return paper, int(count)
 
 
 def _table(result: dict[str, Any]) -> Table:

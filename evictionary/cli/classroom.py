@@ -27,7 +27,7 @@ from evictionary.errors import UsageError
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Assignment
     from evictionary.classroom.classes import Order
-    from evictionary.classroom.grading import Judgement
+    from evictionary.classroom.judgement import Judgement
     from evictionary.classroom.submissions import Handed
 
 app = typer.Typer()
@@ -215,10 +215,11 @@ def _print_time(chosen: Assignment, path: Path) -> None:
         Console().print("No GPU here: the kernel ran in Triton's interpreter and was not timed.")
         return
     from evictionary.classroom import child, grading
+    from evictionary.spec_tests.harness.remote import Gone
 
     try:
         told = f"{grading.gpu_milliseconds(chosen, path):.4f} ms for 65,536 tokens of 8 heads."
-    except (child.StudentError, child.ChildDied, RuntimeError, ValueError) as error:
+    except (child.StudentError, Gone, RuntimeError, ValueError) as error:
         told = f"the kernel fails, although the interpreter runs it: {child.clean(error)}"
     Console().print(f"On {torch.cuda.get_device_name()}: {told}", markup=False, soft_wrap=True)
 

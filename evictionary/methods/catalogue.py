@@ -1,7 +1,8 @@
 """Lists the methods from the file system, and the inputs that their functions read. It runs without torch.
 
-A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else registers it. The attribute
-`TRAITS = {"recursive"}` beside it names the method's special properties, if it has any; a user's file may have it too.
+A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else registers it. Beside it
+`TRAITS = {"recursive"}` names the method's special properties, if it has any; a user's file may have it too. `INPUTS` names the
+inputs that the method brings along, each with its source and its meaning; `evictionary/policies/` computes them.
 """
 
 from __future__ import annotations
@@ -21,58 +22,33 @@ from evictionary.errors import UsageError
 SEAMS = ("score", "select", "compress", "attend")
 RANDOM = "random"
 
-INPUTS = {
-    "keys": "[B, H_kv, T, D], cached, after RoPE",
-    "values": "[B, H_kv, T, D_v]",
-    "queries": "[B, H_q, M, D], after RoPE: of every prompt token, later of the last 128 tokens",
-    "query": "[B, H_q, D], the last of the queries",
-    "query_mean": "[B, H_q, D], of the queries so far, averaged over the next 512 positions (EA-6)",
-    "query_covariance": "[B, H_q, D, D], of the same queries, averaged over the same positions",
-    "sampled_queries": "[B, H_q, 8, D], samples of future queries (GV-A8)",
-    "moments": "momentkv.Moments of the evicted tokens",
-    "hidden_states": "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",
-    "query_direction": "[B, H_q, D], mean of calibrated queries, averaged over future positions (TA-2)",
-    "query_slack": "[B, H_q, D/2], what that mean hides of the queries' lengths (TA-1)",
-    "gates": "[B, H_kv], high for a retrieval head: trained, or estimated from a text (DA-1)",
-    "q_filters": "[B, H_kv, D], main directions of calibrated queries (QF-2)",
-    "replay_queries": "[B, H_q, T, D], after RoPE, of the same prompt read a second time, after itself",
-    "replay_keys": "[B, H_kv, T, D], after RoPE, of the same tokens",
-    "w_o": "[H_q, D_v, hidden], the output projection of each query head",
-    "positions": "[T], of the tokens in the text",
-    "length": "T, the tokens in the cache",
-    "layer_index": "0 to num_layers - 1",
-    "num_layers": "layers of the model",
-    "budget": "tokens to keep in each head",
-    "compression_ratio": "fraction to remove",
-    "keep_ratio": "fraction to keep",
-    "generator": "a seeded torch.Generator, a new one for each layer and compression",
+SHARED = {
+    "keys": ("", "[B, H_kv, T, D], cached, after RoPE"),
+    "values": ("", "[B, H_kv, T, D_v]"),
+    "queries": ("queries", "[B, H_q, M, D], after RoPE: of every prompt token, later of the last 128 tokens"),
+    "query": ("queries", "[B, H_q, D], the last of the queries"),
+    "moments": ("", "Moments of the evicted tokens (MK-22)"),
+    "hidden_states": (
+        "hidden_states",
+        "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",
+    ),
+    "replay_queries": ("replay_queries", "[B, H_q, T, D], after RoPE, of the same prompt read a second time, after itself"),
+    "replay_keys": ("replay_keys", "[B, H_kv, T, D], after RoPE, of the same tokens"),
+    "w_o": ("", "[H_q, D_v, hidden], the output projection of each query head"),
+    "positions": ("", "[T], of the tokens in the text"),
+    "length": ("", "T, the tokens in the cache"),
+    "layer_index": ("", "0 to num_layers - 1"),
+    "num_layers": ("", "layers of the model"),
+    "budget": ("", "tokens to keep in each head"),
+    "compression_ratio": ("", "fraction to remove"),
+    "keep_ratio": ("", "fraction to keep"),
+    "generator": ("", "a seeded torch.Generator, a new one for each layer and compression"),
 }
-"""The arguments that a function can name in its signature, and their meaning."""
+"""The inputs that a cache has for every method: the state of the model that each is computed from, and its meaning."""
 
-
-CAPTURED_FOR = {
-    "queries": "queries",
-    "query": "queries",
-    "query_mean": "queries",
-    "query_covariance": "queries",
-    "query_direction": "queries",
-    "query_slack": "queries",
-    "gates": "queries",
-    "q_filters": "queries",
-    "replay_queries": "replay_queries",
-    "replay_keys": "replay_keys",
-    "hidden_states": "hidden_states",
-    "sampled_queries": "hidden_states",
-}
-"""The inputs that only the running model has, and the model state from which each input is computed."""
-
-
+CALIBRATION = "calibration"
 REPLAYED = frozenset({"replay_queries", "replay_keys"})
 """The inputs for which the cache lets the model read the prompt again."""
-
-CALIBRATED = frozenset({"query_direction", "query_slack", "q_filters", "gates"})
-"""The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt itself."""
-
 
 TRAITS = {
     "every_token": "compresses again with every new token",
@@ -86,21 +62,46 @@ TRAITS = {
 """The words that a module can name in TRAITS, and their meaning."""
 
 
+def modules() -> dict[str, ModuleType]:
+    """The modules of `reference/` by stem."""
+    return {
+        each.name: importlib.import_module(f"evictionary.reference.{each.name}")
+        for each in pkgutil.iter_modules(reference.__path__)
+    }
+
+
+def _declared() -> dict[str, tuple[str, str, str]]:
+    """Each input that a method brought along: the stem of the method, the source and the meaning."""
+    return {name: (stem, *said) for stem, module in modules().items() for name, said in getattr(module, "INPUTS", {}).items()}
+
+
+DECLARED = _declared()
+INPUTS = {name: meaning for name, (_, meaning) in SHARED.items()} | {name: meaning for name, (*_, meaning) in DECLARED.items()}
+"""The arguments that a function can name in its signature, and their meaning."""
+
+DRAWN = frozenset({"generator", *DECLARED})
+"""The inputs that may be random."""
+CALIBRATED = frozenset(name for name, (_, source, _) in DECLARED.items() if source == CALIBRATION)
+"""The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt itself."""
+
+_SOURCES = {name: source for name, (source, _) in SHARED.items()} | {name: source for name, (_, source, _) in DECLARED.items()}
+CAPTURED_FOR = {name: "queries" if source == CALIBRATION else source for name, source in _SOURCES.items() if source}
+"""The inputs that only the running model has, and the model state from which each input is computed."""
+
+
 def allocators() -> list[str]:
     """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`)."""
-    found = []
-    for module in pkgutil.iter_modules(reference.__path__):
-        loaded = importlib.import_module(f"evictionary.reference.{module.name}")
-        select = getattr(loaded, "select", None)
-        if hasattr(loaded, "budgets") or (select and next(iter(inspect.signature(select).parameters)) == "scores"):
-            found.append(module.name)
-    return found
+    return [
+        stem
+        for stem, module in modules().items()
+        if hasattr(module, "budgets")
+        or (hasattr(module, "select") and next(iter(inspect.signature(module.select).parameters)) == "scores")
+    ]
 
 
 def names() -> list[str]:
     """The methods of the dictionary, in alphabetical order."""
-    stems = sorted(module.name for module in pkgutil.iter_modules(reference.__path__))
-    return [stem for stem in stems if hasattr(importlib.import_module(f"evictionary.reference.{stem}"), "METHOD")]
+    return sorted(stem for stem, module in modules().items() if hasattr(module, "METHOD"))
 
 
 def definition(name: str) -> ModuleType:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from evictionary import policies
 from evictionary.errors import UsageError
 from evictionary.methods import catalogue
 from evictionary.methods.calling import call, checked_kept, checked_scores, typed_option
-from evictionary.methods.ragged_batches import Piece, cut, pieces, put, query_heads
+from evictionary.methods.ragged_batches import Piece, cut, pieces, put
 from evictionary.optimized import selection
-from evictionary.reference import lagkv
 
 Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
 """A callback that computes an input that only the running model knows. Its arguments: the name of the input, the states of a piece
@@ -37,7 +37,7 @@ class Request:
     head, which replaces the ratio; options, the method's own; layer_index, of num_layers; seed, for methods that draw; filled
     [B, H_kv, T], False where there is no token, None for a token everywhere; seen, the tokens that each row has read without
     padding, None for T each; is_prompt, whether the states cover all tokens of a prompt (later, queries and hidden_states cover
-    only the last tokens); static, the tokens of each row that a recursive method leaves alone; supply, see Supply.
+    only the last tokens); state, that of the layer, for the method's policies; supply, see Supply.
     """
 
     compression_ratio: float = 0.0
@@ -49,7 +49,7 @@ class Request:
     filled: torch.Tensor | None = None
     seen: Sequence[int] | None = None
     is_prompt: bool = True
-    static: Sequence[int] | None = None
+    state: policies.State = field(default_factory=dict)
     supply: Supply | None = None
 
 
@@ -58,7 +58,7 @@ class Method:
     """One way to decide which tokens stay: a `select` function, or a `score` function whose highest scores stay.
 
     `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words of catalogue.TRAITS.
-    A composition such as `snapkv+pyramid_kv+ada_kv+moments` adds to a method: `layer_budgets` divides a budget among layers,
+    A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method: `layer_budgets` divides a budget among layers,
     `head_budgets` divides a budget among the heads of a layer by their scores, and `corrected` says that the moments of the
     evicted tokens correct the attention.
     """
@@ -86,6 +86,18 @@ class Method:
         prompt = catalogue.split_signature(self.prompt_function)[0] if self.prompt_function else []
         return frozenset([*self.inputs, *prompt])
 
+    @functools.cached_property
+    def policies(self) -> tuple[ModuleType, ...]:
+        """What the method does in a cache beside choosing tokens."""
+        return policies.serving(self)
+
+    @property
+    def suppliers(self) -> list[ModuleType]:
+        """The policies that compute its inputs."""
+        return [
+            policies.load(stem) for stem in sorted({catalogue.DECLARED[name][0] for name in self.reads & catalogue.DECLARED.keys()})
+        ]
+
     @property
     def captured(self) -> frozenset[str]:
         """The method's inputs that come only from the running model: some of "queries", "hidden_states"."""
@@ -93,20 +105,13 @@ class Method:
 
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the given options in the types of their defaults. Raises UsageError for one that cannot be used."""
-        # keep_ratio is the only input that a user may set instead of the budget: LagKV's papers report it.
+        # keep_ratio is the only input that a user may set instead of the budget, as papers report it.
         known = self.options | ({"keep_ratio": 0.5} if "keep_ratio" in self.inputs else {})
         for name in given or {}:
             if name not in known:
                 wanted = f"wanted one of {', '.join(known)}" if known else "it has none"
                 raise UsageError(f"option {name}: {self.name} has no such option; {wanted}")
-        typed = {name: typed_option(name, value, known[name]) for name, value in (given or {}).items()}
-        solve = self._helper("keep_ratio_for")
-        if solve is not None:  # it refuses sizes out of range, before anything is read
-            try:
-                solve(1, 1, **_accepted(solve, {**self.options, **typed}))
-            except ValueError as error:
-                raise UsageError(f"option {error}") from None
-        return typed
+        return {name: typed_option(name, value, known[name]) for name, value in (given or {}).items()}
 
     def kept(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
         """Return the kept mask [B, H_kv, T] of one layer.
@@ -137,12 +142,12 @@ class Method:
         filled = torch.ones_like(scores, dtype=torch.bool) if request.filled is None else request.filled
         rows = []
         for here, own_scores, own_seen in zip(filled.split(1), scores.split(1), seen, strict=True):
-            amount = self._amount(own_seen, request)
+            amount = self.amount(own_seen, request)
             fits = int(here.sum()) <= amount * scores.shape[1]
             rows.append(here if fits else self.head_budgets(own_scores, amount) & here)
         return torch.cat(rows)
 
-    def _amount(self, seen: int, request: Request) -> int:
+    def amount(self, seen: int, request: Request) -> int:
         """The tokens to keep in each head of this layer, on average over its heads."""
         amount = tokens_to_keep(seen, request.compression_ratio, request.budget)
         if self.layer_budgets is None or amount == seen:
@@ -157,9 +162,10 @@ class Method:
         """The kept mask [b, h, n] of a piece of a cache of `shape`, or its scores where the heads share a budget."""
         keys, options, function = states["keys"], dict(request.options), self.function
         own_shape, length = tuple(keys.shape[:3]), keys.shape[2]
-        amount = min(self._amount(seen, request), length)
+        amount = min(self.amount(seen, request), length)
         if amount == length and "keep_ratio" not in options and not self.head_budgets and "moving_window" not in self.traits:
             return torch.ones(own_shape, dtype=torch.bool, device=keys.device)
+        removed = request.compression_ratio if request.budget is None else 1 - amount / length
         available: dict[str, Any] = {
             "positions": torch.arange(length, device=keys.device),
             **states,
@@ -168,8 +174,10 @@ class Method:
             "layer_index": request.layer_index,
             "num_layers": request.num_layers,
             "budget": amount,
-            "compression_ratio": request.compression_ratio if request.budget is None else 1 - amount / length,
+            "compression_ratio": removed,
         }
+        if "keep_ratio" in self.inputs:
+            available["keep_ratio"] = float(1 - Decimal(repr(float(removed))))
         if "queries" in states:
             available["query"] = states["queries"][:, :, -1]
         if self.prompt_function is not None and request.is_prompt:
@@ -180,13 +188,11 @@ class Method:
                 options["floor_ratio"] = inspect.signature(self.head_budgets).parameters["floor_ratio"].default
             if "queries" in states:
                 available["queries"] = states["queries"][:, :, -min(OBSERVED, max(1, amount // 2)) :]
-        static = None if request.static is None else request.static[piece.rows.start or 0]
         inputs = self.inputs if function is self.function else catalogue.split_signature(function)[0]
-        if "keep_ratio" in inputs:
-            available["keep_ratio"] = self._keep_ratio(length, amount, available["compression_ratio"], options, static)
-        if static is not None:
-            options["sink_size"] = static
-        if "generator" in inputs or "sampled_queries" in inputs:
+        settings, row = self.options | dict(request.options), piece.rows.start or 0
+        for own in policies.hooks(self.policies, "arguments"):
+            options |= own(self, settings, request.state, length, amount, removed, row)
+        if not catalogue.DRAWN.isdisjoint(inputs):
             # drawn anew at each compression, and by each head that is scored alone; `seen` needs no state to be saved with a cache
             place = 0 if request.is_prompt else seen
             head = piece.heads.start or 0 if "generator" in inputs else 0
@@ -195,9 +201,6 @@ class Method:
         for name in inputs:
             if name not in available and request.supply is not None:
                 available |= request.supply(name, available, seen)
-                # hidden states have no heads, so the samples are those of all heads
-                if name == "sampled_queries" and name in available:
-                    available[name] = available[name][:, query_heads(piece, available[name], shape)]
         if available.get("queries") is not None:  # a longer history serves only query_mean and query_covariance
             available["queries"] = available["queries"][:, :, -length:]
         self._require(inputs, available)
@@ -218,51 +221,22 @@ class Method:
                 f"prefill with record=({', '.join(map(repr, record))},) or run the prompt through the EvictingCache"
             )
 
-    def _keep_ratio(self, length: int, amount: int, removed: float, options: Mapping[str, Any], static: int | None) -> Any:
-        """The ratio that meets the budget: solved by the method's own `keep_ratio_for` where it has one.
-
-        Partitions that come one after another are all compressed by the same ratio, so nothing is solved for a recursive method.
-        """
-        solve = self._helper("keep_ratio_for")
-        if solve is None or static is not None:
-            return float(1 - Decimal(repr(float(removed))))
-        return solve(length, amount, **_accepted(solve, {**self.options, **options}))
-
-    def static_after(self, length: int, static: int, ratio: float, options: Mapping[str, Any]) -> int:
-        """LK-R: the tokens that a recursive method leaves alone after it compressed `length` tokens, `static` before."""
-        settings = {**self.options, **options}
-        partitions = max(0, (length - static) // settings["lag_size"] - 1)
-        keep_ratio = settings.get("keep_ratio", self._keep_ratio(length, length, ratio, options, static))
-        return static + partitions * lagkv.tokens_per_partition(keep_ratio, settings["lag_size"])
-
     def most(self, length: int, request: Request) -> int:
         """The most tokens of a prompt of `length` tokens that the heads of a layer may keep on average.
 
-        This is what the request asks for, or more where the method says so: one that sets its own budget may keep all, and a
-        recursive one leaves its sinks and its last partition whole (LK-12).
+        This is what the request asks for, or more where the method says so: one that sets its own budget may keep all.
         """
         if "own_budget" in self.traits:
             return length
-        amount = self._amount(length, request)
-        if "recursive" not in self.traits:
-            return amount
+        amount = self.amount(length, request)
         options = {**self.options, **request.options}
-        if "keep_ratio" not in options:
-            options["keep_ratio"] = self._keep_ratio(length, amount, request.compression_ratio, options, None)
-        return max(amount, lagkv.retained_length(length, **_accepted(lagkv.retained_length, options)))
+        said = [own(self, options, length, amount, request.compression_ratio) for own in policies.hooks(self.policies, "most")]
+        return max([amount, *said])
 
     def why_nothing_removed(self, length: int, options: Mapping[str, Any] | None = None) -> str | None:
         """The method's own reason why a cache of `length` tokens stays whole, or None without a reason."""
-        explain = self._helper("why_nothing_removed")
+        explain = getattr(self.module, "why_nothing_removed", None)
         return explain and explain(length, **_accepted(explain, self.options | self.typed_options(options)))
-
-    def _helper(self, name: str) -> Callable[..., Any] | None:
-        """A helper of the method's module, or of the reference module with the same stem."""
-        if hasattr(self.module, name):
-            return getattr(self.module, name)
-        stem = self.module.__name__.rpartition(".")[2]
-        in_package = self.module.__name__.startswith("evictionary.optimized.")
-        return getattr(importlib.import_module(f"evictionary.reference.{stem}"), name, None) if in_package else None
 
 
 def _knows_torch(function: Callable[..., Any]) -> bool:

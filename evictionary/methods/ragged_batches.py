@@ -52,7 +52,7 @@ def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], *, is_p
     for name, value in states.items():
         if value is None or piece.places is None:
             own[name] = value
-        elif name == "moments":
+        elif isinstance(value, tuple):
             own[name] = type(value)(*(entry[piece.rows, piece.heads] for entry in value))
         elif name == "hidden_states":
             own[name] = value[piece.rows]

@@ -18,6 +18,7 @@ from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.catalogue import INPUTS, RANDOM
 from evictionary.methods.method import Method
+from evictionary.policies import DEFAULT
 from evictionary.source import import_file
 
 MOMENTS = "moments"
@@ -27,8 +28,8 @@ def resolve(method: str) -> Method:
     """Return the method of that name, or of that user file: `path/to/file.py` or `path/to/file.py:function`.
 
     A name means the module of that stem in `optimized/`, or else in `reference/`. Names with `+` between them compose: allocators
-    (`ada_kv`, `pyramid_kv`) and `moments`, MomentKV's correction, follow the method. Raises UsageError for an unknown name, a file
-    that cannot be imported, or a function with an argument that cannot be supplied.
+    (`ada_kv`, `pyramid_kv`) and `moments`, the correction by moments, follow the method. Raises UsageError for an unknown name, a
+    file that cannot be imported, or a function with an argument that cannot be supplied.
     """
     parts = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
     base, additions = parts.groups() if parts else (method, "")
@@ -64,7 +65,7 @@ def _resolve_one(method: str) -> Method:
         return _from_module(_import_file(path), method, function_name)
     known = [*catalogue.names(), RANDOM]
     if method in [*catalogue.allocators(), MOMENTS]:
-        raise UsageError(f"method: got {method!r} first, wanted a method before it, such as keydiff+{method}")
+        raise UsageError(f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}")
     if method not in known:
         close = difflib.get_close_matches(method, known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

@@ -36,7 +36,7 @@ import triton.language as tl
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, outputs, padded, warps
-from .strided import load_row, strided
+from .strided import Rows, load_row, strided
 from .tiles import at_head, dot_dtype, load_queries, load_tile
 
 PROGRAMS_WANTED = 1024
@@ -183,8 +183,7 @@ def attend_chunks(
     first = (program - plan.programs) % tl.maximum(chunks_each, 1) * plan.chunk
     tokens = length - first
     visible = tokens - num_queries + 1 + row % num_queries  # each query sees the tokens up to its own
-    keys_here = at_head(recent_keys.ptr, head, num_kv_heads, recent_keys.stride_b, recent_keys.stride_h)
-    values_here = at_head(recent_values.ptr, head, num_kv_heads, recent_values.stride_b, recent_values.stride_h)
+    keys_here, values_here = at_head(recent_keys, head, num_kv_heads), at_head(recent_values, head, num_kv_heads)
     key_stride_t, key_stride_d = recent_keys.stride_t, recent_keys.stride_d
     value_stride_t, value_stride_d = recent_values.stride_t, recent_values.stride_d
     if STORED:
@@ -208,12 +207,9 @@ def attend_chunks(
     if tokens > 0:
         channels = tl.arange(0, BLOCK_D)
         value_channels = tl.arange(0, BLOCK_DV)
-        query = load_queries(
-            queries.ptr, head, row, channels, num_kv_heads, rows, num_queries, head_dim,
-            queries.stride_b, queries.stride_h, queries.stride_t, queries.stride_d,
-        ).to(DOT_DTYPE)  # fmt: skip
-        keys_here += first * key_stride_t
-        values_here += first * value_stride_t
+        query = load_queries(queries, head, row, channels, num_kv_heads, rows, num_queries, head_dim).to(DOT_DTYPE)
+        own_keys = Rows(keys_here + first * key_stride_t, key_stride_t, key_stride_d)
+        own_values = Rows(values_here + first * value_stride_t, value_stride_t, value_stride_d)
         highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
         mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         output = tl.zeros([BLOCK_ROWS, BLOCK_DV], dtype=tl.float32)
@@ -227,10 +223,8 @@ def attend_chunks(
                 in_page = token < tl.where(is_recent, 0, end)
                 page = tl.load(plan.table + own_head * plan.pages + place // PAGE, mask=in_page, other=0)
                 row_here = tl.where(is_recent, token, page.to(tl.int64) * PAGE + place % PAGE)
-            key = load_tile(keys_here, row_here, channels, inside, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
-            value = load_tile(values_here, row_here, value_channels, inside, value_stride_t, value_stride_d, value_dim).to(
-                DOT_DTYPE
-            )
+            key = load_tile(own_keys, row_here, channels, inside, head_dim).to(DOT_DTYPE)
+            value = load_tile(own_values, row_here, value_channels, inside, value_dim).to(DOT_DTYPE)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
             higher = tl.maximum(highest, tl.max(logits, axis=1))

@@ -14,6 +14,8 @@ The tile holds 4,096 elements for 4 warps: with 128 channels of 16 bits, sixteen
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,8 @@ import triton.language as tl
 from ..states import CompressedCache
 from .compiling import HEAD_DIMS, configurations
 from .launching import launch, padded
-from .tiles import at_head, copy_tile
+from .strided import strided
+from .tiles import copy_tile, head_of
 
 ELEMENTS_OF_A_TILE = 4096
 
@@ -40,8 +43,8 @@ def copy_kept(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows
     block_t = min(128, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
     tiles = triton.cdiv(length, block_t)
     launch(copy_rows, (batch * num_heads * tiles,))(
-        keys, values, kept, rows, *cache[:3], *keys.stride(), *values.stride(),
-        num_heads, length, tiles, head_dim, values.shape[-1], BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
+        strided(keys), strided(values), kept, Copy(*cache[:3], rows), num_heads, length, tiles, head_dim, values.shape[-1],
+        BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
     )  # fmt: skip
     return cache
 
@@ -56,11 +59,18 @@ def empty_cache(keys: torch.Tensor, values: torch.Tensor, total: int, lengths: t
     )
 
 
+class Copy(NamedTuple):
+    """The compressed cache that a kernel fills, and the row in it of each kept token, counted from 1."""
+
+    kept_keys: torch.Tensor
+    kept_values: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor | None = None  # for a kernel that cannot know it
+
+
 @triton.jit(do_not_specialize=["length", "tiles"])
 def copy_rows(
-    keys_ptr, values_ptr, kept_ptr, rows_ptr, out_keys_ptr, out_values_ptr, positions_ptr,
-    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
-    num_heads, length, tiles, head_dim, value_dim,
+    keys, values, kept_ptr, copy, num_heads, length, tiles, head_dim, value_dim,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Copy the kept rows of one tile of tokens of one head. Grid: heads * tiles, the tiles of a head together."""
@@ -69,12 +79,10 @@ def copy_rows(
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = tokens < length
     kept = tl.load(kept_ptr + head * length + tokens, mask=inside, other=0) != 0
-    rows = tl.load(rows_ptr + head * length + tokens, mask=inside, other=1) - 1
-    tl.store(positions_ptr + rows, tokens, mask=kept)
-    keys = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)
-    values = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h)
-    copy_tile(keys, out_keys_ptr, tokens, rows, tl.arange(0, BLOCK_D), kept, key_stride_t, key_stride_d, head_dim)
-    copy_tile(values, out_values_ptr, tokens, rows, tl.arange(0, BLOCK_DV), kept, value_stride_t, value_stride_d, value_dim)
+    rows = tl.load(copy.rows + head * length + tokens, mask=inside, other=1) - 1
+    tl.store(copy.positions + rows, tokens, mask=kept)
+    copy_tile(head_of(keys, head, num_heads), copy.kept_keys, tokens, rows, tl.arange(0, BLOCK_D), kept, head_dim)
+    copy_tile(head_of(values, head, num_heads), copy.kept_values, tokens, rows, tl.arange(0, BLOCK_DV), kept, value_dim)
 
 
 def _launch(dtype: torch.dtype, head_dim: int) -> None:

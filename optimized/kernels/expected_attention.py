@@ -35,7 +35,8 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
 from .launching import floats, launch, on_tensor_cores, padded, register_limit, warps
-from .tiles import at_head, dot_dtype, load_tile
+from .strided import Rows, strided
+from .tiles import dot_dtype, head_of, load_tile
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
 
@@ -61,12 +62,12 @@ def score(
     highest, mass = floats(keys, readers, tiles), floats(keys, readers, tiles)
     scores = floats(keys, batch, num_kv_heads, length)
     launch(split_covariances, (readers,))(
-        covariances, parts, factors, *covariances.stride(), num_query_heads, head_dim,
+        strided(covariances), parts, factors, num_query_heads, head_dim,
         BLOCK_R=16, BLOCK_D=2 * tile["BLOCK_H"], TERMS=terms, num_warps=warps(keys, 256),
     )  # fmt: skip
     launch(expected_logits, (heads * tiles,))(
-        keys, values, means, parts, factors, logits, highest, mass, scores,
-        keys.stride(), values.stride(), num_kv_heads, group, length, tiles, head_dim, values.shape[-1],
+        strided(keys), strided(values), means, parts, factors, logits, highest, mass, scores,
+        num_kv_heads, group, length, tiles, head_dim, values.shape[-1],
         GROUP=block_group, TERMS=terms, RESCALE=values.dtype != torch.float16, **tile,
     )  # fmt: skip
     launch(weigh_values, (heads * runs,))(
@@ -101,7 +102,7 @@ def power_of_two(largest, above: tl.constexpr):
 
 @triton.jit
 def split_covariances(
-    covariances_ptr, parts_ptr, factors_ptr, stride_b, stride_h, stride_r, stride_c, num_query_heads, head_dim,
+    covariances, parts_ptr, factors_ptr, num_query_heads, head_dim,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Write parts[0] + parts[1] = Sigma * 2^e, with Sigma_ab added to Sigma_ba, and factors = 2^-e / (2 d).
@@ -109,20 +110,21 @@ def split_covariances(
     Grid: query heads of all sequences.
     """
     reader = tl.program_id(0).to(tl.int64)
-    base = at_head(covariances_ptr, reader, num_query_heads, stride_b, stride_h)
+    own = head_of(covariances, reader, num_query_heads)
+    transposed = Rows(own.ptr, own.stride_d, own.stride_t)
     columns = tl.arange(0, BLOCK_D)
     largest = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     for first in range(0, head_dim, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)
-        largest = tl.maximum(largest, tl.abs(load_tile(base, rows, columns, rows < head_dim, stride_r, stride_c, head_dim)))
+        largest = tl.maximum(largest, tl.abs(load_tile(own, rows, columns, rows < head_dim, head_dim)))
     scale, inverse = power_of_two(tl.max(tl.max(largest, axis=1), axis=0), 13)
     tl.store(factors_ptr + reader, inverse / (2 * head_dim))
     target = parts_ptr + reader * (TERMS * head_dim * head_dim)
     for first in range(0, head_dim, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)
-        covariance = load_tile(base, rows, columns, rows < head_dim, stride_r, stride_c, head_dim) * scale
+        covariance = load_tile(own, rows, columns, rows < head_dim, head_dim) * scale
         below = (rows >= BLOCK_D // 2) & (rows < head_dim)  # Sigma_ba gets Sigma_ab^T; nobody reads Sigma_ab
-        covariance += load_tile(base, rows, columns, below, stride_c, stride_r, BLOCK_D // 2) * scale
+        covariance += load_tile(transposed, rows, columns, below, BLOCK_D // 2) * scale
         inside = (rows < head_dim)[:, None] & (columns < head_dim)[None, :]
         offsets = rows[:, None] * head_dim + columns[None, :]
         high = covariance.to(parts_ptr.dtype.element_ty)
@@ -145,8 +147,8 @@ def times_sigma(keys, sigma_ptr, rows, columns, head_dim, product, TERMS: tl.con
 
 @triton.jit(do_not_specialize=["length", "tiles"])
 def expected_logits(
-    keys_ptr, values_ptr, means_ptr, parts_ptr, factors_ptr, logits_ptr, highest_ptr, mass_ptr, norms_ptr,
-    key_strides, value_strides, num_kv_heads, group, length, tiles, head_dim, value_dim,
+    keys, values, means_ptr, parts_ptr, factors_ptr, logits_ptr, highest_ptr, mass_ptr, norms_ptr,
+    num_kv_heads, group, length, tiles, head_dim, value_dim,
     GROUP: tl.constexpr, TERMS: tl.constexpr, RESCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -155,11 +157,11 @@ def expected_logits(
     head, tile = program // tiles, program % tiles
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = tokens < length
-    rows = at_head(keys_ptr, head, num_kv_heads, key_strides[0], key_strides[1])
+    rows = head_of(keys, head, num_kv_heads)
     # keys_a, keys_b [BLOCK_T, BLOCK_H]: the left factors of every product
     a, b = tl.arange(0, BLOCK_H), BLOCK_H + tl.arange(0, BLOCK_H)
-    keys_a = load_tile(rows, tokens, a, inside, key_strides[2], key_strides[3], head_dim).to(DOT_DTYPE)
-    keys_b = load_tile(rows, tokens, b, inside, key_strides[2], key_strides[3], head_dim).to(DOT_DTYPE)
+    keys_a = load_tile(rows, tokens, a, inside, head_dim).to(DOT_DTYPE)
+    keys_b = load_tile(rows, tokens, b, inside, head_dim).to(DOT_DTYPE)
     members = tl.arange(0, GROUP)
     logits = tl.zeros([GROUP, BLOCK_T], dtype=tl.float32)
     for half in tl.static_range(1, -1, -1):  # half b first, which needs fewer registers
@@ -173,7 +175,7 @@ def expected_logits(
             if half == 0:
                 product = times_sigma(keys_a, sigma_ptr, a, columns, head_dim, product, TERMS, DOT_DTYPE)
             # part [BLOCK_T, BLOCK_N]: these columns of the keys, from the caches
-            part = load_tile(rows, tokens, columns, inside, key_strides[2], key_strides[3], head_dim)
+            part = load_tile(rows, tokens, columns, inside, head_dim)
             mean = tl.load(means_ptr + reader * head_dim + columns, mask=columns < head_dim, other=0.0)
             logit = tl.sum(part * (product * tl.load(factors_ptr + reader) + mean[None, :]), axis=1)
             logits += tl.where((members == member)[:, None], logit[None, :], 0.0)
@@ -186,15 +188,14 @@ def expected_logits(
     tl.store(logits_ptr + reader[:, None] * (tiles * BLOCK_T) + tokens[None, :], logits, mask=present[:, None])
     tl.store(highest_ptr + reader * tiles + tile, highest, mask=present)
     tl.store(mass_ptr + reader * tiles + tile, mass, mask=present)
-    # values [BLOCK_T, BLOCK_DV]: their norms
-    base = at_head(values_ptr, head, num_kv_heads, value_strides[0], value_strides[1])
-    values = load_tile(base, tokens, tl.arange(0, BLOCK_DV), inside, value_strides[2], value_strides[3], value_dim)
+    # value [BLOCK_T, BLOCK_DV]: the norms of its rows
+    value = load_tile(head_of(values, head, num_kv_heads), tokens, tl.arange(0, BLOCK_DV), inside, value_dim)
     if RESCALE:  # squares of values around 1e30 or 1e-30 would overflow or vanish in float32
-        scale, inverse = power_of_two(tl.max(tl.abs(values), axis=1), 0)
-        values = values * scale[:, None]
-        norms = tl.sqrt_rn(tl.sum(values * values, axis=1)) * inverse
+        scale, inverse = power_of_two(tl.max(tl.abs(value), axis=1), 0)
+        value = value * scale[:, None]
+        norms = tl.sqrt_rn(tl.sum(value * value, axis=1)) * inverse
     else:
-        norms = tl.sqrt_rn(tl.sum(values * values, axis=1))
+        norms = tl.sqrt_rn(tl.sum(value * value, axis=1))
     tl.store(norms_ptr + head * length + tokens, norms, mask=inside)
 
 

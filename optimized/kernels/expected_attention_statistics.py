@@ -27,7 +27,8 @@ import triton.language as tl
 from ..rope import frequencies
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded, register_limit, warps
-from .tiles import at_head, dot_dtype, load_tile
+from .strided import strided
+from .tiles import at_head, dot_dtype, head_of, load_tile
 
 PROGRAMS_WANTED = 512
 LEAST_TOKENS_OF_A_SPLIT = 512
@@ -77,10 +78,10 @@ def _statistics(
     shifts, sums = floats(queries, count, 2 * half), floats(queries, count * splits, 2 * half)
     products = floats(queries, count * splits, 3, half, half)
     mean, covariance = floats(queries, count, head_dim), floats(queries, count, head_dim, head_dim)
-    places = None if positions is None else as_heads(positions[..., None])[..., 0]
+    places = None if positions is None else strided(as_heads(positions[..., None])[..., 0])
     launch(sum_products, (count * splits, 3 if each else 1))(
-        heads, places, contiguous, fractions, shifts, sums, products,
-        *heads.stride(), *((0, 0, 0) if places is None else places.stride()), num_heads, length, head_dim, split, splits,
+        strided(heads), places, contiguous, fractions, shifts, sums, products,
+        num_heads, length, head_dim, split, splits,
         BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries), ROTATED=places is not None, ODD=odd,
         num_warps=warps(queries, threads), num_stages=stages, **limit,
     )  # fmt: skip
@@ -109,18 +110,18 @@ def cos_and_sin(fraction):
 
 
 @triton.jit
-def load_pairs(base, stride_n, stride_d, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
-    """Load queries as their channels 0 .. D/2-1 and D/2 .. D-1, 0 from `end` on: float32 [tokens, BLOCK_H] twice."""
+def load_pairs(queries, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
+    """Load `queries` [N, D] as their channels 0 .. D/2-1 and D/2 .. D-1, 0 from `end` on: float32 [tokens, BLOCK_H] twice."""
     half = (head_dim + ODD) // 2
     pairs = tl.arange(0, BLOCK_H)
-    first = load_tile(base, tokens, pairs, tokens < end, stride_n, stride_d, half)
-    return first, load_tile(base, tokens, half + pairs, tokens < end, stride_n, stride_d, head_dim)
+    first = load_tile(queries, tokens, pairs, tokens < end, half)
+    return first, load_tile(queries, tokens, half + pairs, tokens < end, head_dim)
 
 
 @triton.jit
-def load_rotation(positions_ptr, fractions_ptr, position_stride_n, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
+def load_rotation(positions_ptr, stride_n, fractions_ptr, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
     """Return cos and sin of RoPE's angles at the positions of `tokens`: float32 [tokens, BLOCK_H] twice."""
-    position = tl.load(positions_ptr + tokens.to(tl.int64) * position_stride_n, mask=tokens < end, other=0).to(tl.int32)
+    position = tl.load(positions_ptr + tokens.to(tl.int64) * stride_n, mask=tokens < end, other=0).to(tl.int32)
     pairs = tl.arange(0, BLOCK_H)
     fraction = tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0)
     # A product of 32-bit integers drops the whole turns; read as signed, it lies within half a turn.
@@ -157,8 +158,7 @@ def add_products(
 
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_products(
-    queries_ptr, positions_ptr, contiguous_ptr, fractions_ptr, shifts_ptr, sums_ptr, products_ptr,
-    stride_b, stride_h, stride_n, stride_d, position_stride_b, position_stride_h, position_stride_n,
+    queries, positions, contiguous_ptr, fractions_ptr, shifts_ptr, sums_ptr, products_ptr,
     num_heads, length, head_dim, split, splits,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, EACH: tl.constexpr, DOT_DTYPE: tl.constexpr,
     ROTATED: tl.constexpr, ODD: tl.constexpr,
@@ -170,13 +170,13 @@ def sum_products(
     """
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, (program % splits).to(tl.int32)
-    base = at_head(queries_ptr, head, num_heads, stride_b, stride_h)
+    own = head_of(queries, head, num_heads)
     # The shift: the mean of queries at even distances, the same for all programs of a head.
     sample = tl.arange(0, BLOCK_T).to(tl.int64) * length // BLOCK_T
-    first, second = load_pairs(base, stride_n, stride_d, sample, length, head_dim, BLOCK_H, ODD)
+    first, second = load_pairs(own, sample, length, head_dim, BLOCK_H, ODD)
     if ROTATED:
-        positions_ptr = at_head(positions_ptr, head, num_heads, position_stride_b, position_stride_h)
-        cos, sin = load_rotation(positions_ptr, fractions_ptr, position_stride_n, sample, length, head_dim, BLOCK_H, ODD)
+        own_positions = at_head(positions, head, num_heads)
+        cos, sin = load_rotation(own_positions, positions.stride_d, fractions_ptr, sample, length, head_dim, BLOCK_H, ODD)
         first, second = turn(cos, sin, first, second)
     first_shift, second_shift = tl.sum(first, axis=0) / BLOCK_T, tl.sum(second, axis=0) / BLOCK_T
     end = tl.minimum((part + 1) * split, length)
@@ -194,10 +194,10 @@ def sum_products(
         stretch = tl.where(tl.load(contiguous_ptr), REFRESH * BLOCK_T, BLOCK_T)
         for begin in range(part * split, end, stretch):
             tokens = begin + tl.arange(0, BLOCK_T)
-            cos, sin = load_rotation(positions_ptr, fractions_ptr, position_stride_n, tokens, end, head_dim, BLOCK_H, ODD)
+            cos, sin = load_rotation(own_positions, positions.stride_d, fractions_ptr, tokens, end, head_dim, BLOCK_H, ODD)
             for start in range(begin, tl.minimum(begin + stretch, end), BLOCK_T):
                 tokens = start + tl.arange(0, BLOCK_T)
-                first, second = load_pairs(base, stride_n, stride_d, tokens, end, head_dim, BLOCK_H, ODD)
+                first, second = load_pairs(own, tokens, end, head_dim, BLOCK_H, ODD)
                 first, second = turn(cos, sin, first, second)
                 sin, cos = turn(step_cos[None, :], step_sin[None, :], sin, cos)
                 first_sum, second_sum, aa, ab, bb = add_products(
@@ -207,7 +207,7 @@ def sum_products(
     else:
         for start in range(part * split, end, BLOCK_T):
             tokens = start + tl.arange(0, BLOCK_T)
-            first, second = load_pairs(base, stride_n, stride_d, tokens, end, head_dim, BLOCK_H, ODD)
+            first, second = load_pairs(own, tokens, end, head_dim, BLOCK_H, ODD)
             first_sum, second_sum, aa, ab, bb = add_products(
                 first, second, first_shift, second_shift, tokens < end, first_sum, second_sum, aa, ab, bb, which, EACH, DOT_DTYPE
             )

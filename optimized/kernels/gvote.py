@@ -44,7 +44,8 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded
 from .selection import count_keys, find_prefix, keep_from, load_ordered, ordered, store_counts
-from .tiles import at_head, dot_dtype, load_queries, load_tile
+from .strided import strided
+from .tiles import dot_dtype, head_of, load_queries, load_tile
 
 WORKSPACE = 32 * 2**20  # bytes for the samples' logits at a time
 LONGEST_SHORT_ROW = 8192
@@ -109,7 +110,7 @@ def _logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     tile = _tile(keys, rows)
     blocks = triton.cdiv(length, tile["BLOCK_T"])
     launch(multiply, (batch * num_kv_heads * blocks, triton.cdiv(rows, tile["BLOCK_ROWS"])))(
-        queries, keys, logits, *queries.stride(), *keys.stride(),
+        strided(queries), strided(keys), logits,
         num_kv_heads, num_queries, rows, length, columns, blocks, head_dim, 1 / math.sqrt(head_dim), **tile,
     )  # fmt: skip
     return logits[:, :length]
@@ -201,8 +202,7 @@ def _vote(rows: torch.Tensor, budgets: torch.Tensor, kept: torch.Tensor, *, exte
 
 @triton.jit(do_not_specialize=["num_queries", "rows", "length", "blocks", "scale"])
 def multiply(
-    queries_ptr, keys_ptr, logits_ptr,
-    query_stride_b, query_stride_h, query_stride_m, query_stride_d, key_stride_b, key_stride_h, key_stride_t, key_stride_d,
+    queries, keys, logits_ptr,
     num_kv_heads, num_queries, rows, length, columns, blocks, head_dim, scale,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -212,13 +212,9 @@ def multiply(
     channels = tl.arange(0, BLOCK_D)
     row = (tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    queries = load_queries(
-        queries_ptr, head, row, channels, num_kv_heads, rows, num_queries, head_dim,
-        query_stride_b, query_stride_h, query_stride_m, query_stride_d,
-    ).to(DOT_DTYPE)  # fmt: skip
-    base = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
-    keys = load_tile(base, token, channels, token < length, key_stride_t, key_stride_d, head_dim).to(DOT_DTYPE)
-    logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    query = load_queries(queries, head, row, channels, num_kv_heads, rows, num_queries, head_dim).to(DOT_DTYPE)
+    key = load_tile(head_of(keys, head, num_kv_heads), token, channels, token < length, head_dim).to(DOT_DTYPE)
+    logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     # The columns from `length` on belong to the row too: they are written, and not read.
     offsets = (head * rows + row)[:, None] * columns + token[None, :]
     tl.store(logits_ptr + offsets, logits, mask=(row < rows)[:, None] & (token < columns)[None, :])

@@ -32,7 +32,8 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded
-from .tiles import at_head, load_tile
+from .strided import strided
+from .tiles import head_of, load_tile
 
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 256
@@ -62,7 +63,7 @@ def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_k
     added, removed = (some[:, :, :0] if keys is None else as_heads(keys) for keys in (new_keys, evicted_keys))
     updated = floats(anchor, *anchor.shape)
     launch(update_sums, (some.shape[0] * some.shape[1],))(
-        anchor.contiguous(), added, removed, updated, *added.stride(), *removed.stride(),
+        anchor.contiguous(), strided(added), strided(removed), updated,
         some.shape[1], added.shape[2], removed.shape[2], some.shape[3], **_tile(some),
     )  # fmt: skip
     return updated
@@ -88,7 +89,7 @@ def _partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Te
     split, splits = _splits(length, tile["BLOCK_T"])
     sums = floats(keys, batch * num_heads, splits, head_dim)
     launch(sum_unit_keys, (batch * num_heads * splits,))(
-        heads, sums, sums if inverses is None else inverses, *heads.stride(), num_heads, length, head_dim, split, splits,
+        strided(heads), sums, sums if inverses is None else inverses, num_heads, length, head_dim, split, splits,
         STORED=inverses is not None, **tile,
     )  # fmt: skip
     return sums
@@ -101,24 +102,24 @@ def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None
     split, splits = _splits(length, tile["BLOCK_T"])
     scores = floats(keys, *keys.shape[:-1])
     launch(score_keys, (batch * num_heads * splits,))(
-        heads, sums, sums if inverses is None else inverses, scores, *heads.stride(),
+        strided(heads), sums, sums if inverses is None else inverses, scores,
         num_heads, length, head_dim, split, splits, sums.shape[1], STORED=inverses is not None, **tile,
     )  # fmt: skip
     return scores
 
 
 @triton.jit
-def load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr):
-    """Load the keys of positions first .. end-1, rescaled: [BLOCK_T, BLOCK_D]."""
+def load_keys(keys, first, end, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr):
+    """Load the `keys` [T, D] of positions first .. end-1, rescaled: [BLOCK_T, BLOCK_D]."""
     positions = first + tl.arange(0, BLOCK_T)
-    keys = load_tile(base, positions, tl.arange(0, BLOCK_D), positions < end, stride_t, stride_d, head_dim)
+    tile = load_tile(keys, positions, tl.arange(0, BLOCK_D), positions < end, head_dim)
     if RESCALE:
         # The exponent of the largest component, in place: 2**-exponent has the biased exponent 254 - exponent.
-        largest = tl.max(tl.abs(keys), axis=1)
+        largest = tl.max(tl.abs(tile), axis=1)
         exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
         scale = tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23
-        keys = keys * scale.to(tl.float32, bitcast=True)[:, None]
-    return keys
+        tile = tile * scale.to(tl.float32, bitcast=True)[:, None]
+    return tile
 
 
 @triton.jit
@@ -133,63 +134,54 @@ def inverse_norms(keys):
 
 @triton.jit
 def sum_units(
-    base, inverses, start, end, stride_t, stride_d, head_dim,
+    keys, inverses, start, end, head_dim,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """The sum of k / |k| over the keys of positions start .. end-1, [BLOCK_D]; STORED: 1 / |k| goes to `inverses`."""
     total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
     for first in tl.range(start, end, BLOCK_T, num_stages=STAGES):
-        keys = load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
-        inverse = inverse_norms(keys)
+        tile = load_keys(keys, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+        inverse = inverse_norms(tile)
         if STORED:
             positions = first + tl.arange(0, BLOCK_T)
             tl.store(inverses + positions, inverse, mask=positions < end)
-        total += keys * inverse[:, None]
+        total += tile * inverse[:, None]
     return tl.sum(total, axis=0)
 
 
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_unit_keys(
-    keys_ptr, sums_ptr, inverses_ptr, stride_b, stride_h, stride_t, stride_d, num_heads, length, head_dim, split, splits,
+    keys, sums_ptr, inverses_ptr, num_heads, length, head_dim, split, splits,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """sums[head, split] = the sum of k / |k| over the keys of one split. Grid: heads * splits, the splits of a head together."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, program % splits
-    base = at_head(keys_ptr, head, num_heads, stride_b, stride_h)
+    own, inverses = head_of(keys, head, num_heads), inverses_ptr + head * length
     end = tl.minimum((part + 1) * split, length)
-    total = sum_units(
-        base, inverses_ptr + head * length, part * split, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, STORED
-    )
+    total = sum_units(own, inverses, part * split, end, head_dim, BLOCK_T, BLOCK_D, RESCALE, STORED)
     channels = tl.arange(0, BLOCK_D)
     tl.store(sums_ptr + program * head_dim + channels, total, mask=channels < head_dim)
 
 
 @triton.jit(do_not_specialize=["added_length", "removed_length"])
 def update_sums(
-    sums_ptr, added_ptr, removed_ptr, updated_ptr,
-    added_stride_b, added_stride_h, added_stride_t, added_stride_d,
-    removed_stride_b, removed_stride_h, removed_stride_t, removed_stride_d,
-    num_heads, added_length, removed_length, head_dim,
+    sums_ptr, added, removed, updated_ptr, num_heads, added_length, removed_length, head_dim,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr,
 ):  # fmt: skip
     """updated[head] = sums[head] + the sum of k / |k| over the keys added - that over the keys removed. Grid: heads."""
     head = tl.program_id(0).to(tl.int64)
-    base = at_head(added_ptr, head, num_heads, added_stride_b, added_stride_h)
-    added = sum_units(base, base, 0, added_length, added_stride_t, added_stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
-    base = at_head(removed_ptr, head, num_heads, removed_stride_b, removed_stride_h)
-    removed = sum_units(
-        base, base, 0, removed_length, removed_stride_t, removed_stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE, False
-    )
+    added, removed = head_of(added, head, num_heads), head_of(removed, head, num_heads)
+    gained = sum_units(added, added.ptr, 0, added_length, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
+    lost = sum_units(removed, removed.ptr, 0, removed_length, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
     channels = tl.arange(0, BLOCK_D)
     sums = tl.load(sums_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
-    tl.store(updated_ptr + head * head_dim + channels, sums + (added - removed), mask=channels < head_dim)
+    tl.store(updated_ptr + head * head_dim + channels, sums + (gained - lost), mask=channels < head_dim)
 
 
 @triton.jit(do_not_specialize=["length", "split", "splits", "parts"])
 def score_keys(
-    keys_ptr, sums_ptr, inverses_ptr, scores_ptr, stride_b, stride_h, stride_t, stride_d,
-    num_heads, length, head_dim, split, splits, parts,
+    keys, sums_ptr, inverses_ptr, scores_ptr, num_heads, length, head_dim, split, splits, parts,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]; STORED: `inverses` has 1 / |k|.
@@ -198,7 +190,7 @@ def score_keys(
     """
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head, part = program // splits, program % splits
-    base = at_head(keys_ptr, head, num_heads, stride_b, stride_h)
+    own = head_of(keys, head, num_heads)
     channels = tl.arange(0, BLOCK_D)
     folded = tl.zeros([16, BLOCK_D], dtype=tl.float32)
     for first in range(0, parts, 16):
@@ -211,13 +203,13 @@ def score_keys(
     anchor = tl.where(squares == 0, 0.0, tl.div_rn(anchor, tl.sqrt_rn(tl.where(squares == 0, 1.0, squares))))
     end = tl.minimum((part + 1) * split, length)
     for first in tl.range(part * split, end, BLOCK_T, num_stages=STAGES):
-        keys = load_keys(base, first, end, stride_t, stride_d, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
         positions = first + tl.arange(0, BLOCK_T)
         if STORED:
             inverse = tl.load(inverses_ptr + head * length + positions, mask=positions < end, other=0.0)
         else:
-            inverse = inverse_norms(keys)
-        scores = -(tl.sum(keys * anchor[None, :], axis=1) * inverse)
+            inverse = inverse_norms(tile)
+        scores = -(tl.sum(tile * anchor[None, :], axis=1) * inverse)
         tl.store(scores_ptr + head * length + positions, scores, mask=positions < end)
 
 

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded
-from .tiles import at_head, load_tile
+from .strided import strided
+from .tiles import head_of, load_tile
 
 ELEMENTS_OF_A_TILE = 8192
 
@@ -25,22 +26,18 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     scores, block_d = floats(keys, *keys.shape[:-1]), padded(head_dim)
     block_t = min(128, ELEMENTS_OF_A_TILE // block_d)
     launch(score_norms, (batch * num_heads * triton.cdiv(length, block_t),))(
-        heads, scores, *heads.stride(), num_heads, length, head_dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8
+        strided(heads), scores, num_heads, length, head_dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8
     )
     return scores
 
 
 @triton.jit(do_not_specialize=["length"])
-def score_norms(
-    keys_ptr, scores_ptr, stride_b, stride_h, stride_t, stride_d, num_heads, length, head_dim,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def score_norms(keys, scores_ptr, num_heads, length, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """scores[head, token] = -|k|. Grid: heads * tiles of tokens."""
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(length, BLOCK_T)
     head, token = program // tiles, program % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
-    keys_ptr = at_head(keys_ptr, head, num_heads, stride_b, stride_h)
-    keys = load_tile(keys_ptr, token, tl.arange(0, BLOCK_D), token < length, stride_t, stride_d, head_dim)
+    keys = load_tile(head_of(keys, head, num_heads), token, tl.arange(0, BLOCK_D), token < length, head_dim)
     largest = tl.max(tl.abs(keys), axis=1)
     keys = tl.div_rn(keys, tl.where(largest == 0, 1.0, largest)[:, None])
     tl.store(scores_ptr + head * length + token, -largest * tl.sqrt_rn(tl.sum(keys * keys, axis=1)), mask=token < length)

@@ -31,11 +31,12 @@ import triton
 import triton.language as tl
 
 from ..states import CompressedCache
-from .cache import empty_cache
+from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded, register_limit
 from .selection import keep_highest, ordered
-from .tiles import at_head, copy_tile, load_tile
+from .strided import strided
+from .tiles import copy_tile, head_of, load_tile, rows_from
 
 ELEMENTS_OF_A_TILE = 4096
 ROWS = tl.constexpr(8)
@@ -45,11 +46,10 @@ STAGES = tl.constexpr(3)
 def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor) -> torch.Tensor:
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next, as `optimized.lagkv.score`."""
     lag, following = keys.shape[-2], next_keys.shape[-2]
-    parts = [states.reshape(-1, *states.shape[-2:]) for states in (keys, values, next_keys, next_values)]
-    strides = [part.stride() for part in parts]
+    parts = [strided(states.reshape(1, -1, *states.shape[-2:])) for states in (keys, values, next_keys, next_values)]
     scores = floats(keys, *keys.shape[:-1])
-    launch(score_partitions, (parts[0].shape[0],))(
-        *parts, scores, *strides, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values)
+    launch(score_partitions, (scores.numel() // lag,))(
+        *parts, scores, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values)
     )
     return scores
 
@@ -62,7 +62,7 @@ def select(
     scored = (length - sink_size) // lag_size - 1
     limit = register_limit(keys, 128, 100) if keys.element_size() == 2 and max(head_dim, values.shape[3]) <= 128 else {}
     launch(select_partitions, (batch * num_heads * scored,))(
-        keys, values, kept, keys.stride(), values.stride(),
+        strided(keys), strided(values), kept,
         num_heads, length, scored, sink_size, lag_size, kept_each, head_dim, values.shape[3],
         **_tile(lag_size, keys, values), **limit,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def compress(
     copied = length - scored * lag_size  # the sinks and the tail
     programs = scored + triton.cdiv(copied, lag_size)
     launch(compress_partitions, (batch * num_heads * programs,))(
-        keys, values, *cache[:3], keys.stride(), values.stride(),
+        strided(keys), strided(values), Copy(*cache[:3]),
         num_heads, length, retained, scored, programs, min(sink_size, length), lag_size, kept_each, head_dim, values.shape[3],
         **_tile(lag_size, keys, values),
     )  # fmt: skip
@@ -100,17 +100,17 @@ def _tile(lag: int, keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def channel_range(base, length, stride_t, stride_d, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+def channel_range(states, length, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """LK-7, LK-8: the minimum of every channel over a partition, and 1 / (maximum - minimum), or 0: [BLOCK_D] each."""
     low = tl.full([ROWS, BLOCK_D], float("inf"), dtype=tl.float32)
     high = tl.full([ROWS, BLOCK_D], float("-inf"), dtype=tl.float32)
     for first in tl.range(0, length, BLOCK_T, num_stages=STAGES):
         # Beyond the end the last token is taken again, which changes no range.
         tokens = tl.minimum(first + tl.arange(0, BLOCK_T), length - 1)
-        states = load_tile(base, tokens, tl.arange(0, BLOCK_D), tokens < length, stride_t, stride_d, head_dim)
-        states = tl.reshape(states, [BLOCK_T // ROWS, ROWS, BLOCK_D])
-        low = tl.minimum(low, tl.min(states, axis=0))
-        high = tl.maximum(high, tl.max(states, axis=0))
+        tile = load_tile(states, tokens, tl.arange(0, BLOCK_D), tokens < length, head_dim)
+        tile = tl.reshape(tile, [BLOCK_T // ROWS, ROWS, BLOCK_D])
+        low = tl.minimum(low, tl.min(tile, axis=0))
+        high = tl.maximum(high, tl.max(tile, axis=0))
     minimum = tl.min(low, axis=0)
     spread = tl.max(high, axis=0) - minimum
     # The inverse of a number below the smallest normal number overflows float32.
@@ -119,7 +119,7 @@ def channel_range(base, length, stride_t, stride_d, head_dim, BLOCK_T: tl.conste
 
 @triton.jit
 def deviations(
-    base, length, minimum, inverse, stride_t, stride_d, head_dim,
+    states, length, minimum, inverse, head_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """LK-9, LK-10: the standard deviation over channels of every normalised token of a partition: [BLOCK_L]."""
@@ -130,8 +130,8 @@ def deviations(
     collected = tl.zeros([BLOCK_L // BLOCK_T, BLOCK_T], dtype=tl.float32)
     for tile in tl.range(0, BLOCK_L // BLOCK_T, num_stages=STAGES):
         tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        states = load_tile(base, tokens, channels, tokens < length, stride_t, stride_d, head_dim)
-        steps = tl.minimum(tl.maximum((states - minimum[None, :]) * inverse[None, :], -1e18), 1e18)
+        own = load_tile(states, tokens, channels, tokens < length, head_dim)
+        steps = tl.minimum(tl.maximum((own - minimum[None, :]) * inverse[None, :], -1e18), 1e18)
         if not FULL:
             steps = tl.where(channel, steps, 0.0)
         centred = steps - (tl.sum(steps, axis=1) * each)[:, None]
@@ -151,58 +151,45 @@ def softmax(values, inside):
 
 @triton.jit
 def variation_score(
-    base, length, next_base, next_length, stride_t, stride_d, next_stride_t, next_stride_d, head_dim,
+    states, length, next_states, next_length, head_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """LK-7..10 of keys or of values: [BLOCK_L], 0 from `length` on."""
-    minimum, inverse = channel_range(next_base, next_length, next_stride_t, next_stride_d, head_dim, BLOCK_T, BLOCK_D)
-    spread = deviations(base, length, minimum, inverse, stride_t, stride_d, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
+    minimum, inverse = channel_range(next_states, next_length, head_dim, BLOCK_T, BLOCK_D)
+    spread = deviations(states, length, minimum, inverse, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
     return softmax(spread, tl.arange(0, BLOCK_L) < length)
 
 
 @triton.jit
 def choose(
-    keys, values, lag, kept_each, key_stride_t, key_stride_d, value_stride_t, value_stride_d, head_dim, value_dim,
+    keys, values, lag, kept_each, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """LK-11, LK-12: which tokens are kept of the partition at `keys` and `values`; the next partition follows it: [BLOCK_L]."""
-    total = variation_score(
-        keys, lag, keys + lag * key_stride_t, lag,
-        key_stride_t, key_stride_d, key_stride_t, key_stride_d, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL,
-    ) + variation_score(
-        values, lag, values + lag * value_stride_t, lag,
-        value_stride_t, value_stride_d, value_stride_t, value_stride_d, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL,
-    )  # fmt: skip
+    """LK-11, LK-12: which tokens are kept of the first partition of `keys` and `values` against the second: [BLOCK_L]."""
+    total = variation_score(keys, lag, rows_from(keys, lag), lag, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
+    total += variation_score(values, lag, rows_from(values, lag), lag, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL)
     ranks = tl.where(tl.arange(0, BLOCK_L) < lag, ordered(total), 0)
     return keep_highest(ranks, kept_each)
 
 
 @triton.jit
 def score_partitions(
-    keys_ptr, values_ptr, next_keys_ptr, next_values_ptr, scores_ptr,
-    key_strides, value_strides, next_key_strides, next_value_strides,
-    lag, following, head_dim, value_dim,
+    keys, values, next_keys, next_values, scores_ptr, lag, following, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """scores[p] = LK-11 of one partition. Grid: partitions."""
-    part = tl.program_id(0).to(tl.int64)
-    total = variation_score(
-        keys_ptr + part * key_strides[0], lag, next_keys_ptr + part * next_key_strides[0], following,
-        key_strides[1], key_strides[2], next_key_strides[1], next_key_strides[2], head_dim,
-        BLOCK_L, BLOCK_T, BLOCK_D, FULL,
-    ) + variation_score(
-        values_ptr + part * value_strides[0], lag, next_values_ptr + part * next_value_strides[0], following,
-        value_strides[1], value_strides[2], next_value_strides[1], next_value_strides[2], value_dim,
-        BLOCK_L, BLOCK_T, BLOCK_DV, FULL,
-    )  # fmt: skip
+    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    own, following_part = head_of(keys, part, parts), head_of(next_keys, part, parts)
+    total = variation_score(own, lag, following_part, following, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
+    own, following_part = head_of(values, part, parts), head_of(next_values, part, parts)
+    total += variation_score(own, lag, following_part, following, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL)
     tokens = tl.arange(0, BLOCK_L)
     tl.store(scores_ptr + part * lag + tokens, total, mask=tokens < lag)
 
 
 @triton.jit(do_not_specialize=["length", "scored", "sink_size", "kept_each"])
 def select_partitions(
-    keys_ptr, values_ptr, kept_ptr,
-    key_strides, value_strides,
+    keys, values, kept_ptr,
     num_heads, length, scored, sink_size, lag, kept_each, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -210,10 +197,9 @@ def select_partitions(
     program = tl.program_id(0).to(tl.int64)
     head, part = program // scored, program % scored
     start = sink_size + part * lag
-    keys = at_head(keys_ptr, head, num_heads, key_strides[0], key_strides[1]) + start * key_strides[2]
-    values = at_head(values_ptr, head, num_heads, value_strides[0], value_strides[1]) + start * value_strides[2]
+    own_keys, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
     kept = choose(
-        keys, values, lag, kept_each, key_strides[2], key_strides[3], value_strides[2], value_strides[3], head_dim, value_dim,
+        rows_from(own_keys, start), rows_from(own_values, start), lag, kept_each, head_dim, value_dim,
         BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV, FULL,
     )  # fmt: skip
     tokens = tl.arange(0, BLOCK_L)
@@ -222,26 +208,22 @@ def select_partitions(
 
 @triton.jit(do_not_specialize=["length", "retained", "scored", "programs", "sink_size", "kept_each"])
 def compress_partitions(
-    keys_ptr, values_ptr, out_keys_ptr, out_values_ptr, positions_ptr,
-    key_strides, value_strides,
+    keys, values, copy,
     num_heads, length, retained, scored, programs, sink_size, lag, kept_each, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Copy the kept tokens of one partition of one head, or `lag` tokens of its sinks and tail. Grid: heads * programs."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // programs, program % programs
-    keys = at_head(keys_ptr, head, num_heads, key_strides[0], key_strides[1])
-    values = at_head(values_ptr, head, num_heads, value_strides[0], value_strides[1])
+    own_keys, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
     first_row = head * retained
     if part < scored:
         start = sink_size + part * lag
         first_row += sink_size + part * kept_each
-        keys += start * key_strides[2]
-        values += start * value_strides[2]
-        kept = choose(
-            keys, values, lag, kept_each, key_strides[2], key_strides[3], value_strides[2], value_strides[3], head_dim, value_dim,
-            BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV, FULL,
-        ).to(tl.int32)  # fmt: skip
+        part_keys, part_values = rows_from(own_keys, start), rows_from(own_values, start)
+        kept = choose(part_keys, part_values, lag, kept_each, head_dim, value_dim, BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV, FULL).to(
+            tl.int32
+        )
         # The row of a kept token counts the kept tokens before it; -1 marks the others. One row of the array is a tile.
         rows = tl.reshape(tl.where(kept != 0, tl.cumsum(kept, axis=0) - 1, -1), [BLOCK_L // BLOCK_T, BLOCK_T])
         tiles = tl.arange(0, BLOCK_L // BLOCK_T)[:, None]
@@ -249,12 +231,9 @@ def compress_partitions(
             row = tl.max(tl.where(tiles == tile, rows, -1), axis=0)
             tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
             target = first_row + row
-            tl.store(positions_ptr + target, start + tokens, mask=row >= 0)
-            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), row >= 0, key_strides[2], key_strides[3], head_dim)
-            copy_tile(
-                values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), row >= 0,
-                value_strides[2], value_strides[3], value_dim,
-            )  # fmt: skip
+            tl.store(copy.positions + target, start + tokens, mask=row >= 0)
+            copy_tile(part_keys, copy.kept_keys, tokens, target, tl.arange(0, BLOCK_D), row >= 0, head_dim)
+            copy_tile(part_values, copy.kept_values, tokens, target, tl.arange(0, BLOCK_DV), row >= 0, value_dim)
     else:
         copied = length - scored * lag
         first = (part - scored) * lag
@@ -263,12 +242,9 @@ def compress_partitions(
             inside = (index < copied) & (tile + tl.arange(0, BLOCK_T) < lag)
             tokens = tl.where(index < sink_size, index, index + scored * lag)
             target = first_row + tl.where(index < sink_size, index, index + scored * kept_each)
-            tl.store(positions_ptr + target, tokens, mask=inside)
-            copy_tile(keys, out_keys_ptr, tokens, target, tl.arange(0, BLOCK_D), inside, key_strides[2], key_strides[3], head_dim)
-            copy_tile(
-                values, out_values_ptr, tokens, target, tl.arange(0, BLOCK_DV), inside,
-                value_strides[2], value_strides[3], value_dim,
-            )  # fmt: skip
+            tl.store(copy.positions + target, tokens, mask=inside)
+            copy_tile(own_keys, copy.kept_keys, tokens, target, tl.arange(0, BLOCK_D), inside, head_dim)
+            copy_tile(own_values, copy.kept_values, tokens, target, tl.arange(0, BLOCK_DV), inside, value_dim)
 
 
 def _launch(dtype: torch.dtype, head_dim: int, lag_size: int) -> None:

@@ -51,8 +51,8 @@ from ..states import Moments, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
 from .momentkv_prompt import compress_prompt, contiguous, update
-from .strided import copy_row, load_row, strided
-from .tiles import at_head, dot_dtype, load_tile
+from .strided import Rows, copy_row, load_row, strided
+from .tiles import at_head, dot_dtype, head_of, load_tile
 
 __all__ = ["CONFIGURATIONS", "attend", "compress_prompt", "score", "step", "update"]
 
@@ -198,6 +198,12 @@ def load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels
     return sums, sums - value_sum[:, None] * mean_key[None, :]
 
 
+@triton.jit
+def group_of(queries, head, num_kv_heads, group):
+    """The queries of the group of a KV head, of `queries` [B, H_q, D], as `Rows` [G, D]."""
+    return Rows(at_head(queries, head * group, num_kv_heads * group), queries.stride_h, queries.stride_d)
+
+
 @triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "tiles", "tiles_of_split"])
 def walk_cache(
     queries, new_keys, new_values, keys, values, kept_ptr, moments, walked,
@@ -213,12 +219,9 @@ def walk_cache(
     rows = tl.arange(0, 16)
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
-    query = load_tile(query_base, rows, channels, rows < group, queries.stride_h, queries.stride_d, head_dim).to(DOT_DTYPE)
-    key_base = at_head(keys.ptr, head, num_kv_heads, keys.stride_b, keys.stride_h)
-    value_base = at_head(values.ptr, head, num_kv_heads, values.stride_b, values.stride_h)
-    new_key_base = at_head(new_keys.ptr, head, num_kv_heads, new_keys.stride_b, new_keys.stride_h)
-    new_value_base = at_head(new_values.ptr, head, num_kv_heads, new_values.stride_b, new_values.stride_h)
+    query = load_tile(group_of(queries, head, num_kv_heads, group), rows, channels, rows < group, head_dim).to(DOT_DTYPE)
+    key_base, value_base = at_head(keys, head, num_kv_heads), at_head(values, head, num_kv_heads)
+    new_key_base, new_value_base = at_head(new_keys, head, num_kv_heads), at_head(new_values, head, num_kv_heads)
     if NEW:
         tl.store(walked.finished + head, 0)
     if SCORE:
@@ -259,8 +262,8 @@ def walk_cache(
         if KEPT:
             inside = inside & (tl.load(kept_ptr + head * length + row, mask=inside, other=0) != 0)
         # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]
-        key = load_tile(keys_here, row, channels, inside, keys.stride_t, key_step, head_dim).to(DOT_DTYPE)
-        value = load_tile(values_here, row, value_channels, inside, values.stride_t, value_step, value_dim)
+        key = load_tile(Rows(keys_here, keys.stride_t, key_step), row, channels, inside, head_dim).to(DOT_DTYPE)
+        value = load_tile(Rows(values_here, values.stride_t, value_step), row, value_channels, inside, value_dim)
         logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SCORE:
             target = walked.logits + (head * group + rows)[:, None] * width + token[None, :]
@@ -356,19 +359,19 @@ def finish_scores(moments, walked, scores_ptr, group, width, splits, chunks, GRO
 
 @triton.jit
 def mix(
-    query_base, output_base, retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
-    stride_h, stride_d, group, head_dim, value_dim, scale, GROUP: tl.constexpr,
+    queries, output_base, retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
+    group, head_dim, value_dim, scale, GROUP: tl.constexpr,
 ):  # fmt: skip
     """MK-9, MK-11, MK-12, MK-37: mix the retained output with the estimate of the evicted output, for some value channels.
 
-    retained [GROUP, BLOCK_V] and mass [GROUP] are sums of exp(logit - top); count >= 0 as float32, mean_key [BLOCK_D],
-    value_sum [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the evicted tokens.
+    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and mass [GROUP] are sums of exp(logit - top); count >= 0 as
+    float32, mean_key [BLOCK_D], value_sum [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the evicted tokens.
     """
     rows = tl.arange(0, GROUP)
     divisor = tl.maximum(count, 1.0)
-    queries = load_tile(query_base, tl.arange(0, 16), channels, tl.arange(0, 16) < group, stride_h, stride_d, head_dim)
+    all_queries = load_tile(queries, tl.arange(0, 16), channels, tl.arange(0, 16) < group, head_dim)
     for member in range(group):
-        query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], queries, 0.0), axis=0)  # [BLOCK_D]
+        query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], all_queries, 0.0), axis=0)  # [BLOCK_D]
         log_evicted = tl.where(count > 0, tl.log(divisor) + tl.sum(query * mean_key, axis=0) * scale, float("-inf"))
         slope = tl.sum(covariance * query[None, :], axis=1) * scale
         estimate = tl.div_rn(value_sum, divisor) + tl.div_rn(slope, divisor)
@@ -402,11 +405,10 @@ def mix_outputs(
     _, covariance = load_covariance(
         moments.value_key_sum + head * value_dim * head_dim, value_sum, mean_key, channels, value_channels, head_dim, value_dim
     )
-    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
     mix(
-        query_base, output_ptr + head * group * value_dim,
+        group_of(queries, head, num_kv_heads, group), output_ptr + head * group * value_dim,
         retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
-        queries.stride_h, queries.stride_d, group, head_dim, value_dim, scale, GROUP,
+        group, head_dim, value_dim, scale, GROUP,
     )  # fmt: skip
 
 
@@ -421,12 +423,10 @@ def replace_lowest(
     head = tl.program_id(0).to(tl.int64) // blocks
     channels = tl.arange(0, BLOCK_D)
     value_channels = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    query_base = at_head(queries.ptr, head * group, num_kv_heads * group, queries.stride_b, queries.stride_h)
-    key_base = at_head(keys.ptr, head, num_kv_heads, keys.stride_b, keys.stride_h)
-    value_base = at_head(values.ptr, head, num_kv_heads, values.stride_b, values.stride_h)
-    new_key = at_head(new_keys.ptr, head, num_kv_heads, new_keys.stride_b, new_keys.stride_h)
-    new_value = at_head(new_values.ptr, head, num_kv_heads, new_values.stride_b, new_values.stride_h)
-    position_base = at_head(positions.ptr, head, num_kv_heads, positions.stride_b, positions.stride_h)
+    own_values = head_of(values, head, num_kv_heads)
+    key_base, value_base = at_head(keys, head, num_kv_heads), own_values.ptr
+    new_key, new_value = at_head(new_keys, head, num_kv_heads), at_head(new_values, head, num_kv_heads)
+    position_base = at_head(positions, head, num_kv_heads)
     position = tl.load(position_ptr + head)
     before = tl.load(moments.count + head)
 
@@ -447,7 +447,7 @@ def replace_lowest(
 
     retained = merge_outputs(walked, head, top, value_channels, splits, group, value_dim, GROUP)
     retained, top, mass = take_out(
-        walked, head, retained, top, mass, slot, evicted_value, value_base, values.stride_t, values.stride_d,
+        walked, head, retained, top, mass, slot, evicted_value, own_values,
         new_value, new_values.stride_d, value_channels, length, group, value_dim, GROUP, BLOCK_L, BLOCK_T,
     )  # fmt: skip
     count = (before + 1).to(tl.float32)
@@ -457,9 +457,9 @@ def replace_lowest(
         moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim
     )
     mix(
-        query_base, output_ptr + head * group * value_dim,
+        group_of(queries, head, num_kv_heads, group), output_ptr + head * group * value_dim,
         retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
-        queries.stride_h, queries.stride_d, group, head_dim, value_dim, scale, GROUP,
+        group, head_dim, value_dim, scale, GROUP,
     )  # fmt: skip
 
     # What all programs of the head have read is written by the last of them, after the reads of all threads.
@@ -504,7 +504,7 @@ def find_lowest(
 
 @triton.jit
 def take_out(
-    walked, head, retained, top, mass, slot, evicted_value, values_ptr, stride_t, stride_d, new_value, new_stride_d,
+    walked, head, retained, top, mass, slot, evicted_value, values, new_value, new_stride_d,
     value_channels, length, group, value_dim, GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Take the evicted token out of the attention of each query head: retained [GROUP, BLOCK_V], top and mass [GROUP] without it.
@@ -532,7 +532,7 @@ def take_out(
         for first in range(0, width, BLOCK_T):
             slots = first + tl.arange(0, BLOCK_T)
             stays = (slots < width) & (slots != slot)
-            states = load_tile(values_ptr, slots, value_channels, stays & (slots < length), stride_t, stride_d, value_dim)
+            states = load_tile(values, slots, value_channels, stays & (slots < length), value_dim)
             states = tl.where((slots == length)[:, None], coming[None, :], states)  # [BLOCK_T, BLOCK_V]
             for member in range(group):
                 own_top = tl.sum(tl.where(rows == member, top, 0.0), axis=0)

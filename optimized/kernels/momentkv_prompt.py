@@ -14,18 +14,18 @@ the splits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ..states import CompressedCache, Moments, zero_moments
-from .cache import empty_cache
+from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded
 from .strided import strided
-from .tiles import at_head, copy_tile, dot_dtype, load_tile
+from .tiles import copy_tile, dot_dtype, head_of, load_tile
 
 PROGRAMS_WANTED = 256
 LEAST_TOKENS_OF_A_SPLIT = 256
@@ -45,20 +45,11 @@ def compress_prompt(
     """
     rows = kept.reshape(-1).cumsum(0)
     cache = empty_cache(keys, values, int(rows[-1]) if total is None else total, kept.sum(dim=-1))
-    return cache, _sum_evicted(keys, values, kept, moments, _Copy(*cache[:3], rows))
-
-
-class _Copy(NamedTuple):
-    """The compressed cache to fill, and the row of each kept token in it, counted from 1."""
-
-    kept_keys: torch.Tensor
-    kept_values: torch.Tensor
-    positions: torch.Tensor
-    rows: torch.Tensor
+    return cache, _sum_evicted(keys, values, kept, moments, Copy(*cache[:3], rows))
 
 
 def _sum_evicted(
-    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, before: Moments, copy: _Copy | None = None
+    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, before: Moments, copy: Copy | None = None
 ) -> Moments:
     """Add the tokens that are not kept to the moments, and with `copy` copy the others."""
     lead, (length, head_dim), value_dim = keys.shape[:-2], keys.shape[-2:], values.shape[-1]
@@ -119,8 +110,7 @@ def sum_evicted(
     head, part = program // splits, (program % splits).to(tl.int32)
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    keys_base = at_head(keys.ptr, head, num_heads, keys.stride_b, keys.stride_h)
-    values_base = at_head(values.ptr, head, num_heads, values.stride_b, values.stride_h)
+    own_keys, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
     # A product with a row of ones is the sum over the tokens; tensor cores need 16 rows, so zeros follow.
     ones = tl.where(tl.arange(0, 16)[:, None] == 0, 1.0, tl.zeros([16, BLOCK_T], dtype=tl.float32)).to(DOT_DTYPE)
     products = tl.zeros([BLOCK_DV, BLOCK_D], dtype=tl.float32)
@@ -137,13 +127,11 @@ def sum_evicted(
             rows = tl.load(copy.rows + head * length + tokens, mask=kept, other=1) - 1
             copied = kept & (tokens < tl.where(chunk == 0, end, 0))  # the first chunk of value channels copies the keys
             tl.store(copy.positions + rows, tokens, mask=copied)
-            copy_tile(keys_base, copy.kept_keys, tokens, rows, channels, copied, keys.stride_t, keys.stride_d, head_dim)
-            copy_tile(
-                values_base, copy.kept_values, tokens, rows, value_channels, kept, values.stride_t, values.stride_d, value_dim
-            )
+            copy_tile(own_keys, copy.kept_keys, tokens, rows, channels, copied, head_dim)
+            copy_tile(own_values, copy.kept_values, tokens, rows, value_channels, kept, value_dim)
         # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]: rows that are kept are not read here.
-        key = load_tile(keys_base, tokens, channels, evicted, keys.stride_t, keys.stride_d, head_dim).to(DOT_DTYPE)
-        value = load_tile(values_base, tokens, value_channels, evicted, values.stride_t, values.stride_d, value_dim).to(DOT_DTYPE)
+        key = load_tile(own_keys, tokens, channels, evicted, head_dim).to(DOT_DTYPE)
+        value = load_tile(own_values, tokens, value_channels, evicted, value_dim).to(DOT_DTYPE)
         products += tl.dot(tl.trans(value), key, input_precision="ieee")
         key_sums += tl.dot(ones, key, input_precision="ieee")
         value_sums += tl.dot(ones, value, input_precision="ieee")

@@ -33,7 +33,8 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
-from .tiles import at_head, dot_dtype, load_tile
+from .strided import strided
+from .tiles import dot_dtype, head_of, load_tile
 
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 512
@@ -52,8 +53,8 @@ def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Te
     logs, output = floats(queries, heads, rows), outputs(queries, *queries.shape[:3], values.shape[3])
     tile = _tile(queries, rows, values.shape[3])
     launch(attend_rows, (heads * triton.cdiv(rows, tile["BLOCK_ROWS"]),))(
-        queries, keys, values, logs, output, *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        num_kv_heads, *shape, values.shape[3], BLOCK_DV=padded(values.shape[3]), **tile,
+        strided(queries), strided(keys), strided(values), logs, output, num_kv_heads, *shape, values.shape[3],
+        BLOCK_DV=padded(values.shape[3]), **tile,
     )  # fmt: skip
     return output.to(queries.dtype), _sum_columns(queries, keys, logs)
 
@@ -93,9 +94,7 @@ def _sum_rows(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     split = triton.cdiv(split, tile["BLOCK_T"]) * tile["BLOCK_T"]
     splits = triton.cdiv(length, split)
     logs = floats(queries, heads, splits, rows)
-    launch(sum_rows, (heads * blocks * splits,))(
-        queries, keys, logs, *queries.stride()[:3], *keys.stride()[:3], num_kv_heads, *shape, split, **tile
-    )
+    launch(sum_rows, (heads * blocks * splits,))(strided(queries), strided(keys), logs, num_kv_heads, *shape, split, **tile)
     if splits == 1:
         return logs
     merged = floats(queries, heads, rows)
@@ -114,21 +113,20 @@ def _sum_columns(queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor) 
         tile |= {"BLOCK_T": 64 if wide else 128, "BLOCK_ROWS": min(32 if wide else 64, padded(rows)), "num_warps": 4 if wide else 8}
     scores = floats(queries, *keys.shape[:3])
     launch(sum_columns, (heads * triton.cdiv(shape[2], tile["BLOCK_T"]),))(
-        queries, keys, logs, scores, *queries.stride()[:3], *keys.stride()[:3], num_kv_heads, *shape, **tile
+        strided(queries), strided(keys), logs, scores, num_kv_heads, *shape, **tile
     )
     return scores
 
 
 @triton.jit
-def load_rows(
-    queries_ptr, head, row, num_kv_heads, group, num_queries, head_dim, stride_b, stride_h, stride_m, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D: tl.constexpr):
     """Load rows of a KV head as float32 [rows, BLOCK_D]: row r is query r // group of head r % group of the group."""
     query_head = (head % num_kv_heads) * group + row % group
-    offsets = (head // num_kv_heads) * stride_b + query_head * stride_h + (row // group).to(tl.int64) * stride_m
+    offsets = (head // num_kv_heads) * queries.stride_b + query_head * queries.stride_h
+    offsets += (row // group).to(tl.int64) * queries.stride_t
     channels = tl.arange(0, BLOCK_D)
     inside = (row < group * num_queries)[:, None] & (channels < head_dim)[None, :]
-    return tl.load(queries_ptr + offsets[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(queries.ptr + offsets[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -138,9 +136,9 @@ def scale_of(head_dim):
 
 
 @triton.jit
-def row_logits(queries, keys, token, last, head_dim):
+def row_logits(query, key, token, last, head_dim):
     """Logits of rows by keys: -inf for the tokens after the last one that a row sees."""
-    logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_of(head_dim)
+    logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_of(head_dim)
     return tl.where(token[None, :] <= last[:, None], logits, float("-inf"))
 
 
@@ -153,9 +151,7 @@ def raised(highest, logits):
 
 @triton.jit(do_not_specialize=["num_queries", "length", "split"])
 def sum_rows(
-    queries_ptr, keys_ptr, logs_ptr,
-    query_stride_b, query_stride_h, query_stride_m, key_stride_b, key_stride_h, key_stride_t,
-    num_kv_heads, group, num_queries, length, head_dim, split,
+    queries, keys, logs_ptr, num_kv_heads, group, num_queries, length, head_dim, split,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen. Grid: heads * blocks * splits."""
@@ -166,17 +162,15 @@ def sum_rows(
     block = (blocks - 1 - program // splits % blocks).to(tl.int32)  # the last rows see most
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     last = length - num_queries + row // group
-    queries = load_rows(
-        queries_ptr, head, row, num_kv_heads, group, num_queries, head_dim, query_stride_b, query_stride_h, query_stride_m, BLOCK_D
-    ).to(DOT_DTYPE)
-    keys_ptr = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
+    query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
+    own_keys = head_of(keys, head, num_kv_heads)
     end = tl.minimum(tl.minimum((part + 1) * split, length), length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1)
     highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     for start in range(part * split, end, BLOCK_T):
         token = start + tl.arange(0, BLOCK_T)
-        keys = load_tile(keys_ptr, token, tl.arange(0, BLOCK_D), token < length, key_stride_t, 1, head_dim).to(DOT_DTYPE)
-        logits = row_logits(queries, keys, token, tl.minimum(last, end - 1), head_dim)
+        key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
+        logits = row_logits(query, key, token, tl.minimum(last, end - 1), head_dim)
         higher, shift = raised(highest, logits)
         mass = mass * tl.exp2(highest - shift) + tl.sum(tl.exp2(logits - shift[:, None]), axis=1)
         highest = higher
@@ -201,9 +195,7 @@ def merge_splits(logs_ptr, merged_ptr, rows, splits, MOST_SPLITS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["num_queries", "length"])
 def attend_rows(
-    queries_ptr, keys_ptr, values_ptr, logs_ptr, output_ptr,
-    query_stride_b, query_stride_h, query_stride_m, key_stride_b, key_stride_h, key_stride_t,
-    value_stride_b, value_stride_h, value_stride_t, num_kv_heads, group, num_queries, length, head_dim, value_dim,
+    queries, keys, values, logs_ptr, output_ptr, num_kv_heads, group, num_queries, length, head_dim, value_dim,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of a block of rows: its output, and the normalisers as `sum_rows`. Grid: heads * blocks of rows."""
@@ -213,11 +205,8 @@ def attend_rows(
     head, block = program // blocks, (blocks - 1 - program % blocks).to(tl.int32)
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     last = length - num_queries + row // group
-    queries = load_rows(
-        queries_ptr, head, row, num_kv_heads, group, num_queries, head_dim, query_stride_b, query_stride_h, query_stride_m, BLOCK_D
-    ).to(DOT_DTYPE)
-    keys_ptr = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
-    values_ptr = at_head(values_ptr, head, num_kv_heads, value_stride_b, value_stride_h)
+    query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
+    own_keys, own_values = head_of(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
     end = tl.minimum(length, length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1)
     highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
@@ -225,13 +214,13 @@ def attend_rows(
     channels = tl.arange(0, BLOCK_DV)
     for start in range(0, end, BLOCK_T):
         token = start + tl.arange(0, BLOCK_T)
-        keys = load_tile(keys_ptr, token, tl.arange(0, BLOCK_D), token < length, key_stride_t, 1, head_dim).to(DOT_DTYPE)
-        values = load_tile(values_ptr, token, channels, token < length, value_stride_t, 1, value_dim).to(DOT_DTYPE)
-        logits = row_logits(queries, keys, token, tl.minimum(last, end - 1), head_dim)
+        key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
+        value = load_tile(own_values, token, channels, token < length, value_dim).to(DOT_DTYPE)
+        logits = row_logits(query, key, token, tl.minimum(last, end - 1), head_dim)
         higher, shift = raised(highest, logits)
         weights, shrink = tl.exp2(logits - shift[:, None]), tl.exp2(highest - shift)
         mass = mass * shrink + tl.sum(weights, axis=1)
-        output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), values, input_precision="ieee")
+        output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value, input_precision="ieee")
         highest = higher
     tl.store(logs_ptr + head * rows + row, highest + tl.log2(mass), mask=row < rows)
     target = ((head * group + row % group) * num_queries + row // group) * value_dim  # int64, as `head` is
@@ -241,9 +230,7 @@ def attend_rows(
 
 @triton.jit(do_not_specialize=["num_queries", "length"])
 def sum_columns(
-    queries_ptr, keys_ptr, logs_ptr, scores_ptr,
-    query_stride_b, query_stride_h, query_stride_m, key_stride_b, key_stride_h, key_stride_t,
-    num_kv_heads, group, num_queries, length, head_dim,
+    queries, keys, logs_ptr, scores_ptr, num_kv_heads, group, num_queries, length, head_dim,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """scores[head, token] = (1/G) sum over the rows that see the token of 2^(logit - log). Grid: heads * blocks of keys."""
@@ -251,19 +238,16 @@ def sum_columns(
     rows, blocks = group * num_queries, tl.cdiv(length, BLOCK_T)
     head, block = program // blocks, (program % blocks).to(tl.int32)  # the first keys are seen by most
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    keys_ptr = at_head(keys_ptr, head, num_kv_heads, key_stride_b, key_stride_h)
-    keys = load_tile(keys_ptr, token, tl.arange(0, BLOCK_D), token < length, key_stride_t, 1, head_dim).to(DOT_DTYPE)
+    own_keys = head_of(keys, head, num_kv_heads)
+    key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
     first = tl.maximum(block * BLOCK_T - (length - num_queries), 0) * group // BLOCK_ROWS * BLOCK_ROWS
     received = tl.zeros([BLOCK_T], dtype=tl.float32)
     for start in range(first, rows, BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
-        queries = load_rows(
-            queries_ptr, head, row, num_kv_heads, group, num_queries, head_dim,
-            query_stride_b, query_stride_h, query_stride_m, BLOCK_D,
-        ).to(DOT_DTYPE)  # fmt: skip
+        query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
         # A row that is not there has an infinite normaliser, and gives nothing.
         logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=float("inf"))
-        logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale_of(head_dim)
+        logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim)
         seen = token[:, None] <= (length - num_queries + row // group)[None, :]
         received += tl.sum(tl.exp2(tl.where(seen, logits, float("-inf")) - logs[None, :]), axis=1)
     tl.store(scores_ptr + head * length + token, received / group, mask=token < length)

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 from ..states import CompressedCache
-from .cache import ELEMENTS_OF_A_TILE, empty_cache
+from .cache import ELEMENTS_OF_A_TILE, Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
 from .launching import launch, padded
-from .tiles import at_head, copy_tile
+from .strided import strided
+from .tiles import copy_tile, head_of
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, sinks: int, recent: int) -> CompressedCache:
@@ -31,7 +32,7 @@ def compress(keys: torch.Tensor, values: torch.Tensor, sinks: int, recent: int) 
     block_d, block_dv = padded(head_dim), padded(values.shape[-1])
     block_t = min(128, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
     launch(copy_ends, (batch * num_heads * triton.cdiv(kept, block_t),))(
-        keys, values, *cache[:3], *keys.stride(), *values.stride(), num_heads, length, sinks, kept, head_dim, values.shape[-1],
+        strided(keys), strided(values), Copy(*cache[:3]), num_heads, length, sinks, kept, head_dim, values.shape[-1],
         BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
     )  # fmt: skip
     return cache
@@ -39,9 +40,7 @@ def compress(keys: torch.Tensor, values: torch.Tensor, sinks: int, recent: int) 
 
 @triton.jit(do_not_specialize=["length", "sinks", "kept"])
 def copy_ends(
-    keys_ptr, values_ptr, out_keys_ptr, out_values_ptr, positions_ptr,
-    key_stride_b, key_stride_h, key_stride_t, key_stride_d, value_stride_b, value_stride_h, value_stride_t, value_stride_d,
-    num_heads, length, sinks, kept, head_dim, value_dim,
+    keys, values, copy, num_heads, length, sinks, kept, head_dim, value_dim,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Copy one tile of the kept rows of one head. Grid: heads * tiles of kept rows."""
@@ -51,11 +50,9 @@ def copy_ends(
     inside = row < kept
     token = tl.where(row < sinks, row, row + length - kept)
     target = head * kept + row
-    tl.store(positions_ptr + target, token, mask=inside)
-    keys_ptr = at_head(keys_ptr, head, num_heads, key_stride_b, key_stride_h)
-    values_ptr = at_head(values_ptr, head, num_heads, value_stride_b, value_stride_h)
-    copy_tile(keys_ptr, out_keys_ptr, token, target, tl.arange(0, BLOCK_D), inside, key_stride_t, key_stride_d, head_dim)
-    copy_tile(values_ptr, out_values_ptr, token, target, tl.arange(0, BLOCK_DV), inside, value_stride_t, value_stride_d, value_dim)
+    tl.store(copy.positions + target, token, mask=inside)
+    copy_tile(head_of(keys, head, num_heads), copy.kept_keys, token, target, tl.arange(0, BLOCK_D), inside, head_dim)
+    copy_tile(head_of(values, head, num_heads), copy.kept_values, token, target, tl.arange(0, BLOCK_DV), inside, value_dim)
 
 
 def _launch(dtype: torch.dtype, head_dim: int) -> None:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .launching import is_interpreted
+from .strided import Rows
 
 
 def dot_dtype(states: torch.Tensor) -> Any:
@@ -18,32 +19,47 @@ def dot_dtype(states: torch.Tensor) -> Any:
 
 
 @triton.jit
-def at_head(ptr, head, num_heads, stride_b, stride_h):
-    """Return the offset of a head: `head` (int64) counts the `num_heads` heads of all sequences, one sequence after the other."""
-    return ptr + (head // num_heads) * stride_b + (head % num_heads) * stride_h
+def at_head(states, head, num_heads):
+    """Where a head of `states` [B, H, ..] begins: `head` (int64) counts the `num_heads` heads of one sequence after the other."""
+    return states.ptr + (head // num_heads) * states.stride_b + (head % num_heads) * states.stride_h
 
 
 @triton.jit
-def load_tile(base, rows, channels, inside, stride_row, stride_channel, size):
-    """Load rows as float32 [rows, channels]: 0 where not `inside` [rows], and from channel `size` on."""
-    offsets = tl.cast(rows, tl.int64)[:, None] * stride_row + channels.to(tl.int64)[None, :] * stride_channel
-    return tl.load(base + offsets, mask=inside[:, None] & (channels < size)[None, :], other=0.0).to(tl.float32)
+def head_of(states, head, num_heads):
+    """One head of `states` [B, H, T, D] as `Rows` [T, D]; `head` as in `at_head`."""
+    return Rows(at_head(states, head, num_heads), states.stride_t, states.stride_d)
 
 
 @triton.jit
-def load_queries(
-    base, head, rows, channels, num_kv_heads, count, num_queries, head_dim, stride_b, stride_h, stride_m, stride_channel
-):  # fmt: skip
+def rows_from(states, first):
+    """The rows of `states` [N, D] from `first` (int64) on."""
+    return Rows(states.ptr + first * states.stride_t, states.stride_t, states.stride_d)
+
+
+@triton.jit
+def load_tile(states, rows, channels, inside, size):
+    """Load some rows of `states` [N, D] as float32 [rows, channels]: 0 where not `inside` [rows], and from channel `size` on."""
+    offsets = tl.cast(rows, tl.int64)[:, None] * states.stride_t + channels.to(tl.int64)[None, :] * states.stride_d
+    return tl.load(states.ptr + offsets, mask=inside[:, None] & (channels < size)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_queries(queries, head, rows, channels, num_kv_heads, count, num_queries, head_dim):
     """Load the `count` query rows of a KV head as float32 [rows, channels]: row r is query r % M of head r // M of the group."""
     query_head = (head % num_kv_heads) * (count // num_queries) + rows // num_queries
-    offsets = (head // num_kv_heads) * stride_b + query_head * stride_h + (rows % num_queries).to(tl.int64) * stride_m
-    offsets = offsets[:, None] + channels.to(tl.int64)[None, :] * stride_channel
-    return tl.load(base + offsets, mask=(rows < count)[:, None] & (channels < head_dim)[None, :], other=0.0).to(tl.float32)
+    offsets = (head // num_kv_heads) * queries.stride_b + query_head * queries.stride_h
+    offsets += (rows % num_queries).to(tl.int64) * queries.stride_t
+    offsets = offsets[:, None] + channels.to(tl.int64)[None, :] * queries.stride_d
+    return tl.load(queries.ptr + offsets, mask=(rows < count)[:, None] & (channels < head_dim)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def copy_tile(source, target, tokens, rows, channels, copied, stride_t, stride_d, size):
-    """target[rows] = source[tokens] bit by bit where `copied`; tokens, rows and copied are [n], rows int64 and `size` apart."""
+def copy_tile(source, target, tokens, rows, channels, copied, size):
+    """target[rows] = source[tokens] bit by bit where `copied`; source [N, D], the rows of `target` are `size` apart.
+
+    tokens, rows and copied are [n], rows int64.
+    """
     inside = copied[:, None] & (channels < size)[None, :]
-    offsets = tokens.to(tl.int64)[:, None] * stride_t + channels.to(tl.int64)[None, :] * stride_d
-    tl.store(target + rows[:, None] * size + channels[None, :], tl.load(source + offsets, mask=inside, other=0.0), mask=inside)
+    offsets = tokens.to(tl.int64)[:, None] * source.stride_t + channels.to(tl.int64)[None, :] * source.stride_d
+    states = tl.load(source.ptr + offsets, mask=inside, other=0.0)
+    tl.store(target + rows[:, None] * size + channels[None, :], states, mask=inside)

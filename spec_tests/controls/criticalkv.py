@@ -39,6 +39,7 @@ def component_by_component(values, w_o):
 @control(IMPORTANCE, dtypes=NUMPY)
 def query_by_query(queries, keys, *, window_size=32, kernel_size=5):
     """Streamed attention, pooled by shifted sums, and a running maximum over the queries of the group."""
+    refuse_unless(queries=queries.shape[2] >= window_size)
     weights = streamed(queries[:, :, -window_size:], keys)[..., :-window_size]
     pooled = shifted_sums(weights, kernel_size)
     lost = pooled.sum(axis=-1, keepdims=True)
@@ -92,6 +93,13 @@ def torch_score(queries, keys, values, w_o, *, budget, window_size=32, kernel_si
         scores[..., :-window] = (scores[..., :-window] + epsilon) * norms[..., :-window]
         scores.scatter_(-1, order, torch.inf)
     return scores.to(keys.dtype)
+
+
+@control(SCORE, array_library="torch", dtypes=ALL)
+def torch_largest_of_the_dtype(queries, keys, values, w_o, **settings):
+    """As in kvpress's CriticalKVPress, the first stage and the window have the largest number of the dtype."""
+    scores = torch_score(queries, keys, values, w_o, **settings)
+    return scores.clamp(max=torch.finfo(scores.dtype).max)
 
 
 @control(BOUND, dtypes=NUMPY)

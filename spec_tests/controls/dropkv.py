@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from evictionary.spec_tests.controls.attention import ALL, NUMPY, hidden
-from evictionary.spec_tests.controls.snapkv import checked, convolved, torch_pooled
+from evictionary.spec_tests.controls.snapkv import checked, convolved, finite_window, torch_pooled
 from evictionary.spec_tests.harness.planted import control
 
 SCORE = "dropkv.score"
@@ -88,3 +88,9 @@ def torch_group_first(queries, keys, values, *, window_size=32, kernel_size=7):
         means = torch_changes(queries, keys, values, window).unflatten(1, (keys.shape[1], -1)).mean(dim=2)
         scores[..., : length - window] = torch_pooled(means, kernel_size).sum(dim=2)[..., : length - window]
     return scores
+
+
+@control(SCORE, array_library="torch", dtypes=ALL)
+def torch_window_above_the_rest(queries, keys, values, *, window_size=32, kernel_size=7):
+    """The window scores one more than twice the best token before it."""
+    return finite_window(torch_by_odds(queries, keys, values, window_size=window_size, kernel_size=kernel_size))

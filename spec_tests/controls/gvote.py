@@ -119,6 +119,26 @@ def torch_ranked(scores, budgets):
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < budgets[..., None]
 
 
+def torch_last_ranked(scores, budgets):
+    """As above, and of equal scores the last: a sort from the last token on."""
+    return torch_ranked(scores.flip(-1), budgets).flip(-1)
+
+
+@control(TOP_EACH, array_library="torch", dtypes=ALL, edges=False)
+def torch_last_of_equals(scores, budgets):
+    return torch_last_ranked(scores, budgets)
+
+
+@control(TOP_EACH, array_library="torch", dtypes=ALL, edges=False)
+def torch_topk_of_each_row(scores, budgets):
+    """torch.topk row by row, which keeps any of equal scores."""
+    refuse_budgets(scores, budgets)
+    kept = torch.zeros(scores.shape, dtype=torch.bool)
+    for row in np.ndindex(*scores.shape[:-1]):
+        kept[row][scores[row].topk(min(int(budgets[row]), scores.shape[-1])).indices] = True
+    return kept
+
+
 def refuse_nucleus(attention, p) -> None:
     if not 0 <= p <= 1:
         raise ValueError(f"p: got {p}")
@@ -163,6 +183,11 @@ def torch_searched(attention, p):
     count = torch.searchsorted(mass, torch.full_like(total, p)) + 1 if p < 1 else (falling > 0).sum(dim=-1, keepdim=True)
     count = torch.minimum(count, (falling > 0).sum(dim=-1, keepdim=True)).clamp(min=1)
     return torch_marked(order, (torch.arange(falling.shape[-1]) < count).expand(falling.shape))
+
+
+@control(NUCLEUS, array_library="torch", dtypes=ALL, edges=False)
+def torch_last_of_equal_weights(attention, p):
+    return torch_mass_before(attention.flip(-1), p).flip(-1)
 
 
 @control("gvote.single_step_budget", array_library="torch")
@@ -366,10 +391,10 @@ def tokens_first(query, keys, sampled_queries, *, p=0.95):
     return votes.reshape(*keys.shape[:2], -1, length).sum(axis=2) > 0
 
 
-def torch_elected(p, query, keys, sampled_queries):
+def torch_elected(p, query, keys, sampled_queries, ranked=torch_ranked):
     repeated = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
     budgets = torch_mass_before(torch_weights(query, repeated), p).sum(dim=-1)
-    votes = torch_ranked(torch_logits(sampled_queries, repeated), budgets[..., None].expand(sampled_queries.shape[:3]))
+    votes = ranked(torch_logits(sampled_queries, repeated), budgets[..., None].expand(sampled_queries.shape[:3]))
     return votes.unflatten(1, (keys.shape[1], -1)).flatten(2, 3).any(dim=2)
 
 
@@ -378,6 +403,12 @@ def torch_rounding_each_step(query, keys, sampled_queries, *, p=0.95):
     """torch in the dtype of the keys throughout, as eager code does it."""
     refuse(query, keys, sampled_queries, p)
     return torch_elected(p, query, keys, sampled_queries)
+
+
+@control(SELECT, array_library="torch", dtypes=ALL, edges=False)
+def torch_votes_for_the_last_of_equals(query, keys, sampled_queries, *, p=0.95):
+    refuse(query, keys, sampled_queries, p)
+    return torch_elected(p, query, keys, sampled_queries, torch_last_ranked)
 
 
 @control(SELECT, array_library="torch", dtypes=("float16", "bfloat16"))
@@ -434,6 +465,11 @@ def added_one_by_one(attention, p):
 @control(OPTIMAL, array_library="torch", dtypes=ALL)
 def torch_any_nucleus(attention, p):
     return torch_mass_before(attention, p).any(dim=-2)
+
+
+@control(OPTIMAL, array_library="torch", dtypes=ALL, edges=False)
+def torch_any_nucleus_of_the_last(attention, p):
+    return torch_last_of_equal_weights(attention, p).any(dim=-2)
 
 
 @control(OVERLAP, dtypes=NUMPY)

@@ -7,7 +7,8 @@ import torch
 
 from evictionary.reference import rkv
 from evictionary.spec_tests.controls.attention import ALL, NUMPY, refuse
-from evictionary.spec_tests.controls.snapkv import checked
+from evictionary.spec_tests.controls.refusal import refuse_unless
+from evictionary.spec_tests.controls.snapkv import checked, finite_window
 from evictionary.spec_tests.harness.planted import control
 
 REDUNDANCY, IMPORTANCE, SCORE = "rkv.redundancy", "rkv.importance", "rkv.score"
@@ -53,6 +54,7 @@ def torch_at_once(keys, *, threshold=0.5):
 @control(IMPORTANCE, dtypes=NUMPY)
 def query_by_query(queries, keys, *, window_size=8, kernel_size=7):
     """The queries of the window one after the other, from the last; the neighbours compared by shifting."""
+    refuse_unless(queries=queries.shape[2] >= window_size)
     before = keys[:, :, :-window_size] / keys.dtype.type(keys.shape[-1] ** 0.5)
     group = queries.shape[1] // keys.shape[1]
     total = np.zeros(before.shape[:-1], before.dtype)
@@ -70,6 +72,7 @@ def query_by_query(queries, keys, *, window_size=8, kernel_size=7):
 @control(IMPORTANCE, array_library="torch", dtypes=ALL)
 def torch_by_logarithms(queries, keys, *, window_size=8, kernel_size=7):
     """torch, at least in float32: the weights as exp(logit - log Z), the neighbours by a pooling layer."""
+    refuse_unless(queries=queries.shape[2] >= window_size)
     wide = torch.promote_types(keys.dtype, torch.float32)
     before = keys[:, :, None, :-window_size].to(wide)
     recent = queries[:, :, -window_size:].to(wide).unflatten(1, (keys.shape[1], -1))
@@ -108,6 +111,12 @@ def torch_score(queries, keys, *, window_size=8, kernel_size=7, importance_share
         repeated = torch_at_once(keys.to(wide), threshold=threshold)[..., :-window]
         scores[..., :-window] = importance_share * attended - (1 - importance_share) * repeated
     return scores.to(keys.dtype)
+
+
+@control(SCORE, array_library="torch", dtypes=ALL)
+def torch_window_above_the_rest(queries, keys, **settings):
+    """The window has a finite score, more than the best token before it."""
+    return finite_window(torch_score(queries, keys, **settings))
 
 
 @control("rkv_variants.released_score", dtypes=NUMPY)

@@ -97,13 +97,15 @@ def torch_rounding_each_step(queries, keys, *, window_size=32, kernel_size=7):
     return torch_scored(torch_weights(queries[:, :, -window:], keys), keys, window, kernel_size)
 
 
+def finite_window(scores):
+    """One more than twice the largest finite score in the place of infinity."""
+    return torch.where(scores.isinf(), 2 * scores.where(scores.isfinite(), 0).amax() + 1, scores)
+
+
 @control(SCORE, array_library="torch", dtypes=ALL)
 def torch_window_above_the_rest(queries, keys, *, window_size=32, kernel_size=7):
-    """kvpress's SnapKVPress: the window scores one more than the best token before it."""
-    scores = torch_in_float32(queries, keys, window_size=window_size, kernel_size=kernel_size)
-    before = scores[..., : max(0, keys.shape[2] - window_size)]
-    top = before.max() + 1 if before.numel() else 1.0
-    return torch.where(scores.isinf(), top, scores)
+    """As in kvpress's SnapKVPress, the window has a finite score."""
+    return finite_window(torch_in_float32(queries, keys, window_size=window_size, kernel_size=kernel_size))
 
 
 @control(SCORE, array_library="torch", dtypes=("float64", "float32"))

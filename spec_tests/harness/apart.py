@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
-import tempfile
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from evictionary.spec_tests.harness.implementation import UnusableImplementation, load_each
-from evictionary.spec_tests.harness.watch import ended, text_of
+from evictionary.spec_tests.harness.remote import Gone, Remote
 
 IMPORT_SECONDS = 120.0
 """The least time that an import may take: that of torch takes long from a cold disk."""
@@ -27,26 +25,16 @@ def described(target: str, *arguments: Any, **options: Any) -> list[Any]:
 
     Raises UnusableImplementation as `load_each` does, and where importing the implementation ends the process.
     """
-    with tempfile.TemporaryDirectory(prefix="evictionary-") as folder:
-        asked, answer, said = (Path(folder) / name for name in ("asked", "answer", "said"))
-        asked.write_bytes(pickle.dumps((target, arguments, options)))
-        command = [sys.executable, "-P", "-m", __name__, folder]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with said.open("wb") as output:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-            seconds = max(IMPORT_SECONDS, options.get("seconds", 0))
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                raise UnusableImplementation(f"{target}: importing it did not end within {seconds:g} s") from None
-        if not answer.exists():
-            words = text_of(said).strip().splitlines()[-1:]
-            raise UnusableImplementation(
-                f"{target}: importing it ended the process: {ended(code)}{'; its last words: ' * bool(words)}{''.join(words)}"
-            )
-        found = pickle.loads(answer.read_bytes())
+    command = [sys.executable, "-P", "-m", __name__]
+    seconds = max(IMPORT_SECONDS, options.get("seconds", 0))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with closing(Remote(f"{target}: the process that imports it", command, seconds, env=environment)) as process:
+        try:
+            with process.asking():
+                process.send(pickle.dumps((target, arguments, options)))
+                found = pickle.loads(process.rest())
+        except Gone as gone:
+            raise UnusableImplementation(str(gone)) from None
     if isinstance(found, Exception):
         raise found
     return found
@@ -62,15 +50,17 @@ def _outline(implementation: Any) -> Any:
 
 
 def main() -> None:
-    """Describe an implementation: the first argument is the folder that `described` has made."""
-    folder = Path(sys.argv[1])
-    target, arguments, options = pickle.loads((folder / "asked").read_bytes())
+    """Describe an implementation; what its import prints goes to the standard error."""
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    target, arguments, options = pickle.load(sys.stdin.buffer)
     found: Any
     try:
         found = [_outline(each) for each in load_each(target, *arguments, **options)]
     except UnusableImplementation as error:
         found = error
-    (folder / "answer").write_bytes(pickle.dumps(found))
+    answer.write(pickle.dumps(found))
+    answer.flush()
     os._exit(0)  # threads that the import has started go on for ever
 
 

@@ -138,6 +138,15 @@ def above_all(got: Any, chosen: np.ndarray) -> Any:
     return np.where(chosen & lifted[..., None], np.inf, scores)
 
 
+def window_above_all(got: Any, keys: np.ndarray, window_size: int) -> np.ndarray:
+    """The scores of keys [B, H, T, D], infinite in the window of the last tokens where it scores more than all before it.
+
+    Raises Violation for anything but one number for each key.
+    """
+    require_numbers(got, keys.shape[:3], "the score")
+    return above_all(got, np.arange(keys.shape[2]) >= keys.shape[2] - window_size)
+
+
 def rounding(impl: Implementation, terms: int = 1) -> float:
     """What a number may be wrong by, in parts of the sum of the magnitudes of the `terms` that it is the sum of.
 

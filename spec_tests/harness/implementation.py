@@ -31,7 +31,7 @@ STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__)
 # The packages of this project, which go by these names on the command line.
 OWN = ("reference", "optimized")
 # The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
-NOT_SEAMS = ("checks",)
+NOT_SEAMS = ("checks", "contract")
 NO_GPU = "needs a GPU, and this machine has none"
 CANNOT_HOLD = "cannot hold the numbers"
 # In place of a function, for laws that hold of every function that an implementation provides.

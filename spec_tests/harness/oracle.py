@@ -29,7 +29,8 @@ from evictionary.spec_tests.harness import tolerance
 from evictionary.spec_tests.harness.degenerate import REFUSAL
 from evictionary.spec_tests.harness.implementation import oracle
 from evictionary.spec_tests.harness.law import SUITE, Law, load_laws
-from evictionary.spec_tests.harness.matrix import DOCS, laws_for, outcome, prepared, time_limit
+from evictionary.spec_tests.harness.matrix import DOCS, laws_for
+from evictionary.spec_tests.harness.outcome import outcome, prepared, time_limit
 from evictionary.spec_tests.harness.planted import copied, load_mutants, replaced
 from evictionary.spec_tests.harness.source_mutations import functions, mutations
 from evictionary.store import table

@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.reference.checks import arrays
+from evictionary.reference.contract import CONTRACT, arguments
 from evictionary.spec_tests.harness.domain import Domain
-from evictionary.spec_tests.harness.implementation import STEMS, Implementation, oracle
+from evictionary.spec_tests.harness.implementation import STEMS, Implementation, oracle, to_numpy
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
 
@@ -187,7 +189,21 @@ class Control:
     def implementation(self, dtype: str) -> Implementation:
         """This one function, judged alone at a dtype; what else its laws call comes from the reference."""
         fields = {"array_library": self.array_library, "dtype": dtype, "domain": Domain(max_length=self.max_length)}
-        return replaced(f"control {self.name}", {self.of: self.function}, **fields)
+        return replaced(f"control {self.name}", {self.of: refusing(self.of, self.function)}, **fields)
+
+
+def refusing(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A right variant that refuses what does not fit its line of the contract: what it writes otherwise is the mathematics."""
+    if path not in CONTRACT:
+        return function
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(oracle(path)).bind(*args, **kwargs).arguments
+        arrays(path, *(to_numpy(given.get(argument.name)) for argument in arguments(path)))
+        return function(*args, **kwargs)
+
+    return checked
 
 
 CONTROLS: dict[str, Control] = {}

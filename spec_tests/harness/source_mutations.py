@@ -1,7 +1,8 @@
 """Small mistakes made by a program: the source of a function of `reference/` with one operator, number, axis or call replaced.
 
-What only refuses an argument gives no number and is left alone: `raise`, the `if` in front of it, `require_shape`, and the bounds
-that the functions of `checks` are given. So are the defaults of arguments, of which `papers/test_defaults.py` has a table.
+What only refuses an argument gives no number and is left alone: `raise`, the `if` in front of it, the calls in CHECKS, `contract`,
+and the bounds that the functions of `checks` are given. So are the defaults of arguments, of which `papers/test_defaults.py` has
+a table.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ DROPPED = frozenset(_DROPPED.split())
 """Calls that are left out: each of their arguments stands in their place in turn, of `where` the condition excepted."""
 
 ARGUMENTS_OF_CHECKS = {"low", "high", "closed_high"}
+CHECKS = {"array", "arrays", "as_count", "as_odd", "require_between", "require_window"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Mutation:
 
 def functions() -> list[str]:
     """Every function of the reference, helpers too, as `stem.function`."""
-    modules = {stem: importlib.import_module(f"evictionary.reference.{stem}") for stem in STEMS}
+    modules = {stem: importlib.import_module(f"evictionary.reference.{stem}") for stem in STEMS if stem != "contract"}
     return [
         f"{stem}.{name}"
         for stem, module in modules.items()
@@ -130,8 +132,10 @@ def _places(holder: ast.AST, statement: ast.AST) -> Iterator[tuple[Callable[[ast
 
 def _only_refuses(node: ast.AST) -> bool:
     match node:
-        case ast.Raise() | ast.Expr(value=ast.Constant() | ast.Call(func=ast.Name(id="require_shape"))):
+        case ast.Raise() | ast.Expr(value=ast.Constant()):
             return True
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) | ast.Assign(value=ast.Call(func=ast.Name(id=name))):
+            return name in CHECKS
         case ast.If():
             return isinstance(node.body[-1], ast.Raise)
         case ast.keyword():
@@ -173,8 +177,6 @@ def _alternatives(node: ast.AST) -> list[ast.AST]:
             return [*later, *longer]
         case ast.If(test=test):
             return [ast.If(ast.UnaryOp(ast.Not(), test), node.body, node.orelse)]
-        case ast.Assign(value=ast.Call(func=ast.Name(id="as_float64" | "as_count" | "as_kept"))):
-            return []
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             again = any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(value))
             return [ast.Pass()] * again

@@ -22,13 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.spec_tests.harness import wire
 from evictionary.spec_tests.harness.degenerate import EDGE, KINDS, MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.harness.domain import Domain, OutsideDomain
 from evictionary.spec_tests.harness.implementation import ANY, Call, Implementation, load, oracle
 from evictionary.spec_tests.harness.law import Law, load_laws
-from evictionary.spec_tests.harness.matrix import laws_for, outcome
+from evictionary.spec_tests.harness.matrix import laws_for
+from evictionary.spec_tests.harness.outcome import outcome
 from evictionary.spec_tests.harness.planted import Mutant, answer, load_mutants
-from evictionary.spec_tests.harness.process import member, plain, type_name
+from evictionary.spec_tests.harness.process import member, plain
 from evictionary.spec_tests.harness.tolerance import allowance
 from evictionary.spec_tests.harness.verdict import suite_version
 
@@ -166,29 +168,26 @@ def written(value: Any, tolerance: Callable[[], dict[str, tuple[float, float]]] 
 
     Raises OutsideDomain for what JSON cannot hold, such as a function.
     """
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {
-            "type": type_name(value),
-            **{field: written(each, tolerance) for field, each in zip(value._fields, value, strict=True)},
+
+    def leaf(value: Any, _: str) -> Any:
+        if not isinstance(value, np.ndarray) and tolerance is None:
+            return plain(value)
+        array = np.asarray(float(value) if isinstance(value, Fraction) else value)
+        kinds = {"f": "float", "b": "bool", "i": "int", "u": "int"}
+        if array.dtype.kind not in kinds:
+            raise OutsideDomain(f"{array.dtype} cannot be written down")
+        found: dict[str, Any] = {
+            "shape": list(array.shape),
+            "dtype": kinds[array.dtype.kind],
+            "data": [plain(each) for each in array.ravel().tolist()],
         }
-    if isinstance(value, tuple | list):
-        return [written(each, tolerance) for each in value]
-    if not isinstance(value, np.ndarray) and tolerance is None:
-        return plain(value)
-    array = np.asarray(float(value) if isinstance(value, Fraction) else value)
-    kinds = {"f": "float", "b": "bool", "i": "int", "u": "int"}
-    if array.dtype.kind not in kinds:
-        raise OutsideDomain(f"{array.dtype} cannot be written down")
-    found: dict[str, Any] = {
-        "shape": list(array.shape),
-        "dtype": kinds[array.dtype.kind],
-        "data": [plain(each) for each in array.ravel().tolist()],
-    }
-    if tolerance is not None:
-        errors = tolerance()
-        if found["dtype"] == "float":
-            found["tolerance"] = {dtype: {"largest": largest, "mean": mean} for dtype, (largest, mean) in errors.items()}
-    return found
+        if tolerance is not None:
+            errors = tolerance()
+            if found["dtype"] == "float":
+                found["tolerance"] = {dtype: {"largest": largest, "mean": mean} for dtype, (largest, mean) in errors.items()}
+        return found
+
+    return wire.to_json(value, leaf)
 
 
 def read(value: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+
+from evictionary.spec_tests.harness.remote import ended
 
 GIVEN_UP = 3
 NO_MORE = f"is asked no more after {GIVEN_UP} laws without an answer"
@@ -115,14 +116,6 @@ def _ending(worker: Any) -> str:
         return ended(worker.gateway._io.popen.wait(timeout=5))
     except (AttributeError, subprocess.TimeoutExpired):
         return "nobody knows how"
-
-
-def ended(code: int) -> str:
-    """What an exit code of a process says."""
-    if code >= 0:
-        return f"exit code {code}"
-    killed = ", as where a machine has no memory left" if -code == signal.SIGKILL else ""
-    return f"signal {signal.Signals(-code).name}{killed}"
 
 
 def _line_of(dump: str) -> str:

@@ -1,0 +1,1 @@
+"""What the tests share: no test, and no part of what is installed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import require_states, working_dtype
+from .checks import require_fit, working_dtype
 
 
 def score(values: torch.Tensor) -> torch.Tensor:
@@ -13,5 +13,5 @@ def score(values: torch.Tensor) -> torch.Tensor:
     Args: values [B, H_kv, T, D_v] (any leading axes). Returns scores [B, H_kv, T], float32 (float64 for float64 values).
     Raises ValueError for an empty, non-finite or wrongly shaped `values`.
     """
-    require_states("values", values, "... T D_v")
+    require_fit("values: ... T D_v", values)
     return torch.linalg.vector_norm(values.to(working_dtype(values)), dim=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import as_float64
+from .checks import array
 
 METHOD = "keeps the tokens whose values are longest"
 
@@ -15,5 +15,5 @@ def score(values: np.ndarray) -> np.ndarray:
     Args: values [B, H_kv, T, D_v] (any leading axes). Returns scores [B, H_kv, T], at least 0,
     higher = keep. Raises ValueError for an empty, non-finite or wrongly shaped `values`.
     """
-    values = as_float64("values", values, "... T D_v")
+    values = array("values: ... T D_v", values)
     return np.sqrt((values * values).sum(axis=-1))

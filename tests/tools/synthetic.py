@@ -1,6 +1,6 @@
 """An artificial class: right, wrong and hostile submissions, to test the grader.
 
-`python -m evictionary.classroom.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every attack of
+`python -m tests.tools.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every attack of
 `attacks.py`; half of the other submissions are right, and half have one planted mistake each.
 `evictionary grade FOLDER --assignment keydiff --output GRADES` grades them, and `--report GRADES` writes docs/classroom/class.md.
 """
@@ -12,18 +12,19 @@ import importlib
 import inspect
 import itertools
 import json
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import attacks, formats, grading
+from evictionary.classroom import bundle, formats, grading
 from evictionary.classroom.assignment import Assignment, Step
-from evictionary.spec_tests.harness.implementation import STEMS, oracle
+from evictionary.spec_tests.harness.implementation import oracle
 from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.planted import Mutant, edited_source, load_mutants
+
+from . import attacks
 
 SWEEP_SEED = b"the seeds of the sweep"
 NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
@@ -31,34 +32,12 @@ PAGES = Path(__file__).parents[2] / "docs" / "classroom"
 # A right answer as a student would write it; docs/classroom/transcript.md shows the steps to it.
 SOLUTION = PAGES / "transcript" / "3_right.py"
 
-_LOADER = '''"""A whole package in one file: what a student hands in who has it right, or who has made one mistake."""
-
-import sys
-import types
-
-SOURCES = {sources!r}
-for name, source in SOURCES.items():
-    module = sys.modules[name] = types.ModuleType(name)
-    parent, _, stem = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], stem, module)
-    else:
-        module.__path__ = []
-    exec(compile(source, name, "exec"), vars(module))
-for name, value in vars(sys.modules["bundled.{stem}"]).items():
-    if not name.startswith("_"):
-        globals()[name] = value
-{last}
-'''
 _MUTANT_STUB = "def mutant(*args, **kwargs):\n    return lambda function: function\n"
 
 
 def bundled(stem: str, mutant: Mutant | None = None) -> str:
     """The reference of a method as one file that imports only NumPy; a mutant replaces the right function."""
-    sources = {"bundled": ""}
-    for name in STEMS:
-        _add(name, sources)
-    last = ""
+    sources, last = bundle.sources(), ""
     if mutant is not None and mutant.edits:
         path = mutant.edited or mutant.of
         module = f"bundled.{path.split('.')[0]}"
@@ -70,29 +49,13 @@ def bundled(stem: str, mutant: Mutant | None = None) -> str:
             "import importlib\ndef oracle(path):\n    stem, name = path.split('.')\n"
             "    return getattr(importlib.import_module(f'bundled.{stem}'), name)\n"
         )
-        sources["bundled.arithmetic"] = _renamed((tests / "harness" / "arithmetic.py").read_text(encoding="utf-8"))
+        sources["bundled.arithmetic"] = bundle.renamed((tests / "harness" / "arithmetic.py").read_text(encoding="utf-8"))
         sources["bundled.planted"] = _MUTANT_STUB
         source_file = inspect.getsourcefile(inspect.unwrap(mutant.function)) or ""
-        sources["bundled.wrong"] = _renamed(Path(source_file).read_text(encoding="utf-8"))
+        sources["bundled.wrong"] = bundle.renamed(Path(source_file).read_text(encoding="utf-8"))
         function = mutant.of.split(".")[1]
         last = f'{function} = vars(sys.modules["bundled.wrong"])["{mutant.name.split(".")[1]}"]'
-    return _LOADER.format(sources=sources, stem=stem, last=last)
-
-
-def _add(name: str, sources: dict[str, str]) -> None:
-    """Add a module of the reference after those that it imports."""
-    source = (Path(next(iter(reference.__path__))) / f"{name}.py").read_text(encoding="utf-8")
-    for module, listed in re.findall(r"^from \.(\w*) import \(?([\w, ]*)", source, flags=re.MULTILINE):
-        for needed in [module] if module else re.findall(r"\w+", listed):
-            if f"bundled.{needed}" not in sources:
-                _add(needed, sources)
-    sources.setdefault(f"bundled.{name}", _renamed(source))
-
-
-def _renamed(source: str) -> str:
-    source = source.replace("evictionary.spec_tests.harness.implementation", "bundled.oracle").replace(".harness.", ".")
-    source = re.sub(r"^from \.(\w*) import", lambda found: f"from bundled.{found[1]} import".replace(". ", " "), source, flags=re.M)
-    return re.sub(r"\bfrom evictionary\.(reference|spec_tests)\b", "from bundled", source)
+    return bundle.packed(stem, sources, last)
 
 
 def mutants_of(assignment: Assignment) -> list[Mutant]:
@@ -173,7 +136,7 @@ def sweep(jobs: int) -> None:
         "# Every planted mistake, handed in",
         "",
         "Each mistake of the bank that lies in a function of an assignment, submitted by a student who has the rest right.",
-        "`python -m evictionary.classroom.synthetic --sweep` made this page. A misconception is named only where an input",
+        "`python -m tests.tools.synthetic --sweep` made this page. A misconception is named only where an input",
         "separates it from every other planted mistake, and only for the first step that fails.",
         "",
         "| assignment | handed in | lost the points of its requirement | was told its misconception |",
@@ -213,9 +176,9 @@ def report(grades: Path) -> None:
     lines = [
         "# A class that never was",
         "",
-        "`python -m evictionary.classroom.synthetic handed_in --count 200` wrote hostile, wrong and right submissions to the",
+        "`python -m tests.tools.synthetic handed_in --count 200` wrote hostile, wrong and right submissions to the",
         "KeyDiff assignment, `evictionary grade handed_in --assignment keydiff --seconds 5 --output grades` graded them, and",
-        "`python -m evictionary.classroom.synthetic --report grades` made this page.",
+        "`python -m tests.tools.synthetic --report grades` made this page.",
         "",
         "| points | right | one planted mistake | hostile |",
         "|---|---|---|---|",

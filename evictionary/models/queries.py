@@ -1,7 +1,6 @@
-"""Estimates future queries for methods: a Gaussian of the queries before RoPE, and samples from it.
+"""A model's queries before and after RoPE, by its own modules: rotary embedding, query projection and norm.
 
-All steps use the model's own modules (rotary embedding, query projection and norm), so scaled or partial RoPE and QK-norm are
-those of the model; with plain RoPE the results equal the reference (EA-6, GV-A4 to GV-A8; tested).
+So scaled or partial RoPE and QK-norm are those of the model; with plain RoPE the results equal the reference (tested).
 """
 
 from __future__ import annotations
@@ -15,14 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from evictionary.errors import UsageError
-from evictionary.optimized.expected_attention import BLOCK_TOKENS, statistics_of_blocks
 
 HORIZON = 512
-"""The future positions that RoPE is averaged over, in both papers."""
-SAMPLES = 8
-"""Sampled queries for each query head: GVote's paper takes 8 or more."""
-SINKS = 4
-"""First tokens whose hidden states are not counted (GV-A4)."""
+"""The future positions that RoPE is averaged over."""
 
 
 def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +54,7 @@ def unrotated(queries: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     return turned(queries.float(), cos / scale, -sin / scale)
 
 
-def _average_rotation(
+def average_rotation(
     model: PreTrainedModel, layer_index: int, position: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean cosine and sine [R] over the HORIZON positions from `position` on."""
@@ -68,50 +62,8 @@ def _average_rotation(
     return cos.mean(dim=0), sin.mean(dim=0)
 
 
-def future_statistics(
-    model: PreTrainedModel, layer_index: int, queries: torch.Tensor, positions: torch.Tensor, position: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """EA-5, EA-6: mean [B, H_q, D] and covariance [B, H_q, D, D] of the queries, averaged over the next positions.
-
-    Args: queries [B, H_q, N, D], after RoPE, at positions [N]; position, that of the next token.
-    """
-    parts = (queries, *rotation(model, layer_index, positions))
-    blocks = zip(*(part.split(BLOCK_TOKENS, dim=-2) for part in parts), strict=True)
-    mean, covariance = statistics_of_blocks(unrotated(*block) for block in blocks)
-    cos, sin = _average_rotation(model, layer_index, position, queries.device)
-    by_rows = turned(covariance, cos, sin)
-    return turned(mean, cos, sin), turned(by_rows.mT, cos, sin).mT.contiguous()
-
-
-def sampled_queries(
-    model: PreTrainedModel,
-    module: torch.nn.Module,
-    layer_index: int,
-    hidden_states: torch.Tensor,
-    position: int,
-    generator: torch.Generator,
-) -> torch.Tensor:
-    """GV-A4 to GV-A8: queries [B, H_q, S, D] of hidden states sampled from those of the prompt, averaged over the next positions.
-
-    Args: module, the attention layer; hidden_states [B, M, C], what it read of the last M tokens; position, that of the next token;
-    generator, for the noise, which the rows and the heads share: a row keeps in a batch what it keeps alone.
-    """
-    num_tokens = hidden_states.shape[1]
-    sinks = max(0, SINKS - (position - num_tokens))  # the last tokens of a long text include no such token
-    observed = hidden_states[:, min(sinks, num_tokens - 1) :].float()
-    mean = observed.mean(dim=1, keepdim=True)
-    # In blocks that stay in a processor's cache: torch.var over an axis that is not the last takes ten times as long on a CPU.
-    squares = sum((block - mean).square_().sum(dim=1, keepdim=True) for block in observed.split(128, dim=1))
-    variance = squares / observed.shape[1]
-    noise = torch.randn(1, SAMPLES, observed.shape[2], generator=generator)
-    states = mean + variance.sqrt() * noise.to(observed.device)
-    queries = project(model, module, states.to(hidden_states.dtype)).float()
-    cos, sin = _average_rotation(model, layer_index, position, queries.device)
-    return turned(queries, cos, sin) * logit_factor(module, queries.shape[-1])
-
-
 def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """GV-A6: the model's queries [B, H_q, S, D] before RoPE of hidden states [B, S, C], its QK-norm included."""
+    """The model's queries [B, H_q, S, D] before RoPE of hidden states [B, S, C], its QK-norm included."""
     config = model.config.get_text_config()
     num_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", config.hidden_size // num_heads)

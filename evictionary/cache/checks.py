@@ -1,0 +1,112 @@
+"""What a cache refuses or warns of: forwards that are not its own, models that it cannot watch, states that are not finite."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from evictionary.errors import MethodError, UsageError
+from evictionary.optimized.checks import is_finite
+
+
+def require_one_text(layers: Iterable[Any], new: int, longest: int | None) -> None:
+    """Raise RuntimeError after an interrupted forward. Warn where `new` tokens exceed the context that the model was made for."""
+    read = sorted({layer.get_seq_length() for layer in layers})
+    if len(read) > 1:
+        raise RuntimeError(
+            f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a forward was "
+            "interrupted or failed; use a copy from before it, or cache.reset() and the prompt again"
+        )
+    if longest is not None and read[0] <= longest < read[0] + new:
+        warnings.warn(
+            f"the text is now longer than the model's context of {longest} tokens: evicted tokens count, for the later "
+            "ones keep their positions",
+            stacklevel=3,
+        )
+
+
+def require_announced(is_announced: bool) -> None:
+    """Raise RuntimeError where a cache that watches its model reads tokens that the model has not announced."""
+    if not is_announced:
+        raise RuntimeError(
+            "cache: got tokens of another model, wanted those of the model object that it was made with: a model that was "
+            "loaded again is another one; cache.save(path) and EvictingCache.load(path, model) take a cache to it"
+        )
+
+
+def require_seen(layer_index: int, is_handed: bool) -> None:
+    """Raise RuntimeError where the attention of a layer has not called back after its last tokens."""
+    if is_handed:
+        raise RuntimeError(
+            f"layer {layer_index}: tokens were read but their queries were never seen, so the cache could not compress them: the "
+            "forward before was interrupted; wanted a copy from before it, or cache.reset() and the prompt again"
+        )
+
+
+def require_tokens(length: int, seen: int) -> None:
+    """Raise UsageError for a forward without a token, which no model can read."""
+    if length == 0:
+        raise UsageError(
+            f"prompt: got no new token after the {seen} that the cache has read, wanted one: generate() takes "
+            "its input for the whole text so far; another prompt needs another cache, or cache.reset() before it"
+        )
+
+
+def require_padding(padding: torch.Tensor | None, before: torch.Tensor | None, length: int, seen: int) -> None:
+    """Raise UsageError for a row without a token in the first block, and for padding after it that differs from `before`."""
+    if padding is None:
+        return
+    if seen == 0 and int(padding.max()) >= length:
+        raise UsageError(
+            f"attention_mask: got a row with only padding in the first {length} tokens, wanted a larger block: the first "
+            "block must hold a token of each row of the batch"
+        )
+    if seen and (before is None or not torch.equal(padding.cpu(), before)):
+        raise UsageError("attention_mask: got other padding than before, wanted the padding of the prompt and none after it")
+
+
+def require_watchable(model: Any, handed: Any) -> None:
+    """Raise UsageError for a model whose attention got other keys than the cache returned."""
+    if handed:
+        raise UsageError(
+            f"model: got {type(model).__name__}, which gives its attention other keys than the cache returned, so no method "
+            "can see its queries; wanted another model"
+        )
+
+
+def require_readable_twice(length: int, longest: int | None, padding: torch.Tensor | None) -> None:
+    """Raise UsageError for a prompt that a model cannot read twice."""
+    if longest is not None and 2 * length > longest:
+        raise UsageError(
+            f"prompt: got {length} tokens, wanted at most half of the model's context of {longest}: the prompt is read twice"
+        )
+    if padding is not None:
+        raise UsageError("attention_mask: got padding, wanted prompts of one length: the prompt is read twice")
+
+
+def require_whole(full: Any, layer_index: int, recorded: dict[str, torch.Tensor]) -> None:
+    """Raise UsageError unless a prefilled layer holds all tokens of a prompt, and states of all of them were recorded."""
+    stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
+    if not stored or stored != seen:
+        raise UsageError(f"prefilled: got {stored} of {seen} tokens in layer {layer_index}, wanted all tokens of a prompt")
+    for name, states in recorded.items():
+        if states.shape[-2] != seen:
+            raise UsageError(
+                f"prefilled: got {name} of {states.shape[-2]} of {seen} tokens in layer {layer_index}, wanted a prompt that "
+                "was read in one forward"
+            )
+
+
+def require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise MethodError for NaN or infinite numbers on a CPU. A GPU would have to be waited for; there the scores show NaN."""
+    for name, states in (("keys", keys), ("values", values)):
+        if states.device.type == "cpu" and not is_finite(states):
+            raise MethodError(f"{name}: got NaN or infinite numbers in layer {layer_index}, wanted finite ones")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that a GPU has too little memory, or comes from a method that met such an error."""
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)

@@ -1,0 +1,132 @@
+"""One compression of a layer, step by step."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evictionary.cache.checks import require_finite
+from evictionary.cache.inputs import supply
+from evictionary.methods.method import Method, Request
+from evictionary.policies import Compression, hooks, moments_of
+
+if TYPE_CHECKING:
+    from evictionary.cache.evicting_cache import EvictingCache
+
+
+def compress(cache: EvictingCache, layer_index: int, note: Any, captured: Mapping[str, Any]) -> None:
+    """Compress a layer of a cache that has a method, or raise and change nothing.
+
+    1. Open the state of the policies. 2. Stop where the numbers say that every token stays. 3. Gather the states of the layer.
+    4. Let the method choose, or a policy that does more in the same pass. 5. Let the policies sum up what goes. 6. Evict.
+    """
+    layer, method = cache.layers[layer_index], cache.method
+    assert method is not None
+    step = opened(cache, layer_index, note)
+    if layer.is_full and keeps_all(cache, layer_index, step):
+        _skip(step)
+        layer.state, layer.evicted_at = step.state, layer.seen
+        return
+    states, request = described(cache, layer_index, step, captured)
+    kept = one_pass(method, step, request).kept(states, request)
+    cache.warn_of_what_is_wasted(kept, layer_index)
+    for evicted in hooks(method.policies, "evicted"):
+        evicted(step, kept)
+    if step.compressed is not None or not layer.is_full or not kept.all():
+        layer.evict(kept, step.compressed)
+    layer.state, layer.evicted_at = step.state, layer.seen
+
+
+def opened(cache: EvictingCache, layer_index: int, note: Any) -> Compression:
+    """The compression as policies see it, with a state of its own."""
+    layer, method = cache.layers[layer_index], cache.method
+    assert method is not None
+    options = {**method.options, **cache.options}
+    step = Compression(method, options, cache.compression_ratio, cache.every, *layer.slots())
+    require_finite(layer_index, step.keys, step.values)
+    step.new, step.note, step.state = layer.seen - layer.evicted_at, note, dict(layer.state)
+    if layer.evicted_at == 0:
+        for opening in hooks(method.policies, "opened"):
+            step.state |= opening(step)
+    return step
+
+
+def keeps_all(cache: EvictingCache, layer_index: int, step: Compression) -> bool:
+    """Whether the numbers of tokens alone say that nothing of a full layer is evicted."""
+    layer, method = cache.layers[layer_index], step.method
+    for says in hooks(method.policies, "keeps_all"):
+        said = says(method, step.options, step.state, layer.stored)
+        if said is not None:
+            return bool(said)
+    if "keep_ratio" in cache.options or method.head_budgets is not None:
+        return False
+    return min(cache.amounts(layer_index, layer.seen)) >= layer.stored
+
+
+def described(
+    cache: EvictingCache, layer_index: int, step: Compression, captured: Mapping[str, Any]
+) -> tuple[dict[str, Any], Request]:
+    """The states of the layer, and the request for the method."""
+    layer = cache.layers[layer_index]
+    step.keys, step.values, positions, filled = layer.contents()
+    step.filled = None if layer.is_full else filled
+    padding = torch.zeros(len(filled), dtype=torch.int32) if cache.padding is None else cache.padding
+    states: dict[str, Any] = {"keys": step.keys, "values": step.values, **captured}
+    if layer.ragged is not None or layer.seen > filled.shape[2]:  # one of ragged heads may have kept every token
+        states["positions"] = positions - padding.to(positions)[:, None, None]
+    if (moments := moments_of(step.state)) is not None:
+        states["moments"] = moments
+    request = cache.request(
+        layer_index,
+        filled=step.filled,
+        seen=[layer.seen - count for count in padding.tolist()],
+        is_prompt=layer.evicted_at == 0,
+        state=step.state,
+        supply=supply(cache, layer_index),
+    )
+    return states, request
+
+
+def one_pass(method: Method, step: Compression, request: Request) -> Method:
+    """The method, or one whose function does more: where it is called once, for all rows and heads."""
+    if step.filled is not None or len(set(request.seen or ())) > 1:
+        _skip(step)
+        return method
+    found = next(filter(None, (fused(step) for fused in hooks(method.policies, "fused"))), None)
+    return replace(method, function=functools.wraps(method.function)(found)) if found else method
+
+
+def _skip(step: Compression) -> None:
+    for skipped in hooks(step.method.policies, "skipped"):
+        skipped(step.state)
+
+
+def warn_of_what_stays(seen: int, evicted_at: int, asked: int) -> bool:
+    """Warn where later tokens outnumber the prompt and what was asked for: a prompt that is read in blocks without `every`."""
+    since = seen - evicted_at
+    if not evicted_at or since < evicted_at or since <= asked:
+        return False
+    warnings.warn(
+        f"the cache compressed the first {evicted_at} tokens, and {since} later ones stay: to compress a prompt in "
+        "blocks give the cache every=N, and after a turn of a chat call cache.compress()",
+        stacklevel=3,
+    )
+    return True
+
+
+def warn_of_what_is_wasted(name: str, kept: torch.Tensor, asked: int) -> bool:
+    """Warn where a select keeps less than half of the tokens [B, H_kv, T] that it may: `asked` in all rows of a head."""
+    in_a_head = int(kept.sum()) / kept.shape[1]
+    if 2 * in_a_head >= asked:
+        return False
+    warnings.warn(
+        f"method {name}: keeps {in_a_head / len(kept):.4g} tokens in a head, where the budget is "
+        f'{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = {{"own_budget"}}',
+        stacklevel=3,
+    )
+    return True

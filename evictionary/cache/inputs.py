@@ -1,0 +1,107 @@
+"""The inputs of a method that only the running model has: what the policies compute from its states, and its weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from evictionary import policies
+from evictionary.cache import calibration
+from evictionary.cache.model_hooks import attention_modules, output_projection
+from evictionary.errors import UsageError
+from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED
+from evictionary.methods.method import Method, Supply
+from evictionary.models.queries import logit_factor, project, rotation, unrotated
+
+if TYPE_CHECKING:
+    from evictionary.cache.evicting_cache import EvictingCache
+
+
+def supply(cache: EvictingCache, layer_index: int) -> Supply:
+    """The callback that computes the inputs of a layer from the captured states."""
+    kv_heads = cache.layers[layer_index].keys.shape[1]
+
+    def found(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
+        model, captured_as = cache.model, CAPTURED_FOR.get(name)
+
+        def of_heads(each: torch.Tensor) -> torch.Tensor:
+            """The part of [B, heads, ..], of query heads or KV heads, that belongs to the KV heads at hand."""
+            return each.unflatten(1, (kv_heads, -1))[:, states["kv_heads"]].flatten(1, 2)
+
+        if model is not None and name == "w_o":
+            w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"])
+            return {name: of_heads(w_o[None])[0]}
+        if model is not None and name in CALIBRATED and cache.calibrated:
+            own = {entry: of_heads(each) for entry, each in cache.calibrated[layer_index].items()}
+            inputs = calibration.at_position(model, layer_index, own, position)
+            return {entry: each.expand(len(states["keys"]), *each.shape[1:]) for entry, each in inputs.items()}
+        if model is None or captured_as is None or states.get(captured_as) is None:
+            return {}
+        if cache.counts_padding:
+            raise UsageError(f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them")
+        if name in CALIBRATED:
+            queries = states["queries"]
+            places = torch.arange(position - queries.shape[2], position, device=queries.device)
+            key_places = states["positions"] if cache.layers[layer_index].evicted_at == 0 else None
+            state = calibration.of_states(model, layer_index, queries, places, states["keys"], key_places)
+            return calibration.at_position(model, layer_index, state, position)
+        source = policies.Source(model, attention_modules(model)[layer_index], layer_index)
+        inputs = policies.load(DECLARED[name][0]).supply(source, states, position)
+        # queries belong to the heads at hand already; hidden states have no heads, so what is computed from them has all
+        return inputs if captured_as == "queries" else {entry: of_heads(each) for entry, each in inputs.items()}
+
+    return found
+
+
+def require_suitable(
+    model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recording: type[EvictingCache]
+) -> None:
+    """Raise UsageError where a model cannot give a method its inputs, or not again with `every`."""
+    if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
+        require_readable_queries(model, method.name, recording)
+    if every and not is_calibrated and any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers):
+        raise UsageError(
+            f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
+            "prompt, and these are gone when the cache compresses again"
+        )
+
+
+_readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+def require_readable_queries(model: PreTrainedModel, name: str, recording: type[EvictingCache]) -> None:
+    """Raise UsageError if this model's queries cannot be computed from hidden states; a few tokens are tried.
+
+    A model may pair RoPE's channels in another way, leave RoPE out of some layers, or apply a norm after it; no configuration
+    tells.
+    """
+    if model not in _readable:
+        _readable[model] = _has_readable_queries(model, recording)
+    if not _readable[model]:
+        raise UsageError(
+            f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE in two halves; "
+            f"wanted a method that reads no future queries instead of {name}"
+        )
+
+
+@torch.no_grad()
+def _has_readable_queries(model: PreTrainedModel, recording: type[EvictingCache]) -> bool:
+    places = torch.arange(4, device=model.device)
+    modules = attention_modules(model)
+    with recording(model, None, record=("queries", "hidden_states")) as cache:
+        try:
+            model.base_model(places[None] + 1, past_key_values=cache, use_cache=True)
+            for index, states in cache.recorded.items():
+                queries = unrotated(states["queries"], *rotation(model, index, places))
+                factor = logit_factor(modules[index], queries.shape[-1])
+                projected = project(model, modules[index], states["hidden_states"]).float() * factor
+                # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
+                if not (queries - projected).abs().max() <= 0.1 * projected.abs().max():
+                    return False
+        except (KeyError, UsageError):  # the model has another name for hidden states, or no separate projection for queries
+            return False
+    return True

@@ -1,0 +1,35 @@
+"""KeyDiff in a cache: the sum of the unit keys goes from one compression to the next, which saves a pass over the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from evictionary.optimized import keydiff
+from evictionary.optimized.kernels.launching import kernels_for
+from evictionary.policies import Compression, State
+
+
+def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:
+    """KD-8 with the anchor that KD-6 has kept up to date, where kernels read the keys once then."""
+    keys, before = compression.keys, compression.state.pop("anchor", None)
+    if not compression.every or compression.method.head_budgets is not None or not kernels_for("keydiff", keys):
+        return None
+    added = None if before is None else keydiff.update_anchor(before, keys[:, :, -compression.new :], None)
+    anchor = keydiff.anchor_sum(keys) if added is None else added
+    compression.state["anchor"] = anchor
+    return lambda keys: keydiff.score_with_anchor(keys, anchor)
+
+
+def skipped(state: State) -> None:
+    """Without the fused pass the sum is not kept up to date."""
+    state.pop("anchor", None)
+
+
+def evicted(compression: Compression, kept: torch.Tensor) -> None:
+    """KD-6: the unit keys that go leave the sum; each head loses as many."""
+    gone = compression.keys[~kept]
+    if "anchor" in compression.state and len(gone):
+        gone = gone.view(*kept.shape[:2], -1, gone.shape[-1])
+        compression.state["anchor"] = keydiff.update_anchor(compression.state["anchor"], None, gone)

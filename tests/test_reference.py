@@ -1,0 +1,121 @@
+"""The idea first: a method file opens with its score or its choice, and no function is mostly checks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evictionary.methods import catalogue
+from evictionary.reference import checks
+from evictionary.reference.contract import CONTRACT, STATES, arguments
+from evictionary.spec_tests.harness.implementation import oracle
+
+REFERENCE = Path(checks.__file__).parent
+METHODS = sorted(path.stem for path in REFERENCE.glob("*.py") if "\nMETHOD = " in path.read_text(encoding="utf-8"))
+FIRST_SCREEN = 40
+CHECKS = ("array", "arrays", "as_", "require_")
+
+
+def functions(stem: str) -> list[ast.FunctionDef]:
+    tree = ast.parse((REFERENCE / f"{stem}.py").read_text(encoding="utf-8"))
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def only_checks(statement: ast.stmt) -> bool:
+    """Whether a statement refuses an argument, or converts it."""
+    match statement:
+        case ast.Raise():
+            return True
+        case ast.If():
+            return isinstance(statement.body[-1], ast.Raise)
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) | ast.Assign(value=ast.Call(func=ast.Name(id=name))):
+            return name.startswith(CHECKS)
+    return False
+
+
+@pytest.mark.parametrize("stem", METHODS)
+def test_a_method_file_opens_with_its_seam(stem: str) -> None:
+    first = functions(stem)[0]
+    assert first.name in ("score", "select")
+    assert first.lineno < FIRST_SCREEN
+
+
+@pytest.mark.parametrize("stem", METHODS)
+def test_at_least_half_of_a_function_is_mathematics(stem: str) -> None:
+    for function in functions(stem):
+        body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+        # The name of a line of the contract is neither.
+        said = [each for each in body if not isinstance(each, ast.Assign) or not isinstance(each.value, ast.Constant)]
+        checked = sum(map(only_checks, said))
+        assert 2 * checked <= len(said), f"{function.name}: {checked} of {len(said)} statements only check"
+
+
+def test_every_method_is_found_by_its_file() -> None:
+    assert set(METHODS) <= set(catalogue.names())
+
+
+@pytest.mark.parametrize("path", sorted(CONTRACT))
+def test_a_line_of_the_contract_names_the_arguments_of_its_function(path: str) -> None:
+    named = [argument.name for argument in arguments(path)]
+    assert named == [name for name in inspect.signature(oracle(path)).parameters if name in named]
+
+
+def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
+    """It names the argument, the shape got, the axes wanted, the axis with its size, and where that was first seen."""
+    keys, values = np.ones((1, 2, 3, 4)), np.ones((1, 2, 5, 4))
+    with pytest.raises(ValueError, match=r"values: got shape \(1, 2, 5, 4\), wanted \[B, H_kv, T, D_v\] with T = 3, as in keys"):
+        checks.arrays("lagkv.select", keys, values)
+
+
+@pytest.mark.parametrize(
+    ("line", "shapes", "message"),
+    [
+        ("a: T D", [(3,)], r"a: got shape \(3,\), wanted \[T, D\]$"),
+        ("a: T D", [(1, 3, 2)], r"a: got shape \(1, 3, 2\), wanted \[T, D\]$"),
+        ("a: ... T", [(0, 3)], "a: .* with no empty axis"),
+        ("a: ... T, b: ... T", [(2, 3), (1, 3)], r"b: .* with \.\.\. = \(2,\), as in a"),
+        ("a: * T, b: * T", [(2, 3), (4, 3)], r"b: .* leading axes that broadcast to \(2,\)"),
+        ("a: B H_q, b: B H_kv", [(1, 3), (1, 2)], "a: .* with H_q a multiple of H_kv = 2, as in b"),
+        ("a: M<=T, b: T", [(4,), (3,)], "a: .* with M<=T = 3, as in b"),
+        ("a: D, b: D/2", [(4,), (4,)], "b: .* with D/2 = 2.0, as in a"),
+        ("a: h d, b: h*d", [(2, 3), (5,)], r"b: .* with h\*d = 6, as in a"),
+        ("a: D%2", [(3,)], "a: .* with D%2 = 0"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(line: str, shapes: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checks.arrays(line, *(np.ones(shape) for shape in shapes))
+
+
+def test_axes_that_fit_are_taken() -> None:
+    line = "a: * M<=T D%2, b: * T D, c: N>=0, d?: open T"
+    checks.arrays(line, np.ones((2, 1, 3, 4)), np.ones((5, 3, 4)), np.ones(0), None)
+    checks.arrays(line, np.ones((2, 4)), np.ones((3, 4)), np.ones(7), np.array([np.inf, 1, -np.inf]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("T", [1, np.nan], "NaN"),
+        ("T", [1, np.inf], "infinite"),
+        ("T", [True], "dtype bool"),
+        ("T", [1j], "dtype complex"),
+        ("open T", [np.nan], "NaN"),
+        ("bool T", [1, 0], "boolean"),
+        ("whole T", [1.5], "whole numbers"),
+        ("whole T", [-1], "whole numbers"),
+    ],
+)
+def test_numbers_of_another_kind_are_refused(kind: str, given: list[object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"a: got .*{message}"):
+        checks.array(f"a: {kind}", np.array(given))
+
+
+def test_a_state_that_is_none_is_refused_by_the_names_of_its_fields() -> None:
+    with pytest.raises(ValueError, match=r"a: got tuple, wanted Moments\(count, key_sum, value_sum, value_key_sum\)"):
+        checks.array("a: Moments ...", (1, 2))
+    assert {argument.kind for path in CONTRACT for argument in arguments(path)} >= set(STATES)
