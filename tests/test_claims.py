@@ -136,7 +136,7 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     kinds = [f"kind {kind}" for kind in range(30) for _ in range(3)]
     values = draw.normal(size=(30, 3)) + draw.normal(size=(30, 1))
     numbers = Numbers({"it": "what it is", "all": "", "largest": ""}, kinds)
-    numbers.mean("it", values.reshape(-1))
+    numbers.means(it=values.reshape(-1))
     of_texts = (values.var(axis=1, ddof=1) / 3).mean()
     deviation = np.sqrt(values.mean(axis=1).var(ddof=1) / 30 + of_texts / 29)
     got = numbers["it"]
@@ -145,7 +145,7 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     assert (got.high - got.low) / 2 == pytest.approx(1.96 * deviation, rel=0.1)
     assert got.low < got.value < got.high
     assert got.by_text == {f"kind {kind}": pytest.approx(values[kind].mean()) for kind in range(30)}
-    numbers.median("all", np.repeat(values.reshape(-1, 1), 4, axis=1))
+    numbers.medians(all=np.repeat(values.reshape(-1, 1), 4, axis=1))
     assert numbers["all"].value == pytest.approx(np.median(values))
     # a number that compares the kinds keeps them: only the texts vary
     numbers.add("largest", np.mean, values.reshape(-1), compares_kinds=True)
@@ -159,7 +159,7 @@ def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
     claim = claim_of("it > 0", possible_if=("it > 1",))
     for count, verdict in ((11, UNDECIDED), (12, HOLDS)):
         numbers = Numbers({"it": ""}, [f"kind {place}" for place in range(count)])
-        numbers.mean("it", np.full(count, 5.0))
+        numbers.means(it=np.full(count, 5.0))
         assert (numbers["it"].value, numbers["it"].low) == (5.0, None if count == 11 else 5.0)
         assert Claim("X-1", "", "", "", claim.holds_if, claim.possible_if).verdict(numbers) == verdict
     assert pages.interval({"low": None, "high": None}) == "no interval"
@@ -170,7 +170,7 @@ def test_numbers_refuse_what_is_not_finite() -> None:
     numbers = Numbers({"it": ""}, ["a", "a"])
     for bad in ([], [1.0, float("nan")], [float("inf"), 0.0]):
         with pytest.raises(ValueError, match=r"values of it: .* wanted finite ones"):
-            numbers.median("it", bad)
+            numbers.medians(it=bad)
 
 
 @pytest.mark.parametrize("name", run.PAPERS)
