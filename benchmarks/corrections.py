@@ -4,8 +4,6 @@ Prints the table of docs/methods/momentkv_bounded.md, in about fifteen seconds o
 for each kind of text that the claims are measured on, read by the embedded model, in about forty seconds.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it writes for."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -4,8 +4,6 @@ results.jsonl are the measurements of every composition, finals.jsonl those of t
 PyramidKV's division on some of its prompts, as `evictionary study` writes them.
 """
 
-from __future__ import annotations
-
 import json
 
 from docs_build.entries import ROOT

@@ -1,7 +1,5 @@
 """Calibrated state: what is computed from a text, how it reaches a method, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

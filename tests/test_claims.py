@@ -1,7 +1,5 @@
 """The claims: intervals, rules, texts, recordings, runs that resume, and the command, on the tiny model."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The command line: pure JSON, exit codes, and one line for each mistake."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

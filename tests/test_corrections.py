@@ -1,7 +1,5 @@
 """The table of docs/methods/momentkv_bounded.md: the promised columns are zero, and the others are not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The evaluation: resumable without loss, the same whoever computes it, honest about failures, and its reports."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import re

@@ -1,7 +1,5 @@
 """The exported folder: model.generate evicts with it, offline, as with a cache of ours."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The training of DuoAttention's gates: what it computes, that a killed one loses nothing, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The study: its cells are those of the cache itself, its intervals those of the prompts, and a killed run loses nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The texts of the claims stand in a TOML file for each paper, beside this one: th
 the rule, and what each number means.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import tomllib

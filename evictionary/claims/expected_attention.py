@@ -1,7 +1,5 @@
 """Expected Attention (arXiv 2510.00636): reconstruction error, normality, correlation of expected and observed attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

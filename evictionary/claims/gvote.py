@@ -1,7 +1,5 @@
 """GVote (arXiv 2509.03136): synthetic against real queries, sizes by head and kind of text, and S against p."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

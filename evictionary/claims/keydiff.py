@@ -1,7 +1,5 @@
 """KeyDiff (arXiv 2504.15364): similarity of keys against attention, diversity of the kept keys, means of keys and queries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

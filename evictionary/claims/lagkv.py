@@ -1,7 +1,5 @@
 """LagKV (arXiv 2504.04704): retrieval of a long number by the tokens kept, against LocalKV and L2; likeness of neighbours."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

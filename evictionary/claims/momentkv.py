@@ -1,7 +1,5 @@
 """MomentKV (arXiv 2606.01563): evicted mass, angle of the two sub-outputs, selections, error with and without the correction."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 

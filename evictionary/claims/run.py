@@ -4,8 +4,6 @@ A measurement is a paper on one text, one line of `results.jsonl`.
 The model reads a text once for four of the papers; LagKV has prompts of its own, one batch of all kinds for each seed.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

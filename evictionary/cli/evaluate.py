@@ -1,7 +1,5 @@
 """The command `evictionary eval`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The command `evictionary methods`."""
 
-from __future__ import annotations
-
 import json
 
 import typer

@@ -1,7 +1,5 @@
 """The demo: an evaluation of every method on a passkey at five depths, with |h - h_c| and pictures of which tokens survive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -9,8 +9,6 @@ The recipe is known from public code: mit-han-lab/duo-attention, duo_attn/train.
 its start at 1 are kept; the prompts are our own, with one number in each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import time

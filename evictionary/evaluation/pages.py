@@ -1,7 +1,5 @@
 """Pages from templates, with the pictures inside: a page loads nothing from the network."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping

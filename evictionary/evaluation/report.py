@@ -1,7 +1,5 @@
 """Summarises an evaluation's lines as JSON, Markdown tables, plots and one HTML page that loads nothing from the network."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

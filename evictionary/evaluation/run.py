@@ -4,8 +4,6 @@ A unit of work is a prompt: a task, a length and a seed. The model reads the pro
 then compresses a copy of the same cache, and each gives a line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

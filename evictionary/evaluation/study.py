@@ -7,8 +7,6 @@ is where greedy decoding gives it. A run that was stopped goes on; a line is one
 The best of many compositions looks better than it is, so a final of a few of them on other prompts decides what is recommended.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
