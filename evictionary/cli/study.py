@@ -1,6 +1,5 @@
 """The command `evictionary study`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    as_json_if,
     carry_out,
     exit_codes,
     given_names,
@@ -73,8 +73,7 @@ def study(
         )
         lines = carry_out(plan, output, jobs, dask)
         found = experiment.write(lines, output)
-    if as_json:
-        typer.echo(json.dumps(found | {"output": str(output)}, indent=1))
+    if as_json_if(as_json, found | {"output": str(output)}):
         return
     console = Console()
     for entry in found["recommended"]:
