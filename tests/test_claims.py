@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
+from tools.commands import as_json, printed
 from tools.killing import goes_on
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
 from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim, Condition, Number, Numbers
 from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_kept, read_on, record
-from evictionary.cli import app as cli
 from evictionary.errors import UsageError
 from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
@@ -549,14 +548,12 @@ def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Scale.__init__, "__defaults__", tuple(vars(SCALE).values()))
     common = ["--model", model_folder, "--only", "KD-7 (diversity),MK-36", "--seeds", 2, "--texts", "chat,sums"]
     common += ["--output", tmp_path / "claims"]
-    done = CliRunner().invoke(cli.app, ["claims", *map(str, common), "--json"])
-    assert done.exit_code == 0, done.output
-    got = json.loads(done.stdout)
+    got = as_json("claims", *common)
     assert [claim["id"] for paper in got["papers"] for claim in paper["claims"]] == ["KD-7 (diversity)", "MK-36 (never worse)"]
     assert "--only 'KD-7 (diversity),MK-36' --texts 'chat,sums'" in got["command"]
     assert (tmp_path / "claims" / "momentkv.png").is_file()
-    printed = CliRunner().invoke(cli.app, ["claims", *map(str, common)])
-    assert "gain_over_tova > 0: " in printed.stdout and "MK-36" in printed.stdout
+    told = printed("claims", *common)
+    assert "gain_over_tova > 0: " in told and "MK-36" in told
 
 
 def test_claims_are_chosen_by_paper_and_id() -> None:
@@ -565,31 +562,8 @@ def test_claims_are_chosen_by_paper_and_id() -> None:
     assert [claim.id for claim in run.check_claims(["keydiff"], ["KD-7 (diversity)"])["keydiff"]] == ["KD-7 (diversity)"]
 
 
-def test_the_help_names_every_kind_of_text_and_paper() -> None:
-    help = " ".join(CliRunner().invoke(cli.app, ["claims", "--help"], env={"COLUMNS": "300"}).stdout.split())
+def test_the_help_names_every_kind_of_text_and_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    help = " ".join(printed("claims", "--help").split())
     assert f"Some of {', '.join(texts.KINDS)}" in help
     assert all(name in help for name in run.PAPERS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--papers", "keydif"], "papers: got keydif, wanted some of expected_attention"),
-        (["--model", "./no/such/model"], "model: got './no/such/model'"),
-        (["--output", "FILE"], "--output: got"),
-        (["--output", "/proc/none"], "--output: got /proc/none, wanted a folder that can be written"),
-        (["--papers", ","], "--papers: got ',', wanted at least one name"),
-        (["--only", "KD-99"], "only: got KD-99, wanted some of EA-A (error)"),
-        (["--texts", "prose"], "texts: got prose, wanted some of repetitive"),
-        (["--seeds", "1"], "seeds: got 1, wanted at least 2"),
-        (["--jobs", "0"], "jobs: got 0, wanted at least 1"),
-    ],
-)
-def test_bad_arguments_exit_with_2(model_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    given = {"--model": str(model_folder), "--output": str(tmp_path / "out"), arguments[0]: arguments[1].replace("FILE", f"{file}")}
-    done = CliRunner().invoke(cli.app, ["claims", *(part for pair in given.items() for part in pair)])
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.stderr.split())
-    assert not (tmp_path / "out" / "results.jsonl").exists()
