@@ -102,8 +102,9 @@ def run(
     jobs: int = 1,
     dask: str | None = None,
     advance: Callable[[Progress], None] = lambda progress: None,
+    name: str = RESULTS,
 ) -> list[Line]:
-    """Measure what `folder / results.jsonl` lacks of the plan, and return every line of that file, sorted.
+    """Measure what the file `name` of a folder lacks of the plan, and return every line of that file, sorted.
 
     `jobs` processes share the units. `dask` sends them to Dask workers instead: it is a scheduler's address, or "local" for a
     cluster of `jobs` workers on this machine. One process stores each line at once; several processes store each unit at once.
@@ -111,11 +112,11 @@ def run(
     """
     if jobs < 1:
         raise UsageError(f"jobs: got {jobs}, wanted at least 1")
-    path = folder / RESULTS
+    path = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         found = read(path, plan.identify)
-        others = {line["model"] for line in found.values()} - {plan.model}
+        others = {line["model"] for line in found.values() if "model" in line} - {plan.model}
         if others:
             raise UsageError(f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for {plan.model}")
         work = plan.missing(found)
@@ -130,8 +131,7 @@ def run(
             left = (time.perf_counter() - start) / done * (total - done)
             advance(Progress(done, total, plan.text(lines[-1]), left))
         every = sorted(found.values(), key=plan.order)
-        # The order of the file does not depend on which process was faster.
-        put(path, "".join(json.dumps(line) + "\n" for line in every))
+        write(path, every)  # the order of the file does not depend on which process was faster
     return every
 
 
@@ -170,6 +170,11 @@ def append(path: Path, line: Line) -> None:
         if file.write(data) != len(data):
             raise OSError(f"{path}: a line could not be written whole; is the disk full?")
         os.fsync(file.fileno())
+
+
+def write(path: Path, lines: Iterable[Line]) -> None:
+    """Replace the file by these lines."""
+    put(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 @contextlib.contextmanager

@@ -52,10 +52,6 @@ def without_seconds(lines: list[Line]) -> list[Line]:
     return [{name: value for name, value in line.items() if name != "cpu_seconds"} for line in lines]
 
 
-def write_lines(folder: Path, lines: list[Line]) -> None:
-    store.put(folder / store.RESULTS, "".join(json.dumps(line) + "\n" for line in lines))
-
-
 @pytest.fixture(scope="module")
 def lab(tokenizer: PreTrainedTokenizerFast) -> Lab:
     return Lab(tiny_llama(max_position_embeddings=2048), tokenizer, SCALE)
@@ -468,7 +464,7 @@ def test_a_finished_run_measures_nothing_again(
 
 
 def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    write_lines(tmp_path, finished[1])
+    store.write(tmp_path / store.RESULTS, finished[1])
     told: list[str] = []
     more = plan_for(model_folder, ["keydiff", "lagkv"], texts=("varied", "chat"), seeds=(1, 2))
     lines = store.run(more, tmp_path, advance=lambda progress: told.append(progress.text))
@@ -494,7 +490,7 @@ def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_fo
 def test_measurements_of_two_kinds_are_not_mixed(
     finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_lines(tmp_path, finished[1])
+    store.write(tmp_path / store.RESULTS, finished[1])
     with pytest.raises(UsageError, match="measurements with prompt_tokens 96, wanted a folder of its own for prompt_tokens 128"):
         store.run(plan_for(model_folder, scale=replace(SCALE, prompt_tokens=128)), tmp_path)
     monkeypatch.setattr(run, "versions", lambda: evaluation.versions() | {"numpy": "9"})

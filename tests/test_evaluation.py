@@ -42,10 +42,6 @@ def without_seconds(lines: list[Line]) -> list[Line]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-def write_lines(folder: Path, lines: list[Line]) -> None:
-    store.put(folder / store.RESULTS, "".join(json.dumps(line) + "\n" for line in lines))
-
-
 @pytest.fixture(scope="module")
 def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
     """A folder with the results of the plan, in one go, and its lines."""
@@ -169,7 +165,7 @@ def test_what_a_partition_keeps_whole_is_no_failure(model_folder: Path, tmp_path
 
 
 def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    write_lines(tmp_path, finished[1])
+    store.write(tmp_path / store.RESULTS, finished[1])
     told: list[store.Progress] = []
     lagkv = plan_for(model_folder, methods=[("lagkv", {"lag_size": "16"})], tasks=["copy"], budgets=[])
     lines = store.run(lagkv, tmp_path, advance=told.append)
