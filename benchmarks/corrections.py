@@ -4,8 +4,6 @@ Prints the table of docs/methods/momentkv_bounded.md, in about fifteen seconds o
 for each kind of text that the claims are measured on, read by the embedded model, in about forty seconds.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 
@@ -16,6 +14,7 @@ from evictionary.claims import texts
 from evictionary.claims.recording import Lab, Scale, as_array, record
 from evictionary.models.load import load
 from evictionary.reference import momentkv, momentkv_bounded
+from evictionary.store import table
 
 STEPS, AT_ONCE = 25_000, 500
 LENGTH, EVICTED, CHANNELS = 48, 24, 16
@@ -67,18 +66,18 @@ def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, evicted: np.
     return np.stack([np.linalg.norm(output - full, axis=-1).ravel() for output in outputs])
 
 
-def rows(steps: int = STEPS) -> Iterator[str]:
-    """The table, a row for each kind of input."""
-    columns = *(f"error: {name}" for name in NAMES), *(f"worse than none: {name}" for name in NAMES[1:]), "MB-6 worse than MomentKV"
-    yield f"| {steps:,} steps each | {' | '.join(columns)} |"
-    yield "|---|" + "--:|" * 8
+COLUMNS = [f"error: {name}" for name in NAMES] + [f"worse than none: {name}" for name in NAMES[1:]] + ["MB-6 worse than MomentKV"]
+
+
+def rows(steps: int = STEPS) -> Iterator[list[str]]:
+    """A row for each kind of input."""
     evicted = np.broadcast_to(np.arange(LENGTH) < EVICTED, (AT_ONCE, 1, LENGTH))
     for kind in KINDS:
         generator = np.random.default_rng(0)
         yield _row(kind.__name__, np.concatenate([errors(*kind(generator), evicted) for _ in range(steps // AT_ONCE)], axis=1))
 
 
-def rows_of_model() -> Iterator[str]:
+def rows_of_model() -> Iterator[list[str]]:
     """A row for each kind of text: every layer and query head at four later tokens; MomentKV keeps 128 of 384 tokens."""
     lab = Lab(*load(), Scale(prompt_tokens=384, later_tokens=64))
     for kind in texts.KINDS:
@@ -98,12 +97,13 @@ def rows_of_model() -> Iterator[str]:
         yield _row(kind, np.concatenate(found, axis=1))
 
 
-def _row(name: str, found: np.ndarray) -> str:
+def _row(name: str, found: np.ndarray) -> list[str]:
     worse = found > found[0] + ROUNDING
     shares = (*worse[1:].mean(axis=1), (found[2] > found[1] + ROUNDING).mean())
-    numbers = [f"{error:.4f}" for error in found.mean(axis=1)] + [f"{100 * share:.2f} %" for share in shares]
-    return f"| {name} | " + " | ".join(numbers) + " |"
+    return [name, *(f"{error:.4f}" for error in found.mean(axis=1)), *(f"{100 * share:.2f} %" for share in shares)]
 
 
 if __name__ == "__main__":
-    print("\n".join(rows_of_model() if "--model" in sys.argv else rows()))
+    of_model = "--model" in sys.argv
+    head = ["kind of text"] if of_model else [f"{STEPS:,} steps each"]
+    print(table(head + COLUMNS, rows_of_model() if of_model else rows(), "lr"))

@@ -21,6 +21,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from evictionary.store import put
+
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 
@@ -122,9 +124,9 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Store a result; make its folder if there is none."""
+    """Store a result, as a whole: a run that is killed keeps the one before. Make its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    put(path, json.dumps(result, indent=1) + "\n")
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

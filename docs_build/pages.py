@@ -1,7 +1,5 @@
 """Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it writes for."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -32,6 +30,7 @@ from docs_build.entries import (
 from evictionary.evaluation import study
 from evictionary.methods.resolve import MOMENTS
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.store import table
 from tutorials.build import heading, lessons, question
 
 LAYERS = ("reference", "optimized", "optimized/kernels")
@@ -167,7 +166,7 @@ def _is_program(definition: Definition) -> bool:
 
 def method_table(page: str) -> str:
     """A table of every method in reference/: its description, its inputs, its page."""
-    lines = ["| method | what it does | reads |", "|---|---|---|"]
+    rows = []
     for stem in sorted(set(PAGES) - {*SHARED, *CORRECTIONS}, key=lambda stem: (PAGES[stem] == "methods/baselines.md", stem)):
         found = definitions(f"reference/{stem}.py")
         seam = found.get("select") or found.get("score") or next(iter(found.values()))
@@ -176,8 +175,8 @@ def method_table(page: str) -> str:
         arguments = re.match(r"def \w+\(\s*(.*?)\)", seam.source, re.DOTALL)
         names = re.findall(r"(\w+):", (arguments.group(1) if arguments else "").partition("*")[0])
         shown = f"[{title.partition(' (')[0].partition(',')[0]}]({relative(page, PAGES[stem])})"
-        lines.append(f"| {shown} | {sentence} | {', '.join(f'`{name}`' for name in names)} |")
-    return "\n".join(lines)
+        rows.append((shown, sentence, ", ".join(f"`{name}`" for name in names)))
+    return table(["method", "what it does", "reads"], rows)
 
 
 def counts(page: str) -> str:
@@ -194,8 +193,8 @@ def counts(page: str) -> str:
 
 def lesson_table(page: str) -> str:
     """A table of the lessons and their questions."""
-    rows = (f"| [{heading(lesson)}]({relative(page, f'lessons/{lesson.stem}.md')}) | {question(lesson)} |" for lesson in lessons())
-    return "\n".join(["| lesson | question |", "|---|---|", *rows])
+    rows = ((f"[{heading(lesson)}]({relative(page, f'lessons/{lesson.stem}.md')})", question(lesson)) for lesson in lessons())
+    return table(["lesson", "question"], rows)
 
 
 def errata_list(page: str, stem: str) -> str:
@@ -249,35 +248,36 @@ def studied(page: str, part: str) -> str:
 
 
 def _recommended(found: study.Summary) -> str:
-    lines = ["| removed | prompts | least cost | nats a token | exact | not to be told from it |", "|--:|--:|---|--:|--:|---|"]
+    rows = []
     for entry in found["recommended"]:
         low, high = entry["interval"]
         names = ", ".join(f"`{name}`" for name in entry["as_good"]) or "none"
         cost = f"{entry['cost']:.3f} ({low:.3f} to {high:.3f})"
         prompts = sum(entry["prompts"].values())
-        lines.append(f"| {entry['ratio']:.0%} | {prompts} | `{entry['method']}` | {cost} | {entry['exact']:.0%} | {names} |")
-    return "\n".join(lines)
+        rows.append((f"{entry['ratio']:.0%}", prompts, f"`{entry['method']}`", cost, f"{entry['exact']:.0%}", names))
+    head = ["removed", "prompts", "least cost", "nats a token", "exact", "not to be told from it"]
+    return table(head, rows, "rrlrrl")
 
 
 def _corrected(found: study.Summary) -> str:
     """What MomentKV's correction changes behind each selection of the final, with one size for all heads and with AdaKV."""
     cost = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
     ratios = sorted({ratio for _, ratio in cost})
-    lines = ["| selection | " + " | ".join(f"{ratio:.0%} removed" for ratio in ratios) + " |", "|---|" + "--:|" * len(ratios)]
     selections = dict.fromkeys(row["method"].partition("+")[0] for row in found["finals"]["rows"])
-    for name in (f"{selection}{allocator}" for selection in selections for allocator in ("", "+ada_kv")):
-        cells = [f"{cost[name, ratio]:.3f} to {cost[f'{name}+{MOMENTS}', ratio]:.3f}" for ratio in ratios]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    names = (f"{selection}{allocator}" for selection in selections for allocator in ("", "+ada_kv"))
+    rows = [
+        [f"`{name}`", *(f"{cost[name, ratio]:.3f} to {cost[f'{name}+{MOMENTS}', ratio]:.3f}" for ratio in ratios)] for name in names
+    ]
+    return table(["selection", *(f"{ratio:.0%} removed" for ratio in ratios)], rows, "lr")
 
 
 def _effects(found: study.Summary) -> str:
-    lines = ["| addition | removed | change of the cost, nats a token | better in |", "|---|--:|--:|--:|"]
+    rows = []
     for effect in found["effects"]:
         low, high = effect["interval"]
         change = f"{effect['change']:+.3f} ({low:+.3f} to {high:+.3f})"
-        lines.append(f"| `{effect['addition']}` | {effect['ratio']:.0%} | {change} | {effect['better']} of {effect['of']} |")
-    return "\n".join(lines)
+        rows.append((f"`{effect['addition']}`", f"{effect['ratio']:.0%}", change, f"{effect['better']} of {effect['of']}"))
+    return table(["addition", "removed", "change of the cost, nats a token", "better in"], rows, "lr")
 
 
 def head_map(page: str, stored: str) -> str:
@@ -296,14 +296,21 @@ def head_map(page: str, stored: str) -> str:
     picture = f'<svg viewBox="0 0 {width} {height + 24}" role="img" aria-label="{title}" font-size="12" fill="currentColor">'
     curve = result["curve"]
     steps = [*range(0, len(curve), max(1, len(curve) // 8)), len(curve) - 1]
-    rows = [
-        f"| step | {' | '.join(str(step + 1) for step in steps)} |",
-        f"|---|{'---|' * len(steps)}",
-        f"| distance | {' | '.join(f'{curve[step][0]:.3g}' for step in steps)} |",
-        f"| mean gate | {' | '.join(f'{curve[step][1]:.2f}' for step in steps)} |",
-    ]
+    head = ["step", *(str(step + 1) for step in steps)]
+    rows = (
+        ["distance", *(f"{curve[step][0]:.3g}" for step in steps)],
+        ["mean gate", *(f"{curve[step][1]:.2f}" for step in steps)],
+    )
     told = f"{title}; {result['retrieval_heads']} of {result['heads']} gates are 1/2 or more."
-    return "\n".join([picture + "".join(squares + labels) + "</svg>", "", f"*{told}*", "", *rows])
+    return "\n".join(
+        [
+            picture + "".join(squares + labels) + "</svg>",
+            "",
+            f"*{told}*",
+            "",
+            table(head, rows),
+        ]
+    )
 
 
 def compiled(page: str) -> str:
@@ -312,13 +319,14 @@ def compiled(page: str) -> str:
     columns = ("registers", "programs", "instructions", "loop")
     lines = []
     for stem, kernels in itertools.groupby(stored, key=lambda kernel: kernel.partition(".")[0]):
-        lines += ["", f"## {stem}", "", f"| kernel | Triton, target | {' | '.join(columns)} |", "|---|---|---|---|---|---|"]
+        rows = []
         for kernel in kernels:
             places = {place: figures for place, figures in stored[kernel].items() if not place.startswith("before ")}
             for place, figures in sorted(places.items(), key=lambda one: (one[0].split()[1] != "sm_90", one[0])):
                 before = stored[kernel].get(f"before {place}", {})
-                cells = [_change(before.get(column), figures.get(column, "")) for column in columns]
-                lines.append(f"| `{kernel.partition('.')[2]}` | {place} | {' | '.join(cells)} |")
+                changes = (_change(before.get(column), figures.get(column, "")) for column in columns)
+                rows.append([f"`{kernel.partition('.')[2]}`", place, *changes])
+        lines += ["", f"## {stem}", "", table(["kernel", "Triton, target", *columns], rows)]
     return "\n".join(lines[1:])
 
 

@@ -4,14 +4,12 @@ results.jsonl are the measurements of every composition, finals.jsonl those of t
 PyramidKV's division on some of its prompts, as `evictionary study` writes them.
 """
 
-from __future__ import annotations
-
 import json
 
 from docs_build.entries import ROOT
 from evictionary.evaluation import study
-from evictionary.evaluation.pages import drawn, put
-from evictionary.evaluation.run import Line
+from evictionary.evaluation.pages import drawn
+from evictionary.store import Line, put
 
 MEASURED = ROOT / "docs" / "study"
 PICTURE = ROOT / "docs" / "images" / "study.svg"

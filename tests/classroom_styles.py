@@ -5,37 +5,36 @@ on. A submission is a file of `tests/styles/` with one form chosen for each part
 a wrong one has one part of WRONG.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import hashlib
 import itertools
-import json
 import linecache
 import os
 import random
 import runpy
 import types
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis.errors import UnsatisfiedAssumption
-from joblib import Parallel, delayed
-from rich.progress import track
 
+from evictionary import store
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import checks, grading, worker
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Judgement, empty, named
+from evictionary.cli.console import measuring
 from evictionary.spec_tests.harness.law import Law
 from evictionary.spec_tests.harness.verdict import suite_version
+from evictionary.store import Line
 
 ROOT = Path(__file__).resolve().parents[1]
 STYLES = ROOT / "tests" / "styles"
@@ -102,7 +101,7 @@ class Inside:
         self.named = named(stem)
         self.functions = [name for name, value in vars(self.module).items() if callable(value)]
 
-    def __enter__(self) -> Inside:
+    def __enter__(self) -> "Inside":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,14 +128,17 @@ class Inside:
         return self.module.torch.from_numpy(np.array(value, order="K")) if isinstance(value, np.ndarray) else value
 
 
-def graded(assignment: str, seed: int, examples: int = grading.GRADE_EXAMPLES) -> Iterator[dict[str, Any]]:
-    """Every submission of an assignment at one seed: its points, the steps that failed, and the first message."""
-    one, secret, long = assignments.load(assignment), f"styles/{seed}".encode(), seed % LONG_EVERY == 0
+def asked(found: Sequence[Submission], seed: int) -> list[Submission]:
+    """Those whose points are told at a seed: of a wrong one only where all laws are asked."""
+    return [each for each in found if seed % LONG_EVERY == 0 or not each.wrong]
+
+
+def graded(assignment: str, seed: int, examples: int, found: Sequence[Submission]) -> Iterator[Line]:
+    """Submissions of an assignment at one seed: the points of each, the steps that failed, and the first message."""
+    one, secret = assignments.load(assignment), f"styles/{seed}".encode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The points of a wrong one are told only where all laws are asked.
-        found = [each for each in submissions(assignment) if long or not each.wrong]
-        results = side_by_side(one, found, secret, examples, long)
+        results = side_by_side(one, found, secret, examples, long=seed % LONG_EVERY == 0)
     for each, result in results.items():
         failed = [line for line in result.lines if line.verdict == "failed"]
         yield {
@@ -151,7 +153,7 @@ def graded(assignment: str, seed: int, examples: int = grading.GRADE_EXAMPLES) -
 
 
 def side_by_side(
-    one: assignments.Assignment, found: list[Submission], secret: bytes, examples: int, long: bool
+    one: assignments.Assignment, found: Sequence[Submission], secret: bytes, examples: int, long: bool
 ) -> dict[Submission, Judgement]:
     """Judge all submissions on each input before the next is drawn, as the grader judges one: drawing takes most of the time.
 
@@ -198,6 +200,7 @@ def failures(law: Law, run: Any, step: assignments.Step, judged: dict[Submission
     return failed
 
 
+@cache
 def digest(assignment: str) -> str:
     """A digest of everything that the points depend on."""
     content = b"".join(path.read_bytes() for path in (STYLES / f"{assignment}.py", Path(checks.__file__)))
@@ -205,81 +208,84 @@ def digest(assignment: str) -> str:
     return hashlib.sha256(content + str(suite_version()).encode()).hexdigest()[:16]
 
 
-def measured(assignment: str, seed: int, examples: int) -> list[dict[str, Any]]:
-    """Every submission of an assignment at one seed; the oracle's numbers are computed once for all of them."""
-    return [line | {"digest": digest(assignment), "examples": examples} for line in graded(assignment, seed, examples)]
+@dataclass(frozen=True)
+class Plan(store.Plan):
+    """Every submission of some assignments at every seed; the oracle's numbers are computed once for all of a seed."""
+
+    assignments: tuple[str, ...]
+    seeds: int
+    examples: int
+
+    model = ""  # none takes part
+    IDENTITY = ("assignment", "seed", "submission", "wrong", "examples")
+
+    def work(self) -> list[tuple[tuple[str, int], list[Submission]]]:
+        every = {name: submissions(name) for name in self.assignments}
+        return [((name, seed), asked(every[name], seed)) for seed in range(self.seeds) for name in self.assignments]
+
+    def named(self, unit: tuple[str, int], part: Submission) -> dict[str, Any]:
+        named = {"assignment": unit[0], "seed": unit[1], "examples": self.examples}
+        return named | {"submission": part.name, "wrong": bool(part.wrong)}
+
+    def is_done(self, line: Line, part: Submission) -> bool:
+        return line["digest"] == digest(line["assignment"])
+
+    def measure(self, unit: tuple[str, int], parts: Sequence[Submission]) -> Iterator[Line]:
+        for line in graded(*unit, self.examples, parts):
+            yield line | {"digest": digest(unit[0]), "examples": self.examples}
+
+    def text(self, line: Line) -> str:
+        return f"{line['assignment']}, seed {line['seed']}"
+
+    def order(self, line: Line) -> tuple[Any, ...]:
+        return line["seed"], line["assignment"], line["examples"], line["wrong"], line["submission"]
 
 
-def stored() -> Iterator[dict[str, Any]]:
-    """What earlier runs measured of the same files and laws; an incomplete line is left out."""
-    digests = {name: digest(name) for name in names()}
-    for text in STORE.read_text(encoding="utf-8").splitlines() if STORE.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if line["digest"] == digests.get(line["assignment"]):
-            yield line
+def current(lines: list[Line]) -> list[Line]:
+    """The lines of the files and the laws as they are now."""
+    return [line for line in lines if line["assignment"] in names() and line["digest"] == digest(line["assignment"])]
 
 
-def run(chosen: list[str], seeds: int, examples: int, jobs: int) -> None:
-    """Grade what is not stored yet; every seed of an assignment is on the disk before the next."""
-    STORE.parent.mkdir(exist_ok=True)
-    done = {(line["assignment"], line["seed"]) for line in stored() if line["examples"] == examples}
-    left = [(name, seed) for seed in range(seeds) for name in chosen if (name, seed) not in done]
-    work = Parallel(n_jobs=jobs, return_as="generator")(delayed(measured)(*each, examples) for each in left)
-    for lines in track(work, total=len(left), description="seeds of an assignment"):
-        with STORE.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
-        for line in lines:
-            if not line["wrong"] and line["points"] < 100:
-                print(f"{line['assignment']}, seed {line['seed']}: {line['points']} for {line['submission']}: {line['message']}")
-
-
-def page(lines: list[dict[str, Any]]) -> str:
+def page(lines: list[Line]) -> str:
     """The Markdown page: right submissions that lost points, and how the points of each wrong one differ between seeds."""
-    by_submission: dict[tuple[str, bool, str], list[dict[str, Any]]] = defaultdict(list)
+    by_submission: dict[tuple[str, bool, str], list[Line]] = defaultdict(list)
     for line in lines:
         if line["wrong"] and line["seed"] % LONG_EVERY:
             continue
         by_submission[line["assignment"], line["wrong"], line["submission"]].append(line)
-    out = [
-        "# No luck",
-        "",
-        f"{RIGHT_EACH} right submissions to each assignment, in different styles, and mistakes that are not among the planted",
-        "ones, each graded at every seed; laws of long inputs, which take most of the time, are asked at each",
-        f"{LONG_EVERY}th seed. `python tests/classroom_styles.py --seeds N --examples INPUTS` made this page; the submissions are",
-        "in `tests/styles/`.",
-        "",
-        "| assignment | right submissions | inputs a law | seeds | gradings | below 100 points |",
-        "|---|---|---|---|---|---|",
-    ]
+    gradings = []
     for name, examples in sorted({(line["assignment"], line["examples"]) for line in lines}):
         own = [line for line in lines if (line["assignment"], line["examples"], line["wrong"]) == (name, examples, False)]
-        few = sum(line["points"] < 100 for line in own)
-        seeds = len({line["seed"] for line in own})
-        out.append(f"| {name} | {len({line['submission'] for line in own})} | {examples} | {seeds} | {len(own)} | {few} |")
-    out += [
-        "",
-        "Wrong submissions, at the seeds at which all laws are asked: the points that they had, each with the number of seeds. A",
-        "step is decided by luck if it fails at some seeds and passes at others; steps that wait for it follow it.",
-        "",
-        "| assignment | mistake | points: seeds | decided by luck |",
-        "|---|---|---|---|",
-    ]
+        few, seeds = sum(line["points"] < 100 for line in own), len({line["seed"] for line in own})
+        gradings.append((name, len({line["submission"] for line in own}), examples, seeds, len(own), few))
+    mistakes = []
     for (name, is_wrong, mistake), own in sorted(by_submission.items()):
         if is_wrong:
-            points = sorted({line["points"] for line in own})
-            counts = ", ".join(f"{each}: {sum(line['points'] == each for line in own)}" for each in points)
-            out.append(f"| {name} | {mistake.replace('_', ' ')} | {counts} | {', '.join(by_luck(own)) or '-'} |")
-    return "\n".join(out) + "\n"
+            counts = Counter(line["points"] for line in own)
+            told = ", ".join(f"{points}: {counts[points]}" for points in sorted(counts))
+            mistakes.append((name, mistake.replace("_", " "), told, ", ".join(by_luck(own)) or "-"))
+    return f"""\
+# No luck
+
+{RIGHT_EACH} right submissions to each assignment, in different styles, and mistakes that are not among the planted
+ones, each graded at every seed; laws of long inputs, which take most of the time, are asked at each
+{LONG_EVERY}th seed. `python tests/classroom_styles.py --seeds N --examples INPUTS` made this page; the submissions are
+in `tests/styles/`.
+
+{store.table(["assignment", "right submissions", "inputs a law", "seeds", "gradings", "below 100 points"], gradings)}
+
+Wrong submissions, at the seeds at which all laws are asked: the points that they had, each with the number of seeds. A
+step is decided by luck if it fails at some seeds and passes at others; steps that wait for it follow it.
+
+{store.table(["assignment", "mistake", "points: seeds", "decided by luck"], mistakes)}
+"""
 
 
-def by_luck(lines: list[dict[str, Any]]) -> list[str]:
+def by_luck(lines: list[Line]) -> list[str]:
     """The steps that fail at some seeds and not at others, without those that were not judged because an earlier one failed."""
     needs = {step.name: step.needs for step in assignments.load(lines[0]["assignment"]).steps}
 
-    def judged(line: dict[str, Any]) -> set[str]:
+    def judged(line: Line) -> set[str]:
         passed: set[str] = set()
         seen = set()
         for name, before in needs.items():
@@ -299,9 +305,16 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=grading.GRADE_EXAMPLES)
     parser.add_argument("--assignments", default=",".join(names()), help="comma-separated")
     arguments = parser.parse_args()
-    run(arguments.assignments.split(","), arguments.seeds, arguments.examples, arguments.jobs)
-    PAGE.write_text(page([line for line in stored() if line["seed"] < arguments.seeds]), encoding="utf-8")
+    plan = Plan(tuple(arguments.assignments.split(",")), arguments.seeds, arguments.examples)
+    with measuring() as advance:
+        lines = current(store.run(plan, STORE.parent, jobs=arguments.jobs, advance=advance, name=STORE.name))
+    for line in lines:
+        if not line["wrong"] and line["points"] < 100:
+            print(f"{line['assignment']}, seed {line['seed']}: {line['points']} for {line['submission']}: {line['message']}")
+    store.put(PAGE, page([line for line in lines if line["seed"] < arguments.seeds]))
 
 
 if __name__ == "__main__":
-    main()
+    import classroom_styles  # by its name, so that other processes find the plan
+
+    classroom_styles.main()

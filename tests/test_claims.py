@@ -1,7 +1,5 @@
 """The claims: intervals, rules, texts, recordings, runs that resume, and the command, on the tiny model."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -13,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from killing import goes_on
+from tools.commands import as_json, printed
+from tools.killing import goes_on
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
+from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
 from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim, Condition, Number, Numbers
 from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_kept, read_on, record
-from evictionary.cli import app as cli
 from evictionary.errors import UsageError
 from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
-from evictionary.evaluation.run import Line
 from evictionary.optimized import tova
 from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation
+from evictionary.store import Line
 
 SCALE = Scale(
     prompt_tokens=96,
@@ -68,7 +66,7 @@ def recording(lab: Lab) -> Recording:
 def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
     """A folder with the measurements of the plan, and its lines."""
     folder = tmp_path_factory.mktemp("finished")
-    return folder, run.run(plan_for(model_folder), folder)
+    return folder, store.run(plan_for(model_folder), folder)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +129,7 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     kinds = [f"kind {kind}" for kind in range(30) for _ in range(3)]
     values = draw.normal(size=(30, 3)) + draw.normal(size=(30, 1))
     numbers = Numbers({"it": "what it is", "all": "", "largest": ""}, kinds)
-    numbers.mean("it", values.reshape(-1))
+    numbers.means(it=values.reshape(-1))
     of_texts = (values.var(axis=1, ddof=1) / 3).mean()
     deviation = np.sqrt(values.mean(axis=1).var(ddof=1) / 30 + of_texts / 29)
     got = numbers["it"]
@@ -140,7 +138,7 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     assert (got.high - got.low) / 2 == pytest.approx(1.96 * deviation, rel=0.1)
     assert got.low < got.value < got.high
     assert got.by_text == {f"kind {kind}": pytest.approx(values[kind].mean()) for kind in range(30)}
-    numbers.median("all", np.repeat(values.reshape(-1, 1), 4, axis=1))
+    numbers.medians(all=np.repeat(values.reshape(-1, 1), 4, axis=1))
     assert numbers["all"].value == pytest.approx(np.median(values))
     # a number that compares the kinds keeps them: only the texts vary
     numbers.add("largest", np.mean, values.reshape(-1), compares_kinds=True)
@@ -154,7 +152,7 @@ def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
     claim = claim_of("it > 0", possible_if=("it > 1",))
     for count, verdict in ((11, UNDECIDED), (12, HOLDS)):
         numbers = Numbers({"it": ""}, [f"kind {place}" for place in range(count)])
-        numbers.mean("it", np.full(count, 5.0))
+        numbers.means(it=np.full(count, 5.0))
         assert (numbers["it"].value, numbers["it"].low) == (5.0, None if count == 11 else 5.0)
         assert Claim("X-1", "", "", "", claim.holds_if, claim.possible_if).verdict(numbers) == verdict
     assert pages.interval({"low": None, "high": None}) == "no interval"
@@ -165,7 +163,7 @@ def test_numbers_refuse_what_is_not_finite() -> None:
     numbers = Numbers({"it": ""}, ["a", "a"])
     for bad in ([], [1.0, float("nan")], [float("inf"), 0.0]):
         with pytest.raises(ValueError, match=r"values of it: .* wanted finite ones"):
-            numbers.median("it", bad)
+            numbers.medians(it=bad)
 
 
 @pytest.mark.parametrize("name", run.PAPERS)
@@ -458,47 +456,46 @@ def test_a_finished_run_measures_nothing_again(
     assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(plan_for(model_folder).lines())
     before = (folder / "results.jsonl").read_bytes()
     monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
-    assert run.run(plan_for(model_folder), folder) == lines
-    some = run.run(plan_for(model_folder, ["gvote"], texts=("code",)), folder)
+    assert store.run(plan_for(model_folder), folder) == lines
+    one = plan_for(model_folder, ["gvote"], texts=("code",))
+    some = one.own(store.run(one, folder))
     assert [(line["paper"], line["text"], line["seed"]) for line in some] == [("gvote", "code", 0), ("gvote", "code", 1)]
     assert (folder / "results.jsonl").read_bytes() == before
 
 
 def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
+    store.write(tmp_path / store.RESULTS, finished[1])
     told: list[str] = []
     more = plan_for(model_folder, ["keydiff", "lagkv"], texts=("varied", "chat"), seeds=(1, 2))
-    lines = run.run(more, tmp_path, advance=lambda progress: told.append(progress.text))
+    lines = store.run(more, tmp_path, advance=lambda progress: told.append(progress.text))
     batches = ["LagKV, chat, seed 1", "LagKV, varied, seed 2", "LagKV, chat, seed 2"]
     assert told == [*batches, "KeyDiff, chat, seed 1", "KeyDiff, chat, seed 2", "KeyDiff, varied, seed 2"]
-    assert len(lines) == 8
+    assert len(more.own(lines)) == 8
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 26
 
 
 @pytest.mark.slow
 def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines, _ = goes_on(run, "test_claims", model_folder, tmp_path, lines=7)
+    lines, _ = goes_on("test_claims", model_folder, tmp_path, lines=7)
     assert len(lines) == 20
     assert without_seconds(lines) == without_seconds(finished[1])
 
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines = run.run(plan_for(model_folder), tmp_path, jobs=2)
+    lines = store.run(plan_for(model_folder), tmp_path, jobs=2)
     assert without_seconds(lines) == without_seconds(finished[1])
 
 
 def test_measurements_of_two_kinds_are_not_mixed(
     finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
-    with pytest.raises(UsageError, match=r"output: .* holds the results of"):
-        run.run(plan_for(Path("another")), tmp_path)
+    store.write(tmp_path / store.RESULTS, finished[1])
     with pytest.raises(UsageError, match="measurements with prompt_tokens 96, wanted a folder of its own for prompt_tokens 128"):
-        run.run(plan_for(model_folder, scale=replace(SCALE, prompt_tokens=128)), tmp_path)
+        store.run(plan_for(model_folder, scale=replace(SCALE, prompt_tokens=128)), tmp_path)
     monkeypatch.setattr(run, "versions", lambda: evaluation.versions() | {"numpy": "9"})
     with pytest.raises(UsageError, match=r"output: .* measurements with numpy .*, wanted a folder of its own for numpy 9"):
-        run.run(plan_for(model_folder), tmp_path)
+        store.run(plan_for(model_folder), tmp_path)
 
 
 def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
@@ -536,7 +533,7 @@ def test_the_stored_results_follow_from_their_measurements() -> None:
     assert (result["model"], result["weights"]) == ("embedded", "SmolLM2-135M-Instruct")
     kinds, seeds = tuple(result["texts"]), result["seeds"]
     plan = run.Plan("embedded", run.check_claims(), kinds, seeds, seeds_of=result["seeds_of"])
-    lines = list(evaluation.read(folder / "results.jsonl", run.identify).values())
+    lines = list(store.read(folder / "results.jsonl", run.Plan.identify).values())
     assert len(lines) == len(plan.lines())
     made = json.loads(json.dumps(run.report(plan, lines, result["command"])))
     assert made | {"date": result["date"]} == result
@@ -547,14 +544,12 @@ def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Scale.__init__, "__defaults__", tuple(vars(SCALE).values()))
     common = ["--model", model_folder, "--only", "KD-7 (diversity),MK-36", "--seeds", 2, "--texts", "chat,sums"]
     common += ["--output", tmp_path / "claims"]
-    done = CliRunner().invoke(cli.app, ["claims", *map(str, common), "--json"])
-    assert done.exit_code == 0, done.output
-    got = json.loads(done.stdout)
+    got = as_json("claims", *common)
     assert [claim["id"] for paper in got["papers"] for claim in paper["claims"]] == ["KD-7 (diversity)", "MK-36 (never worse)"]
     assert "--only 'KD-7 (diversity),MK-36' --texts 'chat,sums'" in got["command"]
     assert (tmp_path / "claims" / "momentkv.png").is_file()
-    printed = CliRunner().invoke(cli.app, ["claims", *map(str, common)])
-    assert "gain_over_tova > 0: " in printed.stdout and "MK-36" in printed.stdout
+    told = printed("claims", *common)
+    assert "gain_over_tova > 0: " in told and "MK-36" in told
 
 
 def test_claims_are_chosen_by_paper_and_id() -> None:
@@ -563,31 +558,8 @@ def test_claims_are_chosen_by_paper_and_id() -> None:
     assert [claim.id for claim in run.check_claims(["keydiff"], ["KD-7 (diversity)"])["keydiff"]] == ["KD-7 (diversity)"]
 
 
-def test_the_help_names_every_kind_of_text_and_paper() -> None:
-    help = " ".join(CliRunner().invoke(cli.app, ["claims", "--help"], env={"COLUMNS": "300"}).stdout.split())
+def test_the_help_names_every_kind_of_text_and_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    help = " ".join(printed("claims", "--help").split())
     assert f"Some of {', '.join(texts.KINDS)}" in help
     assert all(name in help for name in run.PAPERS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--papers", "keydif"], "papers: got keydif, wanted some of expected_attention"),
-        (["--model", "./no/such/model"], "model: got './no/such/model'"),
-        (["--output", "FILE"], "--output: got"),
-        (["--output", "/proc/none"], "--output: got /proc/none, wanted a folder that can be written"),
-        (["--papers", ","], "--papers: got ',', wanted at least one name"),
-        (["--only", "KD-99"], "only: got KD-99, wanted some of EA-A (error)"),
-        (["--texts", "prose"], "texts: got prose, wanted some of repetitive"),
-        (["--seeds", "1"], "seeds: got 1, wanted at least 2"),
-        (["--jobs", "0"], "jobs: got 0, wanted at least 1"),
-    ],
-)
-def test_bad_arguments_exit_with_2(model_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    given = {"--model": str(model_folder), "--output": str(tmp_path / "out"), arguments[0]: arguments[1].replace("FILE", f"{file}")}
-    done = CliRunner().invoke(cli.app, ["claims", *(part for pair in given.items() for part in pair)])
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.stderr.split())
-    assert not (tmp_path / "out" / "results.jsonl").exists()

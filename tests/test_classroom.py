@@ -9,6 +9,7 @@ import runpy
 import shutil
 import sys
 import tracemalloc
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from tools.grader import (
 )
 from tools.synthetic import NUMPY, bundled
 
+from evictionary import store
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
 from evictionary.classroom.child import Child
@@ -405,7 +407,7 @@ def test_every_form_of_every_style_is_handed_in() -> None:
 
 @pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
 def test_right_styles_have_full_marks(name: str) -> None:
-    for line in classroom_styles.graded(name, seed=0, examples=1):
+    for line in classroom_styles.graded(name, 0, 1, classroom_styles.submissions(name)):
         assert line["points"] == 100 or line["wrong"], line
 
 
@@ -434,22 +436,23 @@ def test_a_softmax_through_its_logarithm_is_right_at_huge_keys() -> None:
 
 
 def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def graded(assignment: str, seed: int, examples: int) -> Any:
-        for place, each in enumerate(classroom_styles.submissions(assignment)):
+    def graded(assignment: str, seed: int, examples: int, found: Any) -> Any:
+        for each in found:
             failed = ["weights"] if each.wrong and seed else []
-            asked.append((assignment, seed, place))
+            asked.append((seed, each.name))
             line = {"submission": each.name, "wrong": bool(each.wrong), "points": 85 if failed else 100, "message": ""}
             yield {"assignment": assignment, "seed": seed, "failed": failed} | line
 
     asked: list[Any] = []
     monkeypatch.setattr(classroom_styles, "graded", graded)
-    monkeypatch.setattr(classroom_styles, "STORE", tmp_path / "build" / "styles.jsonl")
     monkeypatch.setattr(classroom_styles, "LONG_EVERY", 1)
-    classroom_styles.run(["gvote"], 1, 25, 1)
-    classroom_styles.STORE.write_bytes(classroom_styles.STORE.read_bytes()[:-20])
-    classroom_styles.run(["gvote"], 2, 25, 1)
-    assert {(name, seed) for name, seed, _ in asked} == {("gvote", 0), ("gvote", 1)}
-    page = classroom_styles.page(list(classroom_styles.stored()))
+    store.run(classroom_styles.Plan(("gvote",), 1, 25), tmp_path)
+    path = tmp_path / store.RESULTS
+    path.write_bytes(path.read_bytes()[:-20])
+    lines = store.run(classroom_styles.Plan(("gvote",), 2, 25), tmp_path)
+    again = [each for each, count in Counter(asked).items() if count > 1]
+    assert len(again) == 1 and {seed for seed, _ in asked} == {0, 1}, "only the line that was cut off is graded again"
+    page = classroom_styles.page(classroom_styles.current(lines))
     assert "| gvote | 30 | 25 | 2 | " in page
     assert "| gvote | softmax in float32 | 85: 1, 100: 1 | weights |" in page
 

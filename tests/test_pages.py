@@ -1,7 +1,5 @@
 """What the pages tell a reader to type: every command is understood, every program runs, every quotation is the code that runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

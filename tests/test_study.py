@@ -1,7 +1,5 @@
 """The study: its cells are those of the cache itself, its intervals those of the prompts, and a killed run loses nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from killing import goes_on
-from typer.testing import CliRunner
+from tools.commands import as_json, printed
+from tools.killing import goes_on
 
 import docs_build.study
+from evictionary import store
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cli import study as cli_study
-from evictionary.cli.app import app
 from evictionary.errors import UsageError
 from evictionary.evaluation import study, tasks
 from evictionary.evaluation.questions import prefill
-from evictionary.evaluation.run import Line
 from evictionary.models.load import load
+from evictionary.store import Line
 
 SELECTORS = ("keydiff", "random", "momentkv", "gvote")
 
@@ -33,7 +31,7 @@ def plan_for(model: Path, **changes: Any) -> study.Plan:
 @pytest.fixture(scope="module")
 def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
     folder = tmp_path_factory.mktemp("study")
-    return folder, study.run(plan_for(model_folder), folder)
+    return folder, store.run(plan_for(model_folder), folder)
 
 
 def test_a_cell_is_the_loss_of_the_right_answer_with_that_composition(
@@ -61,9 +59,9 @@ def test_every_composition_is_there_once() -> None:
     assert set(study.compositions("gvote")) == {"gvote", "gvote+moments"}  # has its own budget
 
 
-@pytest.mark.slow  # share() itself is killed in test_evaluation.py
+@pytest.mark.slow  # the store itself is killed in test_store.py
 def test_a_killed_study_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines, _ = goes_on(study, "test_study", model_folder, tmp_path, lines=5)
+    lines, _ = goes_on("test_study", model_folder, tmp_path, lines=5)
     assert lines == finished[1]
 
 
@@ -126,29 +124,13 @@ def test_the_command_writes_a_table_and_a_picture_and_recommends(
     (tmp_path / "results.jsonl").write_bytes((folder / "results.jsonl").read_bytes())
     asked = ["study", "--output", str(tmp_path), "--model", str(model_folder), "--methods", ",".join(SELECTORS)]
     asked += ["--tasks", "passkey7", "--seed", "1", "--samples", "3", "--ratios", "0.5,0.75", "--length", "400"]
-    result = CliRunner().invoke(app, [*asked, "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = as_json(*asked)
     assert json.loads((tmp_path / "summary.json").read_text()) == {name: found[name] for name in found if name != "output"}
     assert [entry["ratio"] for entry in found["recommended"]] == [0.5, 0.75]
     table = (tmp_path / "table.md").read_text()
     assert all(f"| `{row['method']}` |" in table for row in found["rows"])
     assert "keydiff" in (tmp_path / "study.svg").read_text()
-    assert "costs least" in CliRunner().invoke(app, asked).stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--samples", "11"], "--samples: got 11, wanted at least 12"),
-        (["--ratios", "1.5"], "compression_ratio"),
-        (["--methods", "keydif"], "did you mean keydiff"),
-        (["--tasks", "passkey"], "did you mean passkey7"),
-    ],
-)
-def test_bad_arguments_exit_with_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["study", "--output", str(tmp_path / "new"), *arguments])
-    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
+    assert "costs least" in printed(*asked)
 
 
 def test_the_help_names_the_tasks() -> None:
@@ -174,10 +156,6 @@ def test_auto_is_what_the_stored_study_recommends_at_the_nearest_ratio(model_fol
     text = tmp_path / "text.txt"
     text.write_text("The gate key is 12. " * 10, encoding="utf-8")
     asked = ["run", "--model", str(model_folder), "--prompt-file", str(text), "--question", "Which?", "--method", "auto"]
-    result = CliRunner().invoke(app, [*asked, "--compression-ratio", "0.75", "--max-new-tokens", "2", "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = as_json(*asked, "--compression-ratio", "0.75", "--max-new-tokens", "2")
     assert found["method"] == study.recommended(0.75)[0]
     assert "one small model" in found["note"]
-    refused = CliRunner().invoke(app, [*asked, "--budget", "20"])
-    assert refused.exit_code == 2 and "--budget" in refused.stderr

@@ -1,7 +1,5 @@
 """The tasks: deterministic, of the length asked for, with the answer where they say, and scored as they say."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -4,8 +4,6 @@ The texts of the claims stand in a TOML file for each paper, beside this one: th
 the rule, and what each number means.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import tomllib
@@ -83,14 +81,16 @@ class Numbers(dict[str, Number]):
         by_text = {} if compares_kinds else {kind: over(rows) for kind, rows in self.rows.items()}
         self[name] = Number(over(everywhere), low, high, len(everywhere), by_text, self.meanings[name])
 
-    def mean(self, name: str, values: Any) -> None:
-        """Add a mean over the texts and all other axes. It raises what add does."""
-        array = np.asarray(values, dtype=np.float64)
-        self.add(name, np.mean, array.reshape(len(array), -1).mean(axis=-1))
+    def means(self, **values: Any) -> None:
+        """Add means over the texts and all other axes, by name. It raises what add does."""
+        for name, of in values.items():
+            array = np.asarray(of, dtype=np.float64)
+            self.add(name, np.mean, array.reshape(len(array), -1).mean(axis=-1))
 
-    def median(self, name: str, values: Any) -> None:
-        """Add a median over the texts and all other axes. It raises what add does."""
-        self.add(name, np.median, values)
+    def medians(self, **values: Any) -> None:
+        """Add medians over the texts and all other axes, by name. It raises what add does."""
+        for name, of in values.items():
+            self.add(name, np.median, of)
 
 
 @dataclass(frozen=True)

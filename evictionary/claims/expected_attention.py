@@ -1,7 +1,5 @@
 """Expected Attention (arXiv 2510.00636): reconstruction error, normality, correlation of expected and observed attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -168,18 +166,18 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
             return float((chosen / rows[_best_other(rows)]).mean())
 
         numbers.add(f"error_vs_best_other_{percent}", against_best, of[OURS], table)
-        numbers.mean(f"error_vs_random_{percent}", of[OURS] / of["random"])
+        numbers.means(**{f"error_vs_random_{percent}": of[OURS] / of["random"]})
         for variant, name in VARIANTS.items():
             numbers.add(f"{variant}_vs_best_other_{percent}", against_best, of[name], table)
-            numbers.mean(f"{variant}_vs_plain_{percent}", of[name] / of[OURS])
+            numbers.means(**{f"{variant}_vs_plain_{percent}": of[name] / of[OURS]})
     pearson = of_texts(texts, "pearson")
-    numbers.median("pearson", pearson)
-    numbers.median("pearson_without_sinks", of_texts(texts, "without_sinks"))
-    numbers.median("rank_correlation", of_texts(texts, "rank"))
-    numbers.mean("share_of_strong_heads", pearson >= 0.7)
-    for name in STATES:
-        for each in (f"near_gaussian_{name}", f"skewness_{name}", f"kurtosis_{name}"):
-            numbers.mean(each, of_texts(texts, each))
+    numbers.medians(
+        pearson=pearson,
+        pearson_without_sinks=of_texts(texts, "without_sinks"),
+        rank_correlation=of_texts(texts, "rank"),
+    )
+    shapes = [f"{shape}_{name}" for shape in ("near_gaussian", "skewness", "kurtosis") for name in STATES]
+    numbers.means(share_of_strong_heads=pearson >= 0.7, **{name: of_texts(texts, name) for name in shapes})
     counts = {name: of_texts(texts, f"density_{name}").sum(axis=0) for name in STATES}
     series = {
         "error": {f"{percent}%": {name: each.tolist() for name, each in of.items()} for percent, of in error.items()},

@@ -1,7 +1,5 @@
 """GVote (arXiv 2509.03136): synthetic against real queries, sizes by head and kind of text, and S against p."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,27 +159,27 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         return float(max(means) / min(means))
 
     numbers = PAPER.numbers(kinds)
-    numbers.mean("near_gaussian_channels", found["near"])
-    numbers.mean("overlap", found["overlap"])
-    numbers.median("pearson", found["pearson"])
-    numbers.mean("tokens_of_synthetic_query", found["synthetic_tokens"])
-    numbers.mean("tokens_of_real_query", found["real_tokens"])
-    numbers.mean("captured", found["captured"])
-    numbers.mean("captured_by_random_of_that_size", found["random"])
-    numbers.mean("recall_of_optimal_set", found["recall"])
-    numbers.mean("kept_share", share)
+    numbers.means(
+        near_gaussian_channels=found["near"],
+        overlap=found["overlap"],
+        tokens_of_synthetic_query=found["synthetic_tokens"],
+        tokens_of_real_query=found["real_tokens"],
+        captured=found["captured"],
+        captured_by_random_of_that_size=found["random"],
+        recall_of_optimal_set=found["recall"],
+        kept_share=share,
+        spread_of_heads=of_text[1] / of_text[0],
+        growth_by_samples=of_samples,
+        growth_by_p=of_p,
+        accuracy_by_samples=accuracy["S 16"] - accuracy["S 1"],
+        accuracy_by_p=accuracy["p 0.99"] - accuracy["p 0.8"],
+        accuracy_by_p_over_samples=accuracy["p 0.95"] - accuracy["p 0.9"] - (accuracy["S 16"] - accuracy["S 8"]),
+        **{f"accuracy_{name.replace(' ', '_').replace('0.', '')}": of for name, of in accuracy.items()},
+    )
+    numbers.medians(pearson=found["pearson"])
     of_each = share.mean(axis=(1, 2))
     numbers.add("largest_over_smallest_task", largest_over_smallest, of_each, places, compares_kinds=True)
-    numbers.mean("spread_of_heads", of_text[1] / of_text[0])
-    numbers.mean("growth_by_samples", of_samples)
-    numbers.mean("growth_by_p", of_p)
     numbers.add("growth_by_p_over_growth_by_samples", lambda p, samples: p.mean() / samples.mean(), of_p, of_samples)
-    numbers.mean("accuracy_by_samples", accuracy["S 16"] - accuracy["S 1"])
-    numbers.mean("accuracy_by_p", accuracy["p 0.99"] - accuracy["p 0.8"])
-    step_by_p, step_by_samples = accuracy["p 0.95"] - accuracy["p 0.9"], accuracy["S 16"] - accuracy["S 8"]
-    numbers.mean("accuracy_by_p_over_samples", step_by_p - step_by_samples)
-    for name, of in accuracy.items():
-        numbers.mean(f"accuracy_{name.replace(' ', '_').replace('0.', '')}", of)
     series = {
         "overlap": spread_by_layer(texts, "overlap"),
         "pearson": spread_by_layer(texts, "pearson"),

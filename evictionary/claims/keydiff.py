@@ -1,7 +1,5 @@
 """KeyDiff (arXiv 2504.15364): similarity of keys against attention, diversity of the kept keys, means of keys and queries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,32 +128,35 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     found = {name: of_texts(texts, name) for name in texts[0].values if name != "example" and "error" not in name}
     pearson = found["pearson"]
     numbers = PAPER.numbers([text.kind for text in texts])
-    numbers.median("pearson", pearson)
-    numbers.mean("share_of_negative_heads", pearson < 0)
-    numbers.median("pearson_without_sinks", found["without_sinks"])
-    numbers.median("rank_correlation", found["rank"])
-    numbers.median("key_cosine", found["key_cosine"])
-    numbers.median("query_cosine", found["query_cosine"])
-    numbers.mean("share_of_opposed_heads", found["cosine_of_means"] < 0)
-    numbers.median("cosine_of_means", found["cosine_of_means"])
-    numbers.mean("wins_over_both", np.all([found["keydiff"] > found[other] for other in OTHERS], axis=0))
-    for other in OTHERS:
-        numbers.median(f"gain_over_{other}", found["keydiff"] - found[other])
-        numbers.median(f"gain_over_{other}_unit_keys", found["keydiff unit"] - found[f"{other} unit"])
-    errors: dict[str, dict[str, np.ndarray]] = {}
-    for percent in (f"{100 * ratio:g}" for ratio in RATIOS):
-        each = errors[percent] = errors_of(texts, f"error_{percent}")
-        for name in each.keys() - {"keydiff"}:
-            numbers.mean(f"{name}_over_keydiff_{percent}", each[name] / each["keydiff"])
-        gaps = np.stack([each[name] / each["keydiff"] for name in ("pairwise", "median")], axis=1)
+    gains = {other: found["keydiff"] - found[other] for other in OTHERS}
+    gains |= {f"{other}_unit_keys": found["keydiff unit"] - found[f"{other} unit"] for other in OTHERS}
+    numbers.medians(
+        pearson=pearson,
+        pearson_without_sinks=found["without_sinks"],
+        rank_correlation=found["rank"],
+        key_cosine=found["key_cosine"],
+        query_cosine=found["query_cosine"],
+        cosine_of_means=found["cosine_of_means"],
+        **{f"gain_over_{other}": gain for other, gain in gains.items()},
+    )
+    numbers.means(
+        share_of_negative_heads=pearson < 0,
+        share_of_opposed_heads=found["cosine_of_means"] < 0,
+        wins_over_both=np.all([gains[other] > 0 for other in OTHERS], axis=0),
+    )
+    errors = {f"{100 * ratio:g}": errors_of(texts, f"error_{100 * ratio:g}") for ratio in RATIOS}
+    for percent, each in errors.items():
+        over = {name: error / each["keydiff"] for name, error in each.items() if name != "keydiff"}
+        numbers.means(**{f"{name}_over_keydiff_{percent}": error for name, error in over.items()})
+        gaps = np.stack([over["pairwise"], over["median"]], axis=1)
         numbers.add(f"largest_gap_of_anchors_{percent}", lambda gaps: np.abs(gaps.mean(axis=0) - 1).max(), gaps)
     blocks = errors_of(texts, "error_in_blocks")
     for block in BLOCKS:
-        best = np.min([blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]], axis=0)
-        numbers.mean(f"blocks_of_{block}_vs_best_other", blocks[f"keydiff {block}"] / best)
-        numbers.mean(f"blocks_of_{block}_vs_one_shot", blocks[f"keydiff {block}"] / errors["50"]["keydiff"])
+        ours, best = blocks[f"keydiff {block}"], np.min([blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]], axis=0)
+        numbers.means(**{f"blocks_of_{block}_vs_best_other": ours / best})
+        numbers.means(**{f"blocks_of_{block}_vs_one_shot": ours / errors["50"]["keydiff"]})
     for method in BY_ATTENTION:
-        numbers.mean(f"{method}_in_blocks_vs_one_shot", blocks[f"{method} 128"] / blocks[f"{method} one shot"])
+        numbers.means(**{f"{method}_in_blocks_vs_one_shot": blocks[f"{method} 128"] / blocks[f"{method} one shot"]})
     series = {
         "error": {percent: {name: float(of.mean()) for name, of in each.items()} for percent, each in errors.items()},
         "example": examples[len(examples) // 2],

@@ -1,7 +1,5 @@
 """LagKV (arXiv 2504.04704): retrieval of a long number by the tokens kept, against LocalKV and L2; likeness of neighbours."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -203,26 +201,27 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         smallest=min(ratios),
         largest=max(ratios),
     )
-    numbers.mean("full_partial", full)
-    numbers.mean("full_exact", full == 1)
-    numbers.mean("partial_above_64", lagkv[:, above])
-    numbers.mean("partial_below_64", lagkv[:, ~above])
-    numbers.mean("gain_above_64", lagkv[:, above].mean(axis=1) - lagkv[:, ~above].mean(axis=1))
-    numbers.mean("gain_of_larger_lag", by_lag[:, -1] - by_lag[:, 0])
-    numbers.mean("gain_of_smaller_lag_at_equal_rL", np.stack([lagkv[:, one] - lagkv[:, other] for one, other in equal], axis=1))
-    numbers.mean("over_local", over_local)
-    numbers.mean("over_norm", over_norm)
-    numbers.mean("over_local_at_smallest_ratio", over_local[:, at["smallest"]])
-    numbers.add("size_of_gap_at_largest_ratio", lambda gap: abs(gap.mean()), over_local[:, at["largest"]])
     whole, *in_chunks = of_texts(texts, "first_digit").T
-    numbers.mean("first_token_in_chunks", in_chunks[0] == whole)
-    numbers.mean("first_token_in_smaller_chunks", in_chunks[-1] == whole)
-    for name in STATES:
-        numbers.median(f"near_{name}", of_texts(texts, f"near_{name}"))
-        numbers.mean(f"share_near_{name}", of_texts(texts, f"near_{name}") > 0)
-    for method in METHODS:
-        numbers.mean(f"partial_{method}", score[method])
-        numbers.mean(f"exact_{method}", score[method] == 1)
+    near = {f"near_{name}": of_texts(texts, f"near_{name}") for name in STATES}
+    numbers.means(
+        full_partial=full,
+        full_exact=full == 1,
+        partial_above_64=lagkv[:, above],
+        partial_below_64=lagkv[:, ~above],
+        gain_above_64=lagkv[:, above].mean(axis=1) - lagkv[:, ~above].mean(axis=1),
+        gain_of_larger_lag=by_lag[:, -1] - by_lag[:, 0],
+        gain_of_smaller_lag_at_equal_rL=np.stack([lagkv[:, one] - lagkv[:, other] for one, other in equal], axis=1),
+        over_local=over_local,
+        over_norm=over_norm,
+        over_local_at_smallest_ratio=over_local[:, at["smallest"]],
+        first_token_in_chunks=in_chunks[0] == whole,
+        first_token_in_smaller_chunks=in_chunks[-1] == whole,
+        **{f"share_{name}": of > 0 for name, of in near.items()},
+        **{f"partial_{method}": of for method, of in score.items()},
+        **{f"exact_{method}": of == 1 for method, of in score.items()},
+    )
+    numbers.medians(**near)
+    numbers.add("size_of_gap_at_largest_ratio", lambda gap: abs(gap.mean()), over_local[:, at["largest"]])
     series = {
         "digits": digits,
         "full": float(full.mean()),

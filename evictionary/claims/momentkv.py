@@ -1,7 +1,5 @@
 """MomentKV (arXiv 2606.01563): evicted mass, angle of the two sub-outputs, selections, error with and without the correction."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -210,55 +208,62 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     none, zeroth, first, direction = (found[name].mean(axis=(2, 3)) for name in ("none", "zeroth", "first", "direction"))
     hurt, size = found["first hurts"], none.mean(axis=1)
     smallest, largest = (f"h2o {pick(scale.budgets)}" for pick in (min, max))
-    numbers = PAPER.numbers([text.kind for text in texts], smallest=min(scale.budgets), largest=max(scale.budgets))
-    numbers.mean("evicted_mass", mass)
-    numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
-    numbers.mean("evicted_mass_at_the_paper_s_share", found[f"{smallest}: mass"])
-    numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
-    numbers.mean("cosine", cosine)
-    numbers.mean("relative_error", relative)
-    numbers.median("amplification", found["amplification"])
-    numbers.mean("mass_at_largest_over_smallest_budget", _ratio(found[f"{largest}: mass"], found[f"{smallest}: mass"]))
-    numbers.mean("shallow_error_at_largest_budget", found[f"{largest}: none"][:, : -(-mass.shape[1] // 4)])
-    numbers.mean("error_at_largest_budget", found[f"{largest}: none"])
-    numbers.mean("loss_against_h2o", _ratio(first, relative))
-    numbers.add("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none)
-    numbers.add("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none)
-    numbers.mean("direction", direction)
-    numbers.add("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction)
-    numbers.mean("gain_of_zeroth_order", (none - zeroth).mean(axis=1) / size)
-    numbers.mean("further_gain_of_first_order", (zeroth - first).mean(axis=1) / size)
-    numbers.mean("share_hurt", hurt)
-    numbers.mean("share_hurt_zeroth_order", found["zeroth hurts"])
-    numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
-    residual = {name: found[f"residual: {name}"] for name in ("none", "zeroth", "first", "direction")}
+    residual = {name: found[f"residual: {name}"] for name in QUANTITIES}
     base = found["attention: none"]
-    numbers.mean("loss_of_algorithm_1_against_h2o", _ratio(residual["first"], relative[:, ::EVERY]))
-    numbers.mean("direction_by_algorithm_1", residual["direction"])
-    numbers.mean("gain_of_zeroth_order_by_algorithm_1", 1 - _ratio(residual["zeroth"], residual["none"]))
-    numbers.mean("further_gain_of_first_order_by_algorithm_1", _ratio(residual["zeroth"] - residual["first"], residual["none"]))
-    for name in ("value", "residual"):
-        numbers.mean(f"error_by_{name}_over_attention", _ratio(found[f"{name}: none"], base))
-        for quantity in ("spread", "gap"):
-            numbers.mean(
-                f"{quantity}_by_{name}_over_attention", _ratio(found[f"{name}: {quantity}"], found[f"attention: {quantity}"])
-            )
-    numbers.mean("spread", found["residual: spread"])
-    numbers.median("partition_ratio", np.exp(found["residual: gap"]))
     selected, corrected = 1 - _ratio(residual["none"], base), 1 - _ratio(found["attention: first"], base)
     both = 1 - _ratio(residual["first"], base)
-    numbers.mean("gain_of_selection", selected)
-    numbers.mean("gain_of_correction", corrected)
-    numbers.mean("gain_of_both", both)
-    numbers.mean("correction_minus_selection", corrected - selected)
-    numbers.mean("excess_of_both", both - selected - corrected)
-    numbers.mean("gain_of_correction_after_snapkv", 1 - _ratio(found["snapkv: first"], found["snapkv: none"]))
-    for one, other in (("attention", "random"), ("oracle", "attention")):
-        for quantity in ("mass", "gamma"):
-            numbers.mean(f"{quantity}_of_{one}_over_{other}", _ratio(found[f"{one}: {quantity}"], found[f"{other}: {quantity}"]))
-    for name in ("random", "attention", "oracle"):
-        numbers.mean(f"cosine_of_{name}", found[f"{name}: cosine"])
-    numbers.mean("size_of_change_in_half", np.abs(_ratio(found["half"], found["whole"]) - 1))
+
+    def over(one: str, other: str, quantity: str) -> np.ndarray:
+        return _ratio(found[f"{one}: {quantity}"], found[f"{other}: {quantity}"])
+
+    numbers = PAPER.numbers([text.kind for text in texts], smallest=min(scale.budgets), largest=max(scale.budgets))
+    numbers.means(
+        evicted_mass=mass,
+        evicted_mass_at_the_paper_s_share=found[f"{smallest}: mass"],
+        cosine=cosine,
+        relative_error=relative,
+        mass_at_largest_over_smallest_budget=over(largest, smallest, "mass"),
+        shallow_error_at_largest_budget=found[f"{largest}: none"][:, : -(-mass.shape[1] // 4)],
+        error_at_largest_budget=found[f"{largest}: none"],
+        loss_against_h2o=_ratio(first, relative),
+        direction=direction,
+        gain_of_zeroth_order=(none - zeroth).mean(axis=1) / size,
+        further_gain_of_first_order=(zeroth - first).mean(axis=1) / size,
+        share_hurt=hurt,
+        share_hurt_zeroth_order=found["zeroth hurts"],
+        loss_of_algorithm_1_against_h2o=_ratio(residual["first"], relative[:, ::EVERY]),
+        direction_by_algorithm_1=residual["direction"],
+        gain_of_zeroth_order_by_algorithm_1=1 - _ratio(residual["zeroth"], residual["none"]),
+        further_gain_of_first_order_by_algorithm_1=_ratio(residual["zeroth"] - residual["first"], residual["none"]),
+        error_by_value_over_attention=over("value", "attention", "none"),
+        spread_by_value_over_attention=over("value", "attention", "spread"),
+        gap_by_value_over_attention=over("value", "attention", "gap"),
+        error_by_residual_over_attention=over("residual", "attention", "none"),
+        spread_by_residual_over_attention=over("residual", "attention", "spread"),
+        gap_by_residual_over_attention=over("residual", "attention", "gap"),
+        spread=residual["spread"],
+        gain_of_selection=selected,
+        gain_of_correction=corrected,
+        gain_of_both=both,
+        correction_minus_selection=corrected - selected,
+        excess_of_both=both - selected - corrected,
+        gain_of_correction_after_snapkv=1 - _ratio(found["snapkv: first"], found["snapkv: none"]),
+        mass_of_attention_over_random=over("attention", "random", "mass"),
+        gamma_of_attention_over_random=over("attention", "random", "gamma"),
+        mass_of_oracle_over_attention=over("oracle", "attention", "mass"),
+        gamma_of_oracle_over_attention=over("oracle", "attention", "gamma"),
+        cosine_of_random=found["random: cosine"],
+        cosine_of_attention=found["attention: cosine"],
+        cosine_of_oracle=found["oracle: cosine"],
+        size_of_change_in_half=np.abs(_ratio(found["half"], found["whole"]) - 1),
+    )
+    numbers.medians(amplification=found["amplification"], partition_ratio=np.exp(residual["gap"]))
+    numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
+    numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
+    numbers.add("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none)
+    numbers.add("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none)
+    numbers.add("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction)
+    numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
     by_budget = {name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets] for name in ("mass", "none")}
     series = {
         **{name: spread_by_layer(texts, f"h2o: {name}", np.mean) for name in ("mass", "cosine")},

@@ -1,7 +1,5 @@
 """Shared parts of the claims' pictures: size, bands over layers, small legends, a white background for any page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

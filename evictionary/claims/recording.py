@@ -1,7 +1,5 @@
 """Records every layer's states in one forward over a text, and runs the model on from a cache with removed tokens."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,14 +1,12 @@
 """Measures the claims of the chosen papers on one model and writes the numbers, the pictures and a page for each paper.
 
-A measurement is a paper on one text, one line of `results.jsonl`; evaluation.run shares the measurements out and resumes them.
+A measurement is a paper on one text, one line of `results.jsonl`.
 The model reads a text once for four of the papers; LagKV has prompts of its own, one batch of all kinds for each seed.
 """
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,13 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
 from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim, Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import UsageError
 from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
-from evictionary.evaluation.run import Line, Progress
+from evictionary.store import Line
 
 SCHEMA_VERSION = 2
 PAPERS: dict[str, ModuleType] = {
@@ -41,7 +40,7 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(store.Plan):
     """The claims to measure, as check_claims returns them, on the texts of each kind and seed; `seeds_of` some papers differ.
 
     Raises UsageError for an unknown kind or paper, or fewer than two seeds.
@@ -54,11 +53,13 @@ class Plan:
     scale: Scale = field(default_factory=Scale)
     seeds_of: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
+    IDENTITY = ("model", "paper", "text", "seed")
+
     def __post_init__(self) -> None:
         unknown = [name for name in self.texts if name not in texts.KINDS]
         if unknown or not self.texts:
             raise UsageError(f"texts: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(texts.KINDS)}")
-        if unknown := self.seeds_of.keys() - PAPERS.keys():
+        if unknown := sorted(self.seeds_of.keys() - PAPERS.keys()):
             raise UsageError(f"seeds_of: got {', '.join(sorted(unknown))}, wanted some of {', '.join(PAPERS)}")
         for name, seeds in {"seeds": self.seeds, **self.seeds_of}.items():
             if len(set(seeds)) < 2:
@@ -68,6 +69,53 @@ class Plan:
         """(paper, kind of text, seed) of every measurement, each once."""
         papers = [(paper, self.seeds_of.get(paper, self.seeds)) for paper in self.claims]
         return list(dict.fromkeys((paper, kind, seed) for paper, seeds in papers for seed in seeds for kind in self.texts))
+
+    def work(self) -> list[tuple[Unit, list[tuple[str, str]]]]:
+        units: dict[Any, tuple[Unit, list[tuple[str, str]]]] = {}
+        for paper, kind, seed in self.lines():
+            # the batches of LagKV first: they take longest
+            place = (paper != "lagkv", seed, "" if paper == "lagkv" else kind)
+            units.setdefault(place, (Unit(seed, self.scale), []))[1].append((paper, kind))
+        return [units[place] for place in sorted(units)]
+
+    def own(self, lines: Sequence[Line]) -> list[Line]:
+        """The lines of this plan, of those in a folder."""
+        wanted = set(self.lines())
+        return [line for line in lines if (line["paper"], line["text"], line["seed"]) in wanted]
+
+    def named(self, unit: Unit, part: tuple[str, str]) -> dict[str, Any]:
+        return {"paper": part[0], "text": part[1], "seed": unit.seed}
+
+    @classmethod
+    def identify(cls, line: Line) -> str:
+        _ = [line[name] for name in FIELDS]
+        return cls.key(line)
+
+    def check(self, folder: Path, found: Mapping[str, Line], work: store.Work) -> None:
+        """Raise UsageError for measurements of another scale or of other versions: their mean would be of neither."""
+        here = {"scale": _rounded(asdict(self.scale)), "versions": versions()}
+        for line in found.values():
+            for name, value in here.items():
+                for key in value.keys() | line[name].keys():
+                    got, wanted = line[name].get(key), value.get(key)
+                    if got != wanted:
+                        raise UsageError(
+                            f"output: {folder} holds measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
+                        )
+
+    def measure(self, unit: Unit, parts: Sequence[tuple[str, str]]) -> Iterator[Line]:
+        """Measure papers on one text, or LagKV on all kinds of text."""
+        start = time.process_time()
+        lab = Lab(*evaluation.loaded(self.model), unit.scale, unit.seed)
+        common = {"model": self.model, "weights": Path(str(lab.model.config.name_or_path)).name, "seed": unit.seed}
+        common |= {"scale": _rounded(asdict(unit.scale)), "versions": versions()}
+        for (paper, kind), values in zip(parts, _observed(lab, parts), strict=True):
+            now = time.process_time()
+            yield {**common, "paper": paper, "text": kind, "cpu_seconds": round(now - start, 1), "values": _rounded(values)}
+            start = now
+
+    def text(self, line: Line) -> str:
+        return f"{PAPERS[line['paper']].PAPER.title}, {line['text']}, seed {line['seed']}"
 
 
 def check_claims(papers: Sequence[str] | None = None, only: Sequence[str] | None = None) -> dict[str, list[Claim]]:
@@ -94,72 +142,9 @@ def _is_named(id: str, name: str) -> bool:
     return name in (id, id.partition(" ")[0])
 
 
-def run(
-    plan: Plan, folder: Path, *, jobs: int = 1, dask: str | None = None, advance: Callable[[Progress], None] = lambda progress: None
-) -> list[Line]:
-    """Measure what `folder / results.jsonl` lacks of the plan, as evaluation.run does, and return the lines of the plan.
-
-    Raises UsageError as evaluation.run does, for a model that cannot be recorded, and for a folder with measurements of another
-    scale or of other versions of the software: their mean would be of neither.
-    """
-
-    def missing(found: Mapping[str, Line]) -> list[tuple[Unit, list[tuple[str, str]]]]:
-        _require_the_same(plan, found, folder)
-        units: dict[Any, tuple[Unit, list[tuple[str, str]]]] = {}
-        for paper, kind, seed in plan.lines():
-            if _key(plan.model, paper, kind, seed) not in found:
-                # the batches of LagKV first: they take longest
-                place = (paper != "lagkv", seed, "" if paper == "lagkv" else kind)
-                units.setdefault(place, (Unit(seed, plan.scale), []))[1].append((paper, kind))
-        return [units[place] for place in sorted(units)]
-
-    def text(line: Line) -> str:
-        return f"{PAPERS[line['paper']].PAPER.title}, {line['text']}, seed {line['seed']}"
-
-    lines = evaluation.share(
-        folder, plan.model, missing, _lines, identify=identify, text=text, order=identify, jobs=jobs, dask=dask, advance=advance
-    )
-    wanted = {_key(plan.model, *each) for each in plan.lines()}
-    return [line for line in lines if identify(line) in wanted]
-
-
-def _key(*parts: Any) -> str:
-    return json.dumps(parts)
-
-
-def identify(line: Mapping[str, Any]) -> str:
-    """The identity of a line. Raises KeyError if the line lacks a field."""
-    _ = [line[name] for name in FIELDS]
-    return _key(line["model"], line["paper"], line["text"], line["seed"])
-
-
 def versions() -> dict[str, str]:
     """The software versions that can change a result."""
     return evaluation.versions() | {"numpy": np.__version__}
-
-
-def _require_the_same(plan: Plan, found: Mapping[str, Line], folder: Path) -> None:
-    here = {"scale": _rounded(asdict(plan.scale)), "versions": versions()}
-    for line in found.values():
-        for name, value in here.items():
-            for key in value.keys() | line[name].keys():
-                got, wanted = line[name].get(key), value.get(key)
-                if got != wanted:
-                    raise UsageError(
-                        f"output: {folder} holds measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
-                    )
-
-
-def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, str]]) -> Iterator[Line]:
-    """The line of each (paper, kind): papers on one text, or LagKV on all kinds."""
-    start = time.process_time()
-    lab = Lab(*evaluation.loaded(model_name), unit.scale, unit.seed)
-    common = {"model": model_name, "weights": Path(str(lab.model.config.name_or_path)).name, "seed": unit.seed}
-    common |= {"scale": _rounded(asdict(unit.scale)), "versions": versions()}
-    for (paper, kind), values in zip(wanted, _observed(lab, wanted), strict=True):
-        now = time.process_time()
-        yield {**common, "paper": paper, "text": kind, "cpu_seconds": round(now - start, 1), "values": _rounded(values)}
-        start = now
 
 
 def _observed(lab: Lab, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
@@ -173,7 +158,8 @@ def _observed(lab: Lab, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str,
 
 
 def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims") -> dict[str, Any]:
-    """Everything that the lines of the plan say, with the verdicts, as results.json holds it."""
+    """Everything that the lines of the plan say, of those in a folder, with the verdicts, as results.json holds it."""
+    lines = plan.own(lines)
     return {
         "schema_version": SCHEMA_VERSION,
         "model": plan.model,
@@ -239,5 +225,5 @@ def write(result: dict[str, Any], folder: Path) -> list[Path]:
         pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=PAPERS[name].PAPER.rows)
         contents[f"{name}.md"] = pages.render("claims.md", result=result, paper=paper)
     for name, text in contents.items():
-        pages.put(folder / name, text)
+        store.put(folder / name, text)
     return [folder / name for name in contents] + [folder / paper["picture"] for paper in result["papers"]]

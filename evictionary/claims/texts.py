@@ -1,7 +1,5 @@
 """Texts of six kinds, generated from a seed: the claims are measured on all six kinds, as one text is not representative."""
 
-from __future__ import annotations
-
 import random
 import tomllib
 from collections.abc import Callable

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 from jsonschema import Draft202012Validator, validators
 
 from evictionary.classroom.child import visible
+from evictionary.store import table
 
 SCHEMA = "evictionary/grade/4"
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -123,11 +124,12 @@ def markdown(grade: dict[str, Any]) -> str:
     lines += [f"Student {cell(grade['student'])}, file {file or 'none'}, graded {grade['graded_at']}.", ""]
     if grade["error"]:
         lines += [f"Nothing could be judged: {cell(grade['error'])}", ""]
-    lines += ["| step | requirement | points | verdict |", "|---|---|---|---|"]
+    rows = []
     for line in grade["lines"]:
         verdict = f"{line['verdict']}: {line['reason']}" if line["reason"] else line["verdict"]
         cells = (line["title"], line["requirement"], f"{line['points']} of {line['max_points']}", verdict)
-        lines.append("| " + " | ".join(cell(each) for each in cells) + " |")
+        rows.append([cell(each) for each in cells])
+    lines.append(table(["step", "requirement", "points", "verdict"], rows))
     first = next((line for line in grade["lines"] if line["verdict"] == "failed" and line["message"]), None)
     if first:
         fence = "`" * 8  # a student's message may hold a fence of its own

@@ -1,7 +1,5 @@
 """The command `evictionary`: collects the subcommands; each stands in a file of its own that imports no other."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated
 

@@ -1,14 +1,21 @@
 """The command `evictionary calibrate`."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from evictionary.cli.console import AsJson, ModelName, exit_codes, measuring, options_in, require_writable, text_of, whole
+from evictionary.cli.console import (
+    AsJson,
+    ModelName,
+    as_json_if,
+    exit_codes,
+    measuring,
+    options_in,
+    require_writable,
+    text_of,
+    whole,
+)
 from evictionary.errors import UsageError
 
 app = typer.Typer()
@@ -71,8 +78,6 @@ def calibrate(
                 layers[layer]["gates"] = gates
             found |= {"model": model} | gate_training.summary(chosen, trained)
         write(loaded, layers, output)
-    if as_json:
-        typer.echo(json.dumps(found))
-    else:
+    if not as_json_if(as_json, found, None):
         gates_trained = f"; {found['retrieval_heads']} of {found['heads']} heads keep all tokens" if chosen else ""
         typer.echo(f"{output}: {found['layers']} layers, from {found['tokens']} tokens{gates_trained}")

@@ -1,13 +1,9 @@
 """The command `evictionary claims`."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -15,10 +11,12 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    as_json_if,
+    carry_out,
     exit_codes,
     given_names,
-    measuring,
     messages,
+    plain_table,
     require_folder,
     whole_number,
 )
@@ -80,14 +78,11 @@ def claims(
         plan = experiment.Plan(model, chosen, chosen_texts, range(seed, seed + seeds), seeds_of=others)
         options = {**asked, "--texts": kinds, "--seeds-of": apart}
         given = "".join(f" {option} '{','.join(names)}'" for option, names in options.items() if names)
-        with measuring() as advance:
-            lines = experiment.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        lines = carry_out(plan, output, jobs, dask)
         messages.print("intervals, pictures and pages", style="italic")
         result = experiment.report(plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}")
         experiment.write(result, output)
-    if as_json:
-        typer.echo(json.dumps(result | {"output": str(output)}, indent=1))
-    else:
+    if not as_json_if(as_json, result | {"output": str(output)}):
         Console().print(_table(result))
         Console().print(f"Numbers, pictures and a page for each paper: [bold]{output}[/]")
 
@@ -102,9 +97,8 @@ def _paper_and_count(text: str) -> tuple[str, int]:
 def _table(result: dict[str, Any]) -> Table:
     from evictionary.evaluation.pages import interval
 
-    table = Table(title=f"The papers' claims on {result['weights']}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for header in ("claim", f"numbers ({result['confidence']:.0%} interval)", "texts", "verdict"):
-        table.add_column(header)
+    columns = ("claim", f"numbers ({result['confidence']:.0%} interval)", "texts", "verdict")
+    table = plain_table(*columns, title=f"The papers' claims on {result['weights']}")
     for paper in result["papers"]:
         for claim in paper["claims"]:
             deciding = ((condition, claim["numbers"][name]) for condition, name in claim["deciding"].items())

@@ -15,13 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from evictionary.classroom import names
-from evictionary.cli.console import AsJson, exit_codes, messages, names_in, progress, whole_number
+from evictionary.cli.console import (
+    AsJson,
+    as_json_if,
+    exit_codes,
+    messages,
+    names_in,
+    plain_table,
+    progress,
+    whole_number,
+)
 from evictionary.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,8 +83,8 @@ def start(
             if student:
                 (work / WHO).write_text(student + "\n", encoding="utf-8")
     handout = chosen.folder / "README.md"
-    if as_json:
-        typer.echo(json.dumps({"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}))
+    told = {"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}
+    if as_json_if(as_json, told, None):
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(
@@ -85,10 +92,9 @@ def start(
     )
     console.print(f"The handout: {escape(str(handout))}")
     if chosen.library == "numpy":
-        told = "Only NumPy is there."
-        if any(step.check != "rows" for step in chosen.steps):
-            told += " Arrays come in float64, and results must be float64 too."
-        console.print(told)
+        wants_float64 = any(step.check != "rows" for step in chosen.steps)
+        also = " Arrays come in float64, and results must be float64 too." if wants_float64 else ""
+        console.print(f"Only NumPy is there.{also}")
     if missing := lacking(chosen):
         console.print(f"Here `check` cannot judge it: {missing}", style="yellow", markup=False)
     console.print(f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]")
@@ -123,9 +129,7 @@ def check(
         drawn = secrets.randbelow(10**6) if seed is None else seed
         judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4, check_seed=drawn)
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
-    if as_json:
-        typer.echo(json.dumps(judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}, indent=1))
-    else:
+    if not as_json_if(as_json, judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}):
         _print(chosen, judged, path, f"{_command('check', chosen, work, assignments)} --seed {drawn}")
         _print_rest(chosen, hidden, path)
     is_blocked = any(line.verdict == "blocked" for line in judged.lines)
@@ -162,9 +166,7 @@ def _command(name: str, chosen: Assignment, work: Path, assignments: Path | None
 
 def _print(chosen: Assignment, judged: Judgement, path: Path, again: str) -> None:
     console = Console(highlight=False)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=chosen.title, title_justify="left")
-    for header in ("step", "requirement", "points", "verdict"):
-        table.add_column(header, justify="right" if header == "points" else "left")
+    table = plain_table("step", "requirement", "points", "verdict", right=("points",), title=chosen.title)
     for line in judged.lines:
         verdict = f"[{COLOURS[line.verdict]}]{line.verdict}[/]"
         shown = f"{verdict}, {escape(line.reason)}" if line.verdict in ("not judged yet", "blocked") or chosen.contest else verdict
@@ -252,8 +254,8 @@ def submit(
     is_begun = path.read_text(encoding="utf-8", errors="replace") != chosen.starter_for(student)
     if not is_begun:
         messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False, soft_wrap=True)
-    if as_json:
-        typer.echo(json.dumps({"assignment": chosen.name, "archive": str(target), "files": packed, "begun": is_begun}))
+    told = {"assignment": chosen.name, "archive": str(target), "files": packed, "begun": is_begun}
+    if as_json_if(as_json, told, None):
         return
     Console(highlight=False, soft_wrap=True).print(f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in.")
 
@@ -404,9 +406,8 @@ def _sum_up(
 
 def _print_tried(tried: list[tuple[str, int, Judgement]], as_json: bool) -> int:
     """Print whether an assignment gives all points to a right answer and none to its starter file; returns the exit code."""
-    if as_json:
-        typer.echo(json.dumps([{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried], indent=1))
-    for name, wanted, judged in () if as_json else tried:
+    told = [{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried]
+    for name, wanted, judged in () if as_json_if(as_json, told) else tried:
         is_right = judged.score == wanted
         Console().print(f"{name}: {judged.score} points, wanted {wanted}", style="green" if is_right else "red", markup=False)
         for line in judged.lines if not is_right else []:
@@ -477,15 +478,12 @@ def _secret(seed_file: Path | None) -> bytes:
 
 
 def _print_class(result: dict[str, Any], output: Path, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result, indent=1))
+    if as_json_if(as_json, result):
         return
     console = Console(highlight=False)
     count, largest = result["submissions"], max(result["distribution"].values())
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{count} submission" + "s" * (count != 1), title_justify="left")
-    table.add_column("points", justify="right")
-    table.add_column("submissions", justify="right")
-    table.add_column("")
+    title = f"{count} submission" + "s" * (count != 1)
+    table = plain_table("points", "submissions", "", right=("points", "submissions"), title=title)
     for points, count in result["distribution"].items():
         table.add_row(str(points), str(count), "█" * max(1, round(40 * count / largest)))
     console.print(table)
@@ -493,27 +491,20 @@ def _print_class(result: dict[str, Any], output: Path, as_json: bool) -> None:
         console.print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
     for mistake, count in result["misconceptions"].items():
         console.print(f"{count} of the submissions: {mistake}", style="dim", markup=False)
-    if result["errors"]:
-        shown = _few(result["unjudged"])
-        console.print(
-            f"{result['errors']} could not be judged; the error in grade.json says why: {shown}", style="yellow", markup=False
-        )
-    if result["blocked"]:
-        console.print(
-            f"Blocked, and to be graded on another machine: {_few(result['blocked'])}; the verdict in grade.json says why",
-            style="yellow",
-            markup=False,
-        )
-    if result["one_id"]:
-        console.print(f"Handed in under an id that another one has too: {_few(result['one_id'])}", style="yellow", markup=False)
-    if result["alike"]:
-        alike = _few([repr(name) for name in result["alike"]])
-        console.print(f"Names that differ only in capitals, spaces or accents: {alike}", style="yellow", markup=False)
-    for student, notes in list(result["notes"].items())[:MOST_SHOWN]:
-        console.print(f"{student}: {'; '.join(notes)}", style="yellow", markup=False, soft_wrap=True)
-    if len(result["notes"]) > MOST_SHOWN:
-        console.print(f"Notes on {len(result['notes']) - MOST_SHOWN} more are in summary.json.", style="yellow")
+    to_know = {
+        f"{result['errors']} could not be judged; the error in grade.json says why: {{}}": result["unjudged"],
+        "Blocked, and to be graded on another machine: {}; the verdict in grade.json says why": result["blocked"],
+        "Handed in under an id that another one has too: {}": result["one_id"],
+        "Names that differ only in capitals, spaces or accents: {}": [repr(name) for name in result["alike"]],
+    }
+    warnings = [text.format(_few(names)) for text, names in to_know.items() if names]
+    notes = [f"{student}: {'; '.join(each)}" for student, each in result["notes"].items()]
+    warnings += notes[:MOST_SHOWN]
+    if len(notes) > MOST_SHOWN:
+        warnings.append(f"Notes on {len(notes) - MOST_SHOWN} more are in summary.json.")
     if result["walls_missing"]:
         missing = ", ".join(result["walls_missing"])
-        console.print(f"Walls missing here: {missing}. The page on isolation says what is open then.", style="yellow")
+        warnings.append(f"Walls missing here: {missing}. The page on isolation says what is open then.")
+    for text in warnings:
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
     console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from evictionary.errors import InstallError, MethodError, UsageError
 
 if TYPE_CHECKING:
-    from evictionary.evaluation.run import Progress
+    from evictionary.store import Line, Plan, Progress
 
 messages = Console(stderr=True)
 
 
-def whole(text: str) -> int:
-    """Read an option's whole number; typer's own message would not have the form "got ..., wanted ..."."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"got {text!r}, wanted a whole number") from None
+def reader(kind: type, wanted: str) -> Callable[[str], Any]:
+    """What reads an option's number; typer's own message would not have the form "got ..., wanted ..."."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"got {text!r}, wanted {wanted}") from None
+
+    return read
 
 
-def number(text: str) -> float:
-    """Read an option's number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"got {text!r}, wanted a number") from None
+whole, number = reader(int, "a whole number"), reader(float, "a number")
 
 
 def whole_number(help: str) -> Any:
@@ -62,29 +65,43 @@ def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
     Text that a user's method prints goes to standard error: standard output is for results. `stopped` is the advice after Ctrl-C,
     `extra` the extra that the command needs if a module is missing.
     """
+    code = 1
     try:
         with redirect_stdout(sys.stderr):
             yield
+        return
     except KeyboardInterrupt:
-        messages.print(f"[bold red]stopped[/] {stopped}", highlight=False)
-        raise typer.Exit(130) from None
+        told, code = f"[bold red]stopped[/] {stopped}", 130
     except UsageError as error:
-        messages.print(f"[bold red]usage error[/] {escaped(error)}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
+        told, code = f"[bold red]usage error[/] {escaped(error)}", 2
     except ModuleNotFoundError as error:
         needed = extra_with(error.name or "")
         if needed is None:
             raise
-        messages.print(
+        told = (
             f"[bold red]failed[/] this command needs {error.name}, which is not installed: install evictionary with its extra, "
-            f"from a clone [bold]pip install 'path/to/the/clone\\[{extra or needed}]'[/]",
-            soft_wrap=True,
-            highlight=False,
+            f"from a clone [bold]pip install 'path/to/the/clone\\[{extra or needed}]'[/]"
         )
-        raise typer.Exit(1) from None
     except (MethodError, InstallError, OSError) as error:
-        messages.print(f"[bold red]failed[/] {escaped(error)}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from None
+        told = f"[bold red]failed[/] {escaped(error)}"
+    messages.print(told, soft_wrap=True, highlight=False)
+    raise typer.Exit(code)
+
+
+def as_json_if(asked: bool, found: Any, indent: int | None = 1) -> bool:
+    """Print a result as JSON if that is asked for; returns whether it was."""
+    if asked:
+        typer.echo(json.dumps(found, indent=indent))
+    return asked
+
+
+def plain_table(*columns: str, right: Container[str] = (), **named: Any) -> Table:
+    """A table without a frame; what stands in the columns `right` ends at their right edge, and is not wrapped."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", **named)
+    for column in columns:
+        is_right = column in right
+        table.add_column(column, justify="right" if is_right else "left", no_wrap=is_right, overflow="fold")
+    return table
 
 
 def extra_with(module: str) -> str | None:
@@ -98,9 +115,8 @@ def extra_with(module: str) -> str | None:
     return None
 
 
-def escaped(error: Exception) -> str:
-    from rich.markup import escape
-
+def escaped(error: object) -> str:
+    """A text in one line, which Rich prints as it is."""
     return escape(" ".join(str(error).split()))
 
 
@@ -210,6 +226,14 @@ def measuring() -> Iterator[Callable[[Progress], None]]:
             log(f"{progress.done} of {progress.total}: {progress.text}; {left}")
 
         yield advance
+
+
+def carry_out(plan: Plan, output: Path, jobs: int, dask: str | None) -> list[Line]:
+    """Measure what the folder lacks of a plan, with progress, and return all its lines."""
+    from evictionary import store
+
+    with measuring() as advance:
+        return store.run(plan, output, jobs=jobs, dask=dask, advance=advance)
 
 
 def _log() -> Callable[[str], None]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from evictionary.cli.console import (
     AsJson,
     ModelName,
+    as_json_if,
     exit_codes,
     given_names,
     mebibytes,
     numbers_in,
+    plain_table,
     progress,
     require_seed,
     require_writable,
@@ -63,9 +63,7 @@ def demo(
             )
             advance("writing the report")
             experiment.write(result, output)
-    if as_json:
-        typer.echo(json.dumps(result.as_json() | {"report": str(output)}, indent=1))
-    else:
+    if not as_json_if(as_json, result.as_json() | {"report": str(output)}):
         Console().print(_demo_table(result))
         for name, reason in result.left_out.items():
             Console().print(f"Left out: {name} {reason}", style="dim", markup=False)
@@ -73,16 +71,9 @@ def demo(
 
 
 def _demo_table(result: Result) -> Table:
-    table = Table(
-        title="A number in a long text, asked for after compression",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    table.add_column("method", no_wrap=True)
-    for header in ("removed", "KV MiB", "right", "|h - h_c|", "rel.", "sec."):
-        table.add_column(header, justify="right", no_wrap=True)
+    numbers = ("removed", "KV MiB", "right", "|h - h_c|", "rel.", "sec.")
+    title = "A number in a long text, asked for after compression"
+    table = plain_table("method", *numbers, right=numbers, title=title, collapse_padding=True)
     previous = result.rows[0].label
     for row in result.rows:
         if row.label != previous:

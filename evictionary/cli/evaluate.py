@@ -1,28 +1,25 @@
 """The command `evictionary eval`."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    as_json_if,
+    carry_out,
     escaped,
     exit_codes,
-    measuring,
     messages,
     names_in,
     numbers_in,
+    plain_table,
     require_folder,
     require_seed,
     whole_number,
@@ -108,19 +105,16 @@ def evaluate(
             ratios=removed,
             budgets=kept,
         )
-        with measuring() as advance:
-            lines = evaluation.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        lines = carry_out(plan, output, jobs, dask)
         found = eval_report.write(lines, output)
-    if as_json or format is Format.JSON:
-        typer.echo(json.dumps(found | {"output": str(output)}, indent=1))
-    elif format is Format.MARKDOWN:
+    if format is Format.MARKDOWN and not as_json:
         typer.echo(eval_report.markdown(found["rows"]))
-    else:
+    elif not as_json_if(as_json or format is Format.JSON, found | {"output": str(output)}):
         _print_tables(found["rows"])
         Console().print(f"Everything measured, plots and a report: [bold]{output}[/]")
     for failure in found["failures"]:
-        text = f"{failure['label']}, {failure['count']} times: {failure['error']}"
-        messages.print(f"[bold red]failed[/] {escaped(RuntimeError(text))}", soft_wrap=True, highlight=False)
+        text = escaped(f"{failure['label']}, {failure['count']} times: {failure['error']}")
+        messages.print(f"[bold red]failed[/] {text}", soft_wrap=True, highlight=False)
     if found["failures"]:
         raise typer.Exit(1)
 
@@ -133,17 +127,15 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     for part in ",".join(texts).split(","):
         left, equals, value = part.strip().partition("=")
-        if not left:
-            continue
-        name, colon, option = left.rpartition(":") if equals else (left, "", "")
-        if equals and not colon:
-            if not found:
-                raise UsageError(
-                    f"--methods: got {part.strip()!r} first, wanted a method's name before its options: lagkv:lag_size=128"
-                )
-            found[-1][1][left.strip()] = value.strip()
-            continue
-        found.append((name.strip(), {option.strip(): value.strip()} if equals else {}))
+        name, colon, option = left.rpartition(":") if equals else (left, ":", "")
+        if not colon and not found:
+            raise UsageError(
+                f"--methods: got {part.strip()!r} first, wanted a method's name before its options: lagkv:lag_size=128"
+            )
+        if colon and left:
+            found.append((name.strip(), {}))
+        if equals:
+            found[-1][1][option.strip()] = value.strip()
     if not found:
         raise UsageError(f"--methods: got {','.join(texts)!r}, wanted at least one name")
     return found
@@ -175,13 +167,10 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
         for start in range(0, len(names), columns):
             here = slice(start, start + columns)
             is_last = here.stop >= len(names)
-            shown = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-            shown.add_column("method", overflow="fold")
-            for header in ("asked", "removed", *names[here], *(["mean"] if is_last else [])):
-                shown.add_column(header.replace("_", "\n"), justify="right", no_wrap=True)
+            headers = [name.replace("_", "\n") for name in ("asked", "removed", *names[here], *["mean"] * is_last)]
+            shown = plain_table("method", *headers, right=headers, collapse_padding=True)
             for row in table:
-                cells = [eval_report.cell_text(cell) for cell in row["cells"][here]]
-                cells += [eval_report.number(row["mean"])] if is_last else []
+                cells = [*map(eval_report.cell_text, row["cells"][here]), *[eval_report.number(row["mean"])] * is_last]
                 asked = row["asked"].removesuffix(" removed").removesuffix(" kept")
                 shown.add_row(row["label"], asked, eval_report.percent(row["removed"]), *cells)
             console.print(shown)

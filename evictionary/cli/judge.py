@@ -1,7 +1,5 @@
 """The command `evictionary judge`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

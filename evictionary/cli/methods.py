@@ -1,14 +1,10 @@
 """The command `evictionary methods`."""
 
-from __future__ import annotations
-
-import json
-
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from evictionary.cli.console import AsJson
+from evictionary.cli.console import AsJson, as_json_if
 
 app = typer.Typer()
 
@@ -31,8 +27,7 @@ def methods(as_json: AsJson = False) -> None:
     from evictionary.methods.catalogue import RANDOM, describe, names
 
     found = [describe(name) for name in [*names(), RANDOM]]
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
+    if as_json_if(as_json, found):
         return
     table = Table.grid(padding=(0, 2))
     for each in found:

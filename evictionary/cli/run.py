@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from evictionary.cli.console import (
     AsJson,
     ModelName,
+    as_json_if,
     exit_codes,
     mebibytes,
     number,
@@ -110,28 +110,22 @@ def run(
             {"question": each} | ({"full_answer": answers[FULL][index].text} if full else {}) | {"answer": own.text}
             for index, (each, own) in enumerate(zip(question, answers[chosen.name], strict=True))
         ]
-    if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "model": model,
-                    "method": chosen.name,
-                    "options": options,
-                    "compression_ratio": compression_ratio if budget is None else None,
-                    "budget": budget,
-                    "every": cache.every,
-                    "tokens": cache.get_seq_length(),
-                    "tokens_kept": cache.tokens_kept,
-                    "bytes_before": before,
-                    "bytes_after": after,
-                    "peak_tokens": cache.peak_tokens,
-                    "note": note,
-                    "answers": both,
-                },
-                indent=1,
-            )
-        )
-    else:
+    found = {
+        "model": model,
+        "method": chosen.name,
+        "options": options,
+        "compression_ratio": compression_ratio if budget is None else None,
+        "budget": budget,
+        "every": cache.every,
+        "tokens": cache.get_seq_length(),
+        "tokens_kept": cache.tokens_kept,
+        "bytes_before": before,
+        "bytes_after": after,
+        "peak_tokens": cache.peak_tokens,
+        "note": note,
+        "answers": both,
+    }
+    if not as_json_if(as_json, found):
         _print_run(cache, both, note, before, after)
 
 

@@ -1,8 +1,5 @@
 """The command `evictionary study`."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +10,10 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    as_json_if,
+    carry_out,
     exit_codes,
     given_names,
-    measuring,
     numbers_in,
     require_folder,
     require_seed,
@@ -73,11 +71,9 @@ def study(
             ratios=removed,
             length=length,
         )
-        with measuring() as advance:
-            lines = experiment.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        lines = carry_out(plan, output, jobs, dask)
         found = experiment.write(lines, output)
-    if as_json:
-        typer.echo(json.dumps(found | {"output": str(output)}, indent=1))
+    if as_json_if(as_json, found | {"output": str(output)}):
         return
     console = Console()
     for entry in found["recommended"]:

@@ -1,15 +1,12 @@
 """The command `evictionary vectors`."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from evictionary.cli.console import AsJson, exit_codes, given_names, progress, require_folder
+from evictionary.cli.console import AsJson, as_json_if, exit_codes, given_names, progress, require_folder
 from evictionary.errors import UsageError
 
 app = typer.Typer()
@@ -57,13 +54,10 @@ def vectors(
                 index = made.write(made.generate(laws, advance), output)
     console = Console(highlight=False, soft_wrap=True)
     if check is not None:
-        if as_json:
-            typer.echo(json.dumps({"folder": str(check), "problems": problems}, indent=1))
-        else:
+        if not as_json_if(as_json, {"folder": str(check), "problems": problems}):
             console.print("\n".join(problems) or f"{check}: every file is as {made.INDEX} says")
         raise typer.Exit(1 if problems else 0)
-    if as_json:
-        typer.echo(json.dumps(index, indent=1))
+    if as_json_if(as_json, index):
         return
     entries = [entry for entry in index["files"].values() if "cases" in entry]
     console.print(

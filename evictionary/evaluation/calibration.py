@@ -1,7 +1,5 @@
 """Calibrates methods on a text: the model reads it once, and the state of each layer is computed from its queries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The demo: an evaluation of every method on a passkey at five depths, with |h - h_c| and pictures of which tokens survive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,13 +12,14 @@ from transformers import PreTrainedModel
 
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation import passkey
-from evictionary.evaluation.pages import put, render, short_name
+from evictionary.evaluation.pages import render, short_name
 from evictionary.evaluation.pictures import Picture, panels, survivors
 from evictionary.evaluation.run import FULL, Measurement, Setting, label, measure
 from evictionary.evaluation.tasks import Prompt, score_number
 from evictionary.methods import catalogue
 from evictionary.methods.method import tokens_to_keep
 from evictionary.methods.resolve import resolve
+from evictionary.store import put
 
 RATIOS = (0.25, 0.5, 0.75)
 MAX_NEW_TOKENS = 12

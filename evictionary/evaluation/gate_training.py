@@ -9,10 +9,7 @@ The recipe is known from public code: mit-han-lab/duo-attention, duo_attn/train.
 its start at 1 are kept; the prompts are our own, with one number in each.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -26,8 +23,8 @@ from evictionary.cache import file
 from evictionary.cache.model_hooks import Attention, require_prompt, watch
 from evictionary.errors import UsageError
 from evictionary.evaluation import tasks
-from evictionary.evaluation.run import Progress
 from evictionary.models.load import is_sliding
+from evictionary.store import Progress, replaced
 
 SCHEMA = "evictionary/gate-training/1"
 TASKS = ("passkey7", "passkey64")
@@ -201,7 +198,8 @@ def train(
             gates.clamp_(0, 1)
         curve.append((lost.item(), gates.mean().item()))
         tensors = {"gates": gates.detach(), **optimizer.state[gates], "curve": torch.tensor(curve, dtype=torch.float64)}
-        _write(settings, state, tensors)
+        with replaced(state) as path:
+            file.write_tensors("output", path, settings, {name: each.cpu().contiguous() for name, each in tensors.items()})
         done, total = step + 1 - before, recipe.steps - before
         text = f"gates, step {step + 1} of {recipe.steps}: distance {curve[-1][0]:.3g}, mean gate {curve[-1][1]:.3f}"
         advance(Progress(done, total, text, (time.perf_counter() - start) / done * (total - done)))
@@ -219,13 +217,6 @@ def summary(recipe: Recipe, trained: Trained) -> dict[str, Any]:
         "gates": gates,
         "curve": [[float(f"{lost:.4g}"), round(mean, 4)] for lost, mean in trained.curve],
     }
-
-
-def _write(settings: dict[str, Any], path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the state, completely or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    file.write_tensors("output", partial, settings, {name: each.cpu().contiguous() for name, each in tensors.items()})
-    os.replace(partial, path)
 
 
 def _read(wanted: Mapping[str, Any], device: str, path: Path) -> dict[str, torch.Tensor]:

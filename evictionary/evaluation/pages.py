@@ -1,12 +1,8 @@
-"""Writes pages from templates, completely or not at all, with the pictures inside: a page loads nothing from the network."""
-
-from __future__ import annotations
+"""Pages from templates, with the pictures inside: a page loads nothing from the network."""
 
 import base64
 import io
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -32,17 +28,6 @@ def _range(values: Mapping[str, float]) -> str:
     """'0.2 (code) to 0.7 (chat)', or a dash for none."""
     ends = sorted(values, key=lambda name: values[name])
     return f"{values[ends[0]]:.3g} ({ends[0]}) to {values[ends[-1]]:.3g} ({ends[-1]})" if ends else "-"
-
-
-def put(path: Path, content: str | bytes) -> None:
-    """Write the file completely or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def drawn(figure: Figure, kind: str) -> bytes:

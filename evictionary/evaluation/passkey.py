@@ -1,7 +1,5 @@
 """A retrieval task that a 135M model can do: a seven-digit number in a long text of everyday sentences."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

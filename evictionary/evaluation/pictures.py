@@ -1,7 +1,5 @@
 """Pictures of which tokens survive in each layer and head."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 

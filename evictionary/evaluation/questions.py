@@ -1,7 +1,5 @@
 """Asks questions about a context that has already been read into a cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

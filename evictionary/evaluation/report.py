@@ -1,7 +1,5 @@
 """Summarises an evaluation's lines as JSON, Markdown tables, plots and one HTML page that loads nothing from the network."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,10 +11,12 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from evictionary import store
 from evictionary.evaluation import tasks
-from evictionary.evaluation.pages import drawn, inline, put, render, short_name
-from evictionary.evaluation.run import FULL, Line, label
+from evictionary.evaluation.pages import drawn, inline, render, short_name
+from evictionary.evaluation.run import FULL, label
 from evictionary.methods.catalogue import RANDOM
+from evictionary.store import Line, put
 
 Row = dict[str, Any]
 
@@ -178,8 +178,7 @@ def markdown(rows: Sequence[Row]) -> str:
             [row["label"], row["asked"], percent(row["removed"]), *map(cell_text, row["cells"]), number(row["mean"])]
             for row in table
         ]
-        ruler = ["---", "---", *["---:"] * (len(head) - 2)]
-        parts.append("\n".join("| " + " | ".join(each) + " |" for each in (head, ruler, *body)) + "\n")
+        parts.append(store.table(head, body, "llr") + "\n")
     return "\n".join(parts)
 
 

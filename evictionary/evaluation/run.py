@@ -1,36 +1,26 @@
-"""Runs methods on tasks, in parallel if wanted, and keeps every finished measurement.
+"""Measures methods on tasks: a plan for the store, and the measurement of one prompt.
 
-One unit of work is a prompt: a task, a length and a seed. The model reads the prompt's text once; every method at every setting
-then compresses a copy of the same cache. Each measurement is one line of `results.jsonl`. The file grows only by whole lines, so a
-run that was killed goes on where it stopped. `share` does this for other measurements too, such as those of the papers' claims.
+A unit of work is a prompt: a task, a length and a seed. The model reads the prompt's text once. Every method at every setting
+then compresses a copy of the same cache, and each gives a line.
 """
 
-from __future__ import annotations
-
-import contextlib
 import hashlib
 import json
 import math
-import os
 import platform
 import re
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import filelock
-import joblib
 import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer
 
-from evictionary import __version__
+from evictionary import __version__, store
 from evictionary.cache.arguments import checked
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
@@ -44,24 +34,13 @@ from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
 from evictionary.models.load import EMBEDDED
 from evictionary.models.load import load as load_model
+from evictionary.store import Line
 
 FULL = "full"
 """The name of the baseline that removes nothing."""
 
-RESULTS = "results.jsonl"
-LOCK = ".lock"
-
-SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "source", "versions")
-"""The fields of a successful measurement's line, beside those that identify it."""
-
-Line = dict[str, Any]
-"""One measurement. Its identity: model, task, length, seed, method, options, ratio, budget. Its results: exact, partial,
-answer, expected, perplexity (of a text that goes on; then answer is None), tokens (of the context), tokens_kept, bytes_before,
-bytes_after, seconds (to compress, ask and answer), error (None, or why the method failed; then there are no scores). Also source, a
-digest of a user's own file, and the versions."""
-
-LinesOf = Callable[[str, Any, Sequence[Any]], Iterator[Line]]
-"""Measures, with the model of a name, what is wanted on one unit of work."""
+SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "versions")
+"""The fields of a successful measurement that are never None."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +69,13 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(store.Plan):
     """Everything to measure: each method at each ratio and each budget, and the two baselines, on each prompt.
 
-    `methods` are pairs of a name and options; lengths are in tokens, of context and question together.
+    `methods` are pairs of a name and options; lengths are in tokens, of context and question together. The fields of a line,
+    beside those that identify it: exact, partial, answer, expected, perplexity (of a text that goes on; then answer is None),
+    tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and answer), error (None, or why
+    the method failed; then there are no scores), source (a digest of a user's own file), versions.
     Raises UsageError for an unknown name, a value out of range or an empty list.
     """
 
@@ -105,10 +87,10 @@ class Plan:
     ratios: Sequence[float] = ()
     budgets: Sequence[int] = ()
 
+    IDENTITY = ("model", "task", "length", "seed", "method", "options", "ratio", "budget")
+
     def __post_init__(self) -> None:
-        for name in ("methods", "tasks", "lengths", "seeds"):
-            if not getattr(self, name):
-                raise UsageError(f"{name}: got none, wanted at least one")
+        require_some(self, "methods", "tasks", "lengths", "seeds")
         if not self.ratios and not self.budgets:
             raise UsageError("ratios: got none and no budgets, wanted at least one")
         for name in self.tasks:
@@ -126,16 +108,62 @@ class Plan:
         found = [Setting(FULL, ratio=0.0)]
         for name, options in [*self.methods, (RANDOM, {})]:
             typed = checked(name, 0.0, options, None, 0)[1]
-            for ratio in self.ratios:
-                found.append(Setting(name, typed, ratio=float(ratio)))
-            for budget in self.budgets:
-                found.append(Setting(name, typed, budget=budget))
+            found += [Setting(name, typed, ratio=float(ratio)) for ratio in self.ratios]
+            found += [Setting(name, typed, budget=budget) for budget in self.budgets]
         return [setting for index, setting in enumerate(found) if setting not in found[:index]]
 
-    def units(self) -> list[Unit]:
-        """Every prompt once."""
-        every = [Unit(task, length, seed) for task in self.tasks for length in self.lengths for seed in self.seeds]
-        return list(dict.fromkeys(every))
+    def work(self) -> list[tuple[Unit, list[Setting]]]:
+        settings = self.settings()
+        every = (Unit(task, length, seed) for task in self.tasks for length in self.lengths for seed in self.seeds)
+        return [(unit, settings) for unit in dict.fromkeys(every)]
+
+    def named(self, unit: Unit, part: Setting) -> dict[str, Any]:
+        return {**unit._asdict(), **vars(part)}
+
+    @classmethod
+    def identify(cls, line: Line) -> str:
+        if line["error"] is None and any(line[name] is None for name in SCORED):
+            raise ValueError("a score is missing")
+        return cls.key(line)
+
+    def is_done(self, line: Line, part: Setting) -> bool:
+        """A measurement of a method whose file has changed is made again too."""
+        return line["error"] is None and line.get("source") == part.source
+
+    def check(self, folder: Path, found: Mapping[str, Line], work: store.Work) -> None:
+        """Raise UsageError for a length that is too short for a task or too long for the model."""
+        if not work:
+            return
+        path = str(embedded.install()) if self.model == EMBEDDED else self.model
+        try:
+            tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        except (OSError, ValueError, KeyError):
+            return  # loading the model will say what is wrong with it
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        for unit in {(unit.task, unit.length): unit for unit, _ in work}.values():
+            prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+            require_prompt(prompt.context_ids.shape[1] + prompt.question_ids.shape[1] + prompt.max_new_tokens, longest)
+
+    def measure(self, unit: Unit, parts: Sequence[Setting]) -> Iterator[Line]:
+        model, tokenizer = loaded(self.model)
+        prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+        for measured in measure(model, tokenizer, prompt, parts, unit.seed):
+            yield {"model": self.model, **unit._asdict(), **measured.line}
+
+    def text(self, line: Line) -> str:
+        return f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
+
+    def order(self, line: Line) -> tuple[Any, ...]:
+        amount = (line["ratio"] is None, line["budget"] if line["ratio"] is None else line["ratio"])
+        options = json.dumps(line["options"], sort_keys=True)
+        return line["task"], line["length"], line["seed"], line["method"], options, amount
+
+
+def require_some(plan: store.Plan, *names: str) -> None:
+    """Raise UsageError for a list of the plan that is empty."""
+    for name in names:
+        if not getattr(plan, name):
+            raise UsageError(f"{name}: got none, wanted at least one")
 
 
 class Measurement(NamedTuple):
@@ -149,146 +177,10 @@ class Measurement(NamedTuple):
     cache: EvictingCache | None
 
 
-class Progress(NamedTuple):
-    """Measurements done and planned in this run, a description of the last one, and the estimated seconds left."""
-
-    done: int
-    total: int
-    text: str
-    seconds_left: float
-
-
-def run(
-    plan: Plan, folder: Path, *, jobs: int = 1, dask: str | None = None, advance: Callable[[Progress], None] = lambda progress: None
-) -> list[Line]:
-    """Run the measurements that `folder / results.jsonl` lacks, and return every line of that file, sorted.
-
-    `jobs` processes share the prompts; `dask`, a scheduler's address, or "local" for a cluster of `jobs` workers on this machine,
-    sends them to Dask workers instead. One process stores each measurement at once; several processes store each prompt at once.
-    Measurements that failed before are tried again, and so are the measurements of a method whose file has changed.
-    Raises UsageError for an unusable folder, length or cluster, or a folder with the results of another model.
-    """
-
-    def missing(found: Mapping[str, Line]) -> list[tuple[Unit, list[Setting]]]:
-        work = _missing(plan, found)
-        _require_lengths(plan.model, [unit for unit, _ in work])
-        return work
-
-    def text(line: Line) -> str:
-        return f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
-
-    return share(
-        folder, plan.model, missing, _lines, identify=_identify, text=text, order=_order, jobs=jobs, dask=dask, advance=advance
-    )
-
-
-def share(
-    folder: Path,
-    model: str,
-    missing: Callable[[Mapping[str, Line]], Sequence[tuple[Any, Sequence[Any]]]],
-    lines_of: LinesOf,
-    *,
-    identify: Callable[[Line], str],
-    text: Callable[[Line], str],
-    order: Callable[[Line], Any],
-    jobs: int = 1,
-    dask: str | None = None,
-    advance: Callable[[Progress], None] = lambda progress: None,
-) -> list[Line]:
-    """Measure what `folder / results.jsonl` lacks, as `run` describes, and return every line of the file, sorted by `order`.
-
-    `missing` gets the lines that are there, by their identity, and returns the units of work, each with what is to be measured on
-    it. `lines_of`, a function of a module, gets the model's name, a unit and that, and yields one line for each; `text` describes
-    a line for `advance`. Raises UsageError as `run` does.
-    """
-    if jobs < 1:
-        raise UsageError(f"jobs: got {jobs}, wanted at least 1")
-    path = folder / RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        found = read(path, identify)
-        others = {line["model"] for line in found.values()} - {model}
-        if others:
-            raise UsageError(f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for {model}")
-        work = missing(found)
-        total = sum(len(each) for _, each in work)
-        start, done = time.perf_counter(), 0
-        for lines in _measured(lines_of, model, work, jobs, dask):
-            for line in lines:
-                append(path, line)
-                found[identify(line)] = line
-            done += len(lines)
-            advance(Progress(done, total, text(lines[-1]), (time.perf_counter() - start) / done * (total - done)))
-        every = sorted(found.values(), key=order)
-        rewrite(path, every)
-    return every
-
-
 def label(line: Mapping[str, Any]) -> str:
     """'lagkv (lag_size=128)', for a line or any dictionary with method and options."""
     options = ", ".join(f"{name}={value}" for name, value in line["options"].items())
     return f"{line['method']} ({options})" if options else line["method"]
-
-
-def identity(line: Mapping[str, Any]) -> str:
-    """The identity of a measurement, as JSON."""
-    names = ("model", "task", "length", "seed", "method", "options", "ratio", "budget")
-    return json.dumps([line[name] for name in names], sort_keys=True)
-
-
-def _identify(line: Mapping[str, Any]) -> str:
-    """The identity of a line. Raises KeyError or ValueError if the line lacks a field of a successful measurement."""
-    if line["error"] is None and any(line[name] is None for name in SCORED if name != "source"):
-        raise ValueError("a score is missing")
-    return identity(line)
-
-
-def read(path: Path, identify: Callable[[Line], str] = _identify) -> dict[str, Line]:
-    """The lines of a results file by their identity; of several lines with one identity, the last.
-
-    An incomplete last line, from a write that was cut off, is removed from the file. Raises UsageError for any other line that is
-    no measurement.
-    """
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    whole = data.rpartition(b"\n")
-    if whole[2]:
-        os.truncate(path, len(data) - len(whole[2]))
-    found = {}
-    for number, text in enumerate(whole[0].splitlines(), start=1):
-        try:
-            line = json.loads(text)
-            found[identify(line)] = line
-        except (ValueError, TypeError, KeyError):
-            raise UsageError(
-                f"output: line {number} of {path} is no measurement; wanted a file that this command wrote: delete that line, and "
-                "what it said is measured again"
-            ) from None
-    return found
-
-
-def append(path: Path, line: Line) -> None:
-    """Append one line in one write, and return when it is on the disk."""
-    data = (json.dumps(line) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        if os.write(descriptor, data) != len(data):
-            raise OSError(f"{path}: a line could not be written whole; is the disk full?")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def rewrite(path: Path, lines: Sequence[Line]) -> None:
-    """Replace the file by these sorted lines, completely or not at all: the order does not depend on which process was faster."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence[Setting], seed: int) -> Iterator[Measurement]:
@@ -369,38 +261,6 @@ def versions() -> dict[str, str]:
     }
 
 
-_one_at_a_time = threading.Lock()
-"""A Dask worker may run several threads, but they would share one model and its attention."""
-
-
-def _whole_unit(lines_of: LinesOf, model_name: str, unit: Any, wanted: Sequence[Any]) -> list[Line]:
-    _end_with_parent()
-    # a method's own prints in a worker must not reach the standard output of the command, which may be JSON
-    with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
-        return list(lines_of(model_name, unit, wanted))
-
-
-@cache
-def _end_with_parent() -> None:
-    """End this worker soon after the process that started it, even after SIGKILL: each worker holds a model."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _lines(model_name: str, unit: Unit, settings: Sequence[Setting]) -> Iterator[Line]:
-    """The line of each setting on the prompt of a unit."""
-    model, tokenizer = loaded(model_name)
-    prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
-    for measured in measure(model, tokenizer, prompt, settings, unit.seed):
-        yield {"model": model_name, **unit._asdict(), **measured.line}
-
-
 @cache
 def loaded(model_name: str) -> tuple[Any, Any]:
     """The model and the tokenizer, loaded once in each process."""
@@ -408,98 +268,3 @@ def loaded(model_name: str) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()  # a worker's progress bar would mix with ours
     return load_model(model_name)
-
-
-def _measured(
-    lines_of: LinesOf, model_name: str, work: Sequence[tuple[Any, Sequence[Any]]], jobs: int, dask: str | None
-) -> Iterator[Sequence[Line]]:
-    """The lines as they come: each by itself from this process, those of a whole unit from another one."""
-    if not work:
-        return
-    if jobs == 1 and dask is None:
-        for unit, wanted in work:
-            yield from ([line] for line in lines_of(model_name, unit, wanted))
-        return
-    with _workers(jobs, dask):
-        parallel = joblib.Parallel(return_as="generator_unordered", batch_size=1)
-        calls = (joblib.delayed(_whole_unit)(lines_of, model_name, unit, wanted) for unit, wanted in work)
-        try:
-            yield from parallel(calls)
-        except BrokenProcessPool as error:
-            raise OSError(
-                "a worker process died, perhaps for lack of memory: the same command goes on, with fewer --jobs"
-            ) from error
-
-
-@contextlib.contextmanager
-def _workers(jobs: int, dask: str | None) -> Iterator[None]:
-    """Let joblib use processes of this machine, or the workers of a Dask cluster, while the context lasts."""
-    with contextlib.ExitStack() as stack:
-        if dask is None:
-            stack.enter_context(joblib.parallel_config(backend="loky", n_jobs=jobs))
-        else:
-            stack.enter_context(joblib.parallel_config(backend="dask", client=_client(jobs, dask, stack)))
-        yield
-
-
-def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
-    """A client of the cluster; `stack` closes it."""
-    try:
-        from distributed import Client, LocalCluster
-    except ImportError:
-        raise UsageError(
-            f"dask: got {dask!r} but Dask is not installed, wanted it, from a clone: pip install 'path/to/the/clone[cluster]'"
-        ) from None
-    if dask == "local":
-        cluster = stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None))
-        return stack.enter_context(Client(cluster))
-    try:
-        return stack.enter_context(Client(dask, timeout=10))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"dask: got {dask!r}, wanted 'local' or the address of a scheduler that answers: {error}") from None
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder: two runs that write into one folder would measure everything twice. A killed run leaves no lock behind."""
-    try:
-        with filelock.FileLock(folder / LOCK, timeout=0):
-            yield
-    except filelock.Timeout:
-        raise UsageError(f"output: {folder} is being written by another run, wanted another folder") from None
-
-
-def _missing(plan: Plan, found: Mapping[str, Line]) -> list[tuple[Unit, list[Setting]]]:
-    """The unfinished units, each with its missing settings."""
-    settings = [(setting, setting.source) for setting in plan.settings()]
-    work = []
-    for unit in plan.units():
-        lacking = []
-        for setting, source in settings:
-            key = identity({"model": plan.model, **unit._asdict(), **vars(setting)})
-            line = found.get(key)
-            if line is None or line["error"] is not None or line["source"] != source:
-                lacking.append(setting)
-        if lacking:
-            work.append((unit, lacking))
-    return work
-
-
-def _require_lengths(model_name: str, units: Sequence[Unit]) -> None:
-    """Raise UsageError, before hours of work, for a length that is too short for a task or too long for the model."""
-    if not units:
-        return
-    folder = str(embedded.install()) if model_name == EMBEDDED else model_name
-    try:
-        tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError):
-        return  # loading the model will say what is wrong with it
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    for unit in {(unit.task, unit.length): unit for unit in units}.values():
-        prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
-        require_prompt(prompt.context_ids.shape[1] + prompt.question_ids.shape[1] + prompt.max_new_tokens, longest)
-
-
-def _order(line: Line) -> tuple[Any, ...]:
-    amount = (line["ratio"] is None, line["budget"] if line["ratio"] is None else line["ratio"])
-    return line["task"], line["length"], line["seed"], line["method"], json.dumps(line["options"], sort_keys=True), amount

@@ -3,16 +3,14 @@
 The model reads a prompt once with the full cache. Each composition compresses a copy of that cache to each size, and the model then
 reads the question and the right answer. The loss is the mean of -log p over the tokens of the answer; a composition's *cost* is its
 loss minus that of the full cache, in nats for each token. An answer is exact where each of its tokens is the likeliest one, which
-is where greedy decoding gives it. A run that was stopped goes on, as in run.py; a line is one selector on one prompt at one ratio.
+is where greedy decoding gives it. A run that was stopped goes on; a line is one selector on one prompt at one ratio.
 The best of many compositions looks better than it is, so a final of a few of them on other prompts decides what is recommended.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,17 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from evictionary import store
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation import tasks
-from evictionary.evaluation.pages import drawn, put
+from evictionary.evaluation.pages import drawn
 from evictionary.evaluation.questions import likelihood, prefill
-from evictionary.evaluation.run import Line, Progress, Unit, loaded, share, versions
+from evictionary.evaluation.run import Unit, loaded, require_some, versions
 from evictionary.methods import catalogue
 from evictionary.methods.method import Method, tokens_to_keep
 from evictionary.methods.resolve import MOMENTS, resolve
+from evictionary.store import Line, put, table
 
 TASKS = ("passkey7", "needle_multikey", "variables", "copy", "perplexity")
 RATIOS = (0.5, 0.75, 0.9)
@@ -51,7 +51,7 @@ it is in no comparison at that ratio."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(store.Plan):
     """Every composition of each selector at each ratio, on each prompt: a task and a seed, of `length` tokens.
 
     Raises UsageError for an unknown name, a value out of range or an empty list.
@@ -64,10 +64,10 @@ class Plan:
     ratios: Sequence[float] = RATIOS
     length: int = 512
 
+    IDENTITY = ("model", "task", "length", "seed", "selector", "ratio")
+
     def __post_init__(self) -> None:
-        for name in ("selectors", "tasks", "seeds", "ratios"):
-            if not getattr(self, name):
-                raise UsageError(f"{name}: got none, wanted at least one")
+        require_some(self, "selectors", "tasks", "seeds", "ratios")
         for name in self.tasks:
             tasks.get(name)
         for name in self.selectors:
@@ -75,9 +75,46 @@ class Plan:
         for ratio in self.ratios:
             tokens_to_keep(1, ratio)
 
-    def units(self) -> list[Unit]:
+    def work(self) -> list[tuple[Unit, list[tuple[str, float]]]]:
         """Every prompt once, the tasks in turn: a run that is stopped has prompts of all of them."""
-        return [Unit(task, self.length, seed) for seed in self.seeds for task in self.tasks]
+        parts = list(itertools.product(self.selectors, self.ratios))
+        return [(Unit(task, self.length, seed), parts) for seed in self.seeds for task in self.tasks]
+
+    def named(self, unit: Unit, part: tuple[str, float]) -> dict[str, Any]:
+        return {**unit._asdict(), "selector": part[0], "ratio": part[1]}
+
+    def measure(self, unit: Unit, parts: Sequence[tuple[str, float]]) -> Iterator[Line]:
+        """The cells of a line are [loss, whether exact, tokens kept]."""
+        model, tokenizer = loaded(self.model)
+        prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+        answer = tasks.answer_ids(tokenizer, prompt.answers) if prompt.continuation is None else prompt.continuation
+        composed = {selector: compositions(selector) for selector, _ in parts}
+        record = frozenset().union(*(method.captured for methods in composed.values() for method in methods.values()))
+        full = EvictingCache(model, method=None, record=record)
+        prefill(model, prompt.context_ids, full)
+
+        def cell(cache: EvictingCache) -> list[float]:
+            found = likelihood(model, cache, prompt.question_ids, answer)
+            return [round(found.loss, 5), int(all(found.is_likeliest)), round(cache.tokens_kept, 2)]
+
+        common: Line = {"model": self.model, "full": cell(full), "versions": versions()}
+        scores: dict[str, dict[int, Any]] = {selector: {} for selector in composed}
+        for selector, ratio in parts:
+            cells, error = {}, None
+            try:
+                for name, method in composed[selector].items():
+                    arguments = _remembering(method, scores[selector], len(full.layers)), ratio, OPTIONS.get(selector)
+                    with EvictingCache.from_prefilled(model, full, *arguments, seed=unit.seed) as cache:
+                        cells[name] = cell(cache)
+            except MethodError as failed:
+                error = f"{name}: {failed}"
+            yield common | self.named(unit, (selector, ratio)) | {"cells": cells, "error": error}
+
+    def text(self, line: Line) -> str:
+        return f"{line['task']}, seed {line['seed']}: {line['selector']}, {100 * line['ratio']:g}% removed"
+
+    def order(self, line: Line) -> tuple[Any, ...]:
+        return line["seed"], line["task"], line["selector"], line["ratio"]
 
 
 def selectors() -> list[str]:
@@ -99,70 +136,6 @@ def compositions(selector: str) -> dict[str, Method]:
             if name == selector:
                 raise
     return found
-
-
-def run(
-    plan: Plan, folder: Path, *, jobs: int = 1, dask: str | None = None, advance: Callable[[Progress], None] = lambda progress: None
-) -> list[Line]:
-    """Measure what `folder / results.jsonl` lacks, and return every line of it, as run.run does, with the same errors."""
-
-    def missing(found: Mapping[str, Line]) -> list[tuple[Unit, list[tuple[str, float]]]]:
-        work = []
-        for unit in plan.units():
-            lacking = []
-            for selector, ratio in itertools.product(plan.selectors, plan.ratios):
-                line = found.get(_identity({"model": plan.model, **unit._asdict(), "selector": selector, "ratio": ratio}))
-                if line is None or line["error"] is not None:
-                    lacking.append((selector, ratio))
-            if lacking:
-                work.append((unit, lacking))
-        return work
-
-    return share(
-        folder,
-        plan.model,
-        missing,
-        _lines,
-        identify=_identity,
-        text=lambda line: f"{line['task']}, seed {line['seed']}: {line['selector']}, {100 * line['ratio']:g}% removed",
-        order=lambda line: (line["seed"], line["task"], line["selector"], line["ratio"]),
-        jobs=jobs,
-        dask=dask,
-        advance=advance,
-    )
-
-
-def _identity(line: Mapping[str, Any]) -> str:
-    return json.dumps([line[name] for name in ("model", "task", "length", "seed", "selector", "ratio")])
-
-
-def _lines(model_name: str, unit: Unit, wanted: Sequence[tuple[str, float]]) -> Iterator[Line]:
-    """The lines of the wanted selectors and ratios on the prompt of a unit: their cells are [loss, whether exact, tokens kept]."""
-    model, tokenizer = loaded(model_name)
-    prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
-    answer = tasks.answer_ids(tokenizer, prompt.answers) if prompt.continuation is None else prompt.continuation
-    composed = {selector: compositions(selector) for selector, _ in wanted}
-    record = frozenset().union(*(method.captured for methods in composed.values() for method in methods.values()))
-    full = EvictingCache(model, method=None, record=record)
-    prefill(model, prompt.context_ids, full)
-
-    def cell(cache: EvictingCache) -> list[float]:
-        found = likelihood(model, cache, prompt.question_ids, answer)
-        return [round(found.loss, 5), int(all(found.is_likeliest)), round(cache.tokens_kept, 2)]
-
-    whole = cell(full)
-    scores: dict[str, dict[int, Any]] = {selector: {} for selector in composed}
-    for selector, ratio in wanted:
-        line: Line = {"model": model_name, **unit._asdict(), "selector": selector, "ratio": ratio, "full": whole, "error": None}
-        cells = {}
-        try:
-            for name, method in composed[selector].items():
-                arguments = _remembering(method, scores[selector], len(full.layers)), ratio, OPTIONS.get(selector)
-                with EvictingCache.from_prefilled(model, full, *arguments, seed=unit.seed) as cache:
-                    cells[name] = cell(cache)
-        except MethodError as error:
-            line["error"] = f"{name}: {error}"
-        yield line | {"cells": cells, "versions": versions()}
 
 
 def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
@@ -325,8 +298,7 @@ def markdown(found: Summary) -> str:
     names = sorted(cost, key=lambda name: (name in own, cost[name]))
     head = ["composition", *(f"{100 * ratio:g} % removed" for ratio in ratios)]
     body = [[f"`{name}`", *(_cell(at[name, ratio]) if (name, ratio) in at else "" for ratio in ratios)] for name in names]
-    lines = [head, ["---", *["--:"] * len(ratios)], *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return table(head, body, "lr") + "\n"
 
 
 def _cell(row: Mapping[str, Any]) -> str:

@@ -4,8 +4,6 @@ The kinds of tasks come from RULER (arXiv 2404.06654) and LagKV's 64-digit passk
 question always follows the context, so a cache can be compressed before the question is known.
 """
 
-from __future__ import annotations
-
 import difflib
 import random
 import re

@@ -13,6 +13,7 @@ from collections import defaultdict
 from evictionary.spec_tests.harness.implementation import STEMS
 from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, Requirement, load_laws
 from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.store import table
 
 _ID = r"[A-Z][A-Z\d]{1,4}-[A-Z]{0,2}\d*[A-Z]?"
 
@@ -92,12 +93,12 @@ def page() -> str:
         total = sum(len(laws[requirement.id]) for requirement in requirements)
         heading = f"{paper[0].upper()}{paper[1:]}" + (f" ({requirements[0].version})" if requirements[0].version else "")
         lines += [f"## {heading}", "", f"{len(requirements)} requirements, {total} laws.", ""]
-        lines += ["| id | statement | verdict | function | laws | planted mistakes |", "|---|---|---|---|---|---|"]
+        rows = []
         for requirement in requirements:
             own = laws[requirement.id]
             names = "<br>".join(f"`{name}`" for name in written.get(requirement.id, [])) or "the laws compute it"
             listed = "<br>".join(f"{law.sentence}" for law in own) or f"none: {requirement.no_law}"
-            cells = [
+            row = [
                 requirement.id,
                 requirement.statement
                 + (f" ({requirement.where})" if requirement.where else "")
@@ -107,6 +108,6 @@ def page() -> str:
                 listed,
                 str(mutants[requirement.id] or ""),
             ]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
+            rows.append(row)
+        lines += [table(["id", "statement", "verdict", "function", "laws", "planted mistakes"], rows), ""]
     return "\n".join(lines)

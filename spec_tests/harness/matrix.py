@@ -24,6 +24,7 @@ from evictionary.spec_tests.harness.law import Law, load_laws
 from evictionary.spec_tests.harness.outcome import outcome
 from evictionary.spec_tests.harness.planted import Mutant, load_controls, load_mutants
 from evictionary.spec_tests.harness.verdict import suite_version
+from evictionary.store import put, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONTROLS = DOCS / "controls.json"
@@ -99,15 +100,14 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
         ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",
         *_controls(),
         "",
-        "| function | planted mistake | must die by | outcome | laws that kill it |",
-        "|---|---|---|---|---|",
     ]
+    cells = []
     for entry in rows:
         kills = sorted(name.split("::")[1] for name, word in entry["laws"].items() if word == "killed")
         shown = "<br>".join(kills[:3]) + (f"<br>and {len(kills) - 3} more" if len(kills) > 3 else "")
         total = f"{len(kills)} of {len(entry['laws'])}"
-        cells = (f"`{entry['of']}`", entry["misconception"], entry["killed_by"], entry["verdict"], f"{total}: {shown}")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        cells.append((f"`{entry['of']}`", entry["misconception"], entry["killed_by"], entry["verdict"], f"{total}: {shown}"))
+    lines.append(table(["function", "planted mistake", "must die by", "outcome", "laws that kill it"], cells))
     return "\n".join(lines) + "\n"
 
 
@@ -191,8 +191,8 @@ def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
                 found.append(line)
                 console.print(line, markup=False, soft_wrap=True)
             content = of | {"seeds": seed + 1, "runs": 2 * (seed + 1) * len(controls), "alarms": found}
-            # After each seed, so that a run that is stopped keeps what it had.
-            CONTROLS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            # After each seed, and whole: a run that is stopped keeps what it had.
+            put(CONTROLS, json.dumps(content, indent=1) + "\n")
     console.print(f"{len(found)} alarms in {seeds} seeds of {len(controls)} correct variants, {max_examples} inputs a law")
     return bool(found)
 

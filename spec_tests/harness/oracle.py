@@ -33,6 +33,7 @@ from evictionary.spec_tests.harness.matrix import DOCS, laws_for
 from evictionary.spec_tests.harness.outcome import outcome, prepared, time_limit
 from evictionary.spec_tests.harness.planted import copied, load_mutants, replaced
 from evictionary.spec_tests.harness.source_mutations import functions, mutations
+from evictionary.store import table
 
 EQUIVALENT = SUITE / "harness" / "oracle.toml"
 SECONDS = 20
@@ -311,17 +312,14 @@ def page(results: list[Result]) -> str:
         "`python -m evictionary.spec_tests.harness.oracle --above 100` makes them where an array is longer than 100 alone, in the",
         "functions named by `--only`. *Same numbers* then also means that no law draws such a size.",
         "",
-        "| function | by hand | by the program | seen | same numbers | equivalent | unseen |",
-        "|---|---|---|---|---|---|---|",
     ]
+    counted = []
     for path in dict.fromkeys(each.of for each in results):
         count = Counter(word for each in results if each.of == path for word in (each.made, each.verdict))
-        cells = [count[word] for word in (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN)]
-        lines.append(f"| `{path}` | " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "## Equivalent, and why", "", "| function | mistake | reason |", "|---|---|---|"]
-    for each in results:
-        if each.verdict == LISTED:
-            lines.append(f"| `{each.of}` | `{each.mistake}` | {each.reason} |".replace("||", "\\|\\|"))
+        counted.append([f"`{path}`", *(count[word] for word in (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN))])
+    head = ["function", "by hand", "by the program", "seen", "same numbers", "equivalent", "unseen"]
+    reasons = [(f"`{each.of}`", f"`{each.mistake}`", each.reason) for each in results if each.verdict == LISTED]
+    lines += [table(head, counted), "", "## Equivalent, and why", "", table(["function", "mistake", "reason"], reasons)]
     return "\n".join(lines) + "\n"
 
 

@@ -23,6 +23,7 @@ from evictionary.classroom.assignment import Assignment, Step
 from evictionary.spec_tests.harness.implementation import oracle
 from evictionary.spec_tests.harness.law import load_laws
 from evictionary.spec_tests.harness.planted import Mutant, edited_source, load_mutants
+from evictionary.store import table
 
 from . import attacks
 
@@ -139,19 +140,18 @@ def sweep(jobs: int) -> None:
         "`python -m tests.tools.synthetic --sweep` made this page. A misconception is named only where an input",
         "separates it from every other planted mistake, and only for the first step that fails.",
         "",
-        "| assignment | handed in | lost the points of its requirement | was told its misconception |",
-        "|---|---|---|---|",
     ]
-    exceptions = []
+    rows, exceptions = [], []
     for name in NUMPY:
         mutants = mutants_of(assignments.load(name))
         names = [mutant.name for mutant in mutants]
         done = joblib.Parallel(n_jobs=jobs)(joblib.delayed(outcomes)(name, names[at : at + 4]) for at in range(0, len(names), 4))
         judged = list(itertools.chain(*done))
-        lines.append(f"| {name} | {len(mutants)} | {sum(lost for lost, _, _ in judged)} | {sum(told for _, told, _ in judged)} |")
-        print(lines[-1], flush=True)
+        rows.append((name, len(mutants), sum(lost for lost, _, _ in judged), sum(told for _, told, _ in judged)))
+        print(*rows[-1], flush=True)
         pairs = zip(mutants, judged, strict=True)
         exceptions += [f"- {name}, {one.killed_by}: {one.misconception}: {whole}" for one, (_, _, whole) in pairs if whole]
+    lines.append(table(["assignment", "handed in", "lost the points of its requirement", "was told its misconception"], rows))
     if exceptions:
         lines += ["", "The exceptions, at these seeds:", "", *exceptions]
     (PAGES / "mistakes.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -172,7 +172,8 @@ def report(grades: Path) -> None:
             said = next((line["reason"] for line in grade["lines"] if line["reason"]), "")
             name = grade["student"].removeprefix("hostile_").replace("_", " ")
             said = formats.cell((grade["error"] or said).replace(f"{PAGES.parents[1]}/", "")[:160])
-            hostile.append(f"| {formats.cell(name)} | {grade['score']} | {grade['seconds']:.1f} | {said} |")
+            hostile.append((formats.cell(name), grade["score"], f"{grade['seconds']:.1f}", said))
+    rows = [(each, counts["right"], counts["wrong"], counts["hostile"]) for each, counts in sorted(points.items())[::-1]]
     lines = [
         "# A class that never was",
         "",
@@ -180,21 +181,14 @@ def report(grades: Path) -> None:
         "KeyDiff assignment, `evictionary grade handed_in --assignment keydiff --seconds 5 --output grades` graded them, and",
         "`python -m tests.tools.synthetic --report grades` made this page.",
         "",
-        "| points | right | one planted mistake | hostile |",
-        "|---|---|---|---|",
-        *(
-            f"| {each} | {counts['right']} | {counts['wrong']} | {counts['hostile']} |"
-            for each, counts in sorted(points.items())[::-1]
-        ),
+        table(["points", "right", "one planted mistake", "hostile"], rows),
         "",
         f"{len(seconds)} submissions, {sum(seconds) / len(seconds):.1f} s each on average and {max(seconds):.0f} s at most;",
         f"{sum(told)} of the {len(told)} planted mistakes were named, the others with the law and the input that show them.",
         "",
         "## What became of each attack",
         "",
-        "| attack | points | seconds | what the result says first |",
-        "|---|---|---|---|",
-        *hostile,
+        table(["attack", "points", "seconds", "what the result says first"], hostile),
     ]
     (PAGES / "class.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,0 +1,294 @@
+"""Measurements that take hours: a plan, what is missing of it, units of work, processes, lines on the disk, a table.
+
+A plan names every measurement. Its units of work are shared out among processes, and each measurement becomes one line of JSON.
+The file of the lines grows only by whole lines, so a run that was killed goes on where it stopped.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from evictionary.errors import UsageError
+
+RESULTS = "results.jsonl"
+LOCK = ".lock"
+
+Line = dict[str, Any]
+"""One measurement: the fields that identify it, its results, the versions of the software."""
+
+Work = Sequence[tuple[Any, Sequence[Any]]]
+"""Units of work, each with its parts. A part becomes one line."""
+
+
+class Progress(NamedTuple):
+    """Measurements done and planned in this run, a description of the last one, and the estimated seconds left."""
+
+    done: int
+    total: int
+    text: str
+    seconds_left: float
+
+
+class Plan(ABC):
+    """What is to be measured. A dataclass of the settings inherits from it, and travels to the processes that measure."""
+
+    model: str
+    IDENTITY: ClassVar[tuple[str, ...]]
+    """The fields that identify a line."""
+
+    @abstractmethod
+    def work(self) -> Iterable[tuple[Any, Sequence[Any]]]:
+        """Every unit of work with its parts, in the order in which they are measured."""
+
+    @abstractmethod
+    def named(self, unit: Any, part: Any) -> Mapping[str, Any]:
+        """The fields that identify the line of a part, without the model."""
+
+    @abstractmethod
+    def measure(self, unit: Any, parts: Sequence[Any]) -> Iterator[Line]:
+        """Measure some parts of a unit, and yield the line of each."""
+
+    @abstractmethod
+    def text(self, line: Line) -> str:
+        """A description of a line, for the progress."""
+
+    def order(self, line: Line) -> Any:
+        """The sorting key of the file."""
+        return self.key(line)
+
+    @classmethod
+    def identify(cls, line: Line) -> str:
+        """The identity of a line of a file. Raises KeyError or ValueError for a line that is no such measurement."""
+        return cls.key(line)
+
+    @classmethod
+    def key(cls, fields: Mapping[str, Any]) -> str:
+        """The fields of an identity, as JSON."""
+        return json.dumps([fields[name] for name in cls.IDENTITY], sort_keys=True)
+
+    def is_done(self, line: Line, part: Any) -> bool:
+        """Whether a line that is there still counts: a measurement that failed is tried again."""
+        return line.get("error") is None
+
+    def check(self, folder: Path, found: Mapping[str, Line], work: Work) -> None:
+        """Raise UsageError, before hours of work, for lines of the folder or for work that cannot be used."""
+        return
+
+    def missing(self, found: Mapping[str, Line]) -> Work:
+        """The units that are not finished, each with the parts that it lacks."""
+
+        def lacks(unit: Any, part: Any) -> bool:
+            line = found.get(self.key({"model": self.model, **self.named(unit, part)}))
+            return line is None or not self.is_done(line, part)
+
+        units = [(unit, [part for part in parts if lacks(unit, part)]) for unit, parts in self.work()]
+        return [(unit, parts) for unit, parts in units if parts]
+
+
+def run(
+    plan: Plan,
+    folder: Path,
+    *,
+    jobs: int = 1,
+    dask: str | None = None,
+    advance: Callable[[Progress], None] = lambda progress: None,
+    name: str = RESULTS,
+) -> list[Line]:
+    """Measure what the file `name` of a folder lacks of the plan, and return every line of that file, sorted.
+
+    `jobs` processes share the units. `dask` sends them to Dask workers instead: it is a scheduler's address, or "local" for a
+    cluster of `jobs` workers on this machine. One process stores each line at once; several processes store each unit at once.
+    Raises UsageError for an unusable folder or cluster, and for a folder with the results of another model.
+    """
+    if jobs < 1:
+        raise UsageError(f"jobs: got {jobs}, wanted at least 1")
+    path = folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        found = read(path, plan.identify)
+        others = {line["model"] for line in found.values() if "model" in line} - {plan.model}
+        if others:
+            raise UsageError(f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for {plan.model}")
+        work = plan.missing(found)
+        plan.check(folder, found, work)
+        total = sum(len(parts) for _, parts in work)
+        start, done = time.perf_counter(), 0
+        for lines in _measured(plan, work, jobs, dask):
+            for line in lines:
+                append(path, line)
+                found[plan.identify(line)] = line
+            done += len(lines)
+            left = (time.perf_counter() - start) / done * (total - done)
+            advance(Progress(done, total, plan.text(lines[-1]), left))
+        every = sorted(found.values(), key=plan.order)
+        write(path, every)  # the order of the file does not depend on which process was faster
+    return every
+
+
+# Files ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, identify: Callable[[Line], str]) -> dict[str, Line]:
+    """The lines of a file by their identity; of several lines with one identity, the last.
+
+    An incomplete last line, from a write that was cut off, is removed from the file. Raises UsageError for any other
+    line that `identify` refuses.
+    """
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    whole, _, cut_off = data.rpartition(b"\n")
+    if cut_off:
+        os.truncate(path, len(data) - len(cut_off))
+    found = {}
+    for number, text in enumerate(whole.splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            found[identify(line)] = line
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(
+                f"output: line {number} of {path} is no measurement; wanted a file that this command wrote: delete that "
+                "line, and what it said is measured again"
+            ) from None
+    return found
+
+
+def append(path: Path, line: Line) -> None:
+    """Append one line in one write, and return when it is on the disk."""
+    data = (json.dumps(line) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        if file.write(data) != len(data):
+            raise OSError(f"{path}: a line could not be written whole; is the disk full?")
+        os.fsync(file.fileno())
+
+
+def write(path: Path, lines: Iterable[Line]) -> None:
+    """Replace the file by these lines."""
+    put(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path to write to. The file takes the place of `path` at the end, completely or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def put(path: Path, content: str | bytes) -> None:
+    """Write the file, completely or not at all."""
+    with replaced(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lock the folder: two runs in one folder would measure everything twice. A killed run leaves no lock behind."""
+    import filelock
+
+    try:
+        with filelock.FileLock(folder / LOCK, timeout=0):
+            yield
+    except filelock.Timeout:
+        raise UsageError(f"output: {folder} is being written by another run, wanted another folder") from None
+
+
+# Processes -----------------------------------------------------------------------------------------------------
+
+
+def _measured(plan: Plan, work: Work, jobs: int, dask: str | None) -> Iterator[Sequence[Line]]:
+    """Yield the lines: one at a time from this process, a unit at a time from another one."""
+    if not work:
+        return
+    if jobs == 1 and dask is None:
+        for unit, parts in work:
+            yield from ([line] for line in plan.measure(unit, parts))
+        return
+    import joblib
+
+    with contextlib.ExitStack() as stack:
+        if dask is None:
+            stack.enter_context(joblib.parallel_config(backend="loky", n_jobs=jobs))
+        else:
+            stack.enter_context(joblib.parallel_config(backend="dask", client=_client(jobs, dask, stack)))
+        calls = (joblib.delayed(measure_apart)(plan, unit, parts) for unit, parts in work)
+        try:
+            yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(calls)
+        except BrokenProcessPool as error:
+            raise OSError(
+                "a worker process died, perhaps for lack of memory: the same command goes on, with fewer --jobs"
+            ) from error
+
+
+_one_at_a_time = threading.Lock()
+"""A Dask worker may run several threads, but they would share one model and its attention."""
+
+
+def measure_apart(plan: Plan, unit: Any, parts: Sequence[Any]) -> list[Line]:
+    """The lines of a unit, measured in a worker. What a method prints there goes to standard error: the standard output
+    of the command may be JSON."""
+    end_with_parent()
+    with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
+        return list(plan.measure(unit, parts))
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """End this process soon after the process that started it, even after SIGKILL: each worker holds a model."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
+    """A client of the cluster; `stack` closes it."""
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        raise UsageError(
+            f"dask: got {dask!r} but Dask is not installed, wanted it, from a clone: pip install 'path/to/the/clone[cluster]'"
+        ) from None
+    if dask == "local":
+        cluster = stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None))
+        return stack.enter_context(Client(cluster))
+    try:
+        return stack.enter_context(Client(dask, timeout=10))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"dask: got {dask!r}, wanted 'local' or the address of a scheduler that answers: {error}") from None
+
+
+# Tables --------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = "") -> str:
+    """A Markdown table, without a line break at its end. `align` has a letter for each column: l, or r for numbers.
+
+    Columns without a letter take the last one. A bar inside a cell is escaped.
+    """
+    letters = (align or "l").ljust(len(head), (align or "l")[-1])
+    lines = [head, *rows]
+    cells = [[re.sub(r"(?<!\\)\|", r"\\|", str(cell)) for cell in line] for line in lines]
+    first, *others = ["| " + " | ".join(line) + " |" for line in cells]
+    ruler = "|" + "|".join("--:" if letter == "r" else "---" for letter in letters) + "|"
+    return "\n".join([first, ruler, *others])

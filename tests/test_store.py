@@ -1,0 +1,154 @@
+"""The store: what was measured is kept, whatever kills a run; files are written whole or not at all; tables are Markdown."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pytest
+from tools.killing import goes_on
+
+from evictionary import store
+from evictionary.errors import UsageError
+from evictionary.store import Line, Progress
+
+
+@dataclass(frozen=True)
+class Powers(store.Plan):
+    """Each power of each base; the base is a unit. A power of 0 fails."""
+
+    model: str = "numbers"
+    bases: Sequence[int] = (3, 2)
+    exponents: Sequence[int] = (1, 2, 3)
+
+    IDENTITY = ("model", "base", "exponent")
+
+    def work(self) -> list[tuple[int, Sequence[int]]]:
+        return [(base, self.exponents) for base in self.bases]
+
+    def named(self, unit: int, part: int) -> dict[str, int]:
+        return {"base": unit, "exponent": part}
+
+    def measure(self, unit: int, parts: Sequence[int]) -> Iterator[Line]:
+        print("measuring")
+        for part in parts:
+            error = None if unit else "0 has no powers here"
+            yield {"model": self.model, **self.named(unit, part), "error": error, "power": unit**part, "process": os.getpid()}
+
+    def text(self, line: Line) -> str:
+        return f"{line['base']} to the {line['exponent']}"
+
+
+def plan_for(folder: Path) -> Powers:
+    return Powers()
+
+
+def powers(lines: Sequence[Line]) -> list[int]:
+    return [line["power"] for line in lines]
+
+
+def test_a_run_measures_what_is_missing_and_the_file_is_sorted(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    lines = store.run(Powers(exponents=(2,)), tmp_path / "new" / "folder", advance=told.append)
+    assert [each.text for each in told] == ["3 to the 2", "2 to the 2"]
+    assert (told[-1].done, told[-1].total, told[-1].seconds_left) == (2, 2, 0)
+    lines = store.run(Powers(), tmp_path / "new" / "folder", advance=told.append)
+    assert [each.text for each in told[2:]] == ["3 to the 1", "3 to the 3", "2 to the 1", "2 to the 3"]
+    assert powers(lines) == [2, 4, 8, 3, 9, 27]
+    path = tmp_path / "new" / "folder" / store.RESULTS
+    before = path.read_bytes()
+    assert [json.loads(text) for text in before.splitlines()] == lines
+    assert store.run(Powers(), path.parent, advance=lambda progress: pytest.fail("measured again")) == lines
+    assert path.read_bytes() == before
+    assert len(store.run(Powers(bases=(5,)), path.parent)) == 9, "the lines of other plans stay"
+
+
+def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
+    lines, told = goes_on("test_store", tmp_path, tmp_path / "out", lines=4)
+    assert powers(lines) == [2, 4, 8, 3, 9, 27]
+    assert [each.text for each in told] == ["2 to the 2", "2 to the 3"]
+
+
+def test_a_part_that_failed_is_measured_again(tmp_path: Path) -> None:
+    plan = Powers(bases=(0, 1), exponents=(1,))
+    assert [line["error"] for line in store.run(plan, tmp_path)] == ["0 has no powers here", None]
+    told: list[Progress] = []
+    assert len(store.run(plan, tmp_path, advance=told.append)) == 2
+    assert [each.text for each in told] == ["0 to the 1"]
+
+
+def test_two_processes_find_the_same_and_leave_the_standard_output_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told: list[Progress] = []
+    lines = store.run(Powers(), tmp_path, jobs=2, advance=told.append)
+    assert powers(lines) == [2, 4, 8, 3, 9, 27]
+    assert os.getpid() not in {line["process"] for line in lines}
+    # A process hands over a whole unit: told line by line, the first would seem to have taken all of the time.
+    assert [each.done for each in told] == [3, 6]
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.count("measuring") == 2
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_the_process_that_started_it() -> None:
+    worker = (
+        "import os, time\nfrom evictionary import store\nstore.end_with_parent()\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
+    )
+    starter = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {worker!r}])\n"
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        ended = select.poll()
+        ended.register(os.pidfd_open(int(parent.stdout.readline())), select.POLLIN)
+        parent.kill()
+        assert ended.poll(20_000)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    with filelock.FileLock(tmp_path / store.LOCK), pytest.raises(UsageError, match="written by another run"):
+        store.run(Powers(), tmp_path)
+    store.run(Powers(), tmp_path)
+    with pytest.raises(UsageError, match=r"holds the results of numbers, wanted a folder for others"):
+        store.run(Powers("others"), tmp_path)
+    path = tmp_path / store.RESULTS
+    lines = path.read_text().splitlines(keepends=True)
+    for text in ('{"model": 1}\n', "[]\n", "no JSON\n"):
+        path.write_text(lines[0] + text)
+        with pytest.raises(UsageError, match=r"line 2 of .* is no measurement.* delete that line"):
+            store.run(Powers(), tmp_path)
+    for arguments in ({"jobs": 0}, {"dask": "no address"}):
+        with pytest.raises(UsageError, match=next(iter(arguments))):
+            store.run(Powers(), tmp_path / "other", **arguments)  # type: ignore[arg-type]
+
+
+def test_the_last_of_two_lines_counts_and_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / store.RESULTS
+    path.write_text('{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n{"a": 4, "b"')
+    found = store.read(path, lambda line: line["a"])
+    assert [line["b"] for line in found.values()] == [3, 2]
+    store.append(path, {"a": 5, "b": 5})
+    assert path.read_text().endswith('"b": 3}\n{"a": 5, "b": 5}\n')
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    store.put(tmp_path / "page.html", "before")
+    monkeypatch.setattr(store.os, "replace", full)
+    with pytest.raises(OSError, match=r"page\.html cannot be written: No space left"):
+        store.put(tmp_path / "page.html", "text")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
+def test_a_table_is_markdown() -> None:
+    assert store.table(["name", "a | b", "count"], [["x|y", "already \\| so", 3]], "lr").splitlines() == [
+        "| name | a \\| b | count |",
+        "|---|--:|--:|",
+        "| x\\|y | already \\| so | 3 |",
+    ]
+    assert store.table(["none"], []) == "| none |\n|---|"
