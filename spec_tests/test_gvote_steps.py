@@ -173,8 +173,8 @@ def test_the_nucleus_grows_with_p(impl, weights, first, second):
 @law("GV-A2", of=NUCLEUS, p=st.sampled_from([0, 1e-9, 0.25, 0.5]))
 def test_the_nucleus_is_never_empty(impl, p):
     """The heaviest token is in it however small p is, and alone if it holds p."""
-    kept = impl.gvote.nucleus(np.array([[0.25, 0.5, 0.25]]), p)
-    require_equal(kept, [[False, True, False]], "the nucleus is not the heaviest token alone")
+    kept = impl.gvote.nucleus(np.array([[0.25, 0.5, 0.25], [0.5, 0.25, 0.25]]), p)
+    require_equal(kept, [[False, True, False], [True, False, False]], "the nucleus is not the heaviest token alone")
 
 
 @law("GV-A2", of=NUCLEUS, kind="edge", p=st.sampled_from([0, 1e-9, 0.25, 0.5]))
