@@ -31,9 +31,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "evictionary"
         for name in filter(None, listed.stdout.decode().split("\0")):
-            if (ROOT / name).is_file():
+            if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, copy / name)
+                shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
         run("git", "init", "--quiet", cwd=copy)
         run("git", "add", "--all", cwd=copy)
         run("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "as it is", cwd=copy)
