@@ -58,7 +58,7 @@ class Plan:
         unknown = [name for name in self.texts if name not in texts.KINDS]
         if unknown or not self.texts:
             raise UsageError(f"texts: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(texts.KINDS)}")
-        if unknown := self.seeds_of.keys() - PAPERS.keys():
+        if unknown := sorted(self.seeds_of.keys() - PAPERS.keys()):
             raise UsageError(f"seeds_of: got {', '.join(sorted(unknown))}, wanted some of {', '.join(PAPERS)}")
         for name, seeds in {"seeds": self.seeds, **self.seeds_of}.items():
             if len(set(seeds)) < 2:
