@@ -467,3 +467,10 @@ def test_a_model_decodes_with_the_kernels_as_with_torch(name: str, launched: lis
     assert not launched
     assert positions == wanted_positions
     assert_close(logits, wanted.double(), 1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_logits_far_below_zero_overflow_nothing(length: int) -> None:
+    """Beside the tokens of a row stand zeros, whose exponentials above such a peak are infinite."""
+    query, keys = torch.full((1, 1, 2), -1.0), torch.full((1, 1, length, 2), 300.0)
+    assert gvote.select(query, keys, torch.ones(1, 1, 2, 2), p=0.9).any()

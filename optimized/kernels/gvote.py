@@ -232,7 +232,7 @@ def load_values(row, first, end, stride_t, BLOCK: tl.constexpr):
 def as_weights(values, inside, peak, FROM_LOGITS: tl.constexpr):
     """Return weights of at least 0: the values, or exp(value - peak); 0 for NaN and outside."""
     if FROM_LOGITS:
-        values = tl.exp(values - peak)
+        values = tl.exp(tl.where(inside, values - peak, 0.0))  # of what is outside the exponential could overflow
     return tl.where(inside & (values > 0), values, 0.0)
 
 
