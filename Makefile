@@ -102,7 +102,7 @@ docs-check:
 	@command -v chromium > /dev/null || { echo 'docs-check needs a browser: `apt-get install chromium`, or another way to a `chromium` on the PATH'; exit 1; }
 	$(MAKE) docs
 	$(PYTEST) -m browser
-	$(BIN)/python tests/site_browser.py build/site
+	$(BIN)/python tests/site/site_browser.py build/site
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
-from test_pages import blocks, commands
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,
@@ -36,6 +35,7 @@ from tools.grader import (
     text_of,
     written,
 )
+from tools.pages import blocks, commands
 from tools.synthetic import SOLUTION as SOLVED
 from tools.synthetic import bundled
 
@@ -540,7 +540,7 @@ os.execvp("evictionary", ["evictionary", *words])
 """
 
 
-@pytest.mark.slow  # the fast test beside it, in test_pages.py, asks whether each command is understood
+@pytest.mark.slow  # the fast test beside it, in site/test_pages.py, asks whether each command is understood
 def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], tmp_path: Path) -> None:
     page = transcript.FOLDER / "instructor.md"
     grade, one, law, tried, solution = (each for each in commands(page) if re.search(r"--(seed-file|try)", each))

@@ -1,7 +1,7 @@
 """Runs the lessons and makes their pages for the site: the output and the pictures of each, and a notebook to download.
 
-`mkdocs build` and tests/test_lessons.py get each lesson from `built`. A lesson is run again only after a change of its file or of
-the code that it may run or show.
+`mkdocs build` and tests/site/test_lessons.py get each lesson from `built`. A lesson is run again only after a change of its file or
+of the code that it may run or show.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ SCALE = Scale(
     budgets=(12, 48),
     main_budget=48,
 )
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KINDS = ("varied", "code")
 
 

@@ -297,7 +297,7 @@ def test_the_help_names_every_task() -> None:
 
 def test_the_course_project_measures_perplexity(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The starter of tutorials/project: its decode loop has the perplexity of one forward over the whole text."""
-    script = runpy.run_path(str(Path(__file__).parents[1] / "tutorials" / "project" / "starter" / "measure.py"))
+    script = runpy.run_path(str(Path(__file__).parents[2] / "tutorials" / "project" / "starter" / "measure.py"))
     text = tmp_path / "text.txt"
     text.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday.", encoding="utf-8")
     arguments = ["--model", str(model_folder), "--text", str(text), "--prompt", "40", "--tokens", "20"]

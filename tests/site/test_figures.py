@@ -26,7 +26,7 @@ from evictionary.methods.resolve import resolve
 from evictionary.reference import h2o, keydiff, knorm, lagkv, momentkv, momentkv_bounded, selection, snapkv, streaming_llm, tova
 from evictionary.reference.momentkv_theory import full_output
 
-PAGES = Path(__file__).parent.parent / "docs" / "figures"
+PAGES = Path(__file__).parents[2] / "docs" / "figures"
 FIGURES = ("survivors", "moments", "keys")
 SAID = ("log", "debug", "info", "warning", "error", "assert")
 

@@ -8,35 +8,17 @@ from typing import Any
 
 import pytest
 import typer
+from tools.pages import ROOT, blocks, commands
 from typer.testing import CliRunner
 
 from docs_build.running import said
 from evictionary.cli.app import app
 from evictionary.models import embedded
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "tutorials").rglob("*.md"))]
 BOOK = "Clara Winter kept the lighthouse of Skerry for forty years. She wrote a book about it in 1911. " * 3
-
-
-def blocks(page: Path, languages: str) -> list[str]:
-    """The fenced blocks of a page in these languages, separated by |; an empty name is a block without a language."""
-    text = page.read_text(encoding="utf-8")
-    return [body for _, body in re.findall(rf"^ *(`{{3,}})(?:{languages})\n(.*?)^ *\1$", text, flags=re.DOTALL | re.MULTILINE)]
-
-
-def commands(page: Path) -> list[str]:
-    """The lines of a page that call `evictionary`, in a block or as code inside a sentence, without comments."""
-    lines = [line.strip().removeprefix("$ ") for block in blocks(page, "|text|bash|console") for line in _joined(block)]
-    spans = re.findall(r"`(evictionary [^`]+)`", page.read_text(encoding="utf-8"))
-    found = [line for line in [*lines, *spans] if line.startswith("evictionary ")]
-    return list(dict.fromkeys(" ".join(line.partition("  #")[0].split()) for line in found))
-
-
-def _joined(block: str) -> list[str]:
-    return re.sub(r"\\\n\s*", "", block).splitlines()
 
 
 def understood(command: str) -> None:

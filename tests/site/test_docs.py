@@ -13,7 +13,7 @@ from docs_build import contract, pages
 from evictionary.spec_tests.harness.coverage import GRADES, ids_of
 from evictionary.spec_tests.harness.law import REQUIREMENTS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Pages that are made when the site is built.
 MADE = {ROOT / "docs" / "coverage.md", *(ROOT / "docs" / "lessons" / path.name for path in ROOT.glob("tutorials/*.md"))}
