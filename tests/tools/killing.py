@@ -13,7 +13,7 @@ from evictionary.store import Line, Progress
 PROGRAM = """
 import importlib, os, signal, sys
 from pathlib import Path
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/experiments"]
 from evictionary import store
 
 test, model_folder, folder, lines = sys.argv[1:]
