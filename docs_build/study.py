@@ -1,7 +1,7 @@
 """Makes what is stored of the study: `python -m docs_build.study` reads docs/study/, writes its summary and its picture.
 
-results.jsonl are the measurements of every composition, finals.jsonl those of the final, pyramid.jsonl those of the final with
-PyramidKV's division on some of its prompts, as `evictionary study` writes them.
+results.jsonl.xz has the measurements of every composition, finals.jsonl.xz those of the final, and pyramid.jsonl.xz those of
+the final with PyramidKV's division on some of its prompts. `evictionary study` writes such a file, and `xz -9e` compresses it.
 """
 
 import json
@@ -9,7 +9,7 @@ import json
 from docs_build.entries import ROOT
 from evictionary.evaluation import study
 from evictionary.evaluation.pages import drawn
-from evictionary.store import Line, put
+from evictionary.store import Line, put, read
 
 MEASURED = ROOT / "docs" / "study"
 PICTURE = ROOT / "docs" / "images" / "study.svg"
@@ -17,7 +17,7 @@ PICTURE = ROOT / "docs" / "images" / "study.svg"
 
 def lines(name: str) -> list[Line]:
     """The measurements in a file of docs/study/."""
-    return [json.loads(line) for line in (MEASURED / name).read_text(encoding="utf-8").splitlines()]
+    return list(read(MEASURED / name, study.Plan.identify).values())
 
 
 def summary() -> study.Summary:

@@ -7,6 +7,7 @@ The file of the lines grows only by whole lines, so a run that was killed goes o
 import contextlib
 import functools
 import json
+import lzma
 import os
 import re
 import sys
@@ -141,25 +142,28 @@ def run(
 def read(path: Path, identify: Callable[[Line], str]) -> dict[str, Line]:
     """The lines of a file by their identity; of several lines with one identity, the last.
 
-    An incomplete last line, from a write that was cut off, is removed from the file. Raises UsageError for any other
-    line that `identify` refuses.
+    The lines of a file that is stored as `path`.xz come first. An incomplete last line, from a write that was cut off, is
+    removed from the file. Raises UsageError for any other line that `identify` refuses.
     """
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    whole, _, cut_off = data.rpartition(b"\n")
-    if cut_off:
-        os.truncate(path, len(data) - len(cut_off))
+    packed, texts = path.with_name(f"{path.name}.xz"), {}
+    if packed.exists():
+        texts[packed] = lzma.decompress(packed.read_bytes())
+    if path.exists():
+        data = path.read_bytes()
+        texts[path], _, cut_off = data.rpartition(b"\n")
+        if cut_off:
+            os.truncate(path, len(data) - len(cut_off))
     found = {}
-    for number, text in enumerate(whole.splitlines(), start=1):
-        try:
-            line = json.loads(text)
-            found[identify(line)] = line
-        except (ValueError, TypeError, KeyError):
-            raise UsageError(
-                f"output: line {number} of {path} is no measurement; wanted a file that this command wrote: delete that "
-                "line, and what it said is measured again"
-            ) from None
+    for file, whole in texts.items():
+        for number, text in enumerate(whole.splitlines(), start=1):
+            try:
+                line = json.loads(text)
+                found[identify(line)] = line
+            except (ValueError, TypeError, KeyError):
+                raise UsageError(
+                    f"output: line {number} of {file} is no measurement; wanted a file that this command wrote: delete that "
+                    "line, and what it said is measured again"
+                ) from None
     return found
 
 

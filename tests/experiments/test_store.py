@@ -1,6 +1,7 @@
 """The store: what was measured is kept, whatever kills a run; files are written whole or not at all; tables are Markdown."""
 
 import json
+import lzma
 import os
 import select
 import subprocess
@@ -132,6 +133,19 @@ def test_the_last_of_two_lines_counts_and_a_line_that_was_cut_off_is_removed(tmp
     assert [line["b"] for line in found.values()] == [3, 2]
     store.append(path, {"a": 5, "b": 5})
     assert path.read_text().endswith('"b": 3}\n{"a": 5, "b": 5}\n')
+
+
+def test_a_run_goes_on_from_a_packed_file(tmp_path: Path) -> None:
+    path, packed = tmp_path / store.RESULTS, tmp_path / f"{store.RESULTS}.xz"
+    lines = store.run(Powers(), tmp_path)
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    path.unlink()
+    assert store.run(Powers(), tmp_path, advance=lambda progress: pytest.fail("measured again")) == lines
+    path.write_text(json.dumps(lines[0] | {"power": 0}) + "\n")
+    assert powers(list(store.read(path, Powers.identify).values())) == [0, 4, 8, 3, 9, 27]
+    packed.write_bytes(lzma.compress(b"{}\n"))
+    with pytest.raises(UsageError, match=r"line 1 of .*\.xz is no measurement"):
+        store.run(Powers(), tmp_path)
 
 
 def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
