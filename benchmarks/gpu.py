@@ -33,10 +33,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -46,9 +47,11 @@ from benchmarks.decoder import MODEL_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
 from benchmarks.rows import KERNEL_ROWS
 from benchmarks.timing import ROOT, interleaved, output_of, provenance, ratio, seconds, show, spread, write_json
+from evictionary import store
 
 SCHEMA = "evictionary/benchmark-gpu/1"
-ROWS = [*KERNEL_ROWS, *MODEL_ROWS]
+LINES, RESULT = "gpu.jsonl", "gpu.json"
+ROWS = {row.id: row for row in [*KERNEL_ROWS, *MODEL_ROWS]}
 MINUTES = 9.0  # of the whole run
 RESERVE = 30.0  # seconds of them, in which a row is broken off and the results are written
 SHARE_OF_LAWS = 0.55  # of the rest, at most
@@ -61,85 +64,103 @@ REPLAY = 5  # milliseconds of a graph: shorter replays would measure the launch 
 ROUNDS = (3, 10)
 GOOD = ("right", "not compared")
 PACKAGES = ("torch", "triton", "kvpress", "flashinfer-python", "flash-attn")
-NEEDED = ("pytest", "hypothesis")  # the laws are judged with them
-NOTHING_TO_JUDGE = 5  # what pytest returns for a file none of whose laws is about these functions
+NEEDED = ("pytest", "hypothesis", "filelock")  # for the laws and the store
+SAME = ("schema", "commit", "versions", "dtype", "gpu")  # what an earlier call must share, if this one is to go on with it
 
 
-# Laws ----------------------------------------------------------------------------------------------------------------------------
+# A row ---------------------------------------------------------------------------------------------------------------------------
 
 
-def judge(
-    stems: list[str], *, device: str, seconds: float, dtypes: Iterable[str] = DTYPES, passed: set[str] | None = None
-) -> dict[str, str]:
-    """Judge the laws of stems on `optimized` in parallel: an empty string for a stem that passes all of them.
+def run_row(row: Row, place: Place, found: dict[str, float], seconds: float, *, grace: float = GRACE) -> dict[str, Any]:
+    """Check and time one row. The result reports any failure under `status`; only "measured" means success.
 
-    passed: the files of laws, each with its dtype, that have passed already; they are not run again, and those that pass join them.
+    After `seconds` no further peer is begun; `grace` seconds later the running peer, or the whole row, is broken off.
     """
-    end = time.monotonic() + seconds
-    passed = set() if passed is None else passed
-    # The stems that compile most come first, so that none of them runs alone at the end.
-    jobs = [(stem, file, dtype) for stem in sorted(stems, key=heaviest) for file in law_files(stem) for dtype in dtypes]
-
-    def one(job: tuple[str, str, str]) -> str | None:
-        _, file, dtype = job
-        if f"{file} {dtype}" in passed:
-            return ""
-        why = broken_law(file, dtype, device, end)
-        if why == "":
-            passed.add(f"{file} {dtype}")
-        return why
-
-    # A process for each file, not for each processor: most of the time is compiling kernels, and the next process reuses them.
-    with ThreadPoolExecutor(max(1, min(14, (os.cpu_count() or 2) - 2))) as pool:
-        found = dict(zip(jobs, pool.map(one, jobs), strict=True))
-    verdicts = {}
-    for stem in stems:
-        told = [why for (own, _, _), why in found.items() if own == stem and why is not None]
-        verdicts[stem] = "; ".join(filter(None, told)) if told else "no law judges it"
-    return verdicts
-
-
-def broken_law(file: str, dtype: str, device: str, end: float) -> str | None:
-    """What is wrong with `optimized` by the laws of a file: nothing if all hold, None if none of them judges it."""
-    left = end - time.monotonic()
-    if left <= 0:
-        return f"{dtype}: no time was left for its laws"
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--profile", "student", "--device", device, "--dtype", dtype]
-    command = [sys.executable, "-m", "pytest", file, "--impl", "optimized", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_ratio": row.goal_ratio, "arms": {}}
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)
-    except subprocess.TimeoutExpired:
-        return f"{dtype}: its laws did not finish in {left:.0f} s"
-    if done.returncode in (0, NOTHING_TO_JUDGE):
-        return "" if done.returncode == 0 else None
-    printed = (done.stdout + done.stderr).splitlines()
-    telling = ("does not hold", "what is wrong", "raised in", "smallest input")
-    found = [" ".join(line.split()) for line in printed if any(words in line for words in telling)] or printed[-3:]
-    return f"{dtype}: {'; '.join(found)[:1000]}"
+        with at_most(seconds + grace):
+            _run_row(row, place, found, seconds, result)
+    except NoKernel as error:
+        result["status"] = f"no kernel yet: {error}"
+    except Exception as error:
+        result["status"] = failed(error)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result
 
 
-def heaviest(stem: str) -> int:
-    """Order of the stems: the stems with the longest kernels first."""
-    kernels = (ROOT / "optimized" / "kernels").glob(f"{stem}*.py")
-    return -sum(path.stat().st_size for path in kernels)
+def _run_row(row: Row, place: Place, found: dict[str, float], seconds: float, result: dict[str, Any]) -> None:
+    end, work, arms = time.monotonic() + seconds, row.build(place), result["arms"]
+    floor = floor_of(work, found)
+    # The goal of a small input is a number of launches, which take the same time on any GPU.
+    goal = row.goal_s if row.latency or row.goal_s is None else row.goal_s * floor / floor_of(work, H200)
+    result |= {"bytes": work.bytes, "flops": work.flops, "floor_s": floor, "goal_s": goal, "missing": work.missing}
+    result["latency"] = row.latency
+    want = work.want and work.want(work.make(0))
+    for name in work.arms:
+        if name != "ours" and time.monotonic() > end:
+            work.missing[name] = "no time was left"
+            continue
+        arms[name] = check_arm(work, name, want, place)
+        if name == "ours" and arms[name]["status"] not in GOOD:
+            result["status"] = f"not timed, ours is {arms[name]['status']}"
+            return
+    tensors = [each for each in tree_leaves(work.make(0)) if isinstance(each, torch.Tensor)]
+    least = math.ceil(ROTATED_BYTES / max(1, sum(each.nbytes for each in tensors)))
+    count = 1 if not place.is_gpu else work.copies or max(least, 20 if row.latency else 2)
+    inputs = [work.make(seed) for seed in range(count)]
+    result |= {"copies": count, "shapes": [list(each.shape) for each in tensors]}
+    measures = {}
+    for name in [name for name, arm in arms.items() if arm["status"] in GOOD]:
+        try:
+            measure, how = prepare(work.arms[name], inputs, place, name in work.waits, work.units.get(name, 1))
+            arms[name] |= cost(lambda name=name: work.arms[name](*inputs[0]), place) | {"how": how}
+            measure()
+            measures[name] = measure
+        except Exception as error:
+            if name == "ours":
+                raise
+            arms[name]["status"] = failed(error)  # a peer out of memory, say
+    timed = interleaved(measures, *ROUNDS, end)
+    for name, times in timed.items():
+        arms[name] |= {"seconds": times._asdict(), "status": "measured"}
+    ours = timed.pop("ours")
+    result["ratios"] = {name: ratio(ours, times)._asdict() for name, times in timed.items()}
+    result |= {"share_of_floor": floor / ours.p50, "status": "measured"}
 
 
-def law_files(stem: str) -> list[str]:
-    """The files with laws for implementations of a stem; laws about the papers alone judge nothing here."""
-    files = [ROOT / "spec_tests" / f"test_{stem}.py", *sorted((ROOT / "spec_tests").glob(f"test_{stem}_*.py"))]
-    return [str(path.relative_to(ROOT)) for path in files if path.exists()]
+def floor_of(work: Work, found: dict[str, float]) -> float:
+    """The least seconds: the larger of bytes at the better measured bandwidth and multiplications at the measured rate."""
+    memory = max(found["copy_bytes_per_s"], found["read_bytes_per_s"])
+    return max(work.bytes / memory, work.flops / found["matmul_flops_per_s"]) / work.units.get("ours", 1)
 
 
-# Time ----------------------------------------------------------------------------------------------------------------------------
+def check_arm(work: Work, name: str, want: Any, place: Place) -> dict[str, Any]:
+    """Call an arm once, on memory full of NaN, and compare its output with the reference."""
+    read = work.reads.get(name, work.read)
+    try:
+        pristine, inputs = work.make(0), work.make(0)  # an arm may change its inputs
+        for size in (2**29, 2**24, 2**20) if place.is_gpu else ():  # an output that is not written shows
+            torch.full((size,), math.nan, device=place.device)
+        output = work.arms[name](*inputs)
+        if want is None or read is None:
+            return {"status": "not compared"}
+        distance = work.apart(read(pristine, output), want)
+    except Exception as error:
+        return {"status": failed(error)}
+    # A peer with larger rounding is still a peer; its error stands beside its time.
+    wrong = not distance <= (work.limit if name == "ours" else 0.2)
+    shown = distance if math.isfinite(distance) else None
+    return {"status": f"wrong: error {distance:.2g}, wanted at most {work.limit:.2g}" if wrong else "right", "error": shown}
 
 
 def prepare(
-    call: Callable[..., Any], inputs: list[tuple[Any, ...]], place: Place, waits: bool
+    call: Callable[..., Any], inputs: list[tuple[Any, ...]], place: Place, waits: bool, units: int = 1
 ) -> tuple[Callable[[], list[float]], str]:
     """Return a function that gives the seconds of some calls, which take the sets of inputs in turn, and how it measures them.
 
-    On a CPU it times one call, to test the machinery without a GPU; its figures are not for publication.
+    A call makes so many `units`, and the seconds are those of one. On a CPU it times one call, to test the machinery without a
+    GPU; its figures are not for publication.
     """
     turn = itertools.cycle(inputs)
 
@@ -147,68 +168,36 @@ def prepare(
         return call(*next(turn))
 
     if not place.is_gpu:
-        return lambda: [seconds(run)], "clock of the processor"
+        return lambda: [seconds(run) / units], "clock of the processor"
     from triton.testing import do_bench, do_bench_cudagraph
 
     how = "events, waits for the GPU"
     if not waits:
         try:
             do_bench_cudagraph(run, rep=1)
-            return lambda: [ms / 1e3 for ms in do_bench_cudagraph(run, rep=REPLAY, return_mode="all")], "graph"
+            return lambda: [ms / 1e3 / units for ms in do_bench_cudagraph(run, rep=REPLAY, return_mode="all")], "graph"
         except TimeoutError:
             raise
         except Exception as error:  # a call that cannot be captured can still be timed
             how = f"events, not captured: {type(error).__name__}"
-    return lambda: [ms / 1e3 for ms in do_bench(run, warmup=1, rep=4 * REPLAY, return_mode="all")], how
+    return lambda: [ms / 1e3 / units for ms in do_bench(run, warmup=1, rep=4 * REPLAY, return_mode="all")], how
 
 
-def poison(place: Place) -> None:
-    """Fill memory of the GPU with NaN before it is allocated again, so that an output which is not written shows."""
-    for size in (2**29, 2**24, 2**20) if place.is_gpu else ():
-        torch.full((size,), math.nan, device=place.device)
-
-
-def cost(call: Callable[..., Any], inputs: tuple[Any, ...], place: Place) -> dict[str, int | None]:
+def cost(call: Callable[[], Any], place: Place) -> dict[str, int | None]:
     """Activities on the GPU (kernels, copies, fills), and the rise of allocated memory during a call, its result included."""
-    found: dict[str, int | None] = {"launches": None, "memory_bytes": None}
-    if place.is_gpu:
+    if not place.is_gpu:
+        return {"launches": None, "memory_bytes": None}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call(*inputs)
-        torch.cuda.synchronize()
-        found["memory_bytes"] = torch.cuda.max_memory_allocated() - before
-        with contextlib.suppress(Exception):  # without a profiler the number is unknown, the time is not
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                call(*inputs)
-                torch.cuda.synchronize()
-            found["launches"] = sum(each.device_type == torch.autograd.DeviceType.CUDA for each in profile.events()) or None
-    return found
+    launches = sum(each.device_type == torch.autograd.DeviceType.CUDA for each in profile.events()) or None
+    return {"launches": launches, "memory_bytes": torch.cuda.max_memory_allocated() - before}
 
 
-def clean(place: Place) -> None:
-    """Give the memory of a row back."""
-    if place.is_gpu:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def ceilings(place: Place) -> dict[str, float]:
-    """Bytes a second of a copy and of a read, and operations a second of a matrix product: the medians."""
-    from benchmarks.ceilings import works
-
-    found = {name: size / spread(prepare(call, [()], place, waits=False)[0]()).p50 for name, (call, size) in works().items()}
-    clean(place)
-    return found
-
-
-# Rows ----------------------------------------------------------------------------------------------------------------------------
-
-
-def floor_of(work: Work, found: dict[str, float]) -> float:
-    """The least seconds: the larger of bytes at the better measured bandwidth and multiplications at the measured rate."""
-    memory = max(found["copy_bytes_per_s"], found["read_bytes_per_s"])
-    return max(work.bytes / memory, work.flops / found["matmul_flops_per_s"]) / work.units.get("ours", 1)
+def failed(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {str(error)[:300]}"
 
 
 @contextlib.contextmanager
@@ -227,95 +216,122 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def run_row(row: Row, place: Place, found: dict[str, float], seconds: float, *, grace: float = GRACE) -> dict[str, Any]:
-    """Check and time one row. The result reports any failure under `status`; only "measured" means success.
+# Laws and ceilings ---------------------------------------------------------------------------------------------------------------
 
-    After `seconds` no further peer is begun; `grace` seconds later the running peer, or the whole row, is broken off.
+
+def broken_law(stem: str, dtype: str, device: str, seconds: float) -> str:
+    """What is wrong with a method of `optimized` by its laws: nothing if all hold."""
+    if seconds <= 0:
+        return f"{dtype}: no time was left for its laws"
+    command = [sys.executable, "-m", "evictionary", "judge", "optimized", "--method", stem, "--dtype", dtype, "--device", device]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    try:
+        done = subprocess.run(
+            [*command, "--profile", "student", "--jobs", "1"],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"{dtype}: its laws did not finish in {seconds:.0f} s"
+    if not done.returncode:
+        return ""
+    printed = (done.stdout + done.stderr).splitlines()
+    telling = ("does not hold", "what is wrong", "raised in", "smallest input")
+    found = [" ".join(line.split()) for line in printed if any(words in line for words in telling)] or printed[-3:]
+    return f"{dtype}: {'; '.join(found)[:1000]}"
+
+
+def ceilings(place: Place) -> dict[str, float]:
+    """Bytes a second of a copy and of a read, and operations a second of a matrix product: the medians."""
+    source = torch.randn(10**9 // 4, device=place.device)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(8192, 8192, device=place.device, dtype=torch.bfloat16) for _ in range(2))  # zeros would be faster
+    works: dict[str, tuple[Callable[[], Any], float]] = {
+        "copy_bytes_per_s": (lambda: target.copy_(source), 2e9),
+        "read_bytes_per_s": (source.sum, 1e9),
+        "matmul_flops_per_s": (lambda: left @ right, 2.0 * 8192**3),
+    }
+    return {name: size / spread(prepare(call, [()], place, waits=False)[0]()).p50 for name, (call, size) in works.items()}
+
+
+# The run -------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan(store.Plan):
+    """The laws of each stem in each dtype, then each row. `model` says the code and the GPU, and `path` is the file of the lines.
+
+    laws is `broken_law`, and found gives the ceilings.
     """
-    result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_ratio": row.goal_ratio, "arms": {}}
-    try:
-        with at_most(seconds + grace):
-            _run_row(row, place, found, seconds, result)
-    except NoKernel as error:
-        result["status"] = f"no kernel yet: {error}"
-    except Exception as error:
-        result["status"] = failed(error)
-    clean(place)
-    return result
+
+    model: str
+    rows: Sequence[Row]
+    place: Place
+    path: Path
+    seconds: float
+    laws: Callable[..., str] = broken_law
+    found: Callable[[Place], dict[str, float]] = ceilings
+    start: float = field(default_factory=time.monotonic)
+
+    IDENTITY: ClassVar = ("model", "id")
+
+    def work(self) -> list[tuple[str, list[Any]]]:
+        stems = sorted({stem for row in self.rows for stem in row.stems})
+        return [("laws", [(stem, dtype) for stem in stems for dtype in DTYPES]), ("rows", list(self.rows))]
+
+    def named(self, unit: str, part: Any) -> dict[str, str]:
+        return {"id": part.id if isinstance(part, Row) else " ".join(part)}
+
+    def measure(self, unit: str, parts: Sequence[Any]) -> Iterator[store.Line]:
+        for part, found in zip(parts, self.judged(parts) if unit == "laws" else self.timed(parts), strict=True):
+            yield {"model": self.model, **self.named(unit, part), **found}
+
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.start)
+
+    def judged(self, parts: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+        """The verdict of each method in each dtype. A process of its own judges it: most of the time is compiling kernels."""
+
+        def one(part: tuple[str, str]) -> dict[str, Any]:
+            why = self.laws(*part, self.place.device, self.left() - (1 - SHARE_OF_LAWS) * self.seconds)
+            return {"law": part[0], "error": why or None}
+
+        with ThreadPoolExecutor(max(1, min(14, (os.cpu_count() or 2) - 2))) as pool:
+            yield from pool.map(one, parts)
+
+    def timed(self, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+        """The result of each row. A row whose method breaks a law is not timed."""
+        verdicts = stored(self.path)["laws"]
+        ceiling = self.found(self.place)
+        for index, row in enumerate(rows):
+            left, broken = self.left(), [stem for stem in row.stems if verdicts.get(stem)]
+            if broken or left < 5:
+                status = f"not timed, laws fail: {', '.join(broken)}" if broken else "no time was left"
+                one: dict[str, Any] = {"id": row.id, "title": row.title, "status": status, "arms": {}}
+            else:
+                share = max(left / (len(rows) - index), min(left, SECONDS_OF_A_ROW))
+                one = run_row(row, self.place, ceiling, share, grace=min(GRACE, max(left - share, 5)))
+            yield {"row": one, "ceilings": ceiling, "error": None if one["status"] == "measured" else one["status"]}
+
+    def text(self, line: store.Line) -> str:
+        if "law" in line:
+            return f"{line['id']}: {line['error'] or 'every law holds'}"
+        return f"{line['id']:>7}  {line['error'] or '{:.4g} us'.format(1e6 * line['row']['arms']['ours']['seconds']['p50'])}"
 
 
-def failed(error: Exception) -> str:
-    return f"failed: {type(error).__name__}: {str(error)[:300]}"
-
-
-def _run_row(row: Row, place: Place, found: dict[str, float], seconds: float, result: dict[str, Any]) -> None:
-    end = time.monotonic() + seconds
-    work = row.build(place)
-    floor = floor_of(work, found)
-    # The goal of a small input is a number of launches, which take the same time on any GPU.
-    goal = row.goal_s if row.latency or row.goal_s is None else row.goal_s * floor / floor_of(work, H200)
-    result |= {"bytes": work.bytes, "flops": work.flops, "floor_s": floor, "goal_s": goal, "missing": work.missing}
-    result["latency"] = row.latency
-    arms: dict[str, dict[str, Any]] = result["arms"]
-    want = work.want and work.want(work.make(0))
-    for name in work.arms:
-        if name != "ours" and time.monotonic() > end:
-            work.missing[name] = "no time was left"
-            continue
-        arms[name] = check_arm(work, name, want, place)
-        if name == "ours" and arms[name]["status"] not in GOOD:
-            result["status"] = f"not timed, ours is {arms[name]['status']}"
-            return
-    tensors = [each for each in tree_leaves(work.make(0)) if isinstance(each, torch.Tensor)]
-    least = math.ceil(ROTATED_BYTES / max(1, sum(each.nbytes for each in tensors))) if place.is_gpu else 1
-    count = work.copies or max(least, (20 if row.latency else 2) if place.is_gpu else 1)
-    inputs = [work.make(seed) for seed in range(count)]
-    result |= {"copies": count, "shapes": [list(each.shape) for each in tensors]}
-    measures = {}
-    for name, arm in arms.items():
-        try:
-            if arm["status"] in GOOD:
-                measure, how = prepare(work.arms[name], inputs, place, name in work.waits)
-                arm |= cost(work.arms[name], inputs[0], place) | {"how": how}
-                measure()
-                measures[name] = each_piece(measure, work.units.get(name, 1))
-        except Exception as error:
-            if name == "ours":
-                raise
-            arm["status"] = failed(error)  # a peer out of memory, say
-    timed = interleaved(measures, *ROUNDS, end)
-    for name, times in timed.items():
-        arms[name] |= {"seconds": times._asdict(), "status": "measured"}
-    ours = timed.pop("ours")
-    result["ratios"] = {name: ratio(ours, times)._asdict() for name, times in timed.items()}
-    result["share_of_floor"] = floor / ours.p50
-    result["status"] = "measured"
-
-
-def each_piece(measure: Callable[[], list[float]], units: int) -> Callable[[], list[float]]:
-    """`measure`, whose calls make so many pieces, in seconds for a piece."""
-    return lambda: [each / units for each in measure()]
-
-
-def check_arm(work: Work, name: str, want: Any, place: Place) -> dict[str, Any]:
-    """Call an arm once, on memory full of NaN, and compare its output with the reference."""
-    read = work.reads.get(name, work.read)
-    try:
-        pristine, inputs = work.make(0), work.make(0)  # an arm may change its inputs
-        poison(place)
-        output = work.arms[name](*inputs)
-        if want is None or read is None:
-            return {"status": "not compared"}
-        distance = work.apart(read(pristine, output), want)
-    except Exception as error:
-        return {"status": failed(error)}
-    # A peer with larger rounding is still a peer; its error stands beside its time.
-    wrong = not distance <= (work.limit if name == "ours" else 0.2)
-    shown = distance if math.isfinite(distance) else None
-    return {"status": f"wrong: error {distance:.2g}, wanted at most {work.limit:.2g}" if wrong else "right", "error": shown}
-
-
-# Command -------------------------------------------------------------------------------------------------------------------------
+def stored(path: Path) -> dict[str, Any]:
+    """What the lines of a run say: the laws that each stem breaks, the ceilings, and the rows in the order of the table."""
+    lines = list(store.read(path, Plan.identify).values())
+    laws: dict[str, list[str]] = {line["law"]: [] for line in lines if "law" in line}
+    for line in lines:
+        if "law" in line and line["error"]:
+            laws[line["law"]].append(line["error"])
+    found = {"laws": {stem: "; ".join(told) for stem, told in laws.items()}, "ceilings": {}}
+    rows = [line for line in lines if "row" in line]
+    order = list(ROWS)
+    for line in rows:
+        found["ceilings"] = line["ceilings"]
+    rows.sort(key=lambda line: order.index(line["id"]) if line["id"] in order else len(order))
+    return found | {"rows": [line["row"] for line in rows]}
 
 
 def told_by_gpu(*fields: str) -> str:
@@ -326,109 +342,42 @@ def told_by_gpu(*fields: str) -> str:
 STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
-def earlier(target: Path, made: dict[str, Any]) -> dict[str, Any]:
-    """The result of an earlier call with the same code, versions, GPU and dtype; empty if there is none."""
-    if not target.exists() or made["commit"] == "unknown" or made["commit"].endswith("+"):
-        return {}
-    found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
-    same = ("schema", "commit", "versions", "dtype", "gpu")
-    return found if all(found.get(name) == made[name] for name in same) else {}
-
-
 def run(
-    rows: list[Row],
-    place: Place,
-    target: Path,
-    *,
-    laws: Callable[..., dict[str, str]],
-    found: Any,
-    seconds: float = 60 * MINUTES - RESERVE,
-    again: bool = False,
+    rows: Sequence[Row], place: Place, folder: Path, *, seconds: float = 60 * MINUTES - RESERVE, again: bool = False, **given: Any
 ) -> dict[str, Any]:
-    """Laws, ceilings, rows; `target` is written after each. `found` gives the ceilings; `laws` is `judge`.
+    """Laws, ceilings, rows: a line of gpu.jsonl each, and gpu.json with all after each. `given` are other fields of the Plan.
 
-    `again` forgets what an earlier call measured.
+    `again` forgets what an earlier call measured; so does another commit, GPU or version.
     """
-    start = time.monotonic()
-    console = Console(stderr=True)
+    console, path = Console(stderr=True), folder / LINES
     made = {"schema": SCHEMA, **provenance(*PACKAGES), "gpu": told_by_gpu("name", "driver_version"), "dtype": str(place.dtype)}
-    before = {} if again else earlier(target, made)
-    kept = {row["id"]: row for row in before.get("rows", []) if row["status"] == "measured"}
-    passed = set(before.get("laws_passed", []))
-    order = [row.id for row in ROWS]
-    result: dict[str, Any] = made | {"gpu_before": told_by_gpu(*STATE), "laws": before.get("laws", {}), "rows": list(kept.values())}
+    plan = Plan(json.dumps([made[name] for name in SAME]), rows, place, path, seconds, **given)
+    made["gpu_before"] = told_by_gpu(*STATE)
+    changed = made["commit"] == "unknown" or made["commit"].endswith("+")
+    if again or changed or plan.model not in {line["model"] for line in store.read(path, Plan.identify).values()}:
+        path.unlink(missing_ok=True)
 
-    def write() -> None:
-        result["laws_passed"] = sorted(passed)
-        result["rows"].sort(key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
-        write_json(target, result)
+    def write(**more: Any) -> dict[str, Any]:
+        write_json(folder / RESULT, result := made | stored(path) | more)
+        return result
 
-    if kept:
-        console.print(f"measured by an earlier call, and kept: {', '.join(kept)}")
-    rows = [row for row in rows if row.id not in kept]
-    stems = sorted({stem for row in rows for stem in row.stems})
-    console.print(f"laws of {', '.join(stems)} on {place.device}, {', '.join(DTYPES)} ...")
-    verdicts = laws(stems, device=place.device, seconds=seconds * SHARE_OF_LAWS, passed=passed)
-    result["laws"] = result["laws"] | verdicts
-    for stem, why in verdicts.items():
-        console.print(f"  {stem}: {why or 'every law holds'}")
-    write()
-    result["ceilings"] = ceiling = found(place)
-    console.print("ceilings: " + ", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
-    write()
-    for index, row in enumerate(rows):
-        left = seconds - (time.monotonic() - start)
-        broken = [stem for stem in row.stems if verdicts.get(stem)]
-        if broken or left < 5:
-            status = f"not timed, laws fail: {', '.join(broken)}" if broken else "no time was left"
-            one: dict[str, Any] = {"id": row.id, "title": row.title, "status": status, "arms": {}}
-        else:
-            share = max(left / (len(rows) - index), min(left, SECONDS_OF_A_ROW))
-            one = run_row(row, place, ceiling, share, grace=min(GRACE, max(left - share, 5)))
-        result["rows"].append(one)
+    def advance(progress: store.Progress) -> None:
+        console.print(progress.text, highlight=False, markup=False)
         write()
-        console.print(summary(one))
-    result["gpu_after"] = told_by_gpu(*STATE)
-    result["seconds"] = time.monotonic() - start
-    write()
-    return result
 
-
-def summary(row: dict[str, Any]) -> str:
-    """One line about a row."""
-    if row["status"] != "measured":
-        return f"{row['id']:>7}  {row['status']}"
-    return f"{row['id']:>7}  {microseconds(row['arms']['ours']['seconds']['p50'])} us, {row['share_of_floor']:.0%} of the floor"
-
-
-def microseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e6:.4g}"
+    store.run(plan, folder, name=LINES, advance=advance)
+    return write(gpu_after=told_by_gpu(*STATE), seconds=time.monotonic() - plan.start)
 
 
 def lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The columns of a table of all rows: one line for each arm, the first one ours, and for each peer that is missing."""
+    """The columns of a table of all rows: a line for each arm, the first one ours, and for each peer that is missing."""
     for row in result["rows"]:
-        yield {"row": row["id"], "arm": row["title"] if row["status"] == "measured" else f"{row['title']}: {row['status']}"}
+        yield {"row": row["id"], "arm": row["title"], "status": row["status"], "floor us": 1e6 * row.get("floor_s", math.nan)}
         for name, arm in row["arms"].items():
-            if "seconds" not in arm:
-                yield {"arm": f"{name}: {arm['status']}"}
-                continue
-            line = {"arm": name, **{f"{part} us": microseconds(arm["seconds"][part]) for part in ("p20", "p50", "p80")}}
-            if name == "ours":
-                line |= {"floor us": microseconds(row["floor_s"]), "goal us": microseconds(row["goal_s"])}
-                line["of floor"] = f"{row['share_of_floor']:.0%}"
-            else:
-                against = row["ratios"][name]
-                line["ratio"] = f"{against['value']:.2f}{'' if against['claimed'] else ' (overlap)'}"
-            memory = arm["memory_bytes"]
-            yield line | {
-                "launches": arm["launches"] or "",
-                "MB": "" if memory is None else f"{memory / 1e6:.1f}",
-                "error": "" if arm.get("error") is None else f"{arm['error']:.1e}",
-                "how": arm["how"],
-            }
-        for name, why in row.get("missing", {}).items():
-            yield {"arm": f"{name}: missing, {why}"}
+            times = {f"{part} us": 1e6 * arm["seconds"][part] for part in ("p20", "p50", "p80")} if "seconds" in arm else {}
+            against = row.get("ratios", {}).get(name, {})
+            yield {"arm": name, **arm, **times, "ratio": against.get("value", ""), "claimed": against.get("claimed", "")}
+        yield from ({"arm": name, "status": f"missing: {why}"} for name, why in row.get("missing", {}).items())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -444,35 +393,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure again what an earlier call has measured")
     parser.add_argument("--list", action="store_true", help="print the rows and their goals, and stop")
     options = parser.parse_args(arguments)
-    known = {row.id: row for row in ROWS}
-    wanted = options.rows.split(",") if options.rows else list(known)
+    wanted = options.rows.split(",") if options.rows else list(ROWS)
     absent = " and ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
     refusals = {
-        f"--rows: got {', '.join(set(wanted) - set(known))}, wanted some of {', '.join(known)}": not set(wanted) <= set(known),
+        f"--rows: got {', '.join(set(wanted) - set(ROWS))}, wanted some of {', '.join(ROWS)}": not set(wanted) <= set(ROWS),
         f"--minutes: got {options.minutes:g}, wanted more than 1": not options.minutes > 1,
+        "torch sees no GPU here; run it on a machine with one. --list shows what it would do": not (
+            options.list or torch.cuda.is_available()
+        ),
+        "--out FOLDER is needed, where gpu.json goes": not options.list and options.out is None,
+        f"the laws are judged first, and {absent} is not installed": not options.list and bool(absent),
     }
-    if not options.list:
-        refusals |= {
-            "torch sees no GPU here; run it on a machine with one. --list shows what it would do": not torch.cuda.is_available(),
-            "--out FOLDER is needed, where gpu.json goes": options.out is None,
-            f"the laws are judged first, and {absent} is not installed": bool(absent),
-        }
-    for why, refused in refusals.items():
-        if refused:
-            parser.error(why)
-    rows = [known[name] for name in wanted]
+    if why := next((why for why, refused in refusals.items() if refused), ""):
+        parser.error(why)
     if options.list:
-        for row in rows:
+        for row in (ROWS[name] for name in wanted):
             ratios = f", {row.goal_ratio:g} x {row.peer}" if row.goal_ratio else ""
-            print(f"{row.id:>7}  {row.title}; goal {microseconds(row.goal_s) + ' us' if row.goal_s else 'none in time'}{ratios}")
+            print(f"{row.id:>7}  {row.title}; goal {f'{1e6 * row.goal_s:.4g} us' if row.goal_s else 'none in time'}{ratios}")
         return 0
     limit = 60 * options.minutes
     faulthandler.dump_traceback_later(limit - 5, exit=True)  # a compiler or a driver that hangs reacts to nothing else
     torch.set_grad_enabled(False)
-    result = run(
-        rows, Place(), options.out / "gpu.json",
-        laws=judge, found=ceilings, seconds=limit - RESERVE, again=options.again,
-    )  # fmt: skip
+    result = run([ROWS[name] for name in wanted], Place(), options.out, seconds=limit - RESERVE, again=options.again)
     faulthandler.cancel_dump_traceback_later()
     show(f"{result['gpu'] or 'no GPU'}, {result['date']}, commit {result['commit']}", list(lines(result)))
     bad = [row for row in result["rows"] if row["status"] != "measured" and not row["status"].startswith("no kernel yet")]

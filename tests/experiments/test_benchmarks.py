@@ -23,7 +23,7 @@ def no_gradients() -> Any:
         yield
 
 
-@pytest.mark.parametrize("row", gpu.ROWS, ids=lambda row: row.id)
+@pytest.mark.parametrize("row", gpu.ROWS.values(), ids=lambda row: row.id)
 def test_every_row_is_right_and_timed_where_it_is_small(row: Row) -> None:
     result = gpu.run_row(row, TINY, CEILINGS, 20.0)
     work = row.build(TINY)
@@ -40,9 +40,7 @@ def test_least_bytes_of_the_published_sizes() -> None:
     wanted = {"1": 2 * keys * 1.25, "2": 2 * keys, "2b": keys, "3": 2 * keys, "3b": 4 * keys, "5": 2 * keys, "6": 2 * keys}
     wanted |= {"7": 2 * keys, "9": 2 * keys, "10": 2 * keys, "4": 8 * 131_072 * 5, "4-256": 256 * 131_072 * 5}
     full = Place(device="meta")
-    for row in gpu.ROWS:
-        if row.id in wanted:
-            assert row.build(full).bytes == pytest.approx(wanted[row.id], rel=0.01), row.id
+    assert {name: gpu.ROWS[name].build(full).bytes for name in wanted} == pytest.approx(wanted, rel=0.01)
 
 
 def work(call: Any, limit: float = 1e-3) -> Work:
@@ -100,6 +98,11 @@ def test_a_peer_that_fails_leaves_the_others() -> None:
     assert set(result["ratios"]) == {"peer"} and result["shapes"] == [[4]]
 
 
+def run(rows: list[Row], folder: Path, laws: Any = lambda *_: "", **options: Any) -> dict[str, Any]:
+    """A run on the processor, with ceilings that are not measured."""
+    return gpu.run(rows, TINY, folder, **{"laws": laws, "found": lambda place: CEILINGS, **options})
+
+
 def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(NoKernel):
         TINY.ours("keydiff", "no_such_function")
@@ -108,54 +111,46 @@ def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> N
         Row("b", "broken", ("lagkv",), lambda place: work(lambda x: 2 * x)),
         Row("c", "right", ("keydiff",), lambda place: work(lambda x: x + x)),
     ]
-    verdicts = {"keydiff": "", "lagkv": "float16: LK-12 does not hold"}
-    target = tmp_path / "folder" / "gpu.json"
-    result = gpu.run(given, TINY, target, laws=lambda stems, **_: verdicts, found=lambda place: CEILINGS)
-    assert result == json.loads(target.read_text(encoding="utf-8"))
+    broken = {("lagkv", "float16"): "float16: LK-12 does not hold"}
+    result = run(given, tmp_path / "folder", lambda *part: broken.get(part[:2], ""))
+    assert result == json.loads((tmp_path / "folder" / "gpu.json").read_text(encoding="utf-8"))
+    assert result["laws"] == {"keydiff": "", "lagkv": "float16: LK-12 does not hold"} and result["ceilings"] == CEILINGS
     assert [row["status"].split(":")[0] for row in result["rows"]] == ["no kernel yet", "not timed, laws fail", "measured"]
     assert result["schema"] == gpu.SCHEMA and result["commit"] and result["versions"]["torch"]
-    assert [line.get("arm", "").split(":")[0] for line in gpu.lines(result)] == ["none", "broken", "right", "ours", "peer"]
-    page = report.page(target.parent)
+    assert [line["arm"] for line in gpu.lines(result)] == ["none", "broken", "right", "ours", "peer"]
+    page = report.page(tmp_path / "folder")
     assert "no kernel yet" in page and "laws fail: lagkv" in page and "twice" not in page
 
 
 def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Laws that held and rows that were measured are kept at the same commit, and only there."""
-    commit = ["0123456789ab"]
-    monkeypatch.setattr(gpu, "provenance", lambda *_: {"commit": commit[0], "versions": {}, "date": "2026-01-02"})
     built: list[str] = []
-    asked: list[list[str]] = []
+    asked: list[str] = []
 
-    def row(name: str) -> Row:
-        return Row(name, "twice", (f"stem {name}",), lambda place: (built.append(name), work(lambda x: x + x))[1])
+    def laws(stem: str, *_: Any) -> str:
+        asked.append(stem)
+        return "no time was left" if stem == "stem 2" and len(asked) <= 6 else ""
 
-    def laws(stems: list[str], *, passed: set[str], **_: Any) -> dict[str, str]:
-        asked.append(sorted(passed))
-        passed.update(f"{stem} float32" for stem in stems)
-        return {stem: "no time was left" if stem == "stem 2" and len(asked) == 1 else "" for stem in stems}
+    def call(commit: str = "0123456789ab", **options: Any) -> tuple[list[str], int, list[str]]:
+        """The rows that are built, the laws that are asked, and the status of each row."""
+        monkeypatch.setattr(gpu, "provenance", lambda *_: {"commit": commit, "versions": {}, "date": "2026-01-02"})
+        before = len(built), len(asked)
+        given = [
+            Row(name, "twice", (f"stem {name}",), lambda place, name=name: (built.append(name), work(lambda x: x + x))[1])
+            for name in "12"
+        ]
+        rows = run(given, tmp_path, laws, **options)["rows"]
+        return built[before[0] :], len(asked) - before[1], [row["status"] for row in rows]
 
-    def call(**options: Any) -> dict[str, Any]:
-        target = tmp_path / "gpu.json"
-        given = [row("1"), row("2")]
-        return gpu.run(given, TINY, target, laws=laws, found=lambda place: CEILINGS, **options)
-
-    assert [each["status"] for each in call()["rows"]] == ["measured", "not timed, laws fail: stem 2"]
-    second = call()
-    assert [each["status"] for each in second["rows"]] == ["measured", "measured"]
-    assert built == ["1", "2"] and second["laws"] == {"stem 1": "", "stem 2": ""}
-    assert asked == [[], ["stem 1 float32", "stem 2 float32"]]
-    call(again=True)
-    assert built == ["1", "2"] * 2
-    commit[0] = "fedcba987654"
-    call()
-    commit[0] += "+"
-    call()
-    call()
-    assert built == ["1", "2"] * 5 and asked[2:] == [[]] * 4
+    assert call() == (["1"], 6, ["measured", "not timed, laws fail: stem 2"])
+    assert call() == (["2"], 3, ["measured"] * 2)
+    assert call() == ([], 0, ["measured"] * 2)
+    for commit, options in (("0123456789ab", {"again": True}), ("fedcba987654", {}), *[("fedcba987654+", {})] * 2):
+        assert call(commit, **options) == (["1", "2"], 6, ["measured"] * 2)
 
 
 def test_every_call_inserts_another_token_and_all_are_drawn_anew() -> None:
-    built = next(row for row in gpu.ROWS if row.id == "8").build(TINY)
+    built = gpu.ROWS["8"].build(TINY)
     inputs = built.make(0)
     tokens = inputs[1].clone()
     assert not torch.equal(tokens[0], tokens[1])
@@ -196,7 +191,7 @@ def test_the_mathematics_is_computed_once_for_a_row(monkeypatch: pytest.MonkeyPa
     calls: list[int] = []
     score = rows.keydiff.score
     monkeypatch.setattr(rows.keydiff, "score", lambda keys: (calls.append(1), score(keys))[1])
-    result = gpu.run_row(next(row for row in gpu.ROWS if row.id == "2"), TINY, CEILINGS, 5.0)
+    result = gpu.run_row(gpu.ROWS["2"], TINY, CEILINGS, 5.0)
     assert len(result["arms"]) > 1 and len(calls) == 1
 
 
@@ -208,16 +203,13 @@ def test_a_goal_in_time_follows_the_ceilings_of_the_machine() -> None:
 
 
 def test_results_are_written_after_every_row(tmp_path: Path) -> None:
-    target = tmp_path / "gpu.json"
-
     def killed(place: Place) -> Work:
-        assert len(json.loads(target.read_text(encoding="utf-8"))["rows"]) == 1
+        assert len(json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]) == 1
         raise KeyboardInterrupt
 
-    rows = [Row("0", "right", (), lambda place: work(lambda x: x + x)), Row("1", "killed", (), killed)]
     with pytest.raises(KeyboardInterrupt):
-        gpu.run(rows, TINY, target, laws=lambda *_, **__: {}, found=lambda place: CEILINGS)
-    assert json.loads(target.read_text(encoding="utf-8"))["rows"][0]["status"] == "measured"
+        run([Row("0", "right", (), lambda place: work(lambda x: x + x)), Row("1", "killed", (), killed)], tmp_path)
+    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"][0]["status"] == "measured"
 
 
 def test_a_peer_that_hangs_is_broken_off_and_the_others_are_timed() -> None:
@@ -240,33 +232,20 @@ def test_a_peer_that_hangs_is_broken_off_and_the_others_are_timed() -> None:
 
 
 def test_the_laws_are_written_before_anything_else_can_fail(tmp_path: Path) -> None:
-    target = tmp_path / "gpu.json"
-
     def broken(place: Any) -> dict[str, float]:
         raise RuntimeError("no memory")
 
-    rows = [Row("0", "right", ("lagkv",), lambda place: work(lambda x: x + x))]
     with pytest.raises(RuntimeError):
-        gpu.run(rows, TINY, target, laws=lambda *_, **__: {"lagkv": ""}, found=broken)
-    assert json.loads(target.read_text(encoding="utf-8"))["laws"] == {"lagkv": ""}
-
-
-@pytest.mark.slow
-def test_a_file_without_laws_of_these_functions_breaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest calls a run without tests a failure; a stem that nothing at all was asked of is not right either."""
-    files = ["spec_tests/test_lagkv_stream.py"]  # about functions that `optimized` has not
-    monkeypatch.setattr(gpu, "law_files", lambda stem: files)
-    assert gpu.judge(["lagkv"], device="cpu", seconds=120, dtypes=["float32"]) == {"lagkv": "no law judges it"}
-    files.append("spec_tests/test_knorm.py")
-    assert gpu.judge(["lagkv"], device="cpu", seconds=120, dtypes=["float32"]) == {"lagkv": ""}
+        run([Row("0", "right", ("lagkv",), lambda place: work(lambda x: x + x))], tmp_path, found=broken)
+    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["laws"] == {"lagkv": ""}
 
 
 def test_the_laws_are_put_to_the_implementation() -> None:
-    """The real command, on a CPU, for the smallest method; a method without time is not judged, and so not right."""
-    assert gpu.judge(["knorm"], device="cpu", seconds=120, dtypes=["float32"]) == {"knorm": ""}
-    assert "no time" in gpu.judge(["knorm"], device="cpu", seconds=0, dtypes=["float32"])["knorm"]
-    assert "spec_tests/test_momentkv_steps.py" in gpu.law_files("momentkv")
-    assert not [path for path in gpu.law_files("gvote") if "paper" in path]
+    """The real command, on a CPU, for the smallest method; what is not judged is not right."""
+    assert gpu.broken_law("knorm", "float32", "cpu", 120) == ""
+    assert "no time" in gpu.broken_law("knorm", "float32", "cpu", 0)
+    assert "did not finish" in gpu.broken_law("knorm", "float32", "cpu", 0.1)
+    assert "got 'no_such_method'" in gpu.broken_law("no_such_method", "float32", "cpu", 120)
 
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
