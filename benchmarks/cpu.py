@@ -21,9 +21,9 @@ result included.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -31,7 +31,10 @@ import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer import Option
 
 from benchmarks.timing import RESULTS, ROOT, exponent, interleaved, provenance, ratio, seconds, write_json
 
@@ -192,7 +195,8 @@ def environment() -> Path:
     folder = Path(platformdirs.user_cache_dir("evictionary")) / f"kvpress-{KVPRESS}"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     done = folder / "constraints.txt"
-    wanted = constraints((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    packages = (f"kvpress=={KVPRESS}", "rich", "typer")
+    wanted = f"# for {', '.join(packages)}\n" + constraints((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     if done.exists() and done.read_text(encoding="utf-8") == wanted and python.exists():
         return python
     print(f"making an environment with kvpress {KVPRESS} in {folder} (once) ...", file=sys.stderr)
@@ -202,9 +206,19 @@ def environment() -> Path:
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(pinned)]
     # torch is installed first and alone: the later packages find it and do not install a newer one.
     subprocess.run([*install, "torch", "numpy"], check=True)
-    subprocess.run([*install, f"kvpress=={KVPRESS}", "rich"], check=True)
+    subprocess.run([*install, *packages], check=True)
     pinned.rename(done)  # the environment is complete only now
     return python
+
+
+def in_kvpress(module: str, function: str, *arguments: Any, threads: int = 1) -> Any:
+    """What a function of this repository returns in the environment of kvpress; arguments and result travel as JSON."""
+    call = "import importlib, json, sys; module, name, given = sys.argv[1:]"
+    call += "; print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(given))))"
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [str(environment()), "-c", call, module, function, json.dumps(arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # The command ---------------------------------------------------------------------------------------------------------------------
@@ -263,31 +277,25 @@ def line(dtype: str, count: int, name: str, one: dict[str, Any]) -> str:
     return f"{dtype:9} {count:6} {name:18} {'; '.join(times)}; {one['ratio']['value']:.2f} x{claimed}; {reached}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS, help="where cpu.json goes (benchmarks/results)")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="sizes of the cache, separated by commas")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="float32, bfloat16 or both")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time for each method at each size (default 4)")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if not options.inside:
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        given = sys.argv[1:] if arguments is None else arguments
-        command = [str(environment()), "-m", "benchmarks.cpu", *given, "--inside"]
-        return subprocess.run(command, cwd=Path.cwd(), env=os.environ | variables, check=False).returncode
-    tokens = [int(count) for count in options.tokens.split(",")]
-    if min(tokens) < SINKS + 2 * LAG:
-        parser.error(f"--tokens: got {min(tokens)}, wanted at least {SINKS + 2 * LAG}: LagKV has nothing to choose from below")
-    result = benchmark(tokens, options.dtypes.split(","), options.threads, options.seconds)
-    write_json(options.out / "cpu.json", result)
+def main(
+    out: Annotated[Path, Option(metavar="FOLDER", help="Where cpu.json goes.")] = RESULTS,
+    tokens: Annotated[str, Option(help="Sizes of the cache, separated by commas.")] = ",".join(map(str, TOKENS)),
+    dtypes: Annotated[str, Option(help="float32, bfloat16 or both.")] = ",".join(DTYPES),
+    threads: Annotated[int, Option(help="Threads of torch.")] = 1,
+    seconds: Annotated[float, Option(help="Time for each method at each size.")] = 4.0,
+) -> None:
+    """Measure the torch path of `optimized` beside kvpress."""
+    counts = [int(count) for count in tokens.split(",")]
+    if min(counts) < SINKS + 2 * LAG:
+        least = f"at least {SINKS + 2 * LAG}: LagKV has nothing to choose from below"
+        raise typer.BadParameter(f"--tokens: got {min(counts)}, wanted {least}")
+    result = in_kvpress("benchmarks.cpu", "benchmark", counts, dtypes.split(","), threads, seconds, threads=threads)
+    write_json(out / "cpu.json", result)
     for dtype, by in result["exponents"].items():
         for name, growth in by.items():
             goal = "" if growth["ours"] <= LARGEST_EXPONENT else f", goal {LARGEST_EXPONENT} missed"
             print(f"{dtype:9} {name:18} grows as T^{growth['ours']:.2f} (kvpress T^{growth['kvpress']:.2f}){goal}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

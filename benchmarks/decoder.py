@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from benchmarks.row import Place, Row, Work
+from benchmarks.row import Place, Row, Work, sized
 from benchmarks.rows import XL, random_moments, whole_cache
 
 LAYERS, VOCABULARY = 32, 128_256
@@ -132,21 +132,18 @@ def steps(place: Place, model: Decoder, batch: int, attends: dict[str, Attend], 
     )
 
 
-def overhead_row(batch: int) -> Callable[[Place], Work]:
+@sized
+def overhead_row(place: Place, batch: int) -> Work:
     """A decoding step of the whole model, MomentKV against the same cache without moments."""
-
-    def build(place: Place) -> Work:
-        sequences, tokens, model = place.batch(batch), place.tokens(1024), decoder(place)
-        caches = [place.cache(sequences, tokens, layer) for layer in range(model.layers)]
-        attends = {
-            "ours": with_moments(place, sequences, tokens, model),
-            "fixed L": over(caches, place.ours("attention", "attend")),
-        }
-        state = 4 * place.head_dim * (place.head_dim + 2)
-        each = 2 * (place.bytes_of(tokens) + place.heads * state)
-        return steps(place, model, sequences, attends, model.layers * sequences * each)
-
-    return build
+    sequences, tokens, model = place.batch(batch), place.tokens(1024), decoder(place)
+    caches = [place.cache(sequences, tokens, layer) for layer in range(model.layers)]
+    attends = {
+        "ours": with_moments(place, sequences, tokens, model),
+        "fixed L": over(caches, place.ours("attention", "attend")),
+    }
+    state = 4 * place.head_dim * (place.head_dim + 2)
+    each = 2 * (place.bytes_of(tokens) + place.heads * state)
+    return steps(place, model, sequences, attends, model.layers * sequences * each)
 
 
 def decode_model_row(place: Place) -> Work:
@@ -185,26 +182,23 @@ def throughput_row(place: Place) -> Work:
     )
 
 
-def share_row(length: int) -> Callable[[Place], Work]:
+@sized
+def share_row(place: Place, length: int) -> Work:
     """One-shot compression to a half, by three methods, beside the prefill of the layer that it belongs to."""
-
-    def build(place: Place) -> Work:
-        tokens, layer, lag = place.tokens(length), Decoder(place, 1), max(8, 128 // place.shrink)
-        lagkv, keydiff, top_k = place.ours("lagkv", "compress"), place.ours("keydiff", "score"), place.ours("selection", "top_k")
-        gather = place.ours("cache", "compress")
-        return Work(
-            make=lambda seed: (place.states(1, tokens, layer.width, seed=seed), *place.cache(1, tokens, seed)),
-            arms={
-                "ours": lambda h, k, v: lagkv(k, v, keep_ratio=0.5, sink_size=4, lag_size=lag),
-                "KeyDiff": lambda h, k, v: gather(k, v, top_k(keydiff(k), tokens // 2)),
-                "prefill of one layer": lambda h, k, v: layer.prefill(h),
-            },
-            bytes=3 * place.bytes_of(tokens),
-            waits=frozenset({"KeyDiff", "prefill of one layer"}),  # the graph would keep gigabytes of temporaries
-            copies=1,
-        )
-
-    return build
+    tokens, layer, lag = place.tokens(length), Decoder(place, 1), max(8, 128 // place.shrink)
+    lagkv, keydiff, top_k = place.ours("lagkv", "compress"), place.ours("keydiff", "score"), place.ours("selection", "top_k")
+    gather = place.ours("cache", "compress")
+    return Work(
+        make=lambda seed: (place.states(1, tokens, layer.width, seed=seed), *place.cache(1, tokens, seed)),
+        arms={
+            "ours": lambda h, k, v: lagkv(k, v, keep_ratio=0.5, sink_size=4, lag_size=lag),
+            "KeyDiff": lambda h, k, v: gather(k, v, top_k(keydiff(k), tokens // 2)),
+            "prefill of one layer": lambda h, k, v: layer.prefill(h),
+        },
+        bytes=3 * place.bytes_of(tokens),
+        waits=frozenset({"KeyDiff", "prefill of one layer"}),  # the graph would keep gigabytes of temporaries
+        copies=1,
+    )
 
 
 def block_row(place: Place) -> Work:

@@ -20,7 +20,6 @@ of the floor that the goal is there. Results are written after every row, so a r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import gc
@@ -37,11 +36,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+import typer
 from rich.console import Console
 from torch.utils._pytree import tree_leaves
+from typer import Option
 
 from benchmarks.decoder import MODEL_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
@@ -380,46 +381,45 @@ def lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from ({"arm": name, "status": f"missing: {why}"} for name, why in row.get("missing", {}).items())
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 0, or 1 if laws or rows fail. Exits with 2 without a GPU or for bad options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="There is no --skip-laws: a method that breaks a law is not timed.",
-    )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="the folder for gpu.json (needed, except with --list)")
-    parser.add_argument("--rows", metavar="ID,ID", help="only these rows, such as 1,2b")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"the limit of the run, laws included (default {MINUTES:g})")
-    parser.add_argument("--again", action="store_true", help="measure again what an earlier call has measured")
-    parser.add_argument("--list", action="store_true", help="print the rows and their goals, and stop")
-    options = parser.parse_args(arguments)
-    wanted = options.rows.split(",") if options.rows else list(ROWS)
+def main(
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="The folder for gpu.json; needed, except with --list.")] = None,
+    rows: Annotated[str, Option(metavar="ID,ID", help="Only these rows, such as 1,2b.")] = "",
+    minutes: Annotated[float, Option(help="The limit of the run, laws included.")] = MINUTES,
+    again: Annotated[bool, Option("--again", help="Measure again what an earlier call has measured.")] = False,
+    only_list: Annotated[bool, Option("--list", help="Print the rows and their goals, and stop.")] = False,
+) -> None:
+    """Time the kernels on a GPU. There is no --skip-laws: a method that breaks a law is not timed.
+
+    The exit code is 1 if laws or rows fail, and 2 without a GPU or for bad options.
+    """
+    wanted = rows.split(",") if rows else list(ROWS)
     absent = " and ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
     refusals = {
         f"--rows: got {', '.join(set(wanted) - set(ROWS))}, wanted some of {', '.join(ROWS)}": not set(wanted) <= set(ROWS),
-        f"--minutes: got {options.minutes:g}, wanted more than 1": not options.minutes > 1,
-        "torch sees no GPU here; run it on a machine with one. --list shows what it would do": not (
-            options.list or torch.cuda.is_available()
-        ),
-        "--out FOLDER is needed, where gpu.json goes": not options.list and options.out is None,
-        f"the laws are judged first, and {absent} is not installed": not options.list and bool(absent),
+        f"--minutes: got {minutes:g}, wanted more than 1": not minutes > 1,
     }
-    if why := next((why for why, refused in refusals.items() if refused), ""):
-        parser.error(why)
-    if options.list:
+    if not only_list:
+        refusals |= {
+            "torch sees no GPU here; run it on a machine with one. --list shows what it would do": not torch.cuda.is_available(),
+            "--out FOLDER is needed, where gpu.json goes": out is None,
+            f"the laws are judged first, and {absent} is not installed": bool(absent),
+        }
+    for why, refused in refusals.items():
+        if refused:
+            raise typer.BadParameter(why)
+    if only_list or out is None:
         for row in (ROWS[name] for name in wanted):
             ratios = f", {row.goal_ratio:g} x {row.peer}" if row.goal_ratio else ""
             print(f"{row.id:>7}  {row.title}; goal {f'{1e6 * row.goal_s:.4g} us' if row.goal_s else 'none in time'}{ratios}")
-        return 0
-    limit = 60 * options.minutes
-    faulthandler.dump_traceback_later(limit - 5, exit=True)  # a compiler or a driver that hangs reacts to nothing else
+        return
+    faulthandler.dump_traceback_later(60 * minutes - 5, exit=True)  # a compiler or a driver that hangs reacts to nothing else
     torch.set_grad_enabled(False)
-    result = run([ROWS[name] for name in wanted], Place(), options.out, seconds=limit - RESERVE, again=options.again)
+    result = run([ROWS[name] for name in wanted], Place(), out, seconds=60 * minutes - RESERVE, again=again)
     faulthandler.cancel_dump_traceback_later()
     show(f"{result['gpu'] or 'no GPU'}, {result['date']}, commit {result['commit']}", list(lines(result)))
     bad = [row for row in result["rows"] if row["status"] != "measured" and not row["status"].startswith("no kernel yet")]
-    return int(any(result["laws"].values()) or bool(bad))
+    raise typer.Exit(int(any(result["laws"].values()) or bool(bad)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -7,7 +7,6 @@ peak memory of the cache when a prompt is read in blocks over the memory of the 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import platform
@@ -15,12 +14,15 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
+import typer
+from click import Choice
 from rich.progress import track
 from transformers import DynamicCache, PreTrainedModel
+from typer import Option
 
 from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
@@ -133,25 +135,27 @@ def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure compression, decoding and block processing in a real model.")
-    parser.add_argument("--model", default=EMBEDDED, help="a hub name, a folder, or embedded (the default)")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt (default 4096; the blocks read twice that)")
-    parser.add_argument("--only", choices=["compression", "decoding", "blocks"], action="append", help="may be repeated")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS, help="where model.json goes (benchmarks/results)")
-    arguments = parser.parse_args()
-    result = arguments.out / "model.json"
-    model, tokenizer = load_model(arguments.model)
-    ids = passkey.make(tokenizer, depth=0.5, tokens=2 * arguments.tokens + 200).context_ids.to(model.device)
+def main(
+    name: Annotated[str, Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
+    tokens: Annotated[int, Option(help="Tokens of the prompt; the blocks read twice that.")] = 4096,
+    only: Annotated[
+        list[str] | None, Option(click_type=Choice(["compression", "decoding", "blocks"]), help="May be repeated.")
+    ] = None,
+    out: Annotated[Path, Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
+) -> None:
+    """Measure compression, decoding and reading in blocks in a real model."""
+    result = out / "model.json"
+    model, tokenizer = load_model(name)
+    ids = passkey.make(tokenizer, depth=0.5, tokens=2 * tokens + 200).context_ids.to(model.device)
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "compression": lambda: compression(model, ids[:, : arguments.tokens]),
-        "decoding": lambda: decoding(model, ids[:, : arguments.tokens]),
-        "blocks": lambda: blocks(model, ids[:, : min(2 * arguments.tokens, model.config.max_position_embeddings)]),
+        "compression": lambda: compression(model, ids[:, :tokens]),
+        "decoding": lambda: decoding(model, ids[:, :tokens]),
+        "blocks": lambda: blocks(model, ids[:, : min(2 * tokens, model.config.max_position_embeddings)]),
     }
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     found |= {
-        "model": arguments.model,
-        "tokens": arguments.tokens,
+        "model": name,
+        "tokens": tokens,
         "budget": BUDGET,
         "block": BLOCK,
         "date": datetime.date.today().isoformat(),
@@ -159,11 +163,11 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    for name in arguments.only or parts:
-        found[name] = parts[name]()
-        show(name, found[name])
+    for part in only or parts:
+        found[part] = parts[part]()
+        show(part, found[part])
         write_json(result, found)  # a killed run keeps what it had
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

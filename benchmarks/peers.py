@@ -7,18 +7,18 @@ kept sets must agree too, up to rounding; if not, the table gives the reason. `m
 
 from __future__ import annotations
 
-import argparse
-import subprocess
 import sys
 import tempfile
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
+from typer import Option
 
-from benchmarks.cpu import KVPRESS, environment
+from benchmarks.cpu import KVPRESS, in_kvpress
 from benchmarks.report import rendered
 from benchmarks.timing import RESULTS, ROOT, provenance, show, write_json
 
@@ -40,7 +40,7 @@ class Peer:
 PEERS = [Peer(**peer) for peer in tomllib.loads((Path(__file__).parent / "peers.toml").read_text(encoding="utf-8"))["peer"]]
 
 
-def their_scores(folder: str, prompt: Path, output: Path) -> None:
+def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
     """Run in the environment of kvpress: keys [layers, H_kv, T, D] and the scores of every press [layers, H_kv, T]."""
     import kvpress
     import torch
@@ -49,7 +49,7 @@ def their_scores(folder: str, prompt: Path, output: Path) -> None:
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.from_numpy(np.load(prompt))
+    ids = torch.tensor(prompt)
     found: dict[str, np.ndarray] = {}
     with torch.no_grad():
         cache = DynamicCache()
@@ -107,29 +107,18 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     return [{"largest_difference_of_keys": drift}, *rows]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=1000, help="tokens of the text (default 1000)")
-    parser.add_argument("--child", nargs=3, metavar=("MODEL", "PROMPT", "OUTPUT"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        folder, prompt, output = arguments.child
-        their_scores(folder, Path(prompt), Path(output))
-        return 0
+def main(tokens: Annotated[int, Option(help="Tokens of the text.")] = 1000) -> None:
+    """Compare the kept tokens of this project and kvpress. The exit code is 1 if they differ although the definitions agree."""
     from evictionary.evaluation import passkey
     from evictionary.models import embedded
     from evictionary.models.load import load as load_model
 
     folder = str(embedded.install())
     _, tokenizer = load_model(folder)
-    ids = passkey.make(tokenizer, depth=0.5, tokens=arguments.tokens).context_ids.numpy()
-    with tempfile.TemporaryDirectory() as name:
-        prompt, output = Path(name) / "prompt.npy", Path(name) / "scores.npz"
-        np.save(prompt, ids)
-        command = [str(environment()), "-m", "benchmarks.peers", "--child", folder, str(prompt), str(output)]
-        subprocess.run(command, cwd=ROOT, check=True)
-        with np.load(output) as file:
-            theirs = dict(file)
+    ids = passkey.make(tokenizer, depth=0.5, tokens=tokens).context_ids.numpy()
+    with tempfile.NamedTemporaryFile(suffix=".npz") as output:
+        in_kvpress("benchmarks.peers", "their_scores", folder, ids.tolist(), output.name)
+        theirs = dict(np.load(output.name))
     summary, *rows = compare(folder, ids, theirs)
     stored = provenance("torch", "transformers") | summary | {"tokens": ids.shape[1], "heads": int(theirs["knorm"][..., 0].size)}
     stored |= {"kvpress": KVPRESS, "compression_ratio": RATIO, "rows": rows}
@@ -140,8 +129,8 @@ def main() -> int:
     broken = [row["method"] for row in rows if not row["differs"] and row["in_common"] < 0.999]
     if broken:
         print(f"kept sets differ although the definitions agree: {', '.join(broken)}", file=sys.stderr)
-    return int(bool(broken))
+    raise typer.Exit(int(bool(broken)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

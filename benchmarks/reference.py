@@ -11,7 +11,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import argparse
 import functools
 import importlib
 import inspect
@@ -20,11 +19,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.progress import track
+from typer import Option
 
 from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.reference import momentkv
@@ -75,27 +76,25 @@ def measured(call: Callable[[], Any], runs: int) -> dict[str, float]:
     return {"median": statistics.median(found), "least": min(found), "most": max(found)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, help="counted runs of each method (default 5)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args()
-    timed = {
-        name: measured(call, arguments.runs)
-        for name, call in track(workloads().items(), description="methods", console=Console(stderr=True))
-    }
+def main(
+    runs: Annotated[int, Option(help="Counted runs of each method.")] = 5,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Time every method of the reference."""
+    calls = track(workloads().items(), description="methods", console=Console(stderr=True))
+    timed = {name: measured(call, runs) for name, call in calls}
     result = {
         "tokens": TOKENS,
         "heads": HEADS,
         "head_dim": HEAD_DIM,
-        "runs": arguments.runs,
+        "runs": runs,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),
         "seconds": timed,
     }
     write_json(RESULTS / "reference.json", result)
-    if arguments.json:
+    if as_json:
         print(json.dumps(result, indent=1))
         return
     title = f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds"
@@ -103,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -35,6 +35,11 @@ class Place:
     def is_gpu(self) -> bool:
         return self.device.startswith("cuda")
 
+    @property
+    def layer(self) -> SimpleNamespace:
+        """The parts of its attention layer that the presses of kvpress read."""
+        return attention_module((self.heads * self.group, self.heads), self.head_dim)
+
     def tokens(self, count: int) -> int:
         return max(min(count, 64), count // self.shrink)
 
@@ -142,6 +147,11 @@ class Row:
     latency: bool = False
 
 
+def sized(build: Callable[..., Work]) -> Callable[..., Callable[[Place], Work]]:
+    """A function of a place and sizes, as a function of the sizes alone that gives the `build` of a Row."""
+    return lambda *sizes: lambda place: build(place, *sizes)
+
+
 def sides(place: Place, ours: Arm, eager: Arm, press: Callable[[Any], Arm] | None = None) -> dict[str, Any]:
     """The arms and the missing peers of a Work: ours, eager torch, on a GPU torch.compile of it, and a press of kvpress."""
     arms = {"ours": ours, "eager torch": eager}
@@ -179,8 +189,3 @@ def attention_module(heads: tuple[int, int], head_dim: int) -> Any:
         q_proj=lambda hidden_states: hidden_states,
         rotary_emb=rotary,
     )
-
-
-def layer_module(place: Place) -> Any:
-    """The layer of a place, for the presses of kvpress."""
-    return attention_module((place.heads * place.group, place.heads), place.head_dim)

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.row import Arm, Inputs, Place, Row, Work, error, exact, first_head, layer_module, peer_arm, rows_apart, sides
+from benchmarks.row import Arm, Inputs, Place, Row, Work, error, exact, first_head, peer_arm, rows_apart, sides, sized
 from benchmarks.torch_peers import (
     expected_attention_torch,
     gvote_torch,
@@ -51,12 +52,12 @@ def lagkv_row(place: Place) -> Work:
     compress, retained = place.ours("lagkv", "compress"), lagkv.retained_length(tokens, **settings)
 
     def want(inputs: Inputs) -> np.ndarray:
-        keys, values = first_head(*inputs)
-        return keys[lagkv.select(keys, values, **settings)]
+        states = first_head(*inputs)
+        return states[0][lagkv.select(*states, **settings)]
 
     def press(kvpress: Any) -> Arm:
         one = kvpress.LagKVPress(compression_ratio=1 - retained / tokens, n_sink=sinks, lag_size=lag)
-        return lambda keys, values: one.compress(layer_module(place), None, keys, values, None, {})
+        return lambda keys, values: one.compress(place.layer, None, keys, values, None, {})
 
     return Work(
         make=lambda seed: place.cache(1, tokens, seed),
@@ -81,11 +82,15 @@ def want_keydiff(inputs: Inputs) -> np.ndarray:
 
 def keydiff_row(place: Place) -> Work:
     tokens = place.tokens(XL)
-    press = lambda kvpress: lambda keys: kvpress.KeyDiffPress().score(None, None, keys, None, None, {})  # noqa: E731
     return Work(
         make=lambda seed: place.cache(1, tokens, seed)[:1],
         bytes=2 * place.bytes_of(tokens),
-        **sides(place, place.ours("keydiff", "score"), keydiff_torch, press),
+        **sides(
+            place,
+            place.ours("keydiff", "score"),
+            keydiff_torch,
+            lambda kvpress: lambda keys: kvpress.KeyDiffPress().score(None, None, keys, None, None, {}),
+        ),
         want=want_keydiff,
     )
 
@@ -123,7 +128,7 @@ def expected_attention_row(place: Place) -> Work:
                 return tuple(x.to(place.dtype) for x in hidden_states)
 
         one = Given(n_sink=0, epsilon=0.02)
-        return lambda k, v, mean, covariance: one.score(layer_module(place), (mean, covariance), k, v, None, {})
+        return lambda k, v, mean, covariance: one.score(place.layer, (mean, covariance), k, v, None, {})
 
     return Work(
         make=make,
@@ -149,7 +154,7 @@ def statistics_row(place: Place) -> Work:
     def press(kvpress: Any) -> Arm:
         # kvpress projects the hidden states of the prompt once more instead, so its result is another one.
         weight = place.states(count * dim, count * dim, seed=0) / math.sqrt(count * dim)
-        module = layer_module(place)
+        module = place.layer
         module.q_proj = lambda hidden: hidden @ weight
         module.rotary_emb = lambda states, positions: (states.new_ones(1, 512, dim), states.new_zeros(1, 512, dim))
         one = kvpress.ExpectedAttentionPress(n_sink=0)
@@ -182,35 +187,30 @@ SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def select_row(rows: int, length: int, kind: str = "normal") -> Callable[[Place], Work]:
+@sized
+def select_row(place: Place, rows: int, length: int, kind: str = "normal") -> Work:
     """Top-k with k = n / 2, of one kind of SCORES; compared are the sums of the kept scores."""
+    top_k, tokens = place.ours("selection", "top_k"), place.tokens(length)
+    half = tokens // 2
 
-    def build(place: Place) -> Work:
-        top_k, tokens = place.ours("selection", "top_k"), place.tokens(length)
-        half = tokens // 2
+    def kept_sums(inputs: Inputs, kept: torch.Tensor) -> torch.Tensor:
+        sums = (inputs[0].double() * kept).sum(dim=-1)
+        return sums.where(kept.sum(dim=-1) == half, math.nan)
 
-        def kept_sums(inputs: Inputs, kept: torch.Tensor) -> torch.Tensor:
-            sums = (inputs[0].double() * kept).sum(dim=-1)
-            return sums.where(kept.sum(dim=-1) == half, math.nan)
+    def of_indices(inputs: Inputs, got: Any) -> torch.Tensor:
+        return kept_sums(inputs, torch.zeros_like(inputs[0], dtype=torch.bool).scatter_(-1, got[1].long(), True))
 
-        def of_indices(inputs: Inputs, got: Any) -> torch.Tensor:
-            return kept_sums(inputs, torch.zeros_like(inputs[0], dtype=torch.bool).scatter_(-1, got[1].long(), True))
-
-        flash, missing = peer_arm(
-            "FlashInfer", "flashinfer-python", lambda flashinfer: lambda scores: flashinfer.top_k(scores, half)
-        )
-        peers = {"torch.topk": lambda scores: scores.topk(half, dim=-1, sorted=False)} | flash
-        return Work(
-            make=lambda seed: (SCORES[kind](place.states(rows, tokens, seed=seed, dtype=torch.float32)),),
-            bytes=rows * tokens * 5,
-            arms={"ours": lambda scores: top_k(scores, half), **peers},
-            missing=missing,
-            want=lambda inputs: exact(inputs[0].double().sort(dim=-1, descending=True).values[:, :half].sum(dim=-1))[0],
-            read=kept_sums,
-            reads=dict.fromkeys(peers, of_indices),
-        )
-
-    return build
+    flash, missing = peer_arm("FlashInfer", "flashinfer-python", lambda flashinfer: lambda scores: flashinfer.top_k(scores, half))
+    peers = {"torch.topk": lambda scores: scores.topk(half, dim=-1, sorted=False)} | flash
+    return Work(
+        make=lambda seed: (SCORES[kind](place.states(rows, tokens, seed=seed, dtype=torch.float32)),),
+        bytes=rows * tokens * 5,
+        arms={"ours": lambda scores: top_k(scores, half), **peers},
+        missing=missing,
+        want=lambda inputs: exact(inputs[0].double().sort(dim=-1, descending=True).values[:, :half].sum(dim=-1))[0],
+        read=kept_sums,
+        reads=dict.fromkeys(peers, of_indices),
+    )
 
 
 def random_mask(place: Place, tokens: int, kept: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,6 +218,14 @@ def random_mask(place: Place, tokens: int, kept: int, seed: int) -> tuple[torch.
     order = place.states(1, place.heads, tokens, seed=seed + 1000, dtype=torch.float32).argsort(dim=-1)
     mask = order < kept
     return mask, mask.nonzero()[:, 2].view(1, place.heads, kept)
+
+
+def told_the_count(place: Place, kernels: str, told: Callable[[Any], Arm], counting: Arm) -> dict[str, Arm]:
+    """Ours where the host knows how many tokens stay, so that it waits for nothing, and ours that counts; on a CPU the latter."""
+    if not place.is_gpu:
+        return {"ours": counting}
+    own = importlib.import_module(f"evictionary.optimized.kernels.{kernels}")
+    return {"ours": told(own), "ours, with the count": counting}
 
 
 def compact_row(place: Place) -> Work:
@@ -232,16 +240,12 @@ def compact_row(place: Place) -> Work:
         index = index[..., None].expand(-1, -1, -1, keys.shape[-1])
         return keys.gather(2, index), values.gather(2, index)
 
-    arms = {"ours, with the count": lambda k, v, kept, rows, index: compress(k, v, kept), "two torch.gather": gather}
-    if place.is_gpu:
-        copy = importlib.import_module("evictionary.optimized.kernels.cache").copy_kept
-        arms = {"ours": lambda k, v, kept, rows, index: copy(k, v, kept, rows, place.heads * half), **arms}
-    else:
-        arms["ours"] = arms.pop("ours, with the count")
+    counting = lambda k, v, kept, rows, index: compress(k, v, kept)  # noqa: E731
+    told = lambda kernels: lambda k, v, kept, rows, index: kernels.copy_kept(k, v, kept, rows, place.heads * half)  # noqa: E731
     return Work(
         make=make,
         bytes=4 * place.bytes_of(half),
-        arms=arms,
+        arms=told_the_count(place, "cache", told, counting) | {"two torch.gather": gather},
         want=lambda inputs: exact(inputs[0][0, 0][inputs[2][0, 0]])[0],
         read=lambda inputs, got: got.keys[:half],
         reads={"two torch.gather": lambda inputs, got: got[0][0, 0]},
@@ -287,8 +291,8 @@ def attention_work(place: Place, lengths: torch.Tensor, arms: dict[str, Arm], pa
         one = cache.CompressedCache(*states, np.arange(count), np.array([[count]]))
         return attention.attend(exact(queries[-1:, -group:])[0], one)[0]
 
-    build = lambda package: flashinfer_decode(package, place, lengths, page)  # noqa: E731
-    flash, missing = peer_arm("FlashInfer", "flashinfer-python", build)  # its plan is not timed
+    decode = partial(flashinfer_decode, place=place, lengths=lengths, page=page)  # its plan is not timed
+    flash, missing = peer_arm("FlashInfer", "flashinfer-python", decode)
     attend = place.ours("attention", "attend")
     return Work(
         make=make,
@@ -319,20 +323,17 @@ def flashinfer_decode(flashinfer: Any, place: Place, lengths: torch.Tensor, page
     return run
 
 
-def decode_row(batch: int, length: int) -> Callable[[Place], Work]:
+@sized
+def decode_row(place: Place, batch: int, length: int) -> Work:
     """Flash-decoding with heads of one length, beside SDPA and FlashInfer."""
+    sequences, tokens = place.batch(batch), place.tokens(length)
 
-    def build(place: Place) -> Work:
-        sequences, tokens = place.batch(batch), place.tokens(length)
+    def sdpa(queries: torch.Tensor, stored: CompressedCache) -> torch.Tensor:
+        keys, values = (x.view(sequences, place.heads, tokens, -1) for x in stored[:2])
+        return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
 
-        def sdpa(queries: torch.Tensor, stored: CompressedCache) -> torch.Tensor:
-            keys, values = (x.view(sequences, place.heads, tokens, -1) for x in stored[:2])
-            return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
-
-        lengths = torch.full((sequences, place.heads), tokens)
-        return attention_work(place, lengths, {"SDPA": sdpa}, page=16, bytes=2 * sequences * place.bytes_of(tokens))
-
-    return build
+    lengths = torch.full((sequences, place.heads), tokens)
+    return attention_work(place, lengths, {"SDPA": sdpa}, page=16, bytes=2 * sequences * place.bytes_of(tokens))
 
 
 def ragged_row(place: Place) -> Work:
@@ -363,55 +364,56 @@ def ragged_row(place: Place) -> Work:
 # the attention that keys receive, and the simplest methods ----------------------------------------------------------------------
 
 
-def received_row(stem: str, length: int, window: int) -> Callable[[Place], Work]:
+@sized
+def received_row(place: Place, stem: str, length: int, window: int) -> Work:
     """The attention that every key receives from the last `window` queries; 0: from all, beside the attention of the prompt."""
+    score, tokens = place.ours("received_attention", "score", entry=(stem, "score")), place.tokens(length)
+    count, last = place.heads * place.group, min(window, tokens // 2) if window else tokens
+    options = {"window_size": last} if stem == "snapkv" else {}
 
-    def build(place: Place) -> Work:
-        score, tokens = place.ours("received_attention", "score", entry=(stem, "score")), place.tokens(length)
-        count, last = place.heads * place.group, min(window, tokens // 2) if window else tokens
-        options = {"window_size": last} if stem == "snapkv" else {}
+    def want(inputs: Inputs) -> np.ndarray:
+        queries, keys = inputs[:2]
+        # TOVA's score is the mean over all heads; the other scores are compared in the first head.
+        heads = exact(queries, keys) if stem == "tova" else exact(queries[:, : place.group], keys[:, :1])
+        return importlib.import_module(f"evictionary.reference.{stem}").score(*heads, **options)[0, 0]
 
-        def want(inputs: Inputs) -> np.ndarray:
-            queries, keys = inputs[:2]
-            # TOVA's score is the mean over all heads; the other scores are compared in the first head.
-            heads = exact(queries, keys) if stem == "tova" else exact(queries[:, : place.group], keys[:, :1])
-            return importlib.import_module(f"evictionary.reference.{stem}").score(*heads, **options)[0, 0]
+    def apart(got: torch.Tensor, wanted: np.ndarray) -> float:
+        finite = np.isfinite(wanted)  # SnapKV's window is infinite
+        return error(exact(got)[0][finite], wanted[finite])
 
-        def apart(got: torch.Tensor, wanted: np.ndarray) -> float:
-            finite = np.isfinite(wanted)  # SnapKV's window is infinite
-            return error(exact(got)[0][finite], wanted[finite])
-
-        def ours(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Any:
-            return score(queries, keys, **options)
-
-        def attention_of_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-
-        eager = sides(place, ours, lambda queries, keys, values: received_torch(stem, queries, keys))
-        pairs = tokens * last - last * (last - 1) // 2  # of a query and a token that it sees
-        return Work(
-            make=lambda seed: (
-                place.states(1, count, last, place.head_dim, seed=seed + 7),
-                *place.cache(1, tokens, seed),
-            ),
-            bytes=place.bytes_of(tokens) * (2 if window else 1),
-            flops=2.0 * 2 * count * place.head_dim * pairs,
-            **(eager if window else {"arms": {"ours": ours, "SDPA of the prompt": attention_of_prompt}}),
-            want=want,
-            reads={"SDPA of the prompt": None},  # another function, of as many products
-            apart=apart,
-        )
-
-    return build
+    arms = sides(
+        place,
+        lambda queries, keys, values: score(queries, keys, **options),
+        lambda queries, keys, values: received_torch(stem, queries, keys),
+    )
+    if not window:
+        attention_of_prompt = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        arms["arms"] = {"ours": arms["arms"]["ours"], "SDPA of the prompt": attention_of_prompt}
+    pairs = tokens * last - last * (last - 1) // 2  # of a query and a token that it sees
+    return Work(
+        make=lambda seed: (
+            place.states(1, count, last, place.head_dim, seed=seed + 7),
+            *place.cache(1, tokens, seed),
+        ),
+        bytes=place.bytes_of(tokens) * (2 if window else 1),
+        flops=2.0 * 2 * count * place.head_dim * pairs,
+        **arms,
+        want=want,
+        reads={"SDPA of the prompt": None},  # another function, of as many products
+        apart=apart,
+    )
 
 
 def norm_row(place: Place) -> Work:
     tokens = place.tokens(XL)
-    norm = lambda keys: -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)  # noqa: E731
     return Work(
         make=lambda seed: place.cache(1, tokens, seed)[:1],
         bytes=place.bytes_of(tokens),
-        **sides(place, place.ours("knorm", "score"), norm),
+        **sides(
+            place,
+            place.ours("knorm", "score"),
+            lambda keys: -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32),
+        ),
         want=lambda inputs: knorm.score(*first_head(*inputs))[0, 0],
     )
 
@@ -445,10 +447,6 @@ def random_moments(place: Place, batch: int, seed: int) -> Moments:
     return Moments(count, keys.sum(dim=2), values.sum(dim=2), values.mT @ keys)
 
 
-def moments_of_head(moments: Moments) -> momentkv.Moments:
-    return momentkv.Moments(*first_head(*moments))
-
-
 NEW_TOKENS = 64  # of a set of inputs: as many calls insert tokens that differ
 
 
@@ -470,42 +468,39 @@ def each_token(step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def step_row(batch: int, length: int) -> Callable[[Place], Work]:
+@sized
+def step_row(place: Place, batch: int, length: int) -> Work:
     """A decoding step of MomentKV in place: attend, score, evict, correct, update."""
+    step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
+    sequences, tokens, heads, dim = place.batch(batch), place.tokens(length), place.heads, place.head_dim
 
-    def build(place: Place) -> Work:
-        step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
-        sequences, tokens, heads, dim = place.batch(batch), place.tokens(length), place.heads, place.head_dim
+    def make(seed: int) -> Inputs:
+        query = place.states(sequences, heads * place.group, dim, seed=seed + 7)
+        new = (place.states(NEW_TOKENS, sequences, heads, dim, seed=seed + part) for part in (8, 9))
+        positions = torch.arange(tokens, device=place.device).repeat(sequences, heads, 1)
+        position = torch.full((sequences, heads), tokens, device=place.device)
+        moments = random_moments(place, sequences, seed)
+        return query, *new, *place.cache(sequences, tokens, seed), positions, moments, position
 
-        def make(seed: int) -> Inputs:
-            query = place.states(sequences, heads * place.group, dim, seed=seed + 7)
-            new = (place.states(NEW_TOKENS, sequences, heads, dim, seed=seed + part) for part in (8, 9))
-            positions = torch.arange(tokens, device=place.device).repeat(sequences, heads, 1)
-            position = torch.full((sequences, heads), tokens, device=place.device)
-            moments = random_moments(place, sequences, seed)
-            return query, *new, *place.cache(sequences, tokens, seed), positions, moments, position
+    def plain(query: torch.Tensor, new_key: Any, new_value: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> Any:
+        return attend(query[:, :, None], whole_cache(keys, values))
 
-        def plain(query: torch.Tensor, new_key: Any, new_value: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> Any:
-            return attend(query[:, :, None], whole_cache(keys, values))
+    def want(inputs: Inputs) -> np.ndarray:
+        query, new_keys, new_values, keys, values, _, moments, _ = inputs
+        head = first_head(new_keys[0], new_values[0], keys, values)
+        group = exact(query[:1, : place.group])[0]
+        return momentkv.decode_step(group, *head, momentkv.Moments(*first_head(*moments)), tokens).output
 
-        def want(inputs: Inputs) -> np.ndarray:
-            query, new_keys, new_values, keys, values, _, moments, _ = inputs
-            head = first_head(new_keys[0], new_values[0], keys, values)
-            group = exact(query[:1, : place.group])[0]
-            return momentkv.decode_step(group, *head, moments_of_head(moments), tokens).output
-
-        return Work(
-            make=make,
-            bytes=sequences * (2 * place.bytes_of(tokens) + heads * 2 * 4 * (dim**2 + 2 * dim)),
-            flops=2.0 * sequences * heads * tokens * dim**2,
-            arms={"ours": each_token(step), "plain decode": plain, "eager torch": each_token(momentkv_torch)},
-            want=want,
-            read=lambda inputs, got: got[:1, : place.group],
-            reads={"plain decode": None},  # attention without moments is another function
-            limit=2e-2,
-        )
-
-    return build
+    return Work(
+        make=make,
+        bytes=sequences * (2 * place.bytes_of(tokens) + heads * 2 * 4 * (dim**2 + 2 * dim)),
+        flops=2.0 * sequences * heads * tokens * dim**2,
+        arms={"ours": each_token(step), "plain decode": plain, "eager torch": each_token(momentkv_torch)},
+        want=want,
+        read=lambda inputs, got: got[:1, : place.group],
+        reads={"plain decode": None},  # attention without moments is another function
+        limit=2e-2,
+    )
 
 
 def prompt_moments_row(place: Place) -> Work:
@@ -517,14 +512,10 @@ def prompt_moments_row(place: Place) -> Work:
         keys, values, kept = (states[0, 0] for states in first_head(*inputs[:3]))
         return values[~kept].T @ keys[~kept]
 
-    ours = {"ours, with the count": lambda keys, values, kept, index: compress(keys, values, kept)}
-    if place.is_gpu:
-        # The peer is given what is kept, so ours is too: the host knows the number of kept tokens, and waits for nothing.
-        kernel = importlib.import_module("evictionary.optimized.kernels.momentkv").compress_prompt
-        known = lambda k, v, kept, index: kernel(k, v, kept, zero_moments(k, v), total=place.heads * count)  # noqa: E731
-        ours = {"ours": known, **ours}
-    else:
-        ours = {"ours": ours["ours, with the count"]}
+    def told(kernels: Any) -> Arm:
+        return lambda k, v, kept, index: kernels.compress_prompt(k, v, kept, zero_moments(k, v), total=place.heads * count)
+
+    ours = told_the_count(place, "momentkv", told, lambda keys, values, kept, index: compress(keys, values, kept))
     return Work(
         make=lambda seed: (*place.cache(1, tokens, seed), *random_mask(place, tokens, count, seed)),
         bytes=2 * place.bytes_of(tokens + count),
@@ -549,7 +540,7 @@ def mix_row(place: Place) -> Work:
 
     def want(inputs: Inputs) -> np.ndarray:
         group = exact(inputs[0][:1, : place.group])[0]
-        return momentkv.attend(group, *first_head(*inputs[1:4]), moments_of_head(inputs[4]))
+        return momentkv.attend(group, *first_head(*inputs[1:4]), momentkv.Moments(*first_head(*inputs[4])))
 
     without = "attention without moments"
     return Work(

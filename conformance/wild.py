@@ -9,7 +9,6 @@ source that cannot be had, or a method that cannot be judged, costs itself alone
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import hashlib
@@ -22,10 +21,15 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from typer import Option
+
+from evictionary.store import put
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -240,23 +244,18 @@ def survey(
     rows: dict[str, dict[str, Any]] = {}
     for source in found:
         try:
-            say(f"{source.name}: bringing it")
-            folder, python = bring(source, given.get(source.name))
+            place: Any = bring(source, given.get(source.name))
         except NotReached as error:
-            say(f"{source.name}: not reached: {error}")
-            for method in source.methods:
-                row = f"{source.name}/{method}"
-                rows[row] = {"not reached": str(error)}
-                keep(row, rows[row])
-            continue
-        for method in source.methods:
-            row = f"{source.name}/{method}"
+            place = error
+        for name in (f"{source.name}/{method}" for method in source.methods):
             try:
-                rows[row] = judge(source, method, folder, python, profile, adapters)
+                if isinstance(place, NotReached):
+                    raise place
+                rows[name] = judge(source, name.partition("/")[2], *place, profile, adapters)
             except NotReached as error:
-                rows[row] = {"not reached": str(error)}
-            say(f"{row}: {told(rows[row])}")
-            keep(row, rows[row])
+                rows[name] = {"not reached": str(error)}
+            say(f"{name}: {told(rows[name])}")
+            keep(name, rows[name])
     return rows
 
 
@@ -290,49 +289,45 @@ def page(found: list[Source], stored: dict[str, Any]) -> str:
     return environment.get_template("wild.md.j2").render(sources=found, **stored)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="NAME", help="this source alone; may be given several times")
-    parser.add_argument(
-        "--from", action="append", default=[], dest="given", metavar="NAME=FOLDER", help="a folder that has a source"
-    )
-    parser.add_argument("--profile", default="default", help="how many inputs a law draws, as of `evictionary judge`")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    parser.add_argument("--page", action="store_true", help="judge nothing, write the page from results.json")
-    options = parser.parse_args(arguments)
+def main(
+    only: Annotated[list[str] | None, Option(metavar="NAME", help="This source alone; may be given several times.")] = None,
+    folders: Annotated[list[str] | None, Option("--from", metavar="NAME=FOLDER", help="A folder that has a source.")] = None,
+    profile: Annotated[str, Option(help="How many inputs a law draws, as of `evictionary judge`.")] = "default",
+    as_json: Annotated[bool, Option("--json", help="Print what was found as JSON.")] = False,
+    only_page: Annotated[bool, Option("--page", help="Judge nothing, write the page from results.json.")] = False,
+) -> None:
+    """Judge implementations by others. The exit code is 1 where no note explains why a requirement fails."""
     found = sources()
     names = [source.name for source in found]
     given = {name: Path(os.environ[key]) for name in names if os.environ.get(key := f"WILD_{name.upper()}")}
-    for text in options.given:
+    for text in folders or ():
         name, _, folder = text.partition("=")
         if name not in names or not folder or not Path(folder).is_dir():
-            parser.error(f"--from: got {text!r}, wanted NAME=FOLDER with one of {', '.join(names)} and a folder that is there")
+            wanted = f"NAME=FOLDER with one of {', '.join(names)} and a folder that is there"
+            raise typer.BadParameter(f"--from: got {text!r}, wanted {wanted}")
         given[name] = Path(folder).resolve()
-    if unknown := sorted(set(options.only or ()) - set(names)):
-        parser.error(f"--only: got {unknown[0]!r}, wanted some of {', '.join(names)}")
+    if unknown := sorted(set(only or ()) - set(names)):
+        raise typer.BadParameter(f"--only: got {unknown[0]!r}, wanted some of {', '.join(names)}")
     stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
-    if not options.page:
-        chosen = [source for source in found if not options.only or source.name in options.only]
-        listed = [f"{source.name}/{method}" for source in found for method in source.methods]
+    listed = [f"{source.name}/{method}" for source in found for method in source.methods]
 
-        def keep(name: str, row: dict[str, Any]) -> None:
-            """Store a row at once, for a run takes long. What was judged before outlasts a source that is not reached now."""
-            if "not reached" not in row or name not in stored["rows"]:
-                stored["rows"][name] = row | {"date": datetime.now(UTC).date().isoformat()}
-            stored["rows"] = {each: stored["rows"][each] for each in listed if each in stored["rows"]}
-            RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    def keep(name: str, row: dict[str, Any]) -> None:
+        """Store a row at once, for a run takes long. What was judged before outlasts a source that is not reached now."""
+        if "not reached" not in row or name not in stored["rows"]:
+            stored["rows"][name] = row | {"date": datetime.now(UTC).date().isoformat()}
+        stored["rows"] = {each: stored["rows"][each] for each in listed if each in stored["rows"]}
+        put(RESULTS, json.dumps(stored, indent=1) + "\n")
 
-        def say(line: str) -> None:
-            print(line, file=sys.stderr, flush=True)
-
-        rows = survey(chosen, given, profile=options.profile, say=say, keep=keep)
-        if options.json:
-            print(json.dumps(rows, indent=1))
-    PAGE.write_text(page(found, stored), encoding="utf-8")
-    for line in (lines := unchecked(found, stored["rows"])):
+    chosen = [source for source in found if not only_page and source.name in (only or names)]
+    rows = survey(chosen, given, profile=profile, say=partial(print, file=sys.stderr, flush=True), keep=keep)
+    if as_json and not only_page:
+        print(json.dumps(rows, indent=1))
+    put(PAGE, page(found, stored))
+    lines = unchecked(found, stored["rows"])
+    for line in lines:
         print(f"not published, since no note says why it fails: {line}", file=sys.stderr)
-    return int(bool(lines))
+    raise typer.Exit(int(bool(lines)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)
