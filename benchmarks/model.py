@@ -14,12 +14,11 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import transformers
 import typer
-from click import Choice
 from rich.progress import track
 from transformers import DynamicCache, PreTrainedModel
 from typer import Option
