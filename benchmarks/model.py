@@ -137,9 +137,7 @@ def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
 def main(
     name: Annotated[str, Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
     tokens: Annotated[int, Option(help="Tokens of the prompt; the blocks read twice that.")] = 4096,
-    only: Annotated[
-        list[str] | None, Option(click_type=Choice(["compression", "decoding", "blocks"]), help="May be repeated.")
-    ] = None,
+    only: Annotated[list[Literal["compression", "decoding", "blocks"]] | None, Option(help="May be repeated.")] = None,
     out: Annotated[Path, Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
 ) -> None:
     """Measure compression, decoding and reading in blocks in a real model."""
