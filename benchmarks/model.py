@@ -12,9 +12,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import transformers
@@ -134,21 +133,21 @@ def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     return rows
 
 
+PARTS = {"compression": compression, "decoding": decoding, "blocks": blocks}
+
+
 def main(
     name: Annotated[str, Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
     tokens: Annotated[int, Option(help="Tokens of the prompt; the blocks read twice that.")] = 4096,
-    only: Annotated[list[Literal["compression", "decoding", "blocks"]] | None, Option(help="May be repeated.")] = None,
+    only: Annotated[list[str] | None, Option(help="One of compression, decoding and blocks; may be repeated.")] = None,
     out: Annotated[Path, Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
 ) -> None:
     """Measure compression, decoding and reading in blocks in a real model."""
+    if unknown := set(only or ()) - set(PARTS):
+        raise typer.BadParameter(f"--only: got {', '.join(unknown)}, wanted some of {', '.join(PARTS)}")
     result = out / "model.json"
     model, tokenizer = load_model(name)
     ids = passkey.make(tokenizer, depth=0.5, tokens=2 * tokens + 200).context_ids.to(model.device)
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "compression": lambda: compression(model, ids[:, :tokens]),
-        "decoding": lambda: decoding(model, ids[:, :tokens]),
-        "blocks": lambda: blocks(model, ids[:, : min(2 * tokens, model.config.max_position_embeddings)]),
-    }
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     found |= {
         "model": name,
@@ -160,8 +159,9 @@ def main(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    for part in only or parts:
-        found[part] = parts[part]()
+    for part in only or PARTS:
+        read_tokens = min(2 * tokens, model.config.max_position_embeddings) if part == "blocks" else tokens
+        found[part] = PARTS[part](model, ids[:, :read_tokens])
         show(part, found[part])
         write_json(result, found)  # a killed run keeps what it had
 

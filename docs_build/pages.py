@@ -283,34 +283,14 @@ def _effects(found: study.Summary) -> str:
 def head_map(page: str, stored: str) -> str:
     """The gates of a training, from a file of benchmarks/results: a square for each KV head, the darker the larger its gate."""
     result = json.loads((ROOT / "benchmarks" / "results" / stored).read_text(encoding="utf-8"))
-    size, squares = 20, []
-    for layer, gates in result["gates"].items():
-        for head, gate in enumerate(gates):
-            place = f'x="{size * int(layer) + 24}" y="{size * head + 4}" width="{size - 4}" height="{size - 4}"'
-            paint = f'fill="currentColor" fill-opacity="{gate:.2f}" stroke="currentColor" stroke-opacity="0.3"'
-            squares.append(f"<rect {place} {paint}><title>layer {layer}, KV head {head}: {gate:.2f}</title></rect>")
-    width, height = size * len(result["gates"]) + 28, size * len(gates)
-    labels = [f'<text x="4" y="{size * head + 16}">{head}</text>' for head in range(len(gates))]
-    labels += [f'<text x="{size * int(layer) + 26}" y="{height + 16}">{layer}</text>' for layer in list(result["gates"])[::5]]
-    title = "The gate of each KV head (rows) in each layer (columns)"
-    picture = f'<svg viewBox="0 0 {width} {height + 24}" role="img" aria-label="{title}" font-size="12" fill="currentColor">'
     curve = result["curve"]
     steps = [*range(0, len(curve), max(1, len(curve) // 8)), len(curve) - 1]
-    head = ["step", *(str(step + 1) for step in steps)]
     rows = (
         ["distance", *(f"{curve[step][0]:.3g}" for step in steps)],
         ["mean gate", *(f"{curve[step][1]:.2f}" for step in steps)],
     )
-    told = f"{title}; {result['retrieval_heads']} of {result['heads']} gates are 1/2 or more."
-    return "\n".join(
-        [
-            picture + "".join(squares + labels) + "</svg>",
-            "",
-            f"*{told}*",
-            "",
-            table(head, rows),
-        ]
-    )
+    head = ["step", *(str(step + 1) for step in steps)]
+    return _rendered("head_map", page, table=table(head, rows), size=20, heads_in_all=result["heads"], **result)
 
 
 def compiled(page: str) -> str:
@@ -336,52 +316,30 @@ def _change(before: int | None, now: int | str) -> str:
 
 def formulas(page: str, identifiers: str) -> str:
     """The typeset equations of some requirements, each with the link to its card."""
-    text = []
-    for identifier in identifiers.split(", "):
-        entry = entries()[identifier]
-        text += [
-            "$$",
-            entry.formula,
-            "$$",
-            "",
-            f"[{identifier} · {escaped(entry.name)}]({link_to(page, identifier)}){{ .from }}",
-            "",
-        ]
-    return "\n".join(text)
+    found = [entries()[identifier] for identifier in identifiers.split(", ")]
+    return "\n".join(
+        f"$$\n{entry.formula}\n$$\n\n[{entry.requirement.id} · {escaped(entry.name)}]"
+        f"({link_to(page, entry.requirement.id)}){{ .from }}\n"
+        for entry in found
+    )
 
 
 def laws(page: str, identifiers: str) -> str:
     """The laws of some requirements, each with its file, its sentence and, folded, its source."""
-    lines = []
-    for law in (law for identifier in identifiers.split(", ") for law in entries()[identifier].laws):
-        at = law_definition(law)
-        judged = ", ".join(f"`{name}`" for name in law.functions) or "the paper alone"
-        name = f"[`{at.path}::{at.name}`]({relative(page, source_uri(at.path, at.name))})"
-        code = textwrap.indent(_fence(at.source), "    ")
-        lines += [f"- {law.requirement.id}, {name}, judges {judged}", "", f'??? example "{_quoted(law.sentence)}"', "", code, ""]
-    return "\n".join(lines)
-
-
-def _quoted(sentence: str) -> str:
-    return escaped(sentence).replace('"', "&quot;")
+    found = [(law, law_definition(law)) for identifier in identifiers.split(", ") for law in entries()[identifier].laws]
+    return _rendered("laws", page, found=found, fence=_fence) + "\n"
 
 
 def kills(page: str, identifiers: str) -> str:
     """The planted mistakes that the laws of some requirements kill, as `python -m docs_build.kills` measured it."""
     measured, planted = json.loads((ROOT / "docs" / "four_laws.json").read_text(encoding="utf-8")), load_mutants()
-    lines = []
+    found = {}
     for identifier in identifiers.split(", "):
         # What is planted for a requirement dies by it, or a test fails, so it belongs here before the next measurement too.
-        own = [mutant.name for mutant in entries()[identifier].mutants if not mutant.above]
-        killed = sorted({*measured[identifier]["killed"], *own})
-        others = len(set(measured[identifier]["not_seen"]) - set(killed))
-        told = f"{len(killed)} planted mistakes die by the laws of {identifier}"
-        if others:
-            told += f"; {others} more in the same functions die by other laws"
-        lines += [f'??? failure "{told}"', ""]
-        lines += [f"    - `{planted[name].of}`: {_mistake(page, planted[name])}" for name in killed]
-        lines.append("")
-    return "\n".join(lines)
+        own = {mutant.name for mutant in entries()[identifier].mutants if not mutant.above}
+        killed = {*measured[identifier]["killed"], *own}
+        found[identifier] = ([planted[name] for name in sorted(killed)], len(set(measured[identifier]["not_seen"]) - killed))
+    return _rendered("kills", page, found=found) + "\n"
 
 
 def _first_paragraph(docstring: str) -> str:
