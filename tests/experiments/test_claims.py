@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import tiny_llama
 from tools.commands import as_json, printed
-from tools.killing import goes_on
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store
@@ -82,22 +81,24 @@ def claim_of(*conditions: str, possible_if: tuple[str, ...] = ()) -> Claim:
     return Claim("X-1", "", "", "", tuple(map(Condition, conditions)), tuple(map(Condition, possible_if)), ("more",))
 
 
-def test_a_rule_decides_by_its_conditions_alone() -> None:
+@pytest.mark.parametrize(
+    ("ends", "wanted"),
+    [
+        ({}, HOLDS),
+        ({"gain": (0.0, 0.3)}, UNDECIDED),  # an end on a bound that must be exceeded
+        ({"gain": (-0.3, 0.0)}, FAILS),
+        ({"gain": (-0.3, 0.0), "loss": (0.1, 0.3)}, FAILS),
+        ({"loss": (0.1, 0.3)}, UNDECIDED),
+        ({"able": (0.4, 0.6), "gain": (-0.3, -0.1)}, UNDECIDED),
+        ({"able": (0.3, 0.4), "gain": (-0.3, -0.1)}, OTHER_MODEL),
+    ],
+)
+def test_a_rule_decides_by_its_conditions_alone(ends: dict[str, tuple[float, float]], wanted: str) -> None:
     claim = claim_of("gain > 0", "loss <= 0.2", possible_if=("able >= 0.5",))
     assert claim.rule == "other model needed unless able >= 0.5; holds here if gain > 0 and loss <= 0.2"
     assert claim.numbers == ["gain", "loss", "able", "more"]
-
-    def word(**ends: tuple[float, float]) -> str:
-        every = {"gain": (0.1, 0.3), "loss": (0.0, 0.2), "able": (0.5, 0.9)} | ends
-        return claim.verdict({name: number(sum(each) / 2, *each) for name, each in every.items()})
-
-    assert word() == HOLDS
-    assert word(gain=(0.0, 0.3)) == UNDECIDED  # an end on a bound that must be exceeded
-    assert word(gain=(-0.3, 0.0)) == FAILS
-    assert word(gain=(-0.3, 0.0), loss=(0.1, 0.3)) == FAILS
-    assert word(loss=(0.1, 0.3)) == UNDECIDED
-    assert word(able=(0.4, 0.6), gain=(-0.3, -0.1)) == UNDECIDED
-    assert word(able=(0.3, 0.4), gain=(-0.3, -0.1)) == OTHER_MODEL
+    every = {"gain": (0.1, 0.3), "loss": (0.0, 0.2), "able": (0.5, 0.9)} | ends
+    assert claim.verdict({name: number(sum(each) / 2, *each) for name, each in every.items()}) == wanted
 
 
 def test_what_would_change_a_verdict() -> None:
@@ -472,13 +473,6 @@ def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_fo
     assert told == [*batches, "KeyDiff, chat, seed 1", "KeyDiff, chat, seed 2", "KeyDiff, varied, seed 2"]
     assert len(more.own(lines)) == 8
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 26
-
-
-@pytest.mark.slow
-def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines, _ = goes_on("test_claims", model_folder, tmp_path, lines=7)
-    assert len(lines) == 20
-    assert without_seconds(lines) == without_seconds(finished[1])
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from tools.commands import as_json, invoke, printed
-from tools.killing import goes_on
 
 from evictionary import store
 from evictionary.cli import evaluate as cli_eval
@@ -74,19 +73,6 @@ def test_a_finished_run_measures_nothing_again(
     monkeypatch.setattr(evaluation, "measure", lambda *arguments: pytest.fail("measured again"))
     assert store.run(plan_for(model_folder), folder) == lines
     assert (folder / "results.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_killed_run_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines, _ = goes_on("test_evaluation", model_folder, tmp_path, lines=6)
-    assert len(lines) == 10
-    assert without_seconds(lines) == without_seconds(finished[1])
-
-
-@pytest.mark.slow
-def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines = store.run(plan_for(model_folder), tmp_path, jobs=2)
-    assert without_seconds(lines) == without_seconds(finished[1])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import lzma
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 
 import filelock
 import pytest
-from tools.killing import goes_on
 
 from evictionary import store
 from evictionary.errors import UsageError
@@ -46,10 +46,6 @@ class Powers(store.Plan):
         return f"{line['base']} to the {line['exponent']}"
 
 
-def plan_for(folder: Path) -> Powers:
-    return Powers()
-
-
 def powers(lines: Sequence[Line]) -> list[int]:
     return [line["power"] for line in lines]
 
@@ -70,10 +66,38 @@ def test_a_run_measures_what_is_missing_and_the_file_is_sorted(tmp_path: Path) -
     assert len(store.run(Powers(bases=(5,)), path.parent)) == 9, "the lines of other plans stay"
 
 
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = ["tests/experiments"]
+from evictionary import store
+from test_store import Powers
+
+append, written = store.append, []
+
+def append_and_die(path, line):
+    if len(written) == 4:
+        with path.open("ab") as file:
+            file.write(b'{"model": "cut o')
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(path, line)
+    written.append(line)
+
+store.append = append_and_die
+store.run(Powers(), Path(sys.argv[1]))
+"""
+
+
 def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
-    lines, told = goes_on("test_store", tmp_path, tmp_path / "out", lines=4)
-    assert powers(lines) == [2, 4, 8, 3, 9, 27]
-    assert [each.text for each in told] == ["2 to the 2", "2 to the 3"]
+    """It is killed in the middle of its fifth line. What it wrote has to be there as it is."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    *written, cut_off = (tmp_path / store.RESULTS).read_bytes().split(b"\n")
+    assert len(written) == 4 and cut_off
+    told: list[Progress] = []
+    lines = store.run(Powers(), tmp_path, advance=told.append)
+    assert powers(lines) == [2, 4, 8, 3, 9, 27] and all(json.loads(text) in lines for text in written)
+    assert [(each.done, each.total, each.text) for each in told] == [(1, 2, "2 to the 2"), (2, 2, "2 to the 3")]
 
 
 def test_a_part_that_failed_is_measured_again(tmp_path: Path) -> None:

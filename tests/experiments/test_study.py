@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from tools.commands import as_json, printed
-from tools.killing import goes_on
 
 import docs_build.study
 from evictionary import store
@@ -59,10 +58,9 @@ def test_every_composition_is_there_once() -> None:
     assert set(study.compositions("gvote")) == {"gvote", "gvote+moments"}  # has its own budget
 
 
-@pytest.mark.slow  # the store itself is killed in test_store.py
-def test_a_killed_study_loses_nothing(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines, _ = goes_on("test_study", model_folder, tmp_path, lines=5)
-    assert lines == finished[1]
+@pytest.mark.slow
+def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+    assert store.run(plan_for(model_folder), tmp_path, jobs=2) == finished[1]
 
 
 def line_of(task: str, seed: int, cells: dict[str, list[float]], full: float = 1.0, ratio: float = 0.5) -> Line:

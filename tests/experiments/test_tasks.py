@@ -1,6 +1,7 @@
 """The tasks: deterministic, of the length asked for, with the answer where they say, and scored as they say."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -98,23 +99,23 @@ def test_variables_form_a_chain(tokenizer: PreTrainedTokenizerFast) -> None:
     assert [value for _, value in pairs][1:] == [name for name, _ in pairs][:-1]
 
 
-def test_scores_of_a_number() -> None:
-    assert tasks.score_number("1234567", "1,234,567.") == (1.0, 1.0)
-    assert tasks.score_number("1234567", "It is 1234 567") == (1.0, 1.0)
-    assert tasks.score_number("12345678", "1234999") == (0.0, 0.5)
-    assert tasks.score_number("1234", "7, or rather: 1294") == (0.0, 0.75)
-
-
-def test_scores_of_several_answers() -> None:
-    assert tasks.score_all(["apple", "pear"], "Apple and pearl") == (0.0, 0.5)
-    assert tasks.score_all(["apple", "pear"], "pear, apple") == (1.0, 1.0)
-    assert tasks.score_all(["1234567", "7654321"], "1. 1,234,567\n2. 7654321") == (1.0, 1.0)
-
-
-def test_scores_of_a_copy() -> None:
-    assert tasks.score_copy("a b c d", 'A b c d". And more') == (1.0, 1.0)
-    assert tasks.score_copy("a b c d", "a b x c d") == (0.0, 1.0)
-    assert tasks.score_copy("a b c d", "b a") == (0.0, 0.25)
+@pytest.mark.parametrize(
+    ("score", "answer", "text", "wanted"),
+    [
+        (tasks.score_number, "1234567", "1,234,567.", (1.0, 1.0)),
+        (tasks.score_number, "1234567", "It is 1234 567", (1.0, 1.0)),
+        (tasks.score_number, "12345678", "1234999", (0.0, 0.5)),
+        (tasks.score_number, "1234", "7, or rather: 1294", (0.0, 0.75)),
+        (tasks.score_all, ["apple", "pear"], "Apple and pearl", (0.0, 0.5)),
+        (tasks.score_all, ["apple", "pear"], "pear, apple", (1.0, 1.0)),
+        (tasks.score_all, ["1234567", "7654321"], "1. 1,234,567\n2. 7654321", (1.0, 1.0)),
+        (tasks.score_copy, "a b c d", 'A b c d". And more', (1.0, 1.0)),
+        (tasks.score_copy, "a b c d", "a b x c d", (0.0, 1.0)),
+        (tasks.score_copy, "a b c d", "b a", (0.0, 0.25)),
+    ],
+)
+def test_scores(score: Any, answer: Any, text: str, wanted: tuple[float, float]) -> None:
+    assert score(answer, text) == wanted
 
 
 def test_what_cannot_be_made(tokenizer: PreTrainedTokenizerFast) -> None:
