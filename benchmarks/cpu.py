@@ -19,8 +19,6 @@ busy machine disturbs less, or wall-clock time with more than one thread; memory
 result included.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -4,8 +4,6 @@ Random weights give the right times, since all shapes are fixed. The decoder is 
 functions in it. Other rows check the kernels; here they are not checked again.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

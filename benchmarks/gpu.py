@@ -18,8 +18,6 @@ share of the floor is `floor / median`. The goals in time are for an H200: on an
 of the floor that the goal is there. Results are written after every row, so a run that is killed keeps what it had.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

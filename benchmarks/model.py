@@ -5,8 +5,6 @@ quarters of the cache removed (the same number of tokens in every head, and ragg
 peak memory of the cache when a prompt is read in blocks over the memory of the full cache.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

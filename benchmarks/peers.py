@@ -5,8 +5,6 @@ scores of its presses. We read the same tokens and choose with our methods at th
 kept sets must agree too, up to rounding; if not, the table gives the reason. `make peers` runs it; nothing else needs it.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import tomllib

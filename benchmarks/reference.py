@@ -4,8 +4,6 @@ Every method over 4,096 tokens, 8 KV heads of 128 dimensions, one query head eac
 second; H2O reads all queries, so it is quadratic by definition.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,7 +1,5 @@
 """The page of the stored results: `python -m benchmarks.report` writes docs/benchmarks.md from benchmarks/results/*.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

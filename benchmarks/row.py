@@ -1,7 +1,5 @@
 """The parts of a row of the GPU benchmark: the place, the work, the arms, and the distance of two results."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable

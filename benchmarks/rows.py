@@ -7,8 +7,6 @@ A row is measured on one layer of Llama-3.1-8B (8 KV heads, 32 query heads, 128 
 of multiplications. Checks compare one KV head with the float64 mathematics of `reference`.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

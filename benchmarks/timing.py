@@ -1,7 +1,5 @@
 """Shared by all benchmarks: the order of the arms, the statistics of their times, and the rule for claiming a ratio."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

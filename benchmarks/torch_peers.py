@@ -1,7 +1,5 @@
 """Plain torch code, as a user would write it: the eager expressions that are timed beside the kernels."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

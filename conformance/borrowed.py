@@ -1,6 +1,5 @@
 """What the adapters share: taking definitions out of a public file, and seeing what code that returns a smaller cache has kept."""
 
-from __future__ import annotations
 import __future__
 
 import ast

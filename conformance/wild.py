@@ -7,8 +7,6 @@ source that cannot be had, or a method that cannot be judged, costs itself alone
 `--page` writes the page again without any source. No code of a source is kept in this repository.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """The signatures of docs/reference/contract.md, for readers of the file itself: `python -m docs_build.contract` writes them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Sources: spec_tests/requirements, the docstrings of reference/ and optimized/ (r
 the headings of docs/errata.md.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

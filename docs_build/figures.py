@@ -3,8 +3,6 @@
 The other two figures, of MomentKV and of KeyDiff and LagKV, calculate in the browser; tests compare that with `reference/`.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Hooks that mkdocs calls while it builds the site: they add generated pages and fill in markers and links."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reports of docs/judging.md: `python -m docs_build.judging` runs the programs of the page and writes what they are told."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 The page docs/four_laws.md shows it. Run it again after a change of these laws or of the mistakes planted in what they call.
 """
 
-from __future__ import annotations
-
 import json
 
 from docs_build.entries import ROOT

@@ -1,7 +1,5 @@
 """Runs the commands that the pages show: one place says in which process, and what of their output a page shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A student's way from `start` to full marks: `python -m docs_build.transcript` runs it and writes the page."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The benchmarks themselves, without a GPU and without kvpress: every row small on a CPU, the statistics, the files, the page."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -5,8 +5,6 @@ folder, where a formula is not typeset, where Markdown is shown as it was writte
 each of these faults comes first, and has to be complained of. At the end the search is asked for a word.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import shutil

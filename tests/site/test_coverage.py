@@ -1,7 +1,5 @@
 """Every requirement has laws or a reason, and the page says so."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -1,7 +1,5 @@
 """The pages point at what exists: every test that the errata name, every file that a page links to."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

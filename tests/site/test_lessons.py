@@ -1,7 +1,5 @@
 """Every lesson runs, every exercise can be solved and not by leaving it as it is, every page has what belongs on it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the site shows of the code is complete: every equation has a formula, a function and laws; every link leads somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The wild page: its sources are pinned, each fail is explained, and a source that cannot be had costs itself alone. No network."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
