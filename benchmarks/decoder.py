@@ -162,7 +162,8 @@ def throughput_row(place: Place) -> Work:
     There are as many sequences as fit into four fifths of the memory that the weights leave, 24 at most.
     """
     attend, model, tokens = place.ours("attention", "attend"), decoder(place), place.tokens(32_768)
-    few = max(1, min(place.batch(24), int(0.8 * place.free_bytes()) // (model.layers * 2 * place.bytes_of(tokens))))
+    free = torch.cuda.mem_get_info()[0] if place.is_gpu else 2**20
+    few = max(1, min(place.batch(24), int(0.8 * free) // (model.layers * 2 * place.bytes_of(tokens))))
     caches = [place.cache(few, tokens, layer) for layer in range(model.layers)]
     shape = (4 * few, place.heads, tokens // 4, place.head_dim)
     compressed = over([(keys.view(shape), values.view(shape)) for keys, values in caches], attend)

@@ -53,10 +53,6 @@ class Place:
         shape = (batch, self.heads, tokens, self.head_dim)
         return self.states(*shape, seed=2 * seed), self.states(*shape, seed=2 * seed + 1)
 
-    def free_bytes(self) -> int:
-        """The free memory of the GPU; elsewhere room for one small sequence."""
-        return torch.cuda.mem_get_info()[0] if self.is_gpu else 2**20
-
     def bytes_of(self, tokens: int) -> int:
         """The bytes of the keys (or of the values) of `tokens` tokens in each KV head."""
         return self.heads * tokens * self.head_dim * self.dtype.itemsize

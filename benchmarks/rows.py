@@ -25,13 +25,12 @@ from benchmarks.torch_peers import (
     gvote_torch,
     keydiff_torch,
     lagkv_torch,
-    momentkv_torch,
     moments_torch,
     received_torch,
     statistics_torch,
 )
 from evictionary.optimized.cache import CompressedCache
-from evictionary.optimized.momentkv import Moments
+from evictionary.optimized.momentkv import Moments, step_trusted
 from evictionary.optimized.rope import rotate
 from evictionary.optimized.states import zero_moments
 
@@ -493,7 +492,7 @@ def step_row(place: Place, batch: int, length: int) -> Work:
         make=make,
         bytes=sequences * (2 * place.bytes_of(tokens) + heads * 2 * 4 * (dim**2 + 2 * dim)),
         flops=2.0 * sequences * heads * tokens * dim**2,
-        arms={"ours": each_token(step), "plain decode": plain, "eager torch": each_token(momentkv_torch)},
+        arms={"ours": each_token(step), "plain decode": plain, "eager torch": each_token(step_trusted)},
         want=want,
         read=lambda inputs, got: got[:1, : place.group],
         reads={"plain decode": None},  # attention without moments is another function

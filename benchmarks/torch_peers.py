@@ -1,11 +1,12 @@
-"""Plain torch code, as a user would write it: the eager expressions that are timed beside the kernels."""
+"""Plain torch code, as a user would write it: the eager expressions that are timed beside the kernels.
+
+That of a step of MomentKV is `optimized.momentkv.step_trusted`."""
 
 import math
 from typing import Any
 
 import torch
 
-from evictionary.optimized.momentkv import Moments
 from evictionary.optimized.rope import rotate
 
 
@@ -70,48 +71,6 @@ def statistics_torch(queries: torch.Tensor, positions: torch.Tensor) -> tuple[to
     mean = plain.mean(dim=-2)
     centred = plain - mean[..., None, :]
     return mean, centred.mT @ centred / queries.shape[-2]
-
-
-def momentkv_torch(
-    query: torch.Tensor, new_key: torch.Tensor, new_value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    positions: torch.Tensor, moments: Moments, position: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """One step of MomentKV in batched torch, in place: score, evict the lowest, add it to the moments, attend, mix."""
-    heads, dim = keys.shape[1], keys.shape[3]
-    all_keys = torch.cat([keys, new_key[:, :, None]], dim=2).float()
-    all_values = torch.cat([values, new_value[:, :, None]], dim=2).float()
-    grouped = query.float().unflatten(1, (heads, -1)) / math.sqrt(dim)
-
-    def means() -> tuple[torch.Tensor, ...]:
-        count = moments.count.clamp(min=1)[..., None].float()
-        mean_key, mean_value = moments.key_sum / count, moments.value_sum / count
-        spread = moments.value_key_sum - moments.value_sum[..., None] * mean_key[..., None, :]
-        return count, mean_key, mean_value, spread
-
-    count, _, mean_value, spread = means()
-    logits = grouped @ all_keys.mT
-    residual = all_values - mean_value[:, :, None] - all_keys @ spread.mT / (count[..., None] * math.sqrt(dim))
-    scores = logits.softmax(dim=-1).mean(dim=2) * residual.norm(dim=-1)
-    lowest = scores.argmin(dim=-1, keepdim=True)
-    row = lowest[..., None].expand(-1, -1, -1, dim)
-    gone_key, gone_value = all_keys.gather(2, row)[:, :, 0], all_values.gather(2, row)[:, :, 0]
-    moments.count.add_(1)
-    moments.key_sum.add_(gone_key)
-    moments.value_sum.add_(gone_value)
-    moments.value_key_sum.add_(gone_value[..., None] * gone_key[..., None, :])
-    count, mean_key, mean_value, spread = means()
-    logits = logits.scatter(3, lowest[:, :, None].expand(-1, -1, logits.shape[2], -1), -math.inf)
-    evicted_logit = count.log() + (grouped @ mean_key[..., None]).squeeze(-1)
-    evicted_value = mean_value[:, :, None] + grouped @ spread.mT / count[..., None]
-    weights = torch.cat([logits, evicted_logit[..., None]], dim=-1).softmax(dim=-1)
-    output = weights[..., :-1] @ all_values + weights[..., -1:] * evicted_value
-    slot = lowest.clamp(max=keys.shape[2] - 1)
-    replaces = (lowest < keys.shape[2])[..., None]
-    row = slot[..., None].expand(-1, -1, -1, dim)
-    keys.scatter_(2, row, torch.where(replaces, new_key[:, :, None], keys.gather(2, row)))
-    values.scatter_(2, row, torch.where(replaces, new_value[:, :, None], values.gather(2, row)))
-    positions.scatter_(2, slot, torch.where(replaces[..., 0], position[..., None], positions.gather(2, slot)))
-    return output.flatten(1, 2).to(query.dtype)
 
 
 def moments_torch(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, index: torch.Tensor) -> tuple[Any, ...]:

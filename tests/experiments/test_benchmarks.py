@@ -273,19 +273,36 @@ def test_rows_apart_sees_rows_that_are_not_there() -> None:
     assert rows_apart(rows[:9], rows.numpy()) == math.inf
 
 
-def test_quantiles() -> None:
-    assert timing.spread([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == timing.Spread(2.0, 3.5, 5.0, 6)
-    assert timing.spread([2.0]) == timing.Spread(2.0, 2.0, 2.0, 1)
-    for bad in ([], [1.0, math.nan]):
-        with pytest.raises(ValueError, match="values: got"):
-            timing.spread(bad)
+FAST, SLOW, WIDE = timing.Spread(0.9, 1.0, 1.1, 6), timing.Spread(1.8, 2.0, 2.2, 6), timing.Spread(1.1, 2.0, 3.0, 6)
 
 
-def test_a_ratio_is_claimed_only_where_the_intervals_are_apart() -> None:
-    fast, slow = timing.Spread(0.9, 1.0, 1.1, 6), timing.Spread(1.8, 2.0, 2.2, 6)
-    assert timing.ratio(fast, slow) == timing.Ratio(2.0, True)
-    assert timing.ratio(slow, fast) == timing.Ratio(0.5, True)
-    assert timing.ratio(fast, timing.Spread(1.1, 2.0, 3.0, 6)) == timing.Ratio(2.0, False)
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        (timing.spread([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]), (2.0, 3.5, 5.0, 6)),
+        (timing.spread([2.0]), (2.0, 2.0, 2.0, 1)),
+        (timing.ratio(FAST, SLOW), (2.0, True)),
+        (timing.ratio(SLOW, FAST), (0.5, True)),
+        (timing.ratio(FAST, WIDE), (2.0, False)),  # claimed only where the intervals are apart
+        (timing.exponent([1, 2, 4], [3, 6, 12]), pytest.approx(1)),
+        (timing.exponent([1, 10], [1, 100]), pytest.approx(2)),
+    ],
+)
+def test_quantiles_ratios_and_exponents(got: Any, wanted: Any) -> None:
+    assert got == wanted
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: timing.spread([]), "values: got"),
+        (lambda: timing.spread([1.0, math.nan]), "values: got"),
+        (lambda: timing.exponent([1], [1]), "sizes: got"),
+    ],
+)
+def test_what_has_no_statistics_is_refused(call: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        call()
 
 
 def test_arms_take_turns_there_and_back() -> None:
@@ -296,13 +313,6 @@ def test_arms_take_turns_there_and_back() -> None:
     order.clear()
     timing.interleaved(arms, 2, 5, end=math.inf)
     assert "".join(order) == "ABCCBA" * 5
-
-
-def test_exponent_of_growth() -> None:
-    assert timing.exponent([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
-    assert timing.exponent([1, 10], [1, 100]) == pytest.approx(2)
-    with pytest.raises(ValueError, match="sizes: got"):
-        timing.exponent([1], [1])
 
 
 def test_the_clock_of_the_cpu_benchmark() -> None:
