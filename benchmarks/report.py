@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from benchmarks.timing import RESULTS, ROOT
+from evictionary.evaluation.pages import markdown
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 CLOCKS = {"process_time": "processor time", "perf_counter": "wall-clock time"}
@@ -23,14 +22,7 @@ def page(folder: Path = RESULTS) -> str:
 
 def rendered(template: str, **content: Any) -> str:
     """A page of templates/, filled in."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {
+    filters = {
         "goals": _goals,
         "made": _made,
         "mb": lambda count: f"{count / 1e6:.1f}",
@@ -39,7 +31,7 @@ def rendered(template: str, **content: Any) -> str:
         "ratio": _ratio,
         "us": _microseconds,
     }
-    return environment.get_template(template).render(**content)
+    return markdown(Path(__file__).parent / "templates" / template, filters, **content)
 
 
 def _goals(row: dict[str, Any]) -> str:

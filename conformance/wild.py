@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from typer import Option
 
+from evictionary.evaluation.pages import markdown
 from evictionary.store import put
 
 HERE = Path(__file__).parent
@@ -280,11 +280,7 @@ def unchecked(found: list[Source], rows: dict[str, dict[str, Any]]) -> list[str]
 
 def page(found: list[Source], stored: dict[str, Any]) -> str:
     """docs/wild.md, from what is stored."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
-    )
-    environment.globals["digest"] = digest
-    return environment.get_template("wild.md.j2").render(sources=found, **stored)
+    return markdown(HERE / "wild.md.j2", sources=found, digest=digest, **stored)
 
 
 def main(

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from docs_build.entries import (
     CORRECTIONS,
     PAGES,
@@ -28,6 +26,7 @@ from docs_build.entries import (
     stem_of,
 )
 from evictionary.evaluation import study
+from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods.resolve import MOMENTS
 from evictionary.spec_tests.harness.planted import Mutant, load_mutants
 from evictionary.store import table
@@ -122,14 +121,8 @@ def equations(page: str, stems: str) -> str:
 
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {"escaped": escaped, "sentence": _sentence, "verdict": _verdict}
-    environment.globals |= {
+    filters = {"escaped": escaped, "sentence": _sentence, "verdict": _verdict}
+    helpers = {
         "errata_links": _errata_links,
         "law_links": _law_links,
         "link_to": link_to,
@@ -138,7 +131,8 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "relative": relative,
         "source_uri": source_uri,
     }
-    return environment.get_template(f"{template}.md.j2").render(page=page, **content).rstrip("\n")
+    path = Path(__file__).parent / "templates" / f"{template}.md.j2"
+    return rendered(path, filters, page=page, **helpers, **content).rstrip("\n")
 
 
 def _law_links(page: str, entry: Entry) -> list[str]:
@@ -250,9 +244,8 @@ def studied(page: str, part: str) -> str:
 def _recommended(found: study.Summary) -> str:
     rows = []
     for entry in found["recommended"]:
-        low, high = entry["interval"]
         names = ", ".join(f"`{name}`" for name in entry["as_good"]) or "none"
-        cost = f"{entry['cost']:.3f} ({low:.3f} to {high:.3f})"
+        cost = study.with_interval(entry["cost"], entry)
         prompts = sum(entry["prompts"].values())
         rows.append((f"{entry['ratio']:.0%}", prompts, f"`{entry['method']}`", cost, f"{entry['exact']:.0%}", names))
     head = ["removed", "prompts", "least cost", "nats a token", "exact", "not to be told from it"]
@@ -274,8 +267,7 @@ def _corrected(found: study.Summary) -> str:
 def _effects(found: study.Summary) -> str:
     rows = []
     for effect in found["effects"]:
-        low, high = effect["interval"]
-        change = f"{effect['change']:+.3f} ({low:+.3f} to {high:+.3f})"
+        change = study.with_interval(effect["change"], effect, "+")
         rows.append((f"`{effect['addition']}`", f"{effect['ratio']:.0%}", change, f"{effect['better']} of {effect['of']}"))
     return table(["addition", "removed", "change of the cost, nats a token", "better in"], rows, "lr")
 

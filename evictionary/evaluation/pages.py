@@ -3,10 +3,11 @@
 import base64
 import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import matplotlib
-from jinja2 import Environment, PackageLoader, select_autoescape
+from jinja2 import Environment, FileSystemLoader, PackageLoader, StrictUndefined, select_autoescape
 from matplotlib.figure import Figure
 
 
@@ -17,6 +18,19 @@ def render(template: str, **values: Any) -> str:
     environment.filters["range"] = _range
     environment.filters["interval"] = interval
     return environment.get_template(template).render(**values)
+
+
+def markdown(template: Path, filters: Mapping[str, Any] | None = None, **content: Any) -> str:
+    """A Markdown page from a template, which may name nothing but `content`."""
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= filters or {}
+    return environment.get_template(template.name).render(**content)
 
 
 def interval(number: Mapping[str, Any]) -> str:

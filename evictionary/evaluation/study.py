@@ -302,9 +302,14 @@ def markdown(found: Summary) -> str:
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    low, high = row["interval"]
     kept = f", keeps {row['tokens_kept']:.0f}" if row["own"] else ""
-    return f"{row['cost']:.3f} ({low:.3f} to {high:.3f}), {row['exact']:.0%}{kept}"
+    return f"{with_interval(row['cost'], row)}, {row['exact']:.0%}{kept}"
+
+
+def with_interval(value: float, found: Mapping[str, Any], sign: str = "") -> str:
+    """'0.123 (0.100 to 0.150)', a value with its interval; `sign` "+" shows the sign of each."""
+    low, high = found["interval"]
+    return f"{value:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 
 COLOURS = {"": "#2f7fc1", "ada_kv": "#e0662b", "pyramid_kv": "#4f9d4f"}

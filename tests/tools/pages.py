@@ -1,5 +1,6 @@
-"""What a page tells a reader to type, for the tests that do it."""
+"""What a page tells a reader to type, and what it loads."""
 
+import html.parser
 import re
 from pathlib import Path
 
@@ -22,3 +23,13 @@ def commands(page: Path) -> list[str]:
 
 def _joined(block: str) -> list[str]:
     return re.sub(r"\\\n\s*", "", block).splitlines()
+
+
+def pictures_of(path: Path) -> int:
+    """The number of pictures of an HTML page. Fail if the page loads anything: each picture has to be inside."""
+    page = path.read_text(encoding="utf-8")
+    html.parser.HTMLParser().feed(page)
+    assert not re.findall(r"https?://", page)
+    sources = re.findall(r'(?:src|href)="([^"]{0,30})', page)
+    assert all(source.startswith("data:") for source in sources)
+    return len(sources)
