@@ -1,6 +1,6 @@
 """Expected Attention (arXiv 2510.00636): reconstruction error, normality, correlation of expected and observed attention."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,27 +52,28 @@ def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Gene
     """The kept mask [1, H_kv, split] of every compared method, with about `amount` tokens in each head."""
     split = recording.split
     queries, keys, values = layer.queries[:, :, :split], layer.keys[:, :, :split], layer.values[:, :, :split]
-    scores: dict[str, Callable[[], torch.Tensor]] = {
-        OURS: lambda: fast.score(keys, values, *statistics(layer, split, recording, recording.later)),
-        "snapkv": lambda: snapkv.score(queries, keys),
-        "tova": lambda: tova.score(queries, keys),
-        "keydiff": lambda: keydiff.score(keys),
-        "knorm": lambda: knorm.score(keys),
-        "streaming_llm": lambda: streaming_llm.score(keys),
-        "random": lambda: torch.rand(keys.shape[:3], generator=generator).to(keys.device),
+    averaged = statistics(layer, split, recording, recording.later)
+    ours = fast.score(keys, values, *averaged)
+    scores = {
+        OURS: ours,
+        "snapkv": snapkv.score(queries, keys),
+        "tova": tova.score(queries, keys),
+        "keydiff": keydiff.score(keys),
+        "knorm": knorm.score(keys),
+        "streaming_llm": streaming_llm.score(keys),
+        "random": torch.rand(keys.shape[:3], generator=generator).to(keys.device),
+        VARIANTS["epsilon"]: fast.score(keys, values, *averaged, epsilon=0),
+        VARIANTS["output"]: by_output(layer, keys, values, averaged),
     }
-    kept = {name: top_k(score(), amount) for name, score in scores.items()}
-    theirs = fast.score(keys, values, *statistics(layer, split, recording, recording.later), epsilon=0)
-    kept[VARIANTS["epsilon"]] = top_k(theirs, amount)
-    kept[VARIANTS["adaptive"]] = ada_kv.select(scores[OURS](), amount)
-    kept[VARIANTS["output"]] = top_k(by_output(layer, keys, values, statistics(layer, split, recording, recording.later)), amount)
     sinks = torch.arange(split, device=keys.device).expand(keys.shape[:3]) < SINKS
-    kept[VARIANTS["sinks"]] = top_k(scores[OURS](), amount, sinks)
-    kept["h2o"] = h2o.select(queries, keys, budget=amount)
     lag = max(1, split // 6)  # with the paper's 1024 nothing of this prompt would be removed
     ratio: Any = lagkv.keep_ratio_for(split, amount, lag_size=lag)
-    kept["lagkv"] = lagkv.select(keys, values, keep_ratio=ratio, lag_size=lag)
-    return kept
+    return {name: top_k(score, amount) for name, score in scores.items()} | {
+        VARIANTS["adaptive"]: ada_kv.select(ours, amount),
+        VARIANTS["sinks"]: top_k(ours, amount, sinks),
+        "h2o": h2o.select(queries, keys, budget=amount),
+        "lagkv": lagkv.select(keys, values, keep_ratio=ratio, lag_size=lag),
+    }
 
 
 def by_output(

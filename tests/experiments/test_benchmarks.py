@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from tools.reading import refused
 
 from benchmarks import cpu, gpu, report, rows, timing
 from benchmarks.row import NoKernel, Place, Row, Work, rows_apart
@@ -249,8 +250,7 @@ def test_the_laws_are_put_to_the_implementation() -> None:
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(message: str, **named: Any) -> None:
-        with pytest.raises(typer.BadParameter, match=message):
-            gpu.main(**named)
+        refused(lambda: gpu.main(**named), message, typer.BadParameter)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused("no GPU", out=Path("nowhere"))
@@ -301,8 +301,7 @@ def test_quantiles_ratios_and_exponents(got: Any, wanted: Any) -> None:
     ],
 )
 def test_what_has_no_statistics_is_refused(call: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        call()
+    refused(lambda: call(), told, ValueError)
 
 
 def test_arms_take_turns_there_and_back() -> None:

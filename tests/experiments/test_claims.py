@@ -12,13 +12,13 @@ import pytest
 import torch
 from conftest import tiny_llama
 from tools.commands import as_json, printed
+from tools.reading import refused
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
 from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim, Condition, Number, Numbers
 from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_kept, read_on, record
-from evictionary.errors import UsageError
 from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
 from evictionary.optimized import tova
@@ -163,8 +163,7 @@ def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
 def test_numbers_refuse_what_is_not_finite() -> None:
     numbers = Numbers({"it": ""}, ["a", "a"])
     for bad in ([], [1.0, float("nan")], [float("inf"), 0.0]):
-        with pytest.raises(ValueError, match=r"values of it: .* wanted finite ones"):
-            numbers.medians(it=bad)
+        refused(lambda bad=bad: numbers.medians(it=bad), r"values of it: .* wanted finite ones", ValueError)
 
 
 @pytest.mark.parametrize("name", run.PAPERS)
@@ -228,8 +227,7 @@ def test_a_removed_token_is_no_longer_read(lab: Lab, recording: Recording) -> No
 
 def test_the_rope_base_has_to_be_plain(lab: Lab) -> None:
     scaled = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
-    with pytest.raises(UsageError, match="linear"):
-        record(Lab(scaled, lab.tokenizer, SCALE), "varied")
+    refused(lambda: record(Lab(scaled, lab.tokenizer, SCALE), "varied"), "linear")
 
 
 def test_expected_attention_compares_methods_of_one_size(lab: Lab, recording: Recording) -> None:
@@ -485,11 +483,15 @@ def test_measurements_of_two_kinds_are_not_mixed(
     finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
-    with pytest.raises(UsageError, match="measurements with prompt_tokens 96, wanted a folder of its own for prompt_tokens 128"):
-        store.run(plan_for(model_folder, scale=replace(SCALE, prompt_tokens=128)), tmp_path)
+    refused(
+        lambda: store.run(plan_for(model_folder, scale=replace(SCALE, prompt_tokens=128)), tmp_path),
+        "measurements with prompt_tokens 96, wanted a folder of its own for prompt_tokens 128",
+    )
     monkeypatch.setattr(run, "versions", lambda: evaluation.versions() | {"numpy": "9"})
-    with pytest.raises(UsageError, match=r"output: .* measurements with numpy .*, wanted a folder of its own for numpy 9"):
-        store.run(plan_for(model_folder), tmp_path)
+    refused(
+        lambda: store.run(plan_for(model_folder), tmp_path),
+        r"output: .* measurements with numpy .*, wanted a folder of its own for numpy 9",
+    )
 
 
 def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from conftest import tiny_llama
 from tools.pages import pictures_of
+from tools.reading import refused
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.errors import MethodError, UsageError
+from evictionary.errors import MethodError
 from evictionary.evaluation import demo, passkey
 from evictionary.evaluation.questions import ask, likelihood, prefill, tokenize
 
@@ -47,10 +48,8 @@ def test_an_answer_is_right_iff_the_digits_appear(tokenizer: PreTrainedTokenizer
     assert prompt.is_right(f"It is {answer}.")
     assert prompt.is_right(f"{int(answer):,}")
     assert not prompt.is_right(answer[:6])
-    with pytest.raises(UsageError, match="depth"):
-        passkey.make(tokenizer, depth=1.5)
-    with pytest.raises(UsageError, match="tokens"):
-        passkey.make(tokenizer, depth=0.5, tokens=5)
+    refused(lambda: passkey.make(tokenizer, depth=1.5), "depth")
+    refused(lambda: passkey.make(tokenizer, depth=0.5, tokens=5), "tokens")
 
 
 def test_context_and_question_are_cut_inside_one_turn(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -59,8 +58,7 @@ def test_context_and_question_are_cut_inside_one_turn(tokenizer: PreTrainedToken
     assert whole == "<s>user\nA text.\n\nWho?</s><s>assistant\nIt is"
     assert tokenizer.decode(context[0]) == "<s>user\nA text.\n\n"
     for arguments in (("", "Who?"), ("A text.", " ")):
-        with pytest.raises(UsageError, match="got no text"):
-            tokenize(tokenizer, *arguments)
+        refused(lambda arguments=arguments: tokenize(tokenizer, *arguments), "got no text")
 
 
 def test_a_model_without_a_chat_format(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -81,8 +79,7 @@ def test_asking_is_greedy_and_leaves_the_cache_as_it_was(tokenizer: PreTrainedTo
     wanted = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
     assert first.token_ids == wanted[: len(first.token_ids)]
     assert tuple(first.hidden_states.shape) == (question.shape[1], 32)
-    with pytest.raises(UsageError, match="context of 256"):
-        ask(model, tokenizer, cache, question, max_new_tokens=400)
+    refused(lambda: ask(model, tokenizer, cache, question, max_new_tokens=400), "context of 256")
 
 
 def test_the_likelihood_of_an_answer_is_that_of_the_whole_text(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -102,8 +99,7 @@ def test_the_likelihood_of_an_answer_is_that_of_the_whole_text(tokenizer: PreTra
             assert found.log_probabilities == pytest.approx(wanted, abs=1e-4)
             assert all(found.is_likeliest) == (given is answer)
             assert cache.get_seq_length() == context.shape[1]
-    with pytest.raises(UsageError, match="context"):
-        likelihood(model, cache, question, answer.repeat(1, 60))
+    refused(lambda: likelihood(model, cache, question, answer.repeat(1, 60)), "context")
 
 
 def test_every_method_has_a_row_and_a_picture(result: demo.Result) -> None:
@@ -146,5 +142,8 @@ def test_the_report_asks_the_network_for_nothing(result: demo.Result, tmp_path: 
 def test_a_method_that_fails_ends_the_demo(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("def score(keys):\n    raise RuntimeError('not yet')\n")
-    with pytest.raises(MethodError, match=r"score in mine\.py raised RuntimeError at mine\.py, line 2: not yet"):
-        demo.run(tiny_llama(max_position_embeddings=2048), tokenizer, method_names=[str(mine)], depths=(0.5,), tokens=200)
+    refused(
+        lambda: demo.run(tiny_llama(max_position_embeddings=2048), tokenizer, method_names=[str(mine)], depths=(0.5,), tokens=200),
+        r"score in mine\.py raised RuntimeError at mine\.py, line 2: not yet",
+        MethodError,
+    )

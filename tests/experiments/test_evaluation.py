@@ -11,6 +11,7 @@ import pytest
 import torch
 from tools.commands import as_json, invoke, printed
 from tools.pages import pictures_of
+from tools.reading import refused
 
 from evictionary import store
 from evictionary.cli import evaluate as cli_eval
@@ -197,8 +198,7 @@ def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[Lin
     for name in evaluation.SCORED:
         with pytest.raises(KeyError):
             Plan.identify({key: value for key, value in line.items() if key != name})
-        with pytest.raises(ValueError, match="a score is missing"):
-            Plan.identify(line | {name: None})
+        refused(lambda name=name: Plan.identify(line | {name: None}), "a score is missing", ValueError)
 
 
 def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:

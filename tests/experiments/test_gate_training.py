@@ -10,12 +10,11 @@ import torch
 from conftest import tiny_llama, tiny_tokenizer
 from test_families import FAMILIES, build
 from tools.commands import as_json
-from tools.reading import IDS, cached, masked_logits, positions_of
+from tools.reading import IDS, cached, masked_logits, positions_of, refused
 from transformers import LlamaForCausalLM
 
 from evictionary.cache import calibration
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.errors import UsageError
 from evictionary.evaluation import gate_training
 from evictionary.evaluation.gate_training import GatedModel, Recipe, distance, prompt, recipe_of, train
 from evictionary.reference import duo_attention
@@ -149,30 +148,29 @@ def test_without_a_penalty_all_heads_stay_and_with_a_huge_one_all_stream(
     ],
 )
 def test_a_recipe_that_trains_nothing_is_refused(settings: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        recipe_of(3, settings)
-    with pytest.raises(UsageError, match="steps: got 0, wanted at least 1"):
-        recipe_of(0, {})
+    refused(lambda: recipe_of(3, settings), message)
+    refused(lambda: recipe_of(0, {}), "steps: got 0, wanted at least 1")
 
 
 def test_prompts_that_do_not_fit_and_the_state_of_another_training_are_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with pytest.raises(UsageError, match="tokens: got 256, wanted at least"):
-        train(model, TOKENIZER, Recipe(1), state)
-    with pytest.raises(UsageError, match="got 1065 tokens, wanted at most the model's context of 1024"):
-        train(model, TOKENIZER, Recipe(1, shortest=500, longest=1000), state)
+    refused(lambda: train(model, TOKENIZER, Recipe(1), state), "tokens: got 256, wanted at least")
+    refused(
+        lambda: train(model, TOKENIZER, Recipe(1, shortest=500, longest=1000), state),
+        "got 1065 tokens, wanted at most the model's context of 1024",
+    )
     one = Recipe(1, shortest=500, longest=500)
     train(model, TOKENIZER, one, state)
-    with pytest.raises(UsageError, match=r"another recipe.*delete the file to start again"):
-        train(model, TOKENIZER, Recipe(2, shortest=500, longest=500), state)
+    refused(
+        lambda: train(model, TOKENIZER, Recipe(2, shortest=500, longest=500), state),
+        r"another recipe.*delete the file to start again",
+    )
     other = tiny_llama(max_position_embeddings=1024)
     with torch.no_grad():
         next(other.parameters()).mul_(2)
-    with pytest.raises(UsageError, match="another model"):
-        train(other, TOKENIZER, one, state)
+    refused(lambda: train(other, TOKENIZER, one, state), "another model")
     state.write_bytes(b"no tensors")
-    with pytest.raises(UsageError, match="wanted a file of a training of gates, or none"):
-        train(model, TOKENIZER, one, state)
+    refused(lambda: train(model, TOKENIZER, one, state), "wanted a file of a training of gates, or none")
 
 
 def test_the_command_trains_and_streaming_heads_free_their_memory(model_folder: Path, tmp_path: Path) -> None:
@@ -198,5 +196,4 @@ def test_the_command_trains_and_streaming_heads_free_their_memory(model_folder: 
     assert state[0].keys() == {"gates", "q_filters", "query_mean", "query_slack"}
     with torch.no_grad():
         next(model.parameters()).mul_(2)
-    with pytest.raises(UsageError, match="of another model, wanted that of LlamaForCausalLM"):
-        EvictingCache(model, "duo_attention", options=options)
+    refused(lambda: EvictingCache(model, "duo_attention", options=options), "of another model, wanted that of LlamaForCausalLM")

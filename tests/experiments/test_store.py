@@ -14,6 +14,7 @@ from typing import Any
 
 import filelock
 import pytest
+from tools.reading import refused
 
 from evictionary import store
 from evictionary.errors import UsageError
@@ -69,7 +70,7 @@ def test_a_run_measures_what_is_missing_and_the_file_is_sorted(tmp_path: Path) -
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-sys.path[:0] = ["tests/experiments"]
+sys.path[:0] = ["tests", "tests/experiments"]
 from evictionary import store
 from test_store import Powers
 
@@ -137,17 +138,14 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with filelock.FileLock(tmp_path / store.LOCK), pytest.raises(UsageError, match="written by another run"):
         store.run(Powers(), tmp_path)
     store.run(Powers(), tmp_path)
-    with pytest.raises(UsageError, match=r"holds the results of numbers, wanted a folder for others"):
-        store.run(Powers("others"), tmp_path)
+    refused(lambda: store.run(Powers("others"), tmp_path), r"holds the results of numbers, wanted a folder for others")
     path = tmp_path / store.RESULTS
     lines = path.read_text().splitlines(keepends=True)
     for text in ('{"model": 1}\n', "[]\n", "no JSON\n"):
         path.write_text(lines[0] + text)
-        with pytest.raises(UsageError, match=r"line 2 of .* is no measurement.* delete that line"):
-            store.run(Powers(), tmp_path)
+        refused(lambda: store.run(Powers(), tmp_path), r"line 2 of .* is no measurement.* delete that line")
     for arguments in ({"jobs": 0}, {"dask": "no address"}):
-        with pytest.raises(UsageError, match=next(iter(arguments))):
-            store.run(Powers(), tmp_path / "other", **arguments)  # type: ignore[arg-type]
+        refused(lambda arguments=arguments: store.run(Powers(), tmp_path / "other", **arguments), next(iter(arguments)))
 
 
 def test_the_last_of_two_lines_counts_and_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
@@ -168,8 +166,7 @@ def test_a_run_goes_on_from_a_packed_file(tmp_path: Path) -> None:
     path.write_text(json.dumps(lines[0] | {"power": 0}) + "\n")
     assert powers(list(store.read(path, Powers.identify).values())) == [0, 4, 8, 3, 9, 27]
     packed.write_bytes(lzma.compress(b"{}\n"))
-    with pytest.raises(UsageError, match=r"line 1 of .*\.xz is no measurement"):
-        store.run(Powers(), tmp_path)
+    refused(lambda: store.run(Powers(), tmp_path), r"line 1 of .*\.xz is no measurement")
 
 
 def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +175,7 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Pat
 
     store.put(tmp_path / "page.html", "before")
     monkeypatch.setattr(store.os, "replace", full)
-    with pytest.raises(OSError, match=r"page\.html cannot be written: No space left"):
-        store.put(tmp_path / "page.html", "text")
+    refused(lambda: store.put(tmp_path / "page.html", "text"), r"page\.html cannot be written: No space left", OSError)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 

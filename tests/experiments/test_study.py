@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from tools.commands import as_json, printed
+from tools.reading import refused
 
 import docs_build.study
 from evictionary import store
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cli import study as cli_study
-from evictionary.errors import UsageError
 from evictionary.evaluation import study, tasks
 from evictionary.evaluation.questions import prefill
 from evictionary.models.load import load
@@ -109,8 +109,7 @@ def test_too_few_prompts_are_refused() -> None:
     lines = [line_of("copy", seed, {"knorm": [1, 1, 45]}) for seed in range(12)]
     study.summarise(lines)
     lines += [line_of("copy", seed, {"tova": [1, 1, 45]}) for seed in range(11)]
-    with pytest.raises(UsageError, match="got fewer than 12 prompts of a task with every method"):
-        study.summarise(lines)
+    refused(lambda: study.summarise(lines), "got fewer than 12 prompts of a task with every method")
 
 
 def test_the_command_writes_a_table_and_a_picture_and_recommends(

@@ -5,7 +5,6 @@ folder, where a formula is not typeset, where Markdown is shown as it was writte
 each of these faults comes first, and has to be complained of. At the end the search is asked for a word.
 """
 
-import argparse
 import itertools
 import shutil
 import sys
@@ -13,9 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, TimeoutError, sync_playwright
+from typer import Argument, Option
 
 WIDTHS = (1280, 390)
 HEIGHT = 900
@@ -143,18 +144,18 @@ def search(browser: Browser, site: Path, word: str) -> list[str]:
     return found.evaluate_all(SEARCH)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Look at every page of the built site in a real browser.")
-    parser.add_argument("site", type=Path, help="the folder of the built site")
-    parser.add_argument("--chromium", help="the browser (default: chromium on the path)")
-    parser.add_argument("--only", default="", help="pages whose path contains this")
-    arguments = parser.parse_args()
-    site = arguments.site.resolve()
+def main(
+    site: Annotated[Path, Argument(help="The folder of the built site.")],
+    executable: Annotated[str | None, Option("--chromium", help="The browser; by default chromium on the path.")] = None,
+    only: Annotated[str, Option(help="Pages whose path contains this.")] = "",
+) -> None:
+    """Look at every page of the built site in a real browser."""
+    site = site.resolve()
     size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
-    pages = [path for path in sorted(site.rglob("*.html")) if arguments.only in str(path.relative_to(site))]
+    pages = [path for path in sorted(site.rglob("*.html")) if only in str(path.relative_to(site))]
     wrong = [] if size <= LIMIT else [f"the site has {size / 2**20:.1f} MiB, more than {LIMIT / 2**20:.0f}"]
     formulas = 0
-    with chromium(arguments.chromium) as browser:
+    with chromium(executable) as browser:
         if missed := overlooked(browser):
             sys.exit(f"the check overlooks: {missed}")
         for page, width in itertools.product(pages, WIDTHS):
@@ -162,14 +163,11 @@ def main() -> None:
             wrong += [f"{page.relative_to(site)} at {width}: {one}" for one in found]
             formulas += count if width == WIDTHS[0] else 0
         found = search(browser, site, "Jensen")
-        if not found:
-            wrong.append("the search does not find Jensen")
-    print("\n".join(wrong))
-    print(
-        f"{len(pages)} pages at {WIDTHS}, {formulas} formulas, {size / 2**20:.1f} MiB; Jensen: {found[:3]}; {len(wrong)} complaints"
-    )
+    wrong += [] if found else ["the search does not find Jensen"]
+    told = f"{len(pages)} pages at {WIDTHS}, {formulas} formulas, {size / 2**20:.1f} MiB; Jensen: {found[:3]}"
+    print("\n".join([*wrong, f"{told}; {len(wrong)} complaints"]))
     sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

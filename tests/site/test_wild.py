@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from tools.reading import refused
 
 from benchmarks.cpu import KVPRESS
 from conformance import wild
@@ -177,5 +178,4 @@ def test_a_judge_that_judges_nothing_says_so(made: dict[str, wild.Source], tmp_p
     ("option", "text"), [("only", "nothing"), ("from", "snapkv"), ("from", "nothing=/"), ("from", "snapkv=/no/folder")]
 )
 def test_bad_arguments_are_refused(option: str, text: str) -> None:
-    with pytest.raises(typer.BadParameter, match=f"--{option}: got '{text}'"):
-        wild.main(**{{"from": "folders"}.get(option, option): [text]})
+    refused(lambda: wild.main(**{{"from": "folders"}.get(option, option): [text]}), f"--{option}: got '{text}'", typer.BadParameter)
