@@ -45,7 +45,7 @@ def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
 
 
 def test_a_light_import_stays_light() -> None:
-    program = "import sys, evictionary.cli.app, evictionary.spec_tests.harness.law\nassert 'torch' not in sys.modules"
+    program = "import sys, evictionary.cli.app, evictionary.spec_tests.judge.law\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
     assert evictionary.__version__
 

@@ -12,12 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.classroom.child import StudentError
-from evictionary.spec_tests.harness.by_hand import for_each_reader, require_equal
-from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
-from evictionary.spec_tests.harness.implementation import Implementation, oracle
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
-from evictionary.spec_tests.harness.tolerance import Allowance, Violation
+from evictionary.spec_tests.judge.by_hand import for_each_reader, require_equal
+from evictionary.spec_tests.judge.cases import Case, seeded_cases, seeds
+from evictionary.spec_tests.judge.implementation import Implementation, oracle
+from evictionary.spec_tests.judge.law import REQUIREMENTS, Law
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation
+from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Step
@@ -96,7 +96,7 @@ def _overflow(impl: Implementation, length: int, seed: int) -> None:
 
 def _votes(impl: Implementation, case: Any, seed: int) -> None:
     """One sample in a head of its own: the top B_0 on drawn inputs. The union is not needed for it."""
-    from evictionary.spec_tests import test_gvote
+    from evictionary.spec_tests.gvote import test_gvote
 
     query, sampled = test_gvote.drawn_queries(case, seed, 1)
     kept = impl.gvote.select(query, case.keys, sampled)
