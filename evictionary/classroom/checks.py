@@ -96,12 +96,12 @@ def _overflow(impl: Implementation, length: int, seed: int) -> None:
 
 def _votes(impl: Implementation, case: Any, seed: int) -> None:
     """One sample in a head of its own: the top B_0 on drawn inputs. The union is not needed for it."""
-    from evictionary.spec_tests.gvote import test_gvote
+    from evictionary.spec_tests.gvote.helpers import check_votes, drawn_queries, oracle_votes
 
-    query, sampled = test_gvote.drawn_queries(case, seed, 1)
+    query, sampled = drawn_queries(case, seed, 1)
     kept = impl.gvote.select(query, case.keys, sampled)
-    weights, logits = test_gvote.oracle_votes(impl, query, case.keys, sampled)
-    test_gvote.check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
+    weights, logits = oracle_votes(impl, query, case.keys, sampled)
+    check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
 
 
 # What passes small inputs and is wrong on larger ones is wrong at one of these: batch items and heads, tokens, channels.

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable
-from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from evictionary.spec_tests.ada_kv.helpers import shared_by_hand, without
 from evictionary.spec_tests.judge.by_hand import require_equal, width
 from evictionary.spec_tests.judge.cases import KINDS, Case, long_rows, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.sizes import narrow
 from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
-from evictionary.spec_tests.shared.test_selection import sorted_choice
+from evictionary.spec_tests.shared.helpers import sorted_choice
 
 SELECT = "ada_kv.select"
 LAYERS = st.builds(
@@ -29,32 +26,6 @@ LAYERS = st.builds(
     head_dim=st.just(1),
 )
 hundredths = st.integers(0, 100)
-
-
-def without(path: str, argument: str) -> Callable[[Any], str]:
-    """A `not_for`: the law asks for an argument with a default that older implementations of the function do not take."""
-
-    def reason(impl: Any) -> str:
-        stem, name = path.split(".")
-        parameters = inspect.signature(getattr(impl.modules[stem], name)).parameters.values()
-        takes = any(each.name == argument or each.kind is each.VAR_KEYWORD for each in parameters)
-        return "" if takes else f"its {path} takes no {argument}"
-
-    return reason
-
-
-def shared_by_hand(scores, budget, ratio, protected):
-    """AdaKV token by token, for one layer [H, T]: what is protected, each head's own best, then the layer's best one at a time."""
-    heads, length = scores.shape
-    order = sorted(np.ndindex(heads, length), key=lambda place: (-scores[place], place))
-    kept = protected.copy()
-    for head in range(heads):
-        own = int(Fraction(str(ratio)) * (min(budget, length) - int(protected[head].sum())))
-        for place in [place for place in order if place[0] == head and not protected[place]][:own]:
-            kept[place] = True
-    for place in [place for place in order if not kept[place]][: heads * min(budget, length) - int(kept.sum())]:
-        kept[place] = True
-    return kept
 
 
 @law("AD-1", of=SELECT, case=LAYERS, budget=st.integers(0, 40), percent=hundredths)

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.expected_attention_theory import removal_error
-from evictionary.spec_tests.h2o.test_h2o import prompt_queries
 from evictionary.spec_tests.judge.by_hand import (
     causal_weights,
     for_each_reader,
@@ -17,7 +16,7 @@ from evictionary.spec_tests.judge.by_hand import (
     width,
     window_above_all,
 )
-from evictionary.spec_tests.judge.cases import cases, long_cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.judge.cases import cases, long_cases, prompt_queries, seeded_cases, seeds, shares
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.sizes import narrow
 from evictionary.spec_tests.judge.tolerance import Violation, check_selection

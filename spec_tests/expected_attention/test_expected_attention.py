@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from evictionary.spec_tests.expected_attention.helpers import SCORE, STATISTICS, WEIGHTS, grouped, statistics
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.by_hand import (
     causal_weights,
@@ -26,19 +27,8 @@ from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.sizes import narrow
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, check_selection, require_numbers
 
-SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
-STATISTICS = "expected_attention.query_statistics"
-
-grouped = st.one_of(tiny_cases(), tiny_cases(group=2), seeded_cases())
 ungrouped = st.one_of(tiny_cases(), seeded_cases(groups=(1,)))
 epsilons = st.sampled_from([0.02, 0.0, 0.5])
-
-
-def statistics(impl, case):
-    """A mean [B, H_q, D] and a full-rank covariance [B, H_q, D, D] of the case's queries, as the dtype represents them."""
-    queries = case.queries
-    covariance = np.swapaxes(queries, -1, -2) @ queries / 4 + np.eye(queries.shape[-1]) / 4
-    return impl.round(queries.mean(axis=2)), impl.round(covariance)
 
 
 def arguments(impl, case):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.expected_attention.test_expected_attention import SCORE, STATISTICS
-from evictionary.spec_tests.expected_attention.test_expected_attention_statistics import (
+from evictionary.spec_tests.expected_attention.helpers import (
     ROPE,
+    SCORE,
+    STATISTICS,
     before_rope,
     grouped,
     in_closed_form,

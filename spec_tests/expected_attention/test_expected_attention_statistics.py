@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.expected_attention import average_rotation
 from evictionary.reference.rope import rotate
-from evictionary.spec_tests.expected_attention.test_expected_attention import STATISTICS, grouped, statistics
+from evictionary.spec_tests.expected_attention.helpers import (
+    ROPE,
+    STATISTICS,
+    before_rope,
+    grouped,
+    in_closed_form,
+    rope_allowance,
+)
 from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
 from evictionary.spec_tests.judge.by_hand import causal_weights, lengths, linear, require_loops, require_totals
 from evictionary.spec_tests.judge.cases import cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation
 
-ROPE = "expected_attention.average_rope"
-
 positions = st.sampled_from([0, 1, 2, 7, 100, 1000, 4095])
 horizons = st.sampled_from([1, 2, 3, 16, 512])
-
-
-def before_rope(impl, case):
-    """The statistics of `case`, with a channel of zeros where their number is odd."""
-    mean, covariance = statistics(impl, case)
-    more = mean.shape[-1] % 2
-    return np.pad(mean, [(0, 0), (0, 0), (0, more)]), np.pad(covariance, [(0, 0), (0, 0), (0, more), (0, more)])
-
-
-def rope_allowance(impl, pick, mean, covariance, *, position, horizon=512, **settings):
-    """The error allowed on one result of average_rope: angles in the accumulator's precision, tables in that of the dtype."""
-    allowed = impl.allowance(ROPE, mean, covariance, pick=pick, position=position, horizon=horizon, **settings)
-    size = 2 * np.abs(mean).max() if pick == 0 else 8 * np.abs(covariance).max()
-    angle = EPSILON[ACCUMULATOR[impl.dtype]] * (position + horizon)
-    return allowed.wider(float(size) * (EPSILON[impl.dtype] + angle))
 
 
 @law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons, theta=st.sampled_from([10000.0, 500000.0, 100.0]))
@@ -78,18 +66,6 @@ def test_the_average_is_over_the_positions_one_by_one(impl, case, position, hori
     got, _ = impl.expected_attention.average_rope(mean, covariance, **settings)
     allowed = rope_allowance(impl, 0, mean, covariance, **settings)
     allowed.check(got, "the mean over the window", np.asarray(total / horizon))
-
-
-def in_closed_form(mean, position, horizon):
-    """Means averaged over a window of positions by the sum of a geometric series, pair by pair."""
-    half = mean.shape[-1] // 2
-    averaged = np.empty_like(mean)
-    for pair in range(half):
-        w = 10000.0 ** (-pair / half)
-        shrunk = math.sin(horizon * w / 2) / (horizon * math.sin(w / 2))
-        turn = shrunk * np.exp(1j * w * (position + (horizon - 1) / 2)) * (mean[..., pair] + 1j * mean[..., pair + half])
-        averaged[..., pair], averaged[..., pair + half] = turn.real, turn.imag
-    return averaged
 
 
 @law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference import rope
-from evictionary.spec_tests.gvote.test_gvote import SELECT, WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack
+from evictionary.spec_tests.gvote.helpers import SELECT, WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack
 from evictionary.spec_tests.judge.by_hand import (
     angle_error,
     logit_error,

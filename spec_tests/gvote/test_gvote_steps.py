@@ -9,7 +9,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from evictionary.reference import gvote, rope
-from evictionary.spec_tests.gvote.test_gvote import WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack, whole
+from evictionary.spec_tests.gvote.helpers import WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack, whole
 from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
 from evictionary.spec_tests.judge.by_hand import (
     angle_error,

@@ -20,18 +20,11 @@ from evictionary.spec_tests.judge.by_hand import (
     rounding,
     softmax_slack,
 )
-from evictionary.spec_tests.judge.cases import cases, long_cases, paper_cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.judge.cases import cases, long_cases, paper_cases, prompt_queries, seeded_cases, seeds, shares
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
 
 SCORE, SELECT = "h2o.score", "h2o.select"
-
-
-def prompt_queries(case, seed):
-    """Queries of every token, [B, H_q, T, D], in quarters: the same in every dtype."""
-    batch, num_query_heads, _, head_dim = case.queries.shape
-    shape = (batch, num_query_heads, case.keys.shape[2], head_dim)
-    return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4
 
 
 @law("H2-1", of=SCORE, case=cases(max_length=33), seed=seeds())

@@ -301,3 +301,10 @@ def cases(
 def shares() -> st.SearchStrategy[float]:
     """A share of the tokens, 0 to 1 in sixteenths, evenly drawn: of `st.fractions(0, 1)` four in five lie at an end."""
     return st.integers(0, 16).map(lambda count: count / 16)
+
+
+def prompt_queries(case, seed):
+    """Queries of every token, [B, H_q, T, D], in quarters: the same in every dtype."""
+    batch, num_query_heads, _, head_dim = case.queries.shape
+    shape = (batch, num_query_heads, case.keys.shape[2], head_dim)
+    return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4

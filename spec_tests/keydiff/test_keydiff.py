@@ -15,7 +15,6 @@ from evictionary.spec_tests.judge.by_hand import (
     check_heads_alone,
     check_permuted,
     directions,
-    in_parts,
     mean_cosines,
     of_dtype,
     require_equal,
@@ -26,9 +25,9 @@ from evictionary.spec_tests.judge.by_hand import (
 from evictionary.spec_tests.judge.cases import cases, long_cases, paper_cases, seeded_cases, seeds, shares, tiny_cases
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.keydiff.helpers import mean_direction, one_over_norm, paper_budgets, scores_in_parts
 
 SCORE = "keydiff.score"
-paper_budgets = st.sampled_from([2048, 8192, 4096, 6144])
 
 
 @law("KD-8", of=SCORE, case=cases())
@@ -315,26 +314,6 @@ def test_evicting_one_token_is_exactly_optimal(impl, case):
 
 
 ANY_SCALE = ("small", "moving_mean", "sinks", "vast", "mixed_norms", "normal")
-
-
-def one_over_norm(keys):
-    return 1 / np.sqrt(np.einsum("...d,...d->...", keys, keys))
-
-
-def mean_direction(keys, weights):
-    """The sum of `k / |k|`, part by part, divided by the number of keys."""
-    parts = in_parts(lambda part, weight: (part * weight).sum(axis=-2), keys, weights[..., None])
-    return sum(parts) / keys.shape[-2]
-
-
-def scores_in_parts(impl, keys):
-    """The score of many keys, the anchor added part by part, and what it may be wrong by."""
-    weights = one_over_norm(keys)
-    mu = mean_direction(keys, weights)
-    length = np.linalg.norm(mu, axis=-1)[..., None]
-    # The magnitudes whose sum is mu have a mean of at most 1; those of a cosine a sum of at most 1.
-    slack = rounding(impl, keys.shape[-1]) + 2 * rounding(impl, keys.shape[-2]) / length
-    return -(keys @ mu[..., None])[..., 0] * weights / length, slack
 
 
 def check_long_prompt(impl, case):

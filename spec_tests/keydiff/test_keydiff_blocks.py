@@ -11,7 +11,7 @@ from evictionary.spec_tests.judge.by_hand import causal_weights, require_equal, 
 from evictionary.spec_tests.judge.cases import cases, long_cases, paper_cases, seeds, tiny_cases
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_numbers
-from evictionary.spec_tests.keydiff.test_keydiff import paper_budgets, scores_in_parts
+from evictionary.spec_tests.keydiff.helpers import paper_budgets, scores_in_parts
 
 ATTENTION, CACHED, EVICT = "keydiff_theory.causal_attention", "keydiff_theory.cached_attention", "keydiff.evict"
 BLOCK, PROMPT, DECODE = "keydiff.process_block", "keydiff.process_prompt", "keydiff.decode"

@@ -10,51 +10,15 @@ from hypothesis import strategies as st
 
 from evictionary.reference.lagkv import tokens_per_partition
 from evictionary.spec_tests.judge.by_hand import check_heads_alone, check_permuted, require_equal, require_loops, require_totals
-from evictionary.spec_tests.judge.cases import KINDS, Case, cases, seeds, tiny_cases
+from evictionary.spec_tests.judge.cases import Case, cases, seeds, tiny_cases
 from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.judge.tolerance import Violation, require_mask
+from evictionary.spec_tests.lagkv.helpers import RETAINED, SCORE, SELECT, caches, check_partitions, hundredths, lags, sinks
 
-SCORE, SELECT, RETAINED = "lagkv.score", "lagkv.select", "lagkv.retained_length"
-
-sinks = st.integers(0, 5)
-lags = st.sampled_from([1, 2, 3, 4, 7, 8, 16])
-hundredths = st.integers(0, 100)
 # What the formula is asked for goes beyond the papers' own settings: 1,024 tokens a partition, 16 sinks, prompts of 128K.
 any_length = st.one_of(st.integers(1, 5000), st.integers(5001, 200_000))
 any_lag = st.one_of(st.integers(1, 99), st.sampled_from([1024, 128, 512, 2048]), st.integers(100, 1500))
 any_sink = st.one_of(sinks, st.integers(6, 300))
-caches = st.builds(
-    Case,
-    kind=st.sampled_from(KINDS),
-    seed=seeds(),
-    batch=st.integers(1, 2),
-    num_kv_heads=st.integers(1, 2),
-    length=st.integers(1, 64),
-    head_dim=st.sampled_from([2, 4, 8]),
-    value_dim=st.sampled_from([2, 6]),
-)
-
-
-def check_partitions(impl, kept, case, percent, sink, lag, path=SCORE, takes=4):
-    """Raise Violation unless sinks and window are kept and each partition before the last keeps its best floor(rL) tokens.
-
-    path names the function whose scores count. It takes 1 to 4 of these: the keys and the values of the partitions but the last,
-    and the keys and the values of their successors.
-    """
-    require_mask(kept, case.keys.shape[:3], "the selection")
-    compressed = max(0, (case.length - sink) // lag - 1)
-    last = sink + compressed * lag
-    if not kept[..., :sink].all() or not kept[..., last:].all():
-        raise Violation("a sink token, or a token of the sliding window, was evicted", True, kept)
-    if not compressed:
-        return
-    keys, values = (
-        states[:, :, sink : last + lag].reshape(*states.shape[:2], compressed + 1, lag, -1) for states in (case.keys, case.values)
-    )
-    states = (keys[:, :, :-1], values[:, :, :-1], keys[:, :, 1:], values[:, :, 1:])
-    allowed = impl.allowance(path, *states[:takes])
-    parts = kept[..., sink:last].reshape(allowed.expected.shape)
-    check_selection(parts, allowed.expected, percent * lag // 100, slack=lambda: allowed.largest, what="a partition")
 
 
 def partitions(case):

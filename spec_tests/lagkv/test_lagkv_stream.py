@@ -12,7 +12,7 @@ from evictionary.spec_tests.judge.by_hand import causal_weights, require_equal, 
 from evictionary.spec_tests.judge.cases import cases, seeded_cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
-from evictionary.spec_tests.lagkv.test_lagkv import RETAINED, SCORE, caches, check_partitions, hundredths, lags, sinks
+from evictionary.spec_tests.lagkv.helpers import RETAINED, SCORE, caches, check_partitions, hundredths, lags, sinks
 
 PROJECT, WEIGHTS, OUTPUT, APPEND = (
     "lagkv_theory.project",

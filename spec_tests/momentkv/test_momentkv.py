@@ -9,65 +9,35 @@ from hypothesis import strategies as st
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.by_hand import (
-    causal_weights,
-    for_each_reader,
     largest_product,
-    over_group,
     require_equal,
     require_totals,
 )
 from evictionary.spec_tests.judge.cases import Case, cases, seeded_cases, seeds
 from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
-
-UPDATE, SCORE = "momentkv.update", "momentkv.score"
-# Whole numbers of few bits: their sums and products are exact in every dtype.
-short_cases = seeded_cases(max_length=17, kinds=("ties", "duplicate_keys"), head_dims=(2, 4), groups=(1, 2, 3))
-
-
-def some(case, seed, shape=None):
-    """A mask in which heads differ: one may hold everything, nothing, or some tokens."""
-    generator = np.random.default_rng(seed)
-    shape = shape or case.keys.shape[:3]
-    share = generator.choice([0.0, 0.4, 0.8, 1.0], size=(*shape[:-1], 1))
-    return generator.random(shape) < share
-
-
-def moments_of(keys, values, evicted):
-    return momentkv.update(momentkv.no_moments(keys, values), keys, values, evicted)
-
-
-def held(impl, moments):
-    """The moments, where the dtype under test can hold them; otherwise the case says nothing about the implementation."""
-    if not all(np.isfinite(impl.round(field)).all() for field in moments[1:]):
-        impl.unrepresentable()
-    return moments
-
-
-def situation(impl, case, seed):
-    """The arguments of score: the retained tokens are those of the case, the evicted ones some of its next partition."""
-    evicted = some(case, seed, case.next_keys.shape[:3])
-    moments = held(impl, moments_of(case.next_keys, case.next_values, evicted))
-    return case.queries[:, :, 0], case.keys, case.values, moments
-
-
-def whole(case):
-    """Keys, values and query as whole numbers from -2 to 2."""
-    return tuple(np.clip(np.round(array), -2, 2) for array in (case.keys, case.values, case.queries[:, :, 0]))
+from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.momentkv.helpers import (
+    SCORE,
+    UPDATE,
+    held,
+    misfit,
+    moments_of,
+    near,
+    recovering,
+    scale_values,
+    score_in_loops,
+    short_cases,
+    situation,
+    some,
+    turn,
+    whole,
+)
 
 
 def same_moments(impl, allowances, got, what):
     require_equal(got[0], allowances[0].expected, f"{what}: the count is wrong")
     for name, allowed, field in zip(Moments._fields[1:], allowances[1:], got[1:], strict=True):
         allowed.check(field, f"{what}: {name}")
-
-
-def near(got, expected, allowed, what):
-    """Compare with numbers computed a second way, in loops, which round differently."""
-    require_numbers(got, expected.shape, what)
-    error = float(np.abs(got - expected).max())
-    if not allowed.covers((error - 1e-12 * max(1.0, float(np.abs(expected).max()))) / 2, 0):
-        raise Violation(f"{what} differs from the loops by {error:.3g}", expected, got)
 
 
 # The moments
@@ -153,13 +123,6 @@ def test_sums_are_float32_or_wider(impl, large):
         require_equal(got, expected, f"{name} did not grow by one: it is kept in too few bits")
 
 
-def recovering(impl, moments, pick):
-    """The allowance of recover where no quotient is exact by luck: n (S / n - vbar kbar^T) rounds where S - s_v kbar does not."""
-    third = moments._replace(**{name: getattr(moments, name) * 4 / 3 for name in Moments._fields[1:]})
-    allowed, other = (impl.allowance("momentkv.recover", each, pick=pick) for each in (moments, third))
-    return allowed.wider(other.largest, other.mean)
-
-
 @law("MK-24", of="momentkv.recover", case=cases(), seed=seeds())
 def test_the_means_are_recovered_from_the_sums(impl, case, seed):
     """s_k / n, s_v / n and S - s_v s_k^T / n; zero where nothing was evicted."""
@@ -219,37 +182,6 @@ def test_bad_updates_are_refused(impl, bad):
 
 
 # The eviction score
-
-
-def score_in_loops(query, keys, values, moments):
-    alpha = over_group(causal_weights(query[:, :, None], for_each_reader(keys, query))[:, :, 0], keys.shape[1])
-    scores = np.zeros(keys.shape[:3])
-    for item, head, token in np.ndindex(scores.shape):
-        count = int(moments.count[item, head])
-        key_sum, value_sum = moments.key_sum[item, head], moments.value_sum[item, head]
-        residual = values[item, head, token].copy()
-        if count:
-            centred = moments.value_key_sum[item, head] - np.outer(value_sum, key_sum) / count
-            residual -= value_sum / count + centred @ keys[item, head, token] / (count * keys.shape[-1] ** 0.5)
-        scores[item, head, token] = alpha[item, head, token] * np.linalg.norm(residual)
-    return scores
-
-
-def misfit(bad):
-    """Arguments of score and attend of which one does not fit the others."""
-    query, keys, values = np.ones((1, 4, 2)), np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5))
-    kept, moments = np.ones((1, 2, 3), dtype=bool), momentkv.no_moments(keys, values)
-    if bad == "kept":
-        kept = kept[:, :1]
-    elif bad == "moments":
-        moments = moments._replace(value_key_sum=np.swapaxes(moments.value_key_sum, -1, -2))
-    elif bad == "query":
-        query = query[..., :1]
-    elif bad == "heads":
-        query = query[:, :3]
-    else:
-        values = values[:, :, :2]
-    return query, keys, values, kept, moments
 
 
 @law("MK-10", of=SCORE, kind="refusal", bad=st.sampled_from(["moments", "query", "heads", "values"]))
@@ -341,20 +273,6 @@ def test_scores_move_with_their_tokens(impl, case, seed):
     allowed.check(got, "the permuted score", allowed.expected[:, :, order])
 
 
-def turn(query, keys, values, moments, seed):
-    """Channels of keys (with query and moments) exchanged and mirrored, and those of the values in another way."""
-    generator = np.random.default_rng(seed)
-    k_order, v_order = generator.permutation(keys.shape[-1]), generator.permutation(values.shape[-1])
-    k_sign, v_sign = (generator.choice([-1.0, 1.0], size=array.shape[-1]) for array in (keys, values))
-    turned = Moments(
-        moments.count,
-        moments.key_sum[..., k_order] * k_sign,
-        moments.value_sum[..., v_order] * v_sign,
-        moments.value_key_sum[..., v_order, :][..., k_order] * v_sign[:, None] * k_sign,
-    )
-    return query[..., k_order] * k_sign, keys[..., k_order] * k_sign, values[..., v_order] * v_sign, turned, v_order, v_sign
-
-
 @law("MK-10", of=SCORE, case=cases(), seed=seeds())
 def test_turning_keys_or_values_changes_no_score(impl, case, seed):
     """One orthogonal map of keys, query and moments, and another of the values, leave the scores as they are."""
@@ -362,13 +280,6 @@ def test_turning_keys_or_values_changes_no_score(impl, case, seed):
     allowed = impl.allowance(SCORE, query, keys, values, moments)
     query, keys, values, moments, _, _ = turn(query, keys, values, moments, seed)
     allowed.check(impl.momentkv.score(query, keys, values, moments), "the score of the turned states")
-
-
-def scale_values(impl, values, moments, factor):
-    """The values and their moments as the dtype holds them, and both multiplied by the factor, a power of two."""
-    values, moments = impl.round(values), Moments(moments.count, *(impl.round(field) for field in moments[1:]))
-    scaled = moments._replace(value_sum=moments.value_sum * factor, value_key_sum=moments.value_key_sum * factor)
-    return values, moments, values * factor, held(impl, scaled)
 
 
 @law("MK-10", of=SCORE, case=cases(), seed=seeds(), power=st.sampled_from([-2, -1, 1, 2]))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from evictionary.reference import momentkv, momentkv_theory
 from evictionary.reference.momentkv import Moments
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
 from evictionary.spec_tests.judge.by_hand import (
     causal_weights,
     for_each_reader,
@@ -22,7 +21,11 @@ from evictionary.spec_tests.judge.by_hand import (
 from evictionary.spec_tests.judge.cases import cases, seeded_cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation
-from evictionary.spec_tests.momentkv.test_momentkv import (
+from evictionary.spec_tests.momentkv.helpers import (
+    ATTEND,
+    PARTITION,
+    attend_in_loops,
+    attending,
     held,
     misfit,
     moments_of,
@@ -34,43 +37,6 @@ from evictionary.spec_tests.momentkv.test_momentkv import (
     turn,
     whole,
 )
-
-ATTEND, PARTITION = "momentkv.attend", "momentkv.log_evicted_partition"
-
-
-def attending(impl, query, keys, values, kept, moments):
-    """The output and the error allowed on it: 1 - what_R, as equation 12 prints it, rounds at 1, however small the weight is."""
-    allowed = impl.allowance(ATTEND, query, keys, values, kept, moments)
-    of_each_query = Moments(*(field[:, :, None] for field in moments))
-    estimate = momentkv.approximate_evicted(query.reshape(*keys.shape[:2], -1, query.shape[-1]), of_each_query)
-    rounding = 2 * EPSILON[ACCUMULATOR[impl.dtype]] * float(np.abs(estimate).max(initial=0))
-    return allowed.wider(rounding)
-
-
-def attend_in_loops(query, keys, values, kept, moments):
-    batch, num_kv_heads, length, head_dim = keys.shape
-    group = query.shape[1] // num_kv_heads
-    output = np.zeros((batch, query.shape[1], values.shape[-1]))
-    for item, reader in np.ndindex(batch, query.shape[1]):
-        head = reader // group
-        q, count = query[item, reader], int(moments.count[item, head])
-        logits = {j: float(q @ keys[item, head, j]) / head_dim**0.5 for j in range(length) if kept[item, head, j]}
-        mean_logit = float(q @ moments.key_sum[item, head]) / (count * head_dim**0.5) if count else -np.inf
-        top = max([*logits.values(), mean_logit])
-        if top == -np.inf:
-            continue
-        numerator, denominator = np.zeros(values.shape[-1]), 0.0
-        for j, logit in logits.items():
-            numerator += np.exp(logit - top) * values[item, head, j]
-            denominator += np.exp(logit - top)
-        if count:
-            value_sum, key_sum = moments.value_sum[item, head], moments.key_sum[item, head]
-            centred = moments.value_key_sum[item, head] - np.outer(value_sum, key_sum) / count
-            estimate = count * np.exp(mean_logit - top)
-            numerator += estimate * (value_sum / count + centred @ q / (count * head_dim**0.5))
-            denominator += estimate
-        output[item, reader] = numerator / denominator
-    return output
 
 
 @law("MK-12", of=ATTEND, kind="refusal", bad=st.sampled_from(["kept", "moments", "query", "heads", "values"]))

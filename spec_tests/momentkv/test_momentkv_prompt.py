@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.ada_kv.test_ada_kv import shared_by_hand, without
+from evictionary.spec_tests.ada_kv.helpers import shared_by_hand, without
 from evictionary.spec_tests.judge.by_hand import require_equal
 from evictionary.spec_tests.judge.cases import seeded_cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
 from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
-from evictionary.spec_tests.momentkv.test_momentkv_steps import SCORE_PROMPT, SELECT_PROMPT, prompt, scores_of_prompt
+from evictionary.spec_tests.momentkv.helpers import SCORE_PROMPT, SELECT_PROMPT, prompt, scores_of_prompt
 
 no_sharing = without(SELECT_PROMPT, "floor_ratio")
 

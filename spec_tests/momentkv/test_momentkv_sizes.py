@@ -24,8 +24,20 @@ from evictionary.spec_tests.judge.by_hand import (
 from evictionary.spec_tests.judge.cases import SPLIT_LENGTHS, long_cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.sizes import narrow
-from evictionary.spec_tests.momentkv.test_momentkv import SCORE, UPDATE, held, near, recovering, score_in_loops, some, whole
-from evictionary.spec_tests.momentkv.test_momentkv_attend import ATTEND, PARTITION, attend_in_loops, attending
+from evictionary.spec_tests.momentkv.helpers import (
+    ATTEND,
+    PARTITION,
+    SCORE,
+    UPDATE,
+    attend_in_loops,
+    attending,
+    held,
+    near,
+    recovering,
+    score_in_loops,
+    some,
+    whole,
+)
 
 KINDS = ("normal", "moving_mean", "sinks")
 GROUPS = (4, 16, 1)

@@ -7,25 +7,28 @@ from hypothesis import strategies as st
 
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
-from evictionary.spec_tests.judge.by_hand import causal_weights, for_each_reader, over_group, require_equal
+from evictionary.spec_tests.judge.by_hand import require_equal
 from evictionary.spec_tests.judge.cases import KINDS, cases, seeded_cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
 from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask, require_numbers
-from evictionary.spec_tests.momentkv.test_momentkv import (
+from evictionary.spec_tests.momentkv.helpers import (
     SCORE,
+    SCORE_PROMPT,
+    SELECT_PROMPT,
+    attend_in_loops,
     moments_of,
     near,
+    prompt,
     score_in_loops,
+    scores_of_prompt,
     short_cases,
     situation,
     some,
     whole,
 )
-from evictionary.spec_tests.momentkv.test_momentkv_attend import attend_in_loops
 
 ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
-SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
 
 
 def check_bookkeeping(impl, case, seed, budget):
@@ -142,13 +145,6 @@ def test_bad_steps_are_refused(impl):
         impl.momentkv.decode_step(new, new, new, keys=keys, values=keys, moments=momentkv.no_moments(keys, keys), budget=0)
 
 
-def prompt(case, seed, window=0):
-    """Queries of the last tokens of the case's prompt: a window of as many, or without a number of one, several, or all."""
-    generator = np.random.default_rng(seed)
-    window = window or int(generator.integers(1, case.keys.shape[2] + 1))
-    return generator.normal(size=(*case.queries.shape[:2], window, case.keys.shape[-1])), case.keys, case.values
-
-
 @law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
 def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, case, seed, chunk):
     """alpha, causal within the window, is averaged over window and group; the products over each chunk, of 4 unless told."""
@@ -159,17 +155,6 @@ def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, 
     got = impl.momentkv.score_prompt(queries, keys, values, **settings)
     allowed.check(got, "the prompt score")
     near(got, scores_of_prompt(impl, queries, keys, values, chunk)[0], allowed, "the prompt score")
-
-
-def scores_of_prompt(impl, queries, keys, values, chunk):
-    """The scores of a prompt and its attention alone, [B, H_kv, T]: query by query, then over each chunk."""
-    queries, keys, values = (impl.round(array) for array in (queries, keys, values))
-    mass = over_group(causal_weights(queries, for_each_reader(keys, queries)).mean(axis=2), keys.shape[1])
-    scores = mass * np.linalg.norm(values, axis=-1)
-    for start in range(0, keys.shape[2], chunk):
-        for numbers in (mass, scores):
-            numbers[..., start : start + chunk] = numbers[..., start : start + chunk].mean(axis=-1, keepdims=True)
-    return scores, mass
 
 
 def check_prompt(impl, states, budget_of, **settings):

@@ -14,7 +14,7 @@ from evictionary.spec_tests.judge.by_hand import lengths
 from evictionary.spec_tests.judge.cases import Case, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation, allowance
-from evictionary.spec_tests.momentkv.test_momentkv import near, some
+from evictionary.spec_tests.momentkv.helpers import near, some
 
 heads = st.builds(
     Case,

@@ -14,7 +14,7 @@ from evictionary.spec_tests.judge.by_hand import for_each_reader, lengths, requi
 from evictionary.spec_tests.judge.cases import cases, long_cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation
-from evictionary.spec_tests.momentkv.test_momentkv import moments_of, short_cases, some, whole
+from evictionary.spec_tests.momentkv.helpers import moments_of, short_cases, some, whole
 
 UPDATE, RANGE, MASS = (f"momentkv_bounded.{name}" for name in ("update", "logit_range", "log_partition_bounds"))
 BOX, ESTIMATE = "momentkv_bounded.evicted_bounds", "momentkv_bounded.bounded_evicted"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.ada_kv.test_ada_kv import without
+from evictionary.spec_tests.ada_kv.helpers import without
 from evictionary.spec_tests.judge.by_hand import require_equal
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation

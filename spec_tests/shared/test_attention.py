@@ -27,7 +27,7 @@ from evictionary.spec_tests.judge.by_hand import (
 from evictionary.spec_tests.judge.cases import SPLIT_LENGTHS, cases, long_cases, seeded_cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
-from evictionary.spec_tests.shared.test_cache import draw_mask
+from evictionary.spec_tests.shared.helpers import draw_mask
 
 CASES = seeded_cases(max_length=33)
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"

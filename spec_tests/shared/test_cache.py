@@ -8,13 +8,7 @@ from evictionary.spec_tests.judge.by_hand import require_equal
 from evictionary.spec_tests.judge.cases import cases, long_cases, seeds
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation
-
-
-def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """A mask whose heads keep different numbers of tokens, some all and some none."""
-    generator = np.random.default_rng(seed)
-    share = generator.choice([0.0, 0.2, 0.5, 1.0], size=(*shape[:-1], 1))
-    return generator.random(shape) < share
+from evictionary.spec_tests.shared.helpers import draw_mask
 
 
 @law("CACHE-1", of="cache.compress", case=cases(), seed=seeds())

@@ -12,6 +12,7 @@ from evictionary.spec_tests.judge.by_hand import require_equal, require_near, ro
 from evictionary.spec_tests.judge.cases import KINDS, Case, cases, long_rows, seeds, shares
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation, check_selection
+from evictionary.spec_tests.shared.helpers import sorted_choice
 
 # Small whole numbers tie often and are the same in every dtype.
 SCORES = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 7.0]), min_size=1, max_size=9)
@@ -137,15 +138,6 @@ def masked_rows(impl, case, share):
     scores[np.broadcast_to(np.arange(case.length) >= ends[:, None], scores.shape)] = -np.inf
     scores[..., case.length // 2] = np.inf
     return scores
-
-
-def sorted_choice(scores, count, protected):
-    """The `count` first of each row by a stable sort: the protected before the others, then by falling score."""
-    by_score = np.argsort(-scores, axis=-1, kind="stable")
-    second = np.argsort(~np.take_along_axis(protected, by_score, axis=-1), axis=-1, kind="stable")
-    kept = np.zeros(scores.shape, dtype=bool)
-    np.put_along_axis(kept, np.take_along_axis(by_score, second, axis=-1)[..., :count], True, axis=-1)
-    return kept
 
 
 LARGE = st.sampled_from([2048, 30_000, 64, 4096])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.h2o.test_h2o import prompt_queries
 from evictionary.spec_tests.judge.by_hand import (
     causal_weights,
     for_each_reader,
@@ -18,7 +17,16 @@ from evictionary.spec_tests.judge.by_hand import (
     softmax_slack,
     window_above_all,
 )
-from evictionary.spec_tests.judge.cases import cases, long_cases, long_rows, paper_cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.judge.cases import (
+    cases,
+    long_cases,
+    long_rows,
+    paper_cases,
+    prompt_queries,
+    seeded_cases,
+    seeds,
+    shares,
+)
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation, allowance, check_selection
 
