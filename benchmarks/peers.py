@@ -17,7 +17,6 @@ import typer
 from typer import Option
 
 from benchmarks.cpu import KVPRESS, in_kvpress
-from benchmarks.report import rendered
 from benchmarks.timing import RESULTS, ROOT, provenance, show, write_json
 
 RATIO = 0.5
@@ -107,6 +106,7 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
 
 def main(tokens: Annotated[int, Option(help="Tokens of the text.")] = 1000) -> None:
     """Compare the kept tokens of this project and kvpress. The exit code is 1 if they differ although the definitions agree."""
+    from benchmarks.report import rendered  # with matplotlib, which the environment of kvpress need not have
     from evictionary.evaluation import passkey
     from evictionary.models import embedded
     from evictionary.models.load import load as load_model

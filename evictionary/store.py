@@ -63,9 +63,11 @@ class Plan(ABC):
     def text(self, line: Line) -> str:
         """A description of a line, for the progress."""
 
-    def order(self, line: Line) -> Any:
-        """The sorting key of the file."""
-        return self.key(line)
+    @classmethod
+    def order(cls, line: Line) -> list[Any]:
+        """The sorting key of the file: the fields of the identity in turn, None last."""
+        values = (line[name] for name in cls.IDENTITY)
+        return [(value is None, json.dumps(value, sort_keys=True) if isinstance(value, dict) else value) for value in values]
 
     @classmethod
     def identify(cls, line: Line) -> str:

@@ -14,6 +14,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import output_projection
 from evictionary.claims import texts
 from evictionary.errors import UsageError
+from evictionary.models.queries import rotation, unrotated
 from evictionary.reference.attention import by_group, causal_attention
 
 
@@ -37,7 +38,7 @@ class Layer:
     """The states of one layer over the T tokens of a text; queries and keys are after RoPE.
 
     queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads them (after the
-    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, output_weight [H_q, D, C], cos and sin [1, 1, T, D], the model's
+    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, output_weight [H_q, D, C], cos and sin [T, D], the model's
     own RoPE.
     """
 
@@ -54,8 +55,7 @@ class Layer:
     @property
     def plain_queries(self) -> torch.Tensor:
         """The queries before RoPE, [1, H_q, T, D]: the inverse of the model's rotation."""
-        first, second = self.queries.chunk(2, dim=-1)
-        return self.queries * self.cos - torch.cat([-second, first], dim=-1) * self.sin
+        return unrotated(self.queries, self.cos, self.sin)
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
     cache = EvictingCache(model, method=None, record=("queries", "hidden_states"))
     output = model(input_ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     base: Any = model.base_model
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-    cos, sin = (table[:, None] for table in base.rotary_emb(output.hidden_states[0], positions))
+    cos, sin = rotation(model, 0, torch.arange(input_ids.shape[1], device=input_ids.device))
     layers = []
     for index, (stored, block) in enumerate(zip(cache.layers, base.layers, strict=True)):
         states = cache.recorded[index]

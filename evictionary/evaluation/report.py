@@ -1,7 +1,7 @@
 """Summarises an evaluation's lines as JSON, Markdown tables, plots and one HTML page that loads nothing from the network."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -58,10 +58,7 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
 
 def summary(lines: Sequence[Line]) -> dict[str, Any]:
     """The content of summary.json: the model, the versions of the software, the failures, and the rows."""
-    failures: dict[tuple[str, str], int] = defaultdict(int)
-    for line in lines:
-        if line["error"] is not None:
-            failures[label(line), line["error"]] += 1
+    failures = Counter((label(line), line["error"]) for line in lines if line["error"] is not None)
     seen = {json.dumps(line["versions"], sort_keys=True): line["versions"] for line in lines}
     return {
         "model": lines[0]["model"],

@@ -5,7 +5,6 @@ then compresses a copy of the same cache, and each gives a line.
 """
 
 import hashlib
-import json
 import math
 import platform
 import re
@@ -152,11 +151,6 @@ class Plan(store.Plan):
 
     def text(self, line: Line) -> str:
         return f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
-
-    def order(self, line: Line) -> tuple[Any, ...]:
-        amount = (line["ratio"] is None, line["budget"] if line["ratio"] is None else line["ratio"])
-        options = json.dumps(line["options"], sort_keys=True)
-        return line["task"], line["length"], line["seed"], line["method"], options, amount
 
 
 def require_some(plan: store.Plan, *names: str) -> None:

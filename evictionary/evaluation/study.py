@@ -64,7 +64,7 @@ class Plan(store.Plan):
     ratios: Sequence[float] = RATIOS
     length: int = 512
 
-    IDENTITY = ("model", "task", "length", "seed", "selector", "ratio")
+    IDENTITY = ("model", "seed", "task", "length", "selector", "ratio")
 
     def __post_init__(self) -> None:
         require_some(self, "selectors", "tasks", "seeds", "ratios")
@@ -112,9 +112,6 @@ class Plan(store.Plan):
 
     def text(self, line: Line) -> str:
         return f"{line['task']}, seed {line['seed']}: {line['selector']}, {100 * line['ratio']:g}% removed"
-
-    def order(self, line: Line) -> tuple[Any, ...]:
-        return line["seed"], line["task"], line["selector"], line["ratio"]
 
 
 def selectors() -> list[str]:

@@ -12,6 +12,7 @@ from tools.reading import refused
 
 from benchmarks import cpu, gpu, report, rows, timing
 from benchmarks.row import NoKernel, Place, Row, Work, rows_apart
+from evictionary.spec_tests.judge.law import judging_files
 
 TINY = Place(device="cpu", dtype=torch.float32, shrink=512, heads=2, group=2, head_dim=16)
 CEILINGS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4.4e12, "matmul_flops_per_s": 8e14}
@@ -240,6 +241,11 @@ def test_the_laws_are_written_before_anything_else_can_fail(tmp_path: Path) -> N
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["laws"] == {"lagkv": ""}
 
 
+def test_the_judge_knows_the_methods_of_every_row() -> None:
+    known = {path.stem.removeprefix("test_") for path in judging_files()}
+    assert {stem for row in gpu.ROWS.values() for stem in row.stems} <= known
+
+
 def test_the_laws_are_put_to_the_implementation() -> None:
     """The real command, on a CPU, for the smallest method; what is not judged is not right."""
     assert gpu.broken_law("knorm", "float32", "cpu", 120) == ""
@@ -249,19 +255,19 @@ def test_the_laws_are_put_to_the_implementation() -> None:
 
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(message: str, **named: Any) -> None:
+    def told(message: str, **named: Any) -> None:
         refused(lambda: gpu.main(**named), message, typer.BadParameter)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused("no GPU", out=Path("nowhere"))
-    refused("--rows: got 99", rows="1,99")
-    refused("--minutes: got 0.5", only_list=True, minutes=0.5)
+    told("no GPU", out=Path("nowhere"))
+    told("--rows: got 99", rows="1,99")
+    told("--minutes: got 0.5", only_list=True, minutes=0.5)
     gpu.main(only_list=True, rows="1,2b")
     assert capsys.readouterr().out.count("\n") == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    refused("--out FOLDER is needed")
+    told("--out FOLDER is needed")
     monkeypatch.setattr(gpu, "NEEDED", ("pytest", "no_such_package"))
-    refused("no_such_package is not installed", out=Path("nowhere"))
+    told("no_such_package is not installed", out=Path("nowhere"))
 
 
 def test_rows_apart_sees_rows_that_are_not_there() -> None:

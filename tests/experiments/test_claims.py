@@ -18,7 +18,18 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
 from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim, Condition, Number, Numbers
-from evictionary.claims.recording import Lab, Recording, Scale, as_array, compressed, later_attention, read_kept, read_on, record
+from evictionary.claims.recording import (
+    Lab,
+    Recording,
+    Scale,
+    as_array,
+    compressed,
+    later_attention,
+    read_kept,
+    read_on,
+    record,
+    residual_after,
+)
 from evictionary.evaluation import pages
 from evictionary.evaluation import run as evaluation
 from evictionary.optimized import tova
@@ -101,27 +112,43 @@ def test_a_rule_decides_by_its_conditions_alone(ends: dict[str, tuple[float, flo
     assert claim.verdict({name: number(sum(each) / 2, *each) for name, each in every.items()}) == wanted
 
 
-def test_what_would_change_a_verdict() -> None:
-    claim = claim_of("gain > 0", "loss <= 0.2")
-    gain, loss = number(0.4, 0.2, 0.7, varied=0.1, code=0.7), number(0.1, 0.05, 0.19, varied=0.0, code=0.3)
-    assert claim.changes({"gain": gain, "loss": loss}) == (
-        "More texts may: an interval of loss 1.11 times as wide reaches 0.2. Other texts would: code alone gives another answer."
-    )
-    # half of the interval is twice the distance: four times the texts
-    wide = number(0.4, -0.4, 1.2, varied=0.4, code=0.4)
-    assert claim.changes({"gain": wide, "loss": number(0.1, 0.05, 0.19, varied=0.1, code=0.1)}) == (
-        "About 4.0 times as many texts and kinds of text would decide gain > 0, if the value stays. "
-        "Other texts hardly: no kind of text alone gives another answer."
-    )
-    on_the_bound = {"gain": number(0.0, -0.4, 0.4), "loss": loss}
-    assert claim.changes(on_the_bound).startswith("No number of texts: gain lies on its bound 0.")
-    # of two conditions that fail, the one that fails more clearly keeps the verdict
-    failed = {"gain": number(-0.1, -0.15, -0.05), "loss": number(0.5, 0.4, 0.6)}
-    assert "More texts hardly: an interval of loss 3 times" in claim.changes(failed)
-    able = claim_of("gain > 0", possible_if=("able >= 0.5",))
-    assert able.changes(failed | {"able": number(0.2, 0.1, 0.3)}).startswith("A model with able >= 0.5 would. More texts hardly")
-    compared = Number(3.0, 2.0, 4.0, 18, {}, "")
-    assert claim_of("gain > 0").changes({"gain": compared}).endswith("Other kinds of text may: the claim compares the kinds.")
+TWO = claim_of("gain > 0", "loss <= 0.2")
+LOSS = number(0.1, 0.05, 0.19, varied=0.0, code=0.3)
+FAILED = {"gain": number(-0.1, -0.15, -0.05), "loss": number(0.5, 0.4, 0.6)}
+
+
+@pytest.mark.parametrize(
+    ("claim", "numbers", "told"),
+    [
+        (
+            TWO,
+            {"gain": number(0.4, 0.2, 0.7, varied=0.1, code=0.7), "loss": LOSS},
+            "More texts may: an interval of loss 1.11 times as wide reaches 0.2. "
+            "Other texts would: code alone gives another answer.$",
+        ),
+        (  # half of the interval is twice the distance: four times the texts
+            TWO,
+            {"gain": number(0.4, -0.4, 1.2, varied=0.4, code=0.4), "loss": number(0.1, 0.05, 0.19, varied=0.1, code=0.1)},
+            "About 4.0 times as many texts and kinds of text would decide gain > 0, if the value stays. "
+            "Other texts hardly: no kind of text alone gives another answer.$",
+        ),
+        (TWO, {"gain": number(0.0, -0.4, 0.4), "loss": LOSS}, "No number of texts: gain lies on its bound 0."),
+        # of two conditions that fail, the one that fails more clearly keeps the verdict
+        (TWO, FAILED, ".*More texts hardly: an interval of loss 3 times"),
+        (
+            claim_of("gain > 0", possible_if=("able >= 0.5",)),
+            FAILED | {"able": number(0.2, 0.1, 0.3)},
+            "A model with able >= 0.5 would. More texts hardly",
+        ),
+        (
+            claim_of("gain > 0"),
+            {"gain": Number(3.0, 2.0, 4.0, 18, {}, "")},
+            ".*Other kinds of text may: the claim compares the kinds.$",
+        ),
+    ],
+)
+def test_what_would_change_a_verdict(claim: Claim, numbers: dict[str, Number], told: str) -> None:
+    assert re.match(told, claim.changes(numbers))
 
 
 def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
@@ -206,18 +233,21 @@ def test_a_recording_is_what_the_model_computed(lab: Lab, recording: Recording) 
     torch.testing.assert_close(recording.residual[0], output.hidden_states[1][0, half], rtol=1e-4, atol=1e-3)
 
 
-def test_reading_on_from_a_whole_cache_changes_nothing(lab: Lab, recording: Recording) -> None:
+def prompt_states(recording: Recording) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of the prompt in each layer."""
     split = recording.split
-    stored = [(layer.keys[:, :, :split], layer.values[:, :, :split]) for layer in recording.layers]
-    whole = [torch.ones(keys.shape[:3], dtype=torch.bool) for keys, _ in stored]
-    following = recording.input_ids[:, split : split + recording.later // 2]
-    output = read_on(lab.model, following, compressed(stored, whole), split, output_hidden_states=True)
-    torch.testing.assert_close(output.hidden_states[1][0], recording.residual[0], rtol=1e-4, atol=1e-3)
+    return [(layer.keys[:, :, :split].clone(), layer.values[:, :, :split].clone()) for layer in recording.layers]
+
+
+def test_reading_on_from_a_whole_cache_changes_nothing(lab: Lab, recording: Recording) -> None:
+    stored = prompt_states(recording)
+    cache = compressed(stored, [torch.ones(keys.shape[:3], dtype=torch.bool) for keys, _ in stored])
+    got = residual_after(lab, recording, cache, recording.residual.shape[1])
+    np.testing.assert_allclose(got, as_array(recording.residual), rtol=1e-4, atol=1e-3)
 
 
 def test_a_removed_token_is_no_longer_read(lab: Lab, recording: Recording) -> None:
-    split, half = recording.split, recording.split // 2
-    stored = [(layer.keys[:, :, :split].clone(), layer.values[:, :, :split].clone()) for layer in recording.layers]
+    split, half, stored = recording.split, recording.split // 2, prompt_states(recording)
     kept = [torch.arange(split).expand(keys.shape[:3]) >= half for keys, _ in stored]
     before = read_on(lab.model, recording.input_ids[:, split:], compressed(stored, kept), split).logits
     for keys, values in stored:
@@ -265,11 +295,8 @@ def test_a_hidden_token_is_as_good_as_removed(lab: Lab, recording: Recording) ->
     split, count = recording.split, recording.residual.shape[1]
     kept = [tova.score(layer.queries[:, :, :split], layer.keys[:, :, :split]) for layer in recording.layers]
     kept = [score >= score.median() for score in kept]
-    stored = [(layer.keys[:, :, :split], layer.values[:, :, :split]) for layer in recording.layers]
-    output = read_on(
-        lab.model, recording.input_ids[:, split : split + count], compressed(stored, kept), split, output_hidden_states=True
-    )
-    np.testing.assert_allclose(read_kept(lab, recording, kept, count)[0], as_array(output.hidden_states[1][0]), atol=1e-4)
+    wanted = residual_after(lab, recording, compressed(prompt_states(recording), kept), count)
+    np.testing.assert_allclose(read_kept(lab, recording, kept, count), wanted, atol=1e-4)
     assert not lab.model.base_model.layers[0].self_attn._forward_pre_hooks
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ import yaml
 
 from docs_build import entries as site
 from docs_build import hooks, judging, kills, pages
+from docs_build.running import said
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS
 from evictionary.spec_tests.proof.planted import load_mutants
@@ -162,20 +161,9 @@ def test_a_report_on_the_page_is_what_its_program_is_told(name: str, tmp_path: P
     (tmp_path / name).mkdir()
     (tmp_path / name / "keydiff.py").write_text(program, encoding="utf-8")
     law = "spec_tests/keydiff/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        law,
-        "--impl",
-        str(tmp_path / name),
-        "--profile",
-        "student",
-        "-p",
-        "no:cacheprovider",
-    ]
-    done = subprocess.run([*command, "--color=no"], cwd=site.ROOT, capture_output=True, text=True, check=False)
-    assert shown[0] in done.stdout.replace(f"{tmp_path}/", ""), done.stdout + done.stderr
+    options = "--profile student -p no:cacheprovider --color=no"
+    printed = said(f"pytest {law} --impl {tmp_path / name} {options}", site.ROOT).replace(f"{tmp_path}/", "")
+    assert shown[0] in printed, printed
 
 
 @pytest.mark.slow
