@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,11 @@ def test_the_clock_of_the_cpu_benchmark() -> None:
     assert found["share_of_floor"] == found["floor_s"] / found["ours_s"]["p50"] > 1  # a product, which it does not compute
     assert found["ours_s"]["count"] == 4 and found["distance"] == 0 and found["kvpress_s"]["p50"] > 0
     assert cpu.rise_of_memory(lambda: torch.ones(2**24))[0] in range(2**25, 2**28) or not Path("/proc/self/clear_refs").exists()
+
+
+def test_arguments_and_results_travel_to_the_environment_of_kvpress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "environment", lambda: sys.executable)
+    assert cpu.in_kvpress("benchmarks.timing", "spread", [1.0, 2.0, 3.0]) == list(timing.spread([1.0, 2.0, 3.0]))
 
 
 def test_the_constraints_leave_out_what_kvpress_needs_otherwise() -> None:
