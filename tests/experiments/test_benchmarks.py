@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,23 @@ def test_least_bytes_of_the_published_sizes() -> None:
     assert {name: gpu.ROWS[name].build(full).bytes for name in wanted} == pytest.approx(wanted, rel=0.01)
 
 
-def work(call: Any, limit: float = 1e-3) -> Work:
-    """A row whose right answer is twice its input."""
+def work(call: Any = lambda x: x + x, **others: Any) -> Work:
+    """A row whose right answer is twice its input; `others` are more arms."""
     return Work(
         make=lambda seed: (torch.ones(4),),
-        arms={"ours": call, "peer": lambda x: 2 * x},
+        arms={"ours": call, "peer": lambda x: 2 * x, **others},
         want=lambda inputs: (2 * inputs[0]).double().numpy(),
         read=lambda inputs, got: got,
         bytes=32,
-        limit=limit,
     )
 
 
+def twice(call: Any = lambda x: x + x, name: str = "0", stems: tuple[str, ...] = (), **others: Any) -> Row:
+    return Row(name, "twice", stems, lambda place: work(call, **others))
+
+
 def test_a_row_without_time_measures_ours_and_says_what_was_left_out() -> None:
-    row = Row("0", "twice", (), lambda place: work(lambda x: x + x))
-    result = gpu.run_row(row, TINY, CEILINGS, 0.0)
+    result = gpu.run_row(twice(), TINY, CEILINGS, 0.0)
     assert result["status"] == "measured" and result["missing"] == {"peer": "no time was left"}
 
 
@@ -73,8 +76,7 @@ def test_a_row_without_time_measures_ours_and_says_what_was_left_out() -> None:
     ],
 )
 def test_a_wrong_kernel_is_not_timed(call: Any, status: str) -> None:
-    row = Row("0", "twice", ("none",), lambda place: work(call))
-    result = gpu.run_row(row, TINY, CEILINGS, 1.0)
+    result = gpu.run_row(twice(call), TINY, CEILINGS, 1.0)
     assert result["status"].startswith(status)
     assert not any("seconds" in arm for arm in result["arms"].values())
 
@@ -89,12 +91,7 @@ def test_a_peer_that_fails_leaves_the_others() -> None:
             raise MemoryError("too large")
         return 2 * x
 
-    def build(place: Place) -> Work:
-        row = work(lambda x: x + x)
-        row.arms |= {"none": lambda: None, "wrong": lambda x: 3 * x, "late": late}
-        return row
-
-    result = gpu.run_row(Row("0", "twice", (), build), TINY, CEILINGS, 5.0)
+    result = gpu.run_row(twice(none=lambda: None, wrong=lambda x: 3 * x, late=late), TINY, CEILINGS, 5.0)
     found = {name: arm["status"].split(":")[0] for name, arm in result["arms"].items()}
     assert found == {"ours": "measured", "peer": "measured", "none": "failed", "wrong": "wrong", "late": "failed"}
     assert set(result["ratios"]) == {"peer"} and result["shapes"] == [[4]]
@@ -110,8 +107,8 @@ def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> N
         TINY.ours("keydiff", "no_such_function")
     given = [
         Row("a", "none", ("keydiff",), lambda place: work(place.ours("keydiff", "no_such_function"))),
-        Row("b", "broken", ("lagkv",), lambda place: work(lambda x: 2 * x)),
-        Row("c", "right", ("keydiff",), lambda place: work(lambda x: x + x)),
+        twice(name="b", stems=("lagkv",)),
+        twice(name="c", stems=("keydiff",)),
     ]
     broken = {("lagkv", "float16"): "float16: LK-12 does not hold"}
     result = run(given, tmp_path / "folder", lambda *part: broken.get(part[:2], ""))
@@ -119,9 +116,9 @@ def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> N
     assert result["laws"] == {"keydiff": "", "lagkv": "float16: LK-12 does not hold"} and result["ceilings"] == CEILINGS
     assert [row["status"].split(":")[0] for row in result["rows"]] == ["no kernel yet", "not timed, laws fail", "measured"]
     assert result["schema"] == gpu.SCHEMA and result["commit"] and result["versions"]["torch"]
-    assert [line["arm"] for line in gpu.lines(result)] == ["none", "broken", "right", "ours", "peer"]
+    assert [line["arm"] for line in gpu.lines(result)] == ["none", "twice", "twice", "ours", "peer"]
     page = report.page(tmp_path / "folder")
-    assert "no kernel yet" in page and "laws fail: lagkv" in page and "twice" not in page
+    assert "no kernel yet" in page and "laws fail: lagkv" in page
 
 
 def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +197,7 @@ def test_the_mathematics_is_computed_once_for_a_row(monkeypatch: pytest.MonkeyPa
 def test_a_goal_in_time_follows_the_ceilings_of_the_machine() -> None:
     slow = {name: value / 2 for name, value in gpu.H200.items()}
     for latency, wanted in ((False, 2e-6), (True, 1e-6)):
-        row = Row("0", "twice", (), lambda place: work(lambda x: x + x), 1e-6, latency=latency)
-        assert gpu.run_row(row, TINY, slow, 1.0)["goal_s"] == pytest.approx(wanted)
+        assert gpu.run_row(replace(twice(), goal_s=1e-6, latency=latency), TINY, slow, 1.0)["goal_s"] == pytest.approx(wanted)
 
 
 def test_results_are_written_after_every_row(tmp_path: Path) -> None:
@@ -210,7 +206,7 @@ def test_results_are_written_after_every_row(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run([Row("0", "right", (), lambda place: work(lambda x: x + x)), Row("1", "killed", (), killed)], tmp_path)
+        run([twice(), Row("1", "killed", (), killed)], tmp_path)
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"][0]["status"] == "measured"
 
 
@@ -219,17 +215,11 @@ def test_a_peer_that_hangs_is_broken_off_and_the_others_are_timed() -> None:
         while True:
             x = x + 0
 
-    def build(place: Place) -> Work:
-        row = work(lambda x: x + x)
-        row.arms |= {"hangs": hang, "after it": lambda x: 2 * x}
-        return row
-
-    result = gpu.run_row(Row("0", "twice", (), build), TINY, CEILINGS, 1.0, grace=0.0)
+    result = gpu.run_row(twice(hangs=hang, **{"after it": lambda x: 2 * x}), TINY, CEILINGS, 1.0, grace=0.0)
     assert result["status"] == "measured" and result["arms"]["peer"]["status"] == "measured"
     assert result["arms"]["hangs"]["status"] == "failed: TimeoutError: not done after 1 s"
     assert result["missing"] == {"after it": "no time was left"}
-    alone = Row("1", "hangs", (), lambda place: work(hang))
-    result = gpu.run_row(alone, TINY, CEILINGS, 0.1, grace=0.1)
+    result = gpu.run_row(twice(hang), TINY, CEILINGS, 0.1, grace=0.1)
     assert result["status"].startswith("not timed, ours is failed: TimeoutError")
 
 
@@ -238,7 +228,7 @@ def test_the_laws_are_written_before_anything_else_can_fail(tmp_path: Path) -> N
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError):
-        run([Row("0", "right", ("lagkv",), lambda place: work(lambda x: x + x))], tmp_path, found=broken)
+        run([twice(stems=("lagkv",))], tmp_path, found=broken)
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["laws"] == {"lagkv": ""}
 
 
