@@ -65,7 +65,9 @@ class Submission:
         text = whole(self.assignment)
         if self.wrong:
             mistake = WRONG[self.assignment][self.wrong]
-            before, own, after = re.split(rf"(^def {mistake['in']}\(.*?\n\n\n)", text, flags=re.M | re.S)
+            # Where a form of its own has the name of a shared one, it is the last.
+            pattern = rf"(.*)(^def {mistake['in']}\(.*?\n\n\n)(.*)"
+            ((before, own, after),) = re.findall(pattern, text, flags=re.M | re.S)
             text = before + edited_text(self.wrong, own, edits_of(mistake["was"], mistake["is"])) + after
         return text + "".join(f"{part} = {form}\n" for part, form in self.chosen)
 

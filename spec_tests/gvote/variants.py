@@ -21,12 +21,12 @@ TOP_EACH, ALLOCATE, UNION, PRUNE = "gvote.top_each", "gvote_theory.allocate", "g
 ALGORITHM, OPTIMAL, OVERLAP = "gvote.algorithm_1", "gvote_theory.optimal_keep_set", "gvote_theory.attention_overlap"
 POWERS = {"softmax": shared.softmax_in_powers_of_two}
 
-powers_of_two = put_together(forms, "attention_weights", **POWERS)
-head_by_head = put_together(forms, "select", nucleus=forms.nucleus_token_by_token, **POWERS)
-control(WEIGHTS, dtypes=NUMPY, name="powers_of_two")(powers_of_two)
+powers_of_two = control(WEIGHTS, dtypes=NUMPY, name="powers_of_two")(put_together(forms, "attention_weights", **POWERS))
+head_by_head = control(SELECT, dtypes=NUMPY, max_length=8192, name="head_by_head")(
+    put_together(forms, "select", nucleus=forms.nucleus_token_by_token, **POWERS)
+)
 control(WEIGHTS, dtypes=NUMPY, name="one_tile_at_a_time")(put_together(forms, "attention_weights", softmax=shared.softmax_online))
 control(NUCLEUS, dtypes=NUMPY, max_length=4096, name="one_weight_after_the_other")(forms.nucleus_token_by_token)
-control(SELECT, dtypes=NUMPY, max_length=8192, name="head_by_head")(head_by_head)
 
 
 @control(WEIGHTS, array_library="torch", dtypes=ALL)

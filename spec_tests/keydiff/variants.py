@@ -41,8 +41,9 @@ def tiled(keys):
     return -(directions * units(total)).sum(axis=-1)
 
 
-summed_backwards = put_together(forms, "score", anchor=forms.anchor_from_the_last, score=forms.score_by_einsum)
-control(SCORE, dtypes=NUMPY, name="summed_backwards")(summed_backwards)
+summed_backwards = control(SCORE, dtypes=NUMPY, name="summed_backwards")(
+    put_together(forms, "score", anchor=forms.anchor_from_the_last, score=forms.score_by_einsum)
+)
 
 for name, parts, limits in (
     ("anchor_by_recursion", {"anchor": forms.anchor_by_recursion, "score": forms.score_divided_last}, {"max_length": 4096}),

@@ -39,8 +39,7 @@ for name, parts, limits in (
 ):
     control(SCORE, dtypes=NUMPY, name=name, **limits)(put_together(forms, "score", **parts))
 
-sums_of_squares = put_together(forms, "score", **PAIRS)
-control(SCORE, dtypes=NUMPY, name="sums_of_squares")(sums_of_squares)
+sums_of_squares = control(SCORE, dtypes=NUMPY, name="sums_of_squares")(put_together(forms, "score", **PAIRS))
 control("lagkv.normalise", dtypes=NUMPY, name="inverted_range")(forms.normalise_by_reciprocal)
 control(SELECT, name="partition_by_partition")(put_together(forms, "select", top=shared.top_by_repeated_argmax, **WALKING))
 control(SELECT, dtypes=("float32",), name="in_float32")(put_together(forms, "select", top=shared.top_by_threshold, **PAIRS))

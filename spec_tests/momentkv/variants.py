@@ -69,8 +69,9 @@ def torch_recover(moments):
 # The eviction score
 
 
-tiled = put_together(forms, "score", score=forms.score_by_einsum, softmax=softmax_online, means=forms.means_by_divide)
-control(SCORE, dtypes=NUMPY, name="tiled")(tiled)
+tiled = control(SCORE, dtypes=NUMPY, name="tiled")(
+    put_together(forms, "score", score=forms.score_by_einsum, softmax=softmax_online, means=forms.means_by_divide)
+)
 
 
 @control(SCORE, dtypes=NUMPY)

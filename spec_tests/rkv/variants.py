@@ -5,7 +5,7 @@ import torch
 
 from evictionary.reference import rkv
 from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.forms import softmax_by_log_add_exp
+from evictionary.spec_tests.shared.forms import softmax_by_maximum
 from evictionary.spec_tests.shared.variants import ALL, NUMPY, through_float32
 from evictionary.spec_tests.snapkv.variants import before_a_window_of, window_above_the_rest
 
@@ -24,7 +24,7 @@ def row_by_row(keys, *, threshold=0.5):
         for row in said.reshape(-1, keys.shape[-2]):
             row[[other for other in range(row.size) if row[other] > threshold][-1:]] = 0
         totals += said
-    return softmax_by_log_add_exp(totals / keys.dtype.type(keys.shape[-2]))
+    return softmax_by_maximum(totals / keys.dtype.type(keys.shape[-2]))
 
 
 @control(REDUNDANCY, array_library="torch", dtypes=ALL)
@@ -100,5 +100,5 @@ def released_by_rows(queries, keys, *, kernel_size=7, importance_share=0.07, thr
     sums = rkv.without_latest(similarity, threshold).sum(axis=-2)
     alone = ~(similarity > threshold).any(axis=-1)
     sums[..., 0] -= np.where(alone, similarity[..., 0], 0).sum(axis=-1)
-    repeated = softmax_by_log_add_exp(sums / keys.shape[-2])[..., : -queries.shape[2]]
+    repeated = softmax_by_maximum(sums / keys.shape[-2])[..., : -queries.shape[2]]
     return importance_share * attended - (1 - importance_share) * repeated

@@ -156,8 +156,10 @@ def online(queries, keys, values, causal=False):
 
 def softmax(logits):
     """Along the last axis; 0 where all logits are -inf."""
-    total = np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    return np.exp(logits - np.where(np.isfinite(total), total, 0))
+    top = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, 1)
 
 
 def merged(*parts):
