@@ -70,7 +70,7 @@ def select_what_is_forgotten(keys, gates, *, threshold=0.5, sink_size=128, recen
     return ~np.logical_and.outer(gates < threshold, middle)
 
 
-FORMS = {
+FORMS: dict = {
     "softmax": SOFTMAX,
     "turned": TURNED,
     "attention": (attention_at_the_places, attention_by_distances),

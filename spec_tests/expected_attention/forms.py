@@ -165,7 +165,7 @@ def score_by_stacking(keys, values, query_mean, query_covariance, *, epsilon=0.0
     return weights * norms + epsilon * norms
 
 
-FORMS = {
+FORMS: dict = {
     "query_statistics": (
         statistics_by_matmul,
         statistics_by_einsum,

@@ -108,7 +108,7 @@ def select_by_groups(query, keys, sampled_queries, *, p=0.95):
     return np.array(votes).reshape(*keys.shape[:2], -1, keys.shape[2]).any(axis=2)
 
 
-FORMS = {
+FORMS: dict = {
     "logits": (*LOGITS, logits_in_loops),
     "softmax": SOFTMAX,
     "attention_weights": (weights_of_a_softmax, weights_one_row_at_a_time),

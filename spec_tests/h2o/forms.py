@@ -114,7 +114,7 @@ def select_head_by_head(queries, keys, *, budget):
     return kept
 
 
-FORMS = {
+FORMS: dict = {
     "received": (
         received_online,
         received_by_the_log_of_the_sum,

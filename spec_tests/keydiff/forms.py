@@ -166,7 +166,7 @@ def pairwise_from_the_sum_of_directions(keys):
     return -(rows @ rows.sum(axis=-2)[..., None])[..., 0]
 
 
-FORMS = {
+FORMS: dict = {
     "unit": (
         unit_by_where,
         unit_by_divide,

@@ -45,17 +45,17 @@ summed_backwards = control(SCORE, dtypes=NUMPY, name="summed_backwards")(
     put_together(forms, "score", anchor=forms.anchor_from_the_last, score=forms.score_by_einsum)
 )
 
-for name, parts, limits in (
-    ("anchor_by_recursion", {"anchor": forms.anchor_by_recursion, "score": forms.score_divided_last}, {"max_length": 4096}),
-    ("all_cosines", {"score": forms.score_from_pairs}, {"max_length": 4096}),
+for name, parts, longest in (
+    ("anchor_by_recursion", {"anchor": forms.anchor_by_recursion, "score": forms.score_divided_last}, 4096),
+    ("all_cosines", {"score": forms.score_from_pairs}, 4096),
     (
         "keys_in_lists",
         {"unit": forms.unit_in_lists, "anchor": forms.anchor_exact, "score": forms.score_in_loops},
-        {"max_length": 256},
+        256,
     ),
-    ("keys_in_long_double", {"unit": forms.unit_in_long_double}, {}),
+    ("keys_in_long_double", {"unit": forms.unit_in_long_double}, None),
 ):
-    control(SCORE, dtypes=NUMPY, name=name, **limits)(put_together(forms, "score", **parts))
+    control(SCORE, dtypes=NUMPY, name=name, max_length=longest)(put_together(forms, "score", **parts))
 control("keydiff.pairwise_score", dtypes=NUMPY, name="pairwise_by_the_total")(forms.pairwise_from_the_sum_of_directions)
 
 

@@ -191,7 +191,7 @@ def select_all_partitions_at_once(keys, values, *, keep_ratio, sink_size=16, lag
     return kept
 
 
-FORMS = {
+FORMS: dict = {
     "normalise": (
         normalise_by_where,
         normalise_by_divide,

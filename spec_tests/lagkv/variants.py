@@ -17,15 +17,15 @@ PAIRS = {"normalise": forms.normalise_by_divide, "deviation": forms.deviation_of
 WALKING = {"normalise": forms.normalise_token_by_token, "softmax": shared.softmax_by_log_sum_exp}
 IN_PLACE = {"normalise": forms.normalise_in_place, "deviation": forms.deviation_by_hand, "softmax": shared.softmax_in_place}
 
-for name, parts, limits in (
-    ("running_extremes", WALKING, {}),
-    ("times_the_reciprocal", {"normalise": forms.normalise_by_reciprocal, "deviation": forms.deviation_running}, {}),
-    ("log_add_exp", {"softmax": shared.softmax_by_log_add_exp}, {}),
-    ("log_add_exp_of_a_list", {"softmax": shared.softmax_by_reduce}, {}),
-    ("softmax_by_powers_of_two", {"softmax": shared.softmax_in_powers_of_two}, {}),
-    ("every_share_by_differences", {"softmax": shared.softmax_by_differences}, {"max_length": 4096}),
-    ("in_long_double", {"normalise": forms.normalise_in_long_double, "softmax": shared.softmax_in_long_double}, {}),
-    ("normalised_in_place", IN_PLACE, {}),
+for name, parts, longest in (
+    ("running_extremes", WALKING, None),
+    ("times_the_reciprocal", {"normalise": forms.normalise_by_reciprocal, "deviation": forms.deviation_running}, None),
+    ("log_add_exp", {"softmax": shared.softmax_by_log_add_exp}, None),
+    ("log_add_exp_of_a_list", {"softmax": shared.softmax_by_reduce}, None),
+    ("softmax_by_powers_of_two", {"softmax": shared.softmax_in_powers_of_two}, None),
+    ("every_share_by_differences", {"softmax": shared.softmax_by_differences}, 4096),
+    ("in_long_double", {"normalise": forms.normalise_in_long_double, "softmax": shared.softmax_in_long_double}, None),
+    ("normalised_in_place", IN_PLACE, None),
     (
         "lists_and_loops",
         {
@@ -34,10 +34,10 @@ for name, parts, limits in (
             "softmax": shared.softmax_in_lists,
             "score": forms.score_head_by_head,
         },
-        {"max_length": 256},
+        256,
     ),
 ):
-    control(SCORE, dtypes=NUMPY, name=name, **limits)(put_together(forms, "score", **parts))
+    control(SCORE, dtypes=NUMPY, name=name, max_length=longest)(put_together(forms, "score", **parts))
 
 sums_of_squares = control(SCORE, dtypes=NUMPY, name="sums_of_squares")(put_together(forms, "score", **PAIRS))
 control("lagkv.normalise", dtypes=NUMPY, name="inverted_range")(forms.normalise_by_reciprocal)
@@ -147,7 +147,7 @@ def token_by_token(stream, keys, values, *, keep_ratio, sink_size=16, lag_size=1
             kept[:, :, own] = forms.top(scores, count)
             rows = [entry[kept].reshape(*heads, -1, *entry.shape[3:]) for entry in rows]
             static += count
-    return Stream(*rows, static, seen + keys.shape[2])
+    return Stream(rows[0], rows[1], rows[2], static, seen + keys.shape[2])
 
 
 @control("lagkv_theory.attention_weights", array_library="torch", dtypes=("float64", "float32"))

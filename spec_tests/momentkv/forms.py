@@ -11,7 +11,7 @@ from evictionary.spec_tests.shared.forms import LOGITS, SOFTMAX
 class Moments(NamedTuple):
     """Sums over the evicted tokens of each head."""
 
-    count: np.ndarray
+    count: np.ndarray  # type: ignore[assignment]  # a name of tuple's
     key_sum: np.ndarray
     value_sum: np.ndarray
     value_key_sum: np.ndarray
@@ -163,7 +163,7 @@ def attend_in_lists(query, keys, values, kept, moments):
     return np.stack([np.stack([of(batch, head) for head in range(query.shape[1])]) for batch in range(len(query))])
 
 
-FORMS = {
+FORMS: dict = {
     "update": (update_by_matmul, update_by_einsum, update_token_by_token, update_head_by_head, update_by_recursion),
     "softmax": SOFTMAX,
     "means": (means_by_maximum, means_by_divide, means_by_where),

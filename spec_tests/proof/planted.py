@@ -94,7 +94,7 @@ def _plant_edits() -> None:
 
 def edits_of(was: str | list[str], now: str | list[str]) -> tuple[tuple[str, str], ...]:
     """The edits that an entry of a TOML file says: one, or a list of them."""
-    return tuple(zip(was, now, strict=True)) if isinstance(was, list) else ((was, now),)  # type: ignore[return-value, arg-type]
+    return tuple(zip(was, now, strict=True)) if isinstance(was, list) else ((was, now),)  # type: ignore[return-value]
 
 
 def edited_source(path: str, edits: Iterable[tuple[str, str]]) -> str:
@@ -233,7 +233,7 @@ def control(
     return decorate
 
 
-def put_together(forms: types.ModuleType, function: str, **chosen: Callable[..., Any]) -> Callable[..., Any]:
+def put_together(forms: types.ModuleType, function: str, **chosen: Any) -> Callable[..., Any]:
     """The part `function` of a file of forms, where each part is the form chosen for it, or else the first."""
     scope = again(forms)
     scope |= {part: scope.get(form.__name__, form) for part, form in chosen.items()}
