@@ -1,8 +1,8 @@
 """Grades right and wrong submissions in many styles over many seeds: whether luck decides about points.
 
 `python tests/classroom_styles.py --seeds 200 --jobs 2` grades them and writes docs/classroom/styles.md; a run that was stopped goes
-on. A submission is a file of `tests/styles/` with one form chosen for each part: a right one takes a form of RIGHT for every part,
-a wrong one has one part of WRONG.
+on. A submission is what the variants of a method are made of, `spec_tests/<method>/forms.py`, with one form chosen for each part. A
+wrong one has an edit of `tests/styles/wrong.toml`.
 """
 
 import argparse
@@ -12,7 +12,9 @@ import itertools
 import linecache
 import os
 import random
+import re
 import runpy
+import tomllib
 import types
 import warnings
 from collections import Counter, defaultdict
@@ -32,7 +34,8 @@ from evictionary.classroom import checks, grading, worker
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Judgement, empty, named
 from evictionary.cli.console import measuring
-from evictionary.spec_tests.judge.law import Law, suite_version
+from evictionary.spec_tests.judge.law import SUITE, Law, suite_version
+from evictionary.spec_tests.proof.planted import edited_text, edits_of, refusing
 from evictionary.store import Line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,9 +45,12 @@ RIGHT_EACH = 30
 LONG_EVERY = 10
 
 
+WRONG = tomllib.loads((STYLES / "wrong.toml").read_text(encoding="utf-8"))
+
+
 @dataclass(frozen=True)
 class Submission:
-    """One file: the assignment, the function chosen for each part, and the part that is wrong, if one is."""
+    """One file: the assignment, the function chosen for each part, and the mistake of `wrong.toml`, if there is one."""
 
     assignment: str
     chosen: tuple[tuple[str, str], ...]
@@ -56,33 +62,50 @@ class Submission:
 
     @property
     def source(self) -> str:
-        text = (STYLES / f"{self.assignment}.py").read_text(encoding="utf-8")
+        text = whole(self.assignment)
+        if self.wrong:
+            mistake = WRONG[self.assignment][self.wrong]
+            # Where a form of its own has the name of a shared one, it is the last.
+            pattern = rf"(.*)(^def {mistake['in']}\(.*?\n\n\n)(.*)"
+            ((before, own, after),) = re.findall(pattern, text, flags=re.M | re.S)
+            text = before + edited_text(self.wrong, own, edits_of(mistake["was"], mistake["is"])) + after
         return text + "".join(f"{part} = {form}\n" for part, form in self.chosen)
 
 
 def names() -> list[str]:
     """The assignments that have styles."""
-    return sorted(path.stem for path in STYLES.glob("*.py"))
+    return sorted(WRONG)
+
+
+def forms_of(assignment: str) -> Path:
+    """The file of an assignment's forms; that of the kernel is no part of a method's specification."""
+    own = SUITE / assignment / "forms.py"
+    return own if own.exists() else STYLES / f"{assignment}.py"
+
+
+def whole(assignment: str) -> str:
+    """The forms of an assignment and those that it shares with others, as one file that imports nothing of ours."""
+    shared = re.compile(r"^from evictionary.*\n", re.M)
+    own = forms_of(assignment).read_text(encoding="utf-8")
+    return ((SUITE / "shared" / "forms.py").read_text(encoding="utf-8") if shared.search(own) else "") + shared.sub("", own)
 
 
 def submissions(assignment: str) -> list[Submission]:
     """The right submissions of an assignment, which have every form of every part among them, and its wrong ones."""
-    parts = runpy.run_path(str(STYLES / f"{assignment}.py"))
-    right: dict[str, list[str]] = {part: [form.__name__ for form in forms] for part, forms in parts["RIGHT"].items()}
-    found = [Submission(assignment, tuple((part, forms[0]) for part, forms in right.items()))]
-    for number in itertools.count():
-        if len(found) == RIGHT_EACH:
-            break
-        chosen = []
-        for part, forms in right.items():
-            turn, place = divmod(number, len(forms))
-            chosen.append((part, random.Random(f"{part}/{turn}").sample(forms, len(forms))[place]))
-        if Submission(assignment, tuple(chosen)) not in found:
-            found.append(Submission(assignment, tuple(chosen)))
-    for part, forms in parts["WRONG"].items():
-        for form in forms:
-            chosen = [(each, form.__name__ if each == part else right[each][0]) for each in right]
-            found.append(Submission(assignment, tuple(chosen), form.__name__))
+    parts = runpy.run_path(str(forms_of(assignment)))["FORMS"]
+    right = {part: [form.__name__ for form in forms] for part, forms in parts.items()}
+    turns = {
+        part: [form for turn in range(RIGHT_EACH) for form in random.Random(f"{part}/{turn}").sample(forms, len(forms))]
+        for part, forms in right.items()
+    }
+    first = Submission(assignment, tuple((part, forms[0]) for part, forms in right.items()))
+    others = [
+        Submission(assignment, tuple((part, turn[number]) for part, turn in turns.items())) for number in range(2 * RIGHT_EACH)
+    ]
+    found = list(dict.fromkeys([first, *others]))[:RIGHT_EACH]
+    for name, mistake in WRONG[assignment].items():
+        chosen = [(part, mistake["in"] if mistake["in"] in forms else forms[0]) for part, forms in right.items()]
+        found.append(Submission(assignment, tuple(chosen), name))
     return found
 
 
@@ -93,7 +116,7 @@ class Inside:
     is_late = False
 
     def __init__(self, source: str, stem: str) -> None:
-        self.module = types.ModuleType(stem)
+        self.module, self.stem = types.ModuleType(stem), stem
         file = f"<{hashlib.sha256(source.encode()).hexdigest()}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads a kernel's source
         exec(compile(source, file, "exec"), vars(self.module))
@@ -114,7 +137,8 @@ class Inside:
                 launches["added"] = float(change_launches)
                 given, named = [*map(native, args)], {key: native(value) for key, value in kwargs.items()}
                 function = getattr(self.module, name)
-                result = worker.answer(worker.kernels_alone(given[0])(function) if is_kernel else function, given, named)
+                function = worker.kernels_alone(given[0])(function) if is_kernel else function
+                result = worker.answer(refusing(f"{self.stem}.{name}", function), given, named)
         except ValueError:
             raise
         except Exception as error:
@@ -125,11 +149,6 @@ class Inside:
 
     def in_torch(self, value: Any) -> Any:
         return self.module.torch.from_numpy(np.array(value, order="K")) if isinstance(value, np.ndarray) else value
-
-
-def asked(found: Sequence[Submission], seed: int) -> list[Submission]:
-    """Those whose points are told at a seed: of a wrong one only where all laws are asked."""
-    return [each for each in found if seed % LONG_EVERY == 0 or not each.wrong]
 
 
 def graded(assignment: str, seed: int, examples: int, found: Sequence[Submission]) -> Iterator[Line]:
@@ -202,7 +221,7 @@ def failures(law: Law, run: Any, step: assignments.Step, judged: dict[Submission
 @cache
 def digest(assignment: str) -> str:
     """A digest of everything that the points depend on."""
-    content = b"".join(path.read_bytes() for path in (STYLES / f"{assignment}.py", Path(checks.__file__)))
+    content = b"".join(path.read_bytes() for path in (forms_of(assignment), STYLES / "wrong.toml", Path(checks.__file__)))
     content += repr(assignments.load(assignment).steps).encode()
     return hashlib.sha256(content + str(suite_version()).encode()).hexdigest()[:16]
 
@@ -220,7 +239,10 @@ class Plan(store.Plan):
 
     def work(self) -> list[tuple[tuple[str, int], list[Submission]]]:
         every = {name: submissions(name) for name in self.assignments}
-        return [((name, seed), asked(every[name], seed)) for seed in range(self.seeds) for name in self.assignments]
+        right = {name: [each for each in found if not each.wrong] for name, found in every.items()}
+        units = itertools.product(range(self.seeds), self.assignments)
+        # The points of a wrong one are told only where all laws are asked.
+        return [((name, seed), right[name] if seed % LONG_EVERY else every[name]) for seed, name in units]
 
     def named(self, unit: tuple[str, int], part: Submission) -> dict[str, Any]:
         named = {"assignment": unit[0], "seed": unit[1], "examples": self.examples}
@@ -236,9 +258,6 @@ class Plan(store.Plan):
     def text(self, line: Line) -> str:
         return f"{line['assignment']}, seed {line['seed']}"
 
-    def order(self, line: Line) -> tuple[Any, ...]:
-        return line["seed"], line["assignment"], line["examples"], line["wrong"], line["submission"]
-
 
 def current(lines: list[Line]) -> list[Line]:
     """The lines of the files and the laws as they are now."""
@@ -247,29 +266,26 @@ def current(lines: list[Line]) -> list[Line]:
 
 def page(lines: list[Line]) -> str:
     """The Markdown page: right submissions that lost points, and how the points of each wrong one differ between seeds."""
-    by_submission: dict[tuple[str, bool, str], list[Line]] = defaultdict(list)
-    for line in lines:
-        if line["wrong"] and line["seed"] % LONG_EVERY:
-            continue
-        by_submission[line["assignment"], line["wrong"], line["submission"]].append(line)
     gradings = []
     for name, examples in sorted({(line["assignment"], line["examples"]) for line in lines}):
         own = [line for line in lines if (line["assignment"], line["examples"], line["wrong"]) == (name, examples, False)]
         few, seeds = sum(line["points"] < 100 for line in own), len({line["seed"] for line in own})
         gradings.append((name, len({line["submission"] for line in own}), examples, seeds, len(own), few))
+    by_mistake: dict[tuple[str, str], list[Line]] = defaultdict(list)
+    for line in (line for line in lines if line["wrong"] and line["seed"] % LONG_EVERY == 0):
+        by_mistake[line["assignment"], line["submission"]].append(line)
     mistakes = []
-    for (name, is_wrong, mistake), own in sorted(by_submission.items()):
-        if is_wrong:
-            counts = Counter(line["points"] for line in own)
-            told = ", ".join(f"{points}: {counts[points]}" for points in sorted(counts))
-            mistakes.append((name, mistake.replace("_", " "), told, ", ".join(by_luck(own)) or "-"))
+    for (name, mistake), own in sorted(by_mistake.items()):
+        counts = sorted(Counter(line["points"] for line in own).items())
+        told = ", ".join(f"{points}: {count}" for points, count in counts)
+        mistakes.append((name, mistake.replace("_", " "), told, ", ".join(by_luck(own)) or "-"))
     return f"""\
 # No luck
 
 {RIGHT_EACH} right submissions to each assignment, in different styles, and mistakes that are not among the planted
 ones, each graded at every seed; laws of long inputs, which take most of the time, are asked at each
 {LONG_EVERY}th seed. `python tests/classroom_styles.py --seeds N --examples INPUTS` made this page; the submissions are
-in `tests/styles/`.
+the forms of the correct variants put together, the mistakes are in `tests/styles/wrong.toml`.
 
 {store.table(["assignment", "right submissions", "inputs a law", "seeds", "gradings", "below 100 points"], gradings)}
 

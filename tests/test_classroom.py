@@ -398,7 +398,7 @@ def test_every_form_of_every_style_is_handed_in() -> None:
         found = classroom_styles.submissions(name)
         right = [each for each in found if not each.wrong]
         assert len(set(right)) == classroom_styles.RIGHT_EACH
-        parts = runpy.run_path(str(classroom_styles.STYLES / f"{name}.py"))["RIGHT"]
+        parts = runpy.run_path(str(classroom_styles.forms_of(name)))["FORMS"]
         forms = {(part, form.__name__) for part, each in parts.items() for form in each}
         assert {chosen for each in right for chosen in each.chosen} == forms
         wrong += len(found) - len(right)
@@ -493,13 +493,13 @@ def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
     assert f"evictionary check keydiff --work {tmp_path} --seed 7" in invoke(*arguments, "--seed", 7).stdout
 
 
-def wrong_style(name: str, mistake: str) -> str:
-    (one,) = (each for each in classroom_styles.submissions(name) if each.wrong == mistake)
-    return one.source
+def wrong_style(name: str, mistake: str) -> classroom_styles.Submission:
+    return next(each for each in classroom_styles.submissions(name) if each.wrong == mistake)
 
 
 def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
-    result = judged("gvote", wrong_style("gvote", "samples_that_never_vote"), explain=False)
+    wrong = wrong_style("gvote", "samples_that_never_vote")
+    result = classroom_styles.side_by_side(assignments.load("gvote"), [wrong], b"a secret", 6, long=False)[wrong]
     assert verdicts(result)["votes"] == "failed"
     assert verdicts(result)["logits"] == "not judged yet"
     assert result.score == 55
@@ -510,7 +510,7 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     "mistake", ["a_launch_that_never_happens", "a_launch_whose_scores_are_left", "a_launch_that_is_multiplied_by_zero"]
 )
 def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
-    result = judged("kernel", wrong_style("kernel", mistake), examples=1, explain=False)
+    result = judged("kernel", wrong_style("kernel", mistake).source, examples=1, explain=False)
     assert result.score == 0
     assert result.lines[0].laws["grader::score"] == "crashed"
     assert "a kernel has to compute with the keys" in result.lines[0].message

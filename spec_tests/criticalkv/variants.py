@@ -1,29 +1,17 @@
 """Correct CriticalKVs of other kinds."""
 
-from __future__ import annotations
-
+import functools
 from fractions import Fraction
 
 import numpy as np
 import torch
 
 from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.refusal import refuse_unless
-from evictionary.spec_tests.shared.variants import counted_before
-from evictionary.spec_tests.shared.variants_attention import ALL, NUMPY, streamed, torch_weights
-from evictionary.spec_tests.snapkv.variants import checked, shifted_sums, torch_pooled
+from evictionary.spec_tests.shared.forms import top_by_comparing
+from evictionary.spec_tests.shared.variants import ALL, NUMPY, streamed, through_float32, torch_top, torch_weights
+from evictionary.spec_tests.snapkv.variants import before_a_window_of, shifted_sums, torch_pooled
 
 NORMS, IMPORTANCE, SCORE, BOUND = (f"criticalkv.{name}" for name in ("projected_norms", "importance", "score", "error_bound"))
-
-
-def refuse_settings(queries, keys, values, w_o, budget, first_share, epsilon) -> None:
-    refuse_unless(
-        values=values.shape[:3] == keys.shape[:3],
-        w_o=len(w_o.shape) == 3 and w_o.shape[0] == queries.shape[1] and w_o.shape[1] == values.shape[-1],
-        budget=isinstance(budget, int) and budget >= 1,
-        first_share=0 <= first_share <= 1,
-        epsilon=epsilon >= 0,
-    )
 
 
 @control(NORMS, dtypes=NUMPY)
@@ -39,15 +27,12 @@ def component_by_component(values, w_o):
 @control(IMPORTANCE, dtypes=NUMPY)
 def query_by_query(queries, keys, *, window_size=32, kernel_size=5):
     """Streamed attention, pooled by shifted sums, and a running maximum over the queries of the group."""
-    refuse_unless(queries=queries.shape[2] >= window_size)
     weights = streamed(queries[:, :, -window_size:], keys)[..., :-window_size]
     pooled = shifted_sums(weights, kernel_size)
     lost = pooled.sum(axis=-1, keepdims=True)
     pooled = pooled / np.where(lost == 0, 1, lost) * weights.sum(axis=-1, keepdims=True)
     rows = pooled.reshape(*keys.shape[:2], -1, pooled.shape[-1])
-    largest = rows[:, :, 0]
-    for row in range(1, rows.shape[2]):
-        largest = np.maximum(largest, rows[:, :, row])
+    largest = functools.reduce(np.maximum, np.moveaxis(rows, 2, 0))
     least = np.einsum("bht->bh", largest) / keys.dtype.type(largest.shape[-1])
     return np.where(largest < least[..., None], least[..., None], largest)
 
@@ -57,49 +42,38 @@ def first_count(share, budget) -> int:
 
 
 @control(SCORE, dtypes=NUMPY)
-def by_counted_ranks(queries, keys, values, w_o, *, budget, window_size=32, kernel_size=5, first_share=0.5, epsilon=1e-4):
-    """The first stage by counting the tokens before each one."""
-    window = checked(queries, keys, window_size, kernel_size)
-    refuse_settings(queries, keys, values, w_o, budget, first_share, epsilon)
-    scores = np.full(keys.shape[:3], np.inf, keys.dtype)
-    if window < keys.shape[2]:
-        scores[..., :-window] = query_by_query(queries, keys, window_size=window, kernel_size=kernel_size)
-        first = counted_before(scores) < first_count(first_share, budget)
-        norms = component_by_component(values, w_o)
-        scores[..., :-window] = scores[..., :-window] * norms[..., :-window] + keys.dtype.type(epsilon) * norms[..., :-window]
-        scores[first] = np.inf
-    return scores
+@before_a_window_of(32)
+def by_counted_ranks(queries, keys, values, w_o, *, budget, kernel_size=5, first_share=0.5, epsilon=1e-4):
+    """The first stage by counting the tokens before each one, those of the window among them."""
+    window = queries.shape[2]
+    scores = query_by_query(queries, keys, window_size=window, kernel_size=kernel_size)
+    first = top_by_comparing(scores, first_count(first_share, budget) - window)
+    norms = component_by_component(values[:, :, :-window], w_o)
+    return np.where(first, np.inf, scores * norms + keys.dtype.type(epsilon) * norms)
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)
-def torch_score(queries, keys, values, w_o, *, budget, window_size=32, kernel_size=5, first_share=0.5, epsilon=1e-4):
-    """torch, at least in float32; the first stage by a stable sort."""
-    window = checked(queries, keys, window_size, kernel_size)
-    refuse_settings(queries, keys, values, w_o, budget, first_share, epsilon)
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    scores = torch.full(keys.shape[:3], torch.inf, dtype=wide)
-    if window < keys.shape[2]:
-        weights = torch_weights(queries[:, :, -window:].to(wide), keys.to(wide))[..., :-window]
-        pooled = torch_pooled(weights, kernel_size)
-        lost = pooled.sum(dim=-1, keepdim=True)
-        pooled = pooled * weights.sum(dim=-1, keepdim=True) / lost.where(lost > 0, 1)
-        largest = pooled.amax(dim=2).unflatten(1, (keys.shape[1], -1)).amax(dim=2)
-        scores[..., :-window] = largest.clamp(min=largest.mean(dim=-1, keepdim=True))
-        order = scores.argsort(dim=-1, descending=True, stable=True)[..., : first_count(first_share, budget)]
-        repeated = values.to(wide).repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-        norms = (
-            torch.einsum("bhtd,hdc->bhtc", repeated, w_o.to(wide)).abs().sum(dim=-1).unflatten(1, (keys.shape[1], -1)).mean(dim=2)
-        )
-        scores[..., :-window] = (scores[..., :-window] + epsilon) * norms[..., :-window]
-        scores.scatter_(-1, order, torch.inf)
-    return scores.to(keys.dtype)
+@through_float32
+@before_a_window_of(32)
+def torch_score(queries, keys, values, w_o, *, budget, kernel_size=5, first_share=0.5, epsilon=1e-4):
+    """torch; the first stage by a stable sort."""
+    window, by_group = queries.shape[2], (keys.shape[1], -1)
+    weights = torch_weights(queries, keys)[..., :-window]
+    pooled = torch_pooled(weights, kernel_size)
+    lost = pooled.sum(dim=-1, keepdim=True)
+    pooled = pooled * weights.sum(dim=-1, keepdim=True) / lost.where(lost > 0, 1)
+    largest = pooled.amax(dim=2).unflatten(1, by_group).amax(dim=2)
+    scores = largest.clamp(min=largest.mean(dim=-1, keepdim=True))
+    first = torch_top(scores, max(0, first_count(first_share, budget) - window))
+    repeated = values[:, :, :-window].repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    norms = torch.einsum("bhtd,hdc->bhtc", repeated, w_o).abs().sum(dim=-1).unflatten(1, by_group).mean(dim=2)
+    return ((scores + epsilon) * norms).masked_fill(first, torch.inf)
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)
 def torch_largest_of_the_dtype(queries, keys, values, w_o, **settings):
     """As in kvpress's CriticalKVPress, the first stage and the window have the largest number of the dtype."""
-    scores = torch_score(queries, keys, values, w_o, **settings)
-    return scores.clamp(max=torch.finfo(scores.dtype).max)
+    return torch_score(queries, keys, values, w_o, **settings).clamp(max=torch.finfo(keys.dtype).max)
 
 
 @control(BOUND, dtypes=NUMPY)

@@ -1,17 +1,23 @@
 """Correct H2Os of other kinds."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import torch
 
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import counted_before
-from evictionary.spec_tests.shared.variants_attention import ALL, NUMPY, hidden, refuse, streamed, torch_weights, widened
+from evictionary.spec_tests.h2o import forms
+from evictionary.spec_tests.proof.planted import control, put_together
+from evictionary.spec_tests.shared.forms import top_by_comparing
+from evictionary.spec_tests.shared.variants import ALL, NUMPY, cast, hidden, through_float32, torch_top, torch_weights
 
 SCORE, SELECT = "h2o.score", "h2o.select"
+DECODING = {"received": forms.received_query_by_query, "score": forms.score_head_by_head}
+
+control(SCORE, dtypes=NUMPY, name="as_decoding_does_it")(put_together(forms, "score", **DECODING))
+control(SELECT, dtypes=NUMPY, name="two_parts")(put_together(forms, "select", select=forms.select_in_two_parts, **DECODING))
+control(SELECT, dtypes=NUMPY, name="counted_rank")(
+    put_together(forms, "select", top=top_by_comparing, received=forms.received_by_rows, score=forms.score_by_every_gth_head)
+)
 
 
 def over_the_group(received, keys):
@@ -20,19 +26,8 @@ def over_the_group(received, keys):
 
 
 @control(SCORE, dtypes=NUMPY)
-def as_decoding_does_it(queries, keys):
-    """The attention of one query after the other added to running scores."""
-    refuse(queries, keys)
-    scores = np.zeros((*queries.shape[:2], keys.shape[2]), keys.dtype)
-    for row in np.moveaxis(streamed(queries, keys), 2, 0):
-        scores = scores + row
-    return over_the_group(scores, keys)
-
-
-@control(SCORE, dtypes=NUMPY)
 def tokens_first(queries, keys):
     """A permuted layout; the group's mean before the sum over the queries, that taken from the last query to the first."""
-    refuse(queries, keys)
     length, scale = keys.shape[2], keys.dtype.type(1 / math.sqrt(keys.shape[-1]))
     by_token = np.ascontiguousarray(keys.transpose(2, 0, 1, 3)) * scale
     grouped = queries.reshape(keys.shape[0], keys.shape[1], -1, *queries.shape[2:])
@@ -45,26 +40,22 @@ def tokens_first(queries, keys):
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)
+@through_float32
 def torch_all_at_once(queries, keys):
-    """torch, at least in float32, the whole matrix, summed as a product with ones."""
-    refuse(queries, keys)
-    weights = widened(queries, keys)
-    received = (weights.new_ones(1, weights.shape[2]) @ weights)[:, :, 0]
-    return over_the_group(received, keys).to(keys.dtype)
+    """The whole matrix, summed as a product with ones."""
+    weights = torch_weights(queries, keys)
+    return over_the_group((weights.new_ones(1, weights.shape[2]) @ weights)[:, :, 0], keys)
 
 
 @control(SCORE, array_library="torch", dtypes=("float64", "float32", "bfloat16"))
 def torch_weights_rounded(queries, keys):
     """The weights in the dtype of the keys, as eager code gives them, summed in float32 or wider."""
-    refuse(queries, keys)
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    return over_the_group(torch_weights(queries, keys).sum(dim=2, dtype=wide), keys).to(keys.dtype)
+    return over_the_group(cast(torch_weights(queries, keys)).sum(dim=2), keys).to(keys.dtype)
 
 
 @control(SCORE, array_library="torch", dtypes=("float64", "float32"))
 def torch_padded_blocks(queries, keys):
     """Blocks of 16 queries, the last one filled up with rubbish whose weights are masked."""
-    refuse(queries, keys)
     num_queries, length = queries.shape[2], keys.shape[2]
     repeated = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1) / math.sqrt(keys.shape[-1])
     padded = torch.cat([queries, torch.full((*queries.shape[:2], -num_queries % 16, queries.shape[3]), 1e3)], dim=2).to(keys.dtype)
@@ -78,37 +69,8 @@ def torch_padded_blocks(queries, keys):
     return over_the_group(total, keys)
 
 
-def refuse_budget(budget) -> None:
-    if not isinstance(budget, int) or budget < 1:
-        raise ValueError(f"budget: got {budget}")
-
-
-@control(SELECT, dtypes=NUMPY)
-def two_parts(queries, keys, *, budget):
-    """The heavy hitters among the tokens before the recent ones, by a sort, and then the recent ones."""
-    refuse_budget(budget)
-    scores, length = as_decoding_does_it(queries, keys), keys.shape[2]
-    before = max(0, length - (budget + 1) // 2)
-    kept = np.arange(length) >= before + np.zeros(scores.shape, dtype=int)
-    order = np.argsort(-scores[..., :before], axis=-1, kind="stable")[..., : budget // 2]
-    np.put_along_axis(kept, order, True, axis=-1)
-    return kept
-
-
-@control(SELECT, dtypes=NUMPY)
-def counted_rank(queries, keys, *, budget):
-    """A token is kept if fewer than `budget` come before it."""
-    refuse_budget(budget)
-    recent = np.arange(keys.shape[2]) >= keys.shape[2] - (budget + 1) // 2
-    return counted_before(np.where(recent, np.inf, tokens_first(queries, keys))) < budget
-
-
 @control(SELECT, array_library="torch", dtypes=ALL)
 def torch_sorted(queries, keys, *, budget):
-    """torch's stable sort of scores in which the recent tokens are infinite."""
-    refuse_budget(budget)
     scores = torch_all_at_once(queries, keys)
-    recent = (budget + 1) // 2
-    scores[..., max(0, keys.shape[2] - recent) :] = torch.inf
-    order = scores.argsort(dim=-1, descending=True, stable=True)[..., :budget]
-    return torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, order, True)
+    scores[..., max(0, keys.shape[2] - (budget + 1) // 2) :] = torch.inf
+    return torch_top(scores, budget)

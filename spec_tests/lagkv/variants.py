@@ -1,8 +1,5 @@
 """Correct LagKVs of other kinds."""
 
-from __future__ import annotations
-
-import functools
 import math
 from fractions import Fraction
 
@@ -10,111 +7,83 @@ import numpy as np
 import torch
 
 from evictionary.reference.lagkv import Stream
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants_attention import ALL, NUMPY, hidden
+from evictionary.spec_tests.lagkv import forms
+from evictionary.spec_tests.proof.planted import control, put_together
+from evictionary.spec_tests.shared import forms as shared
+from evictionary.spec_tests.shared.variants import ALL, NUMPY, hidden, in_float32
 
 SCORE, SELECT, RETAINED, STEP = "lagkv.score", "lagkv.select", "lagkv.retained_length", "lagkv.step"
+PAIRS = {"normalise": forms.normalise_by_divide, "deviation": forms.deviation_of_pairs}
+WALKING = {"normalise": forms.normalise_token_by_token, "softmax": shared.softmax_by_log_sum_exp}
+IN_PLACE = {"normalise": forms.normalise_in_place, "deviation": forms.deviation_by_hand, "softmax": shared.softmax_in_place}
+
+for name, parts, longest in (
+    ("running_extremes", WALKING, None),
+    ("times_the_reciprocal", {"normalise": forms.normalise_by_reciprocal, "deviation": forms.deviation_running}, None),
+    ("log_add_exp", {"softmax": shared.softmax_by_log_add_exp}, None),
+    ("log_add_exp_of_a_list", {"softmax": shared.softmax_by_reduce}, None),
+    ("softmax_by_powers_of_two", {"softmax": shared.softmax_in_powers_of_two}, None),
+    ("every_share_by_differences", {"softmax": shared.softmax_by_differences}, 4096),
+    ("in_long_double", {"normalise": forms.normalise_in_long_double, "softmax": shared.softmax_in_long_double}, None),
+    ("normalised_in_place", IN_PLACE, None),
+    (
+        "lists_and_loops",
+        {
+            "normalise": forms.normalise_channel_by_channel,
+            "deviation": forms.deviation_in_lists,
+            "softmax": shared.softmax_in_lists,
+            "score": forms.score_head_by_head,
+        },
+        256,
+    ),
+):
+    control(SCORE, dtypes=NUMPY, name=name, max_length=longest)(put_together(forms, "score", **parts))
+
+sums_of_squares = control(SCORE, dtypes=NUMPY, name="sums_of_squares")(put_together(forms, "score", **PAIRS))
+control("lagkv.normalise", dtypes=NUMPY, name="inverted_range")(forms.normalise_by_reciprocal)
+control(SELECT, name="partition_by_partition")(put_together(forms, "select", top=shared.top_by_repeated_argmax, **WALKING))
+control(SELECT, dtypes=("float32",), name="in_float32")(put_together(forms, "select", top=shared.top_by_threshold, **PAIRS))
+control(RETAINED, name="what_is_removed")(forms.length_by_what_is_removed)
+control(RETAINED, name="in_float_with_a_guard")(put_together(forms, "retained_length", share=forms.floor_in_float_with_a_guard))
+control(RETAINED, name="partition_by_partition_counted")(forms.length_by_counting)
 
 
-def refuse_other_shapes(keys, values, next_keys, next_values) -> None:
-    if keys.shape[:-1] != values.shape[:-1]:
-        raise ValueError(f"values: got shape {tuple(values.shape)}, wanted the tokens of keys, {tuple(keys.shape)}")
-    if keys.shape[-1] != next_keys.shape[-1]:
-        raise ValueError(f"next_keys: got shape {tuple(next_keys.shape)}, wanted the channels of keys")
-    if values.shape[-1] != next_values.shape[-1] or next_keys.shape[:-1] != next_values.shape[:-1]:
-        raise ValueError(f"next_values: got shape {tuple(next_values.shape)}, wanted the channels of values")
+def torch_scorer(part, name, **claims):
+    """Register a score by its part: what the keys, and likewise the values, of a partition have against the next one."""
+
+    def score(keys, values, next_keys, next_values):
+        return part(keys, next_keys) + part(values, next_values)
+
+    control(SCORE, array_library="torch", name=name, **claims)(score)
+    return score
 
 
-def scorer(**claims):
-    """Register a correct score by its part: what the keys, and likewise the values, of a partition have against the next one."""
-
-    def decorate(part):
-        @functools.wraps(part)
-        def score(keys, values, next_keys, next_values):
-            refuse_other_shapes(keys, values, next_keys, next_values)
-            return part(keys, next_keys) + part(values, next_values)
-
-        return control(SCORE, **claims)(score)
-
-    return decorate
-
-
-@scorer(dtypes=NUMPY)
-def sums_of_squares(states, following):
-    """The deviation from pairs of channels: the variance is half the mean squared difference of all pairs."""
-    low, spread = following.min(axis=-2, keepdims=True), np.ptp(following, axis=-2, keepdims=True)
-    scaled = np.divide(
-        states - low, spread, out=np.zeros(np.broadcast_shapes(states.shape, low.shape), states.dtype), where=spread > 0
-    )
-    channels = scaled.shape[-1]
-    if channels == 1:
-        deviation = np.zeros(scaled.shape[:-1], states.dtype)
-    else:
-        pairs = scaled[..., :, None] - scaled[..., None, :]
-        deviation = np.sqrt((pairs * pairs).sum(axis=(-2, -1)) / (2 * channels * (channels - 1)))
-    weights = np.exp(deviation - deviation.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
-@scorer(dtypes=NUMPY)
-def running_extremes(states, following):
-    """Minimum and maximum kept while walking over the next partition, the softmax through a log-sum-exp."""
-    low = high = following[..., 0, :]
-    for token in range(1, following.shape[-2]):
-        low, high = np.minimum(low, following[..., token, :]), np.maximum(high, following[..., token, :])
-    low, spread = low[..., None, :], (high - low)[..., None, :]
-    scaled = np.where(spread > 0, (states - low) / np.where(spread > 0, spread, 1), 0)
-    deviation = scaled.std(axis=-1, ddof=1) if scaled.shape[-1] > 1 else scaled[..., 0] * 0
-    top = deviation.max(axis=-1, keepdims=True)
-    return np.exp(deviation - top - np.log(np.exp(deviation - top).sum(axis=-1, keepdims=True)))
+def torch_deviation(states, following):
+    low, high = following.aminmax(dim=-2, keepdim=True)
+    scaled = torch.where(high == low, 0, (states - low) / torch.where(high == low, 1, high - low))
+    return scaled.std(dim=-1) if scaled.shape[-1] > 1 else torch.zeros_like(scaled[..., 0])
 
 
 def torch_part(states, following):
-    low, high = following.amin(dim=-2, keepdim=True), following.amax(dim=-2, keepdim=True)
-    scaled = torch.where(high == low, 0, (states - low) / torch.where(high == low, 1, high - low))
-    deviation = scaled.std(dim=-1) if scaled.shape[-1] > 1 else torch.zeros_like(scaled[..., 0])
-    return deviation.softmax(dim=-1)
+    return torch_deviation(states, following).softmax(dim=-1)
 
 
-@scorer(array_library="torch", dtypes=("float64", "float32", "bfloat16"))
-def torch_eager(states, following):
-    """torch in the dtype of its inputs."""
-    return torch_part(states, following)
+@in_float32
+def torch_logarithm_of_shares(states, following):
+    return torch_deviation(states, following).log_softmax(dim=-1).exp()
 
 
-@scorer(array_library="torch", dtypes=("float16", "bfloat16"))
-def torch_widened(states, following):
-    """torch, computing in float32."""
-    return torch_part(states.float(), following.float())
+torch_eager = torch_scorer(torch_part, "torch_eager", dtypes=("float64", "float32", "bfloat16"))
+torch_scorer(in_float32(torch_part), "torch_widened", dtypes=("float16", "bfloat16"))
 
 
-@control("lagkv.normalise", dtypes=NUMPY)
-def inverted_range(states, next_states):
-    low, spread = next_states.min(axis=-2, keepdims=True), np.ptp(next_states, axis=-2, keepdims=True)
-    return (states - low) * np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0)
-
-
-@scorer(dtypes=NUMPY)
-def times_the_reciprocal(states, following):
-    """The range inverted once for each channel and multiplied with; the deviation in one pass (Welford)."""
-    scaled = inverted_range(states, following)
-    mean = squares = np.zeros(scaled.shape[:-1], scaled.dtype)
-    for number in range(scaled.shape[-1]):
-        distance = scaled[..., number] - mean
-        mean = mean + distance / (number + 1)
-        squares = squares + distance * (scaled[..., number] - mean)
-    root = np.sqrt(squares / max(1, scaled.shape[-1] - 1))
-    weights = np.exp(root - root.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
-@scorer(array_library="torch", dtypes=ALL)
-def torch_padded_and_permuted(states, following):
-    """Tokens before heads, both partitions filled up to tiles of 16 that are masked, in float32 or wider."""
+@in_float32
+def torch_tiles(states, following):
+    """Tokens before heads, both partitions filled up to tiles of 16 that are masked."""
 
     def tiles(states, filling):
-        wide = (states if states.dtype == torch.float64 else states.float()).movedim(-2, 0)
-        return torch.cat([wide, torch.full((-len(wide) % 16, *wide.shape[1:]), filling, dtype=wide.dtype)])
+        first = states.movedim(-2, 0)
+        return torch.cat([first, torch.full((-len(first) % 16, *first.shape[1:]), filling, dtype=first.dtype)])
 
     low = tiles(following, torch.inf).unflatten(0, (-1, 16)).amin(dim=1).amin(dim=0)
     spread = tiles(following, -torch.inf).unflatten(0, (-1, 16)).amax(dim=1).amax(dim=0) - low
@@ -125,43 +94,12 @@ def torch_padded_and_permuted(states, following):
     return deviation.softmax(dim=0)[: states.shape[-2]].movedim(0, -1)
 
 
-def exact_count(keep_ratio, sink_size, lag_size) -> int:
-    ratio = keep_ratio if isinstance(keep_ratio, Fraction) else Fraction(str(keep_ratio))
-    for name, value, good in (
-        ("keep_ratio", keep_ratio, 0 <= ratio <= 1),
-        ("sink_size", sink_size, sink_size >= 0),
-        ("lag_size", lag_size, lag_size >= 1),
-    ):
-        if not good:
-            raise ValueError(f"{name}: got {value}")
-    return math.floor(ratio * lag_size)
-
-
-def compressed_partitions(keys, values, sink_size, lag_size):
-    """The places of each partition that is compressed, and the arguments of its score."""
-    for start in range(sink_size, keys.shape[2] - 2 * lag_size + 1, lag_size):
-        own, following = slice(start, start + lag_size), slice(start + lag_size, start + 2 * lag_size)
-        yield own, (keys[:, :, own], values[:, :, own], keys[:, :, following], values[:, :, following])
-
-
-@control(SELECT)
-def partition_by_partition(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
-    """A loop over partitions, the best found by repeated argmax."""
-    count = exact_count(keep_ratio, sink_size, lag_size)
-    kept = np.ones(keys.shape[:3], dtype=bool)
-    for own, states in compressed_partitions(keys, values, sink_size, lag_size):
-        scores = running_extremes(*states)
-        chosen = np.zeros(scores.shape, dtype=bool)
-        for _ in range(count):
-            best = np.where(chosen, -np.inf, scores).argmax(axis=-1)
-            np.put_along_axis(chosen, best[..., None], True, axis=-1)
-        kept[:, :, own] = chosen
-    return kept
+torch_scorer(torch_logarithm_of_shares, "torch_log_softmax", dtypes=ALL)
+torch_scorer(torch_tiles, "torch_padded_and_permuted", dtypes=ALL)
 
 
 def torch_sorted(keys, values, keep_ratio, sink_size, lag_size, scored):
     """All partitions at once, a stable sort for the best; `scored` has the arguments of `score`."""
-    count = exact_count(keep_ratio, sink_size, lag_size)
     kept = torch.ones(keys.shape[:3], dtype=torch.bool)
     partitions = (keys.shape[2] - sink_size) // lag_size
     if partitions >= 2:
@@ -169,7 +107,7 @@ def torch_sorted(keys, values, keep_ratio, sink_size, lag_size, scored):
         parts = [states[:, :, sink_size:end].unflatten(2, (partitions, lag_size)) for states in (keys, values)]
         scores = scored(*(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts))
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        kept[:, :, sink_size : end - lag_size] = (rank < count).flatten(2)
+        kept[:, :, sink_size : end - lag_size] = (rank < forms.share(keep_ratio, lag_size)).flatten(2)
     return kept
 
 
@@ -178,67 +116,16 @@ def torch_select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
     return torch_sorted(keys, values, keep_ratio, sink_size, lag_size, torch_eager)
 
 
-@control(SELECT, dtypes=("float32",))
-def in_float32(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
-    """NumPy in float32, the threshold found by a partial sort, ties filled from the front."""
-    count = exact_count(keep_ratio, sink_size, lag_size)
-    kept = np.ones(keys.shape[:3], dtype=bool)
-    for own, states in compressed_partitions(keys, values, sink_size, lag_size):
-        scores = sums_of_squares(*states)
-        if count == 0:
-            kept[:, :, own] = False
-            continue
-        threshold = -np.partition(-scores, count - 1, axis=-1)[..., count - 1 : count]
-        above, equal = scores > threshold, scores == threshold
-        room = count - above.sum(axis=-1, keepdims=True)
-        kept[:, :, own] = above | (equal & (np.cumsum(equal, axis=-1) <= room))
-    return kept
-
-
-def refuse_settings(length, keep_ratio, sink_size, lag_size) -> None:
-    if length < 0:
-        raise ValueError(f"length: got {length}")
-    exact_count(keep_ratio, sink_size, lag_size)
-
-
-@control(RETAINED)
-def what_is_removed(length, *, keep_ratio, sink_size=16, lag_size=1024):
-    """The length less what each compressed partition loses."""
-    refuse_settings(length, keep_ratio, sink_size, lag_size)
-    compressed = max(0, (length - sink_size) // lag_size - 1)
-    return length - compressed * (lag_size - exact_count(keep_ratio, sink_size, lag_size))
-
-
-@control(RETAINED)
-def in_float_with_a_guard(length, *, keep_ratio, sink_size=16, lag_size=1024):
-    """floor(rL) in binary floating point, the last bits rounded away first."""
-    refuse_settings(length, keep_ratio, sink_size, lag_size)
-    if length < sink_size + 2 * lag_size:
-        return length
-    count = math.floor(round(float(keep_ratio) * lag_size, 9))
-    return sink_size + count * ((length - sink_size) // lag_size - 1) + lag_size + (length - sink_size) % lag_size
-
-
-@control(RETAINED)
-def partition_by_partition_counted(length, *, keep_ratio, sink_size=16, lag_size=1024):
-    """Partitions struck off one by one while two whole ones are left."""
-    refuse_settings(length, keep_ratio, sink_size, lag_size)
-    count = exact_count(keep_ratio, sink_size, lag_size)
-    uncompressed = max(0, length - sink_size)
-    times = max(0, uncompressed // lag_size - 1)
-    return min(sink_size, length) + times * count + uncompressed - times * lag_size
-
-
 @control("lagkv.keep_ratio_for")
 def searched(length, budget, *, sink_size=16, lag_size=1024):
     """The largest count of a partition that fits, by bisection."""
     lengths = {"sink_size": sink_size, "lag_size": lag_size}
-    if what_is_removed(length, keep_ratio=1, **lengths) <= budget or length < sink_size + 2 * lag_size:
+    if forms.length_by_what_is_removed(length, keep_ratio=1, **lengths) <= budget or length < sink_size + 2 * lag_size:
         return Fraction(1)
     low, high = 0, lag_size
     while high - low > 1:
         middle = (low + high) // 2
-        fits = what_is_removed(length, keep_ratio=Fraction(middle, lag_size), **lengths) <= budget
+        fits = forms.length_by_what_is_removed(length, keep_ratio=Fraction(middle, lag_size), **lengths) <= budget
         low, high = (middle, high) if fits else (low, middle)
     return Fraction(low, lag_size)
 
@@ -246,37 +133,27 @@ def searched(length, budget, *, sink_size=16, lag_size=1024):
 @control(STEP, max_length=4096)
 def token_by_token(stream, keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
     """Tokens enter one at a time; a partition is compressed at the moment when the next one is full."""
-    count = exact_count(keep_ratio, sink_size, lag_size)
-    batch, heads, new = keys.shape[:3]
+    count, heads = forms.share(keep_ratio, lag_size), keys.shape[:2]
     if stream is None:
-        nothing = np.zeros((batch, heads, 0), dtype=int)
-        stream = Stream(keys[:, :, :0], values[:, :, :0], nothing, sink_size, 0)
-    for name, own, given in (("keys", stream.keys, keys), ("values", stream.values, values)):
-        if (*own.shape[:2], own.shape[3]) != (*given.shape[:2], given.shape[3]):
-            raise ValueError(f"{name}: got shape {given.shape}, wanted the heads and channels of the stream")
-    rows, static, seen = [stream.keys, stream.values, stream.positions], stream.static_length, stream.seen
-    for token in range(new):
-        one = slice(token, token + 1)
-        place = np.full((batch, heads, 1), seen)
-        rows = [np.concatenate(pair, axis=2) for pair in zip(rows, (keys[:, :, one], values[:, :, one], place), strict=True)]
-        seen += 1
+        stream = Stream(keys[:, :, :0], values[:, :, :0], np.zeros((*heads, 0), dtype=int), sink_size, 0)
+    *rows, static, seen = stream
+    for token in range(keys.shape[2]):
+        new = (keys[:, :, token : token + 1], values[:, :, token : token + 1], np.full((*heads, 1), seen + token))
+        rows = [np.concatenate(pair, axis=2) for pair in zip(rows, new, strict=True)]
         if rows[0].shape[2] == static + 2 * lag_size:
             own, following = slice(static, static + lag_size), slice(static + lag_size, None)
-            scores = running_extremes(rows[0][:, :, own], rows[1][:, :, own], rows[0][:, :, following], rows[1][:, :, following])
+            scores = forms.score(rows[0][:, :, own], rows[1][:, :, own], rows[0][:, :, following], rows[1][:, :, following])
             kept = np.ones(rows[2].shape, dtype=bool)
-            kept[:, :, own] = scores.argsort(axis=-1, kind="stable")[..., ::-1].argsort(axis=-1) < count
-            rows = [entry[kept].reshape(batch, heads, -1, *entry.shape[3:]) for entry in rows]
+            kept[:, :, own] = forms.top(scores, count)
+            rows = [entry[kept].reshape(*heads, -1, *entry.shape[3:]) for entry in rows]
             static += count
-    return Stream(rows[0], rows[1], rows[2], static, seen)
+    return Stream(rows[0], rows[1], rows[2], static, seen + keys.shape[2])
 
 
 @control("lagkv_theory.attention_weights", array_library="torch", dtypes=("float64", "float32"))
 def torch_masked_softmax(queries, keys):
-    new, length = queries.shape[-2], keys.shape[-2]
-    if new > length:
-        raise ValueError(f"queries: got {new}, wanted at most {length}")
     logits = torch.einsum("...md,...td->...mt", queries / math.sqrt(keys.shape[-1]), keys)
-    return logits.masked_fill(hidden(new, length), -torch.inf).softmax(dim=-1)
+    return logits.masked_fill(hidden(*logits.shape[-2:]), -torch.inf).softmax(dim=-1)
 
 
 @control("lagkv_theory.attention_output", dtypes=NUMPY)
@@ -288,7 +165,6 @@ def head_by_head(weights, values, output_weight):
 
 @control("lagkv_theory.project", array_library="torch", dtypes=ALL)
 def torch_one_matrix(states, query_weight, key_weight, value_weight):
-    """One product with the three matrices side by side."""
     joined = torch.cat([query_weight, key_weight, value_weight], dim=-1)
     return tuple((states @ joined).split([query_weight.shape[-1], key_weight.shape[-1], value_weight.shape[-1]], dim=-1))
 
@@ -305,7 +181,5 @@ def torch_local_select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024)
 
 @control("lagkv_variants.norm_select", array_library="torch", dtypes=ALL)
 def torch_norm_select(keys, values, *, layer, keep_ratio, sink_size=16, lag_size=1024, skipped_layers=2):
-    if layer < 0:
-        raise ValueError(f"layer: got {layer}")
     kept = torch_sorted(keys, values, keep_ratio, sink_size, lag_size, lambda own, *_: -own.float().norm(dim=-1))
     return kept | (layer < skipped_layers)

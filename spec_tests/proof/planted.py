@@ -12,14 +12,12 @@ import importlib
 import inspect
 import tomllib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from evictionary.reference.checks import arrays
-from evictionary.reference.contract import CONTRACT, arguments
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import STEMS, Implementation, oracle, to_numpy
 from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, import_all
@@ -90,17 +88,22 @@ def load_mutants() -> dict[str, Mutant]:
 def _plant_edits() -> None:
     for path in sorted(SUITE.glob("*/mutants*.toml")):
         for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
-            was, now = entry.pop("was"), entry.pop("is")
-            edits = tuple(zip(was, now, strict=True)) if isinstance(was, list) else ((was, now),)
+            edits = edits_of(entry.pop("was"), entry.pop("is"))
             _plant(Mutant(f"{entry['of'].split('.')[0]}.{name}", edited=entry.pop("in", ""), edits=edits, **entry))
 
 
-def edited_source(path: str, edits: tuple[tuple[str, str], ...]) -> str:
-    """The source of the function `path` of the reference, with the edits made.
+def edits_of(was: str | list[str], now: str | list[str]) -> tuple[tuple[str, str], ...]:
+    """The edits that an entry of a TOML file says: one, or a list of them."""
+    return tuple(zip(was, now, strict=True)) if isinstance(was, list) else ((was, now),)  # type: ignore[return-value]
 
-    Raises ValueError where a text to be replaced does not stand in it exactly once.
-    """
-    source = inspect.getsource(oracle(path))
+
+def edited_source(path: str, edits: Iterable[tuple[str, str]]) -> str:
+    """The source of the function `path` of the reference, with the edits made; ValueError as `edited_text` says."""
+    return edited_text(path, inspect.getsource(oracle(path)), edits)
+
+
+def edited_text(path: str, source: str, edits: Iterable[tuple[str, str]]) -> str:
+    """The source with the edits made. Raises ValueError where a text to be replaced does not stand in it exactly once."""
     for was, now in edits:
         if source.count(was) != 1:
             raise ValueError(f"{path}: got {source.count(was)} places of {was!r}, wanted exactly one to edit")
@@ -119,15 +122,20 @@ def copied(
     return copy
 
 
-def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
-    """The function `of` of the reference where the source of the function `path`, itself or one that it calls, is edited."""
-    module, target = (importlib.import_module(f"evictionary.reference.{each.split('.')[0]}") for each in (of, path))
-    source = edited_source(path, edits)
-    # The functions of the module once more, with globals of their own: what calls the edited function finds it.
+def again(module: types.ModuleType) -> dict[str, Any]:
+    """The functions of a module once more, with globals of their own."""
     scope = dict(vars(module))
     for name, member in vars(module).items():
         if isinstance(member, types.FunctionType) and member.__globals__ is vars(module):
             scope[name] = copied(member, scope=scope)
+    return scope
+
+
+def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+    """The function `of` of the reference where the source of the function `path`, itself or one that it calls, is edited."""
+    module, target = (importlib.import_module(f"evictionary.reference.{each.split('.')[0]}") for each in (of, path))
+    source = edited_source(path, edits)
+    scope = again(module)  # what calls the edited function finds it
     if target is module:
         exec("from __future__ import annotations\n" + source, scope)
     else:
@@ -137,11 +145,11 @@ def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[.
     return np.errstate(all="ignore")(scope[of.split(".")[1]])  # a mistake dies by its numbers, not by a warning
 
 
-def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def answer(function: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
     """What a right or a wrong function gives for a copy of the arguments, or the exception that it raises."""
     try:
         with np.errstate(all="ignore"):
-            return function(**copy.deepcopy(arguments))  # some planted mistakes write into their inputs
+            return function(*copy.deepcopy(args), **copy.deepcopy(arguments))  # some planted mistakes write into their inputs
     except Exception as error:
         return error
 
@@ -178,21 +186,21 @@ class Control:
     max_length: int | None = None
     edges: bool = True
 
-    def implementation(self, dtype: str) -> Implementation:
-        """This one function, judged alone at a dtype; what else its laws call comes from the reference."""
+    def implementation(self, dtype: str, bare: bool = False) -> Implementation:
+        """This one function, judged alone at a dtype; bare is without checks. What else its laws call comes from the reference."""
         fields = {"array_library": self.array_library, "dtype": dtype, "domain": Domain(max_length=self.max_length)}
-        return replaced(f"control {self.name}", {self.of: refusing(self.of, self.function)}, **fields)
+        function = self.function if bare else refusing(self.of, self.function)
+        return replaced(f"control {self.name}", {self.of: function}, **fields)
 
 
 def refusing(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A right variant that refuses what does not fit its line of the contract: what it writes otherwise is the mathematics."""
-    if path not in CONTRACT:
-        return function
+    """A right variant behind the checks of the reference: what it writes otherwise is the mathematics."""
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(oracle(path)).bind(*args, **kwargs).arguments
-        arrays(path, *(to_numpy(given.get(argument.name)) for argument in arguments(path)))
+        found = answer(oracle(path), *map(to_numpy, args), **{name: to_numpy(value) for name, value in kwargs.items()})
+        if isinstance(found, ValueError):
+            raise found
         return function(*args, **kwargs)
 
     return checked
@@ -208,20 +216,28 @@ def control(
     dtypes: tuple[str, ...] = ("float64",),
     max_length: int | None = None,
     edges: bool = True,
+    name: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a correct `of`.
+    """Register the decorated function as a correct `of`, under its name or another.
 
     max_length, for one whose memory or time is their square; edges is false for one that decides degenerate inputs otherwise.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = f"{of.split('.')[0]}.{function.__name__}"
-        if name in CONTROLS:
-            raise KeyError(f"{name}: registered twice")
-        CONTROLS[name] = Control(name, of, array_library, dtypes, function, max_length, edges)
+        path = f"{of.split('.')[0]}.{name or function.__name__}"
+        if path in CONTROLS:
+            raise KeyError(f"{path}: registered twice")
+        CONTROLS[path] = Control(path, of, array_library, dtypes, function, max_length, edges)
         return function
 
     return decorate
+
+
+def put_together(forms: types.ModuleType, function: str, **chosen: Any) -> Callable[..., Any]:
+    """The part `function` of a file of forms, where each part is the form chosen for it, or else the first."""
+    scope = again(forms)
+    scope |= {part: scope.get(form.__name__, form) for part, form in chosen.items()}
+    return scope[function]
 
 
 def load_controls() -> dict[str, Control]:

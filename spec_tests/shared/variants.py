@@ -1,7 +1,10 @@
-"""Correct selections, caches, attention, baselines and allocators of other kinds."""
+"""Correct selections, caches, attention, baselines and allocators of other kinds, and what variants of methods share.
 
-from __future__ import annotations
+A variant is named for what it does in another way. One in torch computes in the dtype of its inputs, as eager code does, and rounds
+at each step, unless it is widened by `in_float32` or `through_float32`.
+"""
 
+import functools
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -11,74 +14,88 @@ import torch
 
 from evictionary.reference.cache import CompressedCache
 from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.refusal import refuse_unless
-from evictionary.spec_tests.shared.variants_attention import ALL, NUMPY
+from evictionary.spec_tests.shared import forms
 
 BUDGET, TOP_K, COMPRESS, ATTEND = "selection.budget", "selection.top_k", "cache.compress", "attention.attend"
+BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
+NUMPY = ("float64", "float32")
+ALL = (*NUMPY, "float16", "bfloat16")
 
 
-def exact_ratio(ratio) -> Decimal:
-    try:
-        exact = Decimal(str(ratio))
-        inside = 0 <= exact < 1  # raises for NaN
-    except ArithmeticError:
-        inside = False
-    if not inside:
-        raise ValueError(f"compression_ratio: got {ratio!r}")
-    return exact
+def cast(value, dtype=None):
+    """Floating-point tensors, alone or in a tuple, in a dtype, or without one at least in float32; all else as it is."""
+    if isinstance(value, tuple):
+        entries = [cast(each, dtype) for each in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.to(dtype or torch.promote_types(value.dtype, torch.float32))
+
+
+def in_float32(function):
+    """Computes, and answers, at least in float32."""
+
+    @functools.wraps(function)
+    def wide(*args, **settings):
+        return function(*cast(args), **{name: cast(value) for name, value in settings.items()})
+
+    return wide
+
+
+def through_float32(function):
+    """Computes at least in float32; what it answers is rounded to the dtype of its last argument of real numbers."""
+
+    @functools.wraps(function)
+    def rounded(*args, **settings):
+        dtype = [each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()][-1]
+        return cast(in_float32(function)(*args, **settings), dtype)
+
+    return rounded
+
+
+def torch_top(scores, count):
+    """The mask of the best of each row, by a stable sort."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, order[..., :count], True)
+
+
+# Selections
 
 
 @control(BUDGET)
 def decimal_budget(length, compression_ratio):
-    return max(1, int(length * (1 - exact_ratio(compression_ratio))))
+    return max(1, int(length * (1 - Decimal(str(compression_ratio)))))
 
 
 @control(BUDGET)
 def removed_rounded_up(length, compression_ratio):
-    return max(1, length - math.ceil(length * exact_ratio(compression_ratio)))
+    return max(1, length - math.ceil(length * Decimal(str(compression_ratio))))
 
 
 @control(BUDGET)
 def integer_budget(length, compression_ratio):
-    numerator, denominator = (1 - exact_ratio(compression_ratio)).as_integer_ratio()
+    numerator, denominator = (1 - Decimal(str(compression_ratio))).as_integer_ratio()
     return max(1, length * numerator // denominator)
 
 
-def refuse_protection(budget, protected) -> None:
-    if protected is not None and (protected.sum(-1) > budget).any():
-        raise ValueError(f"protected: more than the budget, {budget}")
+def first_protected(top):
+    """A selection by a form of `top`; where tokens are protected, it is asked for the best of the ranks that have these first."""
 
+    def kept(scores, budget, protected=None):
+        if protected is not None:
+            scores = -np.argsort(np.lexsort((-scores, ~protected)), axis=-1)
+        return top(scores, budget)
 
-@control(TOP_K, max_length=4096)
-def greedy_top_k(scores, budget, protected=None):
-    refuse_protection(budget, protected)
-    kept = np.zeros(scores.shape, dtype=bool)
-    for index in np.ndindex(scores.shape[:-1]):
-        row = scores[index].tolist()
-        first = [] if protected is None else np.flatnonzero(protected[index]).tolist()
-        rest = sorted(set(range(len(row))) - set(first), key=lambda position, row=row: (-row[position], position))  # type: ignore[misc]
-        kept[index][(first + rest)[:budget]] = True
     return kept
 
 
-def counted_before(scores):
-    """How many tokens of its row come before each: those of higher scores, and of equal ones those at lower positions."""
-    place, mine, other = np.arange(scores.shape[-1]), scores[..., :, None], scores[..., None, :]
-    return ((other > mine) | ((other == mine) & (place < place[:, None]))).sum(axis=-1)
-
-
-@control(TOP_K, max_length=4096)
-def counted_rank(scores, budget, protected=None):
-    """A token is kept if fewer than `budget` come before it: the ranking by counting that a kernel does."""
-    refuse_protection(budget, protected)
-    first = np.zeros(scores.shape, dtype=bool) if protected is None else protected
-    lifted = scores.shape[-1] * first - counted_before(scores)
-    return counted_before(lifted) < budget
+control(TOP_K, max_length=4096, name="greedy_top_k")(first_protected(forms.top_by_sorted))
+control(TOP_K, max_length=4096, name="counted_rank")(first_protected(forms.top_by_comparing))
+control(TOP_K, dtypes=NUMPY, name="by_a_heap")(first_protected(forms.top_by_a_heap))
 
 
 @control(TOP_K, array_library="torch", dtypes=ALL)
 def torch_stable_sort(scores, budget, protected=None):
-    refuse_protection(budget, protected)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     if protected is not None:
         order = order.gather(-1, (~protected).gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True))
@@ -88,8 +105,6 @@ def torch_stable_sort(scores, budget, protected=None):
 @control(TOP_K, array_library="torch", dtypes=ALL, edges=False)
 def torch_topk(scores, budget, protected=None):
     """torch.topk, which keeps any of equal scores; the protected stand above all others, and are counted first."""
-    refuse_protection(budget, protected)
-    refuse_unless(scores=not scores.isnan().any(), budget=budget >= 0)
     kept = torch.zeros(scores.shape, dtype=torch.bool) if protected is None else protected.clone()
     for row in np.ndindex(*scores.shape[:-1]):
         free = (~kept[row]).nonzero()[:, 0]
@@ -123,71 +138,149 @@ def sorted_and_cut(keys, values, kept):
     return CompressedCache(stored_keys, stored_values, order[cut], lengths)
 
 
-def walk(lengths):
-    start = 0
-    for index in np.ndindex(tuple(lengths.shape)):
-        stop = start + int(lengths[index])
-        yield index, slice(start, stop)
-        start = stop
+def online(queries, keys, values, causal=False):
+    """Attention [..., M, D_v] with a running maximum, sum and output, one token after the other; its log-sum-exp [..., M]."""
+    seen = np.tri(queries.shape[-2], keys.shape[-2], (keys.shape[-2] - queries.shape[-2]) if causal else keys.shape[-2], dtype=bool)
+    output = np.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
+    top, total = np.full(queries.shape[:-1], -np.inf, queries.dtype), np.zeros(queries.shape[:-1], queries.dtype)
+    for place in range(keys.shape[-2]):
+        logit = (queries * keys[..., place : place + 1, :]).sum(axis=-1) / queries.dtype.type(math.sqrt(keys.shape[-1]))
+        logit = np.where(seen[:, place], logit, -np.inf)
+        higher = np.maximum(top, logit)
+        old, new = np.exp(top - higher), np.exp(logit - higher)
+        output = output * old[..., None] + new[..., None] * values[..., place : place + 1, :]
+        top, total = higher, total * old + new
+    some = np.where(total > 0, total, 1)
+    return output / some[..., None], top + np.log(some)
 
 
-@control(ATTEND, dtypes=NUMPY)
-def one_token_at_a_time(queries, cache):
-    """Online softmax: a running maximum, a running sum and a running output."""
-    group = queries.shape[1] // cache.lengths.shape[1]
-    output = np.zeros((*queries.shape[:3], cache.values.shape[-1]), queries.dtype)
-    normaliser = np.full(queries.shape[:3], -np.inf, queries.dtype)
-    for (item, kv_head), rows in walk(cache.lengths):
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            top, total = np.full(queries.shape[2], -np.inf, queries.dtype), np.zeros(queries.shape[2], queries.dtype)
-            for row in range(rows.start, rows.stop):
-                logit = queries[item, head] @ cache.keys[row] / np.sqrt(queries.dtype.type(queries.shape[-1]))
-                higher = np.maximum(top, logit)
-                old, new = np.exp(top - higher), np.exp(logit - higher)
-                output[item, head] = output[item, head] * old[:, None] + new[:, None] * cache.values[row]
-                top, total = higher, total * old + new
-            if rows.start < rows.stop:
-                output[item, head] /= total[:, None]
-                normaliser[item, head] = top + np.log(total)
-    return output, normaliser
+def softmax(logits):
+    """Along the last axis; 0 where all logits are -inf."""
+    top = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, 1)
+
+
+def merged(*parts):
+    """Attention from the outputs [..., M, D_v] and log-sum-exps [..., M] over several sets of tokens, as split kernels do it."""
+    outputs, log_totals = (np.stack(part, axis=-1) for part in zip(*parts, strict=True))
+    return (outputs @ softmax(log_totals)[..., None])[..., 0]
+
+
+def each_head(attention):
+    """`attend` by the attention of the readers of one head [G, M, D] to its rows, and the log-sum-exp beside it."""
+
+    @functools.wraps(attention)
+    def attend(queries, cache):
+        library, group = torch if isinstance(queries, torch.Tensor) else np, queries.shape[1] // cache.lengths.shape[1]
+        output = library.zeros((*queries.shape[:3], cache.values.shape[-1]), dtype=queries.dtype)
+        normaliser = library.full(queries.shape[:3], -library.inf, dtype=queries.dtype)
+        stop = 0
+        for item, head in np.ndindex(*cache.lengths.shape):
+            start, stop = stop, stop + int(cache.lengths[item, head])
+            readers = item, slice(head * group, (head + 1) * group)
+            if start < stop:
+                output[readers], normaliser[readers] = attention(queries[readers], cache.keys[start:stop], cache.values[start:stop])
+        return output, normaliser
+
+    return attend
+
+
+control(ATTEND, dtypes=NUMPY, name="one_token_at_a_time")(each_head(online))
 
 
 @control(ATTEND, array_library="torch", dtypes=ALL)
-def torch_library_attention(queries, cache):
-    """torch's own attention head by head, in float32 for halves, the log-sum-exp beside it."""
-    wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    group = queries.shape[1] // cache.lengths.shape[1]
-    output = torch.zeros(*queries.shape[:3], cache.values.shape[-1], dtype=wide)
-    normaliser = torch.full(queries.shape[:3], -torch.inf, dtype=wide)
-    for (item, kv_head), rows in walk(cache.lengths):
-        if rows.start == rows.stop:
-            continue
-        readers = slice(kv_head * group, (kv_head + 1) * group)
-        query, keys, values = (entry.to(wide) for entry in (queries[item, readers], cache.keys[rows], cache.values[rows]))
-        same = keys.expand(group, -1, -1), values.expand(group, -1, -1)
-        output[item, readers] = torch.nn.functional.scaled_dot_product_attention(query, *same)
-        normaliser[item, readers] = torch.logsumexp(query @ keys.T * query.shape[-1] ** -0.5, dim=-1)
-    return output.to(queries.dtype), normaliser
+@through_float32
+@each_head
+def torch_library_attention(queries, keys, values):
+    keys, values = (states.expand(len(queries), -1, -1) for states in (keys, values))
+    logits = queries @ keys.mT * queries.shape[-1] ** -0.5
+    return torch.nn.functional.scaled_dot_product_attention(queries, keys, values), logits.logsumexp(dim=-1)
 
 
 @control(ATTEND, array_library="torch", dtypes=("float64", "float32"))
 def padded_storage(queries, cache):
     """Heads padded to the longest, the padding masked with -inf."""
-    batch, num_kv_heads = cache.lengths.shape
-    group, longest = queries.shape[1] // num_kv_heads, int(cache.lengths.max())
-    keys = torch.zeros(batch, num_kv_heads, longest, queries.shape[-1], dtype=queries.dtype)
-    values = torch.full((batch, num_kv_heads, longest, cache.values.shape[-1]), 1e3, dtype=queries.dtype)
-    for index, rows in walk(cache.lengths):
-        keys[index][: rows.stop - rows.start] = cache.keys[rows]
-        values[index][: rows.stop - rows.start] = cache.values[rows]
-    empty = torch.arange(longest) >= cache.lengths[..., None]
-    grouped = queries.unflatten(1, (num_kv_heads, group))
+    empty = torch.arange(int(cache.lengths.max())) >= cache.lengths[..., None]
+    keys, values = (torch.full((*empty.shape, rows.shape[-1]), 1e3, dtype=rows.dtype) for rows in (cache.keys, cache.values))
+    keys[~empty], values[~empty] = cache.keys, cache.values
+    grouped = queries.unflatten(1, (cache.lengths.shape[1], -1))
     logits = torch.einsum("bhgmd,bhtd->bhgmt", grouped, keys) * queries.shape[-1] ** -0.5
     logits = logits.masked_fill(empty[:, :, None, None], -torch.inf)
     normaliser = logits.logsumexp(dim=-1)
     weights = torch.exp(logits - torch.where(normaliser.isinf(), 0, normaliser)[..., None])
     output = torch.einsum("bhgmt,bhtd->bhgmd", weights, torch.where(empty[..., None], 0, values))
     return output.flatten(1, 2), normaliser.flatten(1, 2)
+
+
+# Attention
+
+
+def hidden(num_queries, length):
+    """True where a query does not see a token, [M, T]."""
+    return torch.ones(num_queries, length, dtype=torch.bool).triu(length - num_queries + 1)
+
+
+def torch_weights(queries, keys):
+    """Causal attention [B, H_q, M, T] in the dtype of the keys throughout, the keys repeated for each query head."""
+    repeated = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    logits = queries @ repeated.mT / math.sqrt(keys.shape[-1])
+    return logits.masked_fill(hidden(*logits.shape[-2:]), -torch.inf).softmax(dim=-1)
+
+
+def streamed(queries, keys):
+    """Causal attention [B, H_q, M, T] with a running maximum and a running sum over tiles of 16 tokens."""
+    repeated = np.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)
+    logits = queries * keys.dtype.type(keys.shape[-1] ** -0.5) @ np.swapaxes(repeated, -1, -2)
+    return forms.softmax_online(np.where(hidden(*logits.shape[-2:]).numpy(), -np.inf, logits))
+
+
+@control(BY_GROUP, dtypes=NUMPY)
+def head_by_head(queries, keys):
+    """Each KV head's readers cut out and stacked."""
+    group = queries.shape[1] // keys.shape[1]
+    return np.stack([queries[:, head * group : (head + 1) * group] for head in range(keys.shape[1])], axis=1), keys[:, :, None]
+
+
+@control(BY_GROUP, dtypes=NUMPY)
+def permuted_layout(queries, keys):
+    """Channels first in memory: the same numbers with other strides."""
+    first = np.ascontiguousarray(np.moveaxis(queries, -1, 0)).reshape(
+        queries.shape[3], queries.shape[0], keys.shape[1], -1, queries.shape[2]
+    )
+    return np.moveaxis(first, 0, -1), np.moveaxis(np.ascontiguousarray(np.moveaxis(keys, -1, 0)), 0, -1)[:, :, None]
+
+
+@control(BY_GROUP, array_library="torch", dtypes=ALL)
+def torch_unflatten(queries, keys):
+    return queries.unflatten(1, (keys.shape[1], -1)), keys.unsqueeze(2)
+
+
+control(CAUSAL, dtypes=NUMPY, name="tiles_of_tokens")(streamed)
+control(CAUSAL, array_library="torch", dtypes=ALL, name="torch_each_step_rounded")(torch_weights)
+
+
+@control(CAUSAL, array_library="torch", dtypes=ALL)
+@through_float32
+def torch_attention_of_unit_values(queries, keys):
+    """torch's own attention: the output over one-hot values is the weights."""
+    one_hot = torch.eye(keys.shape[-2], dtype=keys.dtype).expand(*keys.shape[:-1], -1)
+    seen = ~hidden(queries.shape[-2], keys.shape[-2])
+    return torch.nn.functional.scaled_dot_product_attention(queries, keys, one_hot, attn_mask=seen)
+
+
+@control(CAUSAL, dtypes=NUMPY)
+def powers_of_two(queries, keys):
+    """Powers of two; tokens padded to a multiple of 16 and masked."""
+    length = keys.shape[-2]
+    padded = np.pad(keys, [(0, 0)] * (keys.ndim - 2) + [(0, -length % 16), (0, 0)], constant_values=3)
+    logits = np.einsum("...md,...td->...mt", queries, padded) * keys.dtype.type(keys.shape[-1] ** -0.5)
+    seen = np.arange(padded.shape[-2]) <= np.arange(length - queries.shape[-2], length)[:, None]
+    return forms.softmax_in_powers_of_two(np.where(seen, logits, -np.inf))[..., :length]
+
+
+# Baselines and allocators
 
 
 @control("knorm.score", dtypes=NUMPY)
@@ -208,15 +301,14 @@ def torch_norm(keys):
     return -torch.linalg.vector_norm(keys, dim=-1)
 
 
-def refuse_sinks(sink_size) -> None:
-    if sink_size < 0:
-        raise ValueError(f"sink_size: got {sink_size}")
+@control("knorm.score", dtypes=NUMPY)
+def norms_by_hypot(keys):
+    return -functools.reduce(np.hypot, np.moveaxis(keys, -1, 0), np.zeros_like(keys[..., 0]))
 
 
 @control("streaming_llm.score")
 def ages(keys, *, sink_size=4):
     """Minus the age of a token, the sinks younger than all."""
-    refuse_sinks(sink_size)
     position = np.arange(keys.shape[2])
     age = np.where(position < sink_size, -1.0 - keys.shape[2], keys.shape[2] - 1.0 - position)
     return np.broadcast_to(-age, keys.shape[:3]).copy()
@@ -224,14 +316,12 @@ def ages(keys, *, sink_size=4):
 
 @control("streaming_llm.score")
 def recency_in_thirds(keys, *, sink_size=4):
-    refuse_sinks(sink_size)
     position = np.arange(keys.shape[2]) / 3
     return np.tile(np.where(np.arange(keys.shape[2]) < sink_size, 1e9, position), (*keys.shape[:2], 1))
 
 
 @control("streaming_llm.score", array_library="torch", dtypes=("float64", "float32"))
 def torch_positions(keys, *, sink_size=4):
-    refuse_sinks(sink_size)
     position = torch.arange(keys.shape[2], dtype=torch.float32)
     position[:sink_size] = torch.inf
     return position.expand(keys.shape[:3]).clone()
@@ -239,20 +329,9 @@ def torch_positions(keys, *, sink_size=4):
 
 def own_of(scores, budget, floor_ratio, protected) -> tuple[int, np.ndarray, np.ndarray]:
     """The budget, the protected tokens [B, H_kv, T], and how many tokens each head keeps for itself [B, H_kv, 1]."""
-    if budget < 0:
-        raise ValueError(f"budget: got {budget}")
-    ratio = Fraction(str(floor_ratio))
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"floor_ratio: got {floor_ratio}")
-    budget = min(budget, scores.shape[2])
-    if protected is not None and "bool" not in str(protected.dtype):
-        raise ValueError(f"protected: got {protected.dtype}")
+    ratio, budget = Fraction(str(floor_ratio)), min(budget, scores.shape[2])
     protected = np.zeros(scores.shape, dtype=bool) if protected is None else np.asarray(protected)
-    if protected.shape != tuple(scores.shape):
-        raise ValueError(f"protected: got {protected.shape}")
     taken = protected.sum(axis=-1, keepdims=True)
-    if (taken > budget).any():
-        raise ValueError(f"protected: got {taken.max()} tokens, more than the budget")
     return budget, protected, taken + np.array([int(ratio * rest) for rest in range(budget + 1)])[budget - taken]
 
 
@@ -277,10 +356,7 @@ def boosted_floors(scores, budget, *, floor_ratio=0.2, protected=None):
     budget, protected, own = own_of(scores, budget, floor_ratio, protected)
     rank = np.argsort(np.argsort(np.where(protected, -np.inf, -scores), axis=-1, kind="stable"), axis=-1)
     lifted = np.where(rank < own, np.inf, scores).reshape(scores.shape[0], -1)
-    order = np.argsort(-lifted, axis=-1, kind="stable")[:, : scores.shape[1] * budget]
-    kept = np.zeros(lifted.shape, dtype=bool)
-    np.put_along_axis(kept, order, True, axis=-1)
-    return kept.reshape(scores.shape)
+    return forms.top_by_argsort(lifted, scores.shape[1] * budget).reshape(scores.shape)
 
 
 @control("ada_kv.select", array_library="torch", dtypes=ALL)
@@ -289,15 +365,11 @@ def torch_layer_sort(scores, budget, *, floor_ratio=0.2, protected=None):
     first = torch.where(torch.from_numpy(protected), torch.inf, scores)
     rank = first.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     lifted = torch.where(rank < torch.from_numpy(own), torch.inf, scores).flatten(1)
-    order = lifted.argsort(dim=-1, descending=True, stable=True)[:, : scores.shape[1] * budget]
-    return torch.zeros(lifted.shape, dtype=torch.bool).scatter(1, order, True).view(scores.shape)
+    return torch_top(lifted, scores.shape[1] * budget).view(scores.shape)
 
 
 def exact_line(budget, num_layers, beta) -> list[Fraction]:
     """The budgets before they are rounded."""
-    for name, value in (("budget", budget), ("num_layers", num_layers), ("beta", beta)):
-        if value < 1:
-            raise ValueError(f"{name}: got {value}")
     if num_layers == 1:
         return [Fraction(budget)]
     last = max(Fraction(1), Fraction(budget) / Fraction(str(beta)))

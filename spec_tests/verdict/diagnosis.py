@@ -123,7 +123,7 @@ def _agrees(function: Callable[..., Any], calls: list[Call], dtype: str) -> bool
 
 def differs(function: Callable[..., Any], call: Call, dtype: str) -> bool:
     """Whether a function gives another answer than the call got, by more than the dtype explains."""
-    numbers = answer(function, call.arguments)
+    numbers = answer(function, **call.arguments)
     return isinstance(numbers, Exception) or _unlike(call.result, numbers, dtype)
 
 

@@ -70,7 +70,7 @@ class Example:
     @cached_property
     def result(self) -> Any:
         """What the reference gives, or the ValueError that it raises."""
-        return answer(oracle(self.function), self.arguments)
+        return answer(oracle(self.function), **self.arguments)
 
     @cached_property
     def kind(self) -> str:
@@ -119,7 +119,7 @@ class Example:
         return self.asked_of[mutant.name]
 
     def _differs(self, mutant: Mutant) -> bool:
-        got = answer(mutant.function, self.arguments)
+        got = answer(mutant.function, **self.arguments)
         if isinstance(got, Exception) or isinstance(self.result, ValueError):
             return not isinstance(got, Exception)  # a mistake that raises shows itself, and is no wrong number
         mine, theirs = leaves(self.result), leaves(got)

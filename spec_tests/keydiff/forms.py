@@ -1,14 +1,9 @@
-"""KeyDiff as different people write it: each function of RIGHT is one form of a part, each of WRONG a mistake in a part."""
+"""KeyDiff as different people write it, in parts."""
 
 import math
 from functools import reduce
 
 import numpy as np
-
-
-def refuse(keys):
-    if np.ndim(keys) < 2 or 0 in np.shape(keys) or not np.isfinite(keys).all():
-        raise ValueError("keys: wanted finite numbers in [..., T, D]")
 
 
 def unit_by_where(vectors):
@@ -69,10 +64,11 @@ def anchor_by_einsum(keys):
 
 
 def anchor_token_by_token(keys):
-    total = np.zeros(keys.shape[:-2] + keys.shape[-1:])
-    for token in range(keys.shape[-2]):
-        total = total + unit(keys[..., token, :])
-    return total / keys.shape[-2]
+    return sum(unit(keys[..., token, :]) for token in range(keys.shape[-2])) / keys.shape[-2]
+
+
+def anchor_from_the_last(keys):
+    return sum(np.moveaxis(unit(keys), -2, 0)[::-1]) / keys.shape[-2]
 
 
 def anchor_by_recursion(keys):
@@ -92,36 +88,30 @@ def anchor_exact(keys):
 
 
 def score_by_matmul(keys):
-    refuse(keys)
     return -(unit(keys) @ unit(anchor(keys))[..., None])[..., 0]
 
 
 def score_by_einsum(keys):
-    refuse(keys)
     return np.negative(np.einsum("...td,...d->...t", unit(keys), unit(anchor(keys))))
 
 
 def score_by_products(keys):
-    refuse(keys)
     return -(unit(keys) * unit(anchor(keys))[..., None, :]).sum(axis=-1)
 
 
 def score_divided_last(keys):
-    refuse(keys)
     mean = anchor(keys)
     length = np.linalg.norm(mean, axis=-1)[..., None]
     return -np.einsum("...td,...d->...t", unit(keys), mean) / np.where(length == 0, 1, length)
 
 
 def score_textbook(keys):
-    refuse(keys)
     direction = unit(anchor(keys))
     norms = np.linalg.norm(keys, axis=-1)
     return -(keys @ direction[..., None])[..., 0] / np.where(norms == 0, 1, norms)
 
 
 def score_in_loops(keys):
-    refuse(keys)
     out = np.zeros(keys.shape[:-1])
     for head in np.ndindex(keys.shape[:-2]):
         direction = unit(anchor(keys[head]))
@@ -131,7 +121,6 @@ def score_in_loops(keys):
 
 
 def score_from_pairs(keys):
-    refuse(keys)
     length = np.linalg.norm(anchor(keys), axis=-1)[..., None]
     return -similarity_matrix(keys).mean(axis=-1) / np.where(length == 0, 1, length)
 
@@ -177,7 +166,7 @@ def pairwise_from_the_sum_of_directions(keys):
     return -(rows @ rows.sum(axis=-2)[..., None])[..., 0]
 
 
-RIGHT = {
+FORMS: dict = {
     "unit": (
         unit_by_where,
         unit_by_divide,
@@ -193,6 +182,7 @@ RIGHT = {
         anchor_by_sum,
         anchor_by_einsum,
         anchor_token_by_token,
+        anchor_from_the_last,
         anchor_by_recursion,
         anchor_exact,
     ),
@@ -214,73 +204,4 @@ RIGHT = {
     ),
     "pairwise_score": (pairwise_by_sum, pairwise_by_ones, pairwise_by_columns, pairwise_from_the_sum_of_directions),
 }
-
-
-def norms_and_1e_12(vectors):
-    return vectors / (np.linalg.norm(vectors, axis=-1, keepdims=True) + 1e-12)
-
-
-def norms_and_1e_8(vectors):
-    return vectors / (np.linalg.norm(vectors, axis=-1, keepdims=True) + 1e-8)
-
-
-def largest_component_for_the_norm(vectors):
-    largest = np.abs(vectors).max(axis=-1, keepdims=True)
-    return vectors / np.where(largest == 0, 1, largest)
-
-
-def float32_directions(vectors):
-    return unit_by_where(vectors.astype(np.float32)).astype(np.float64)
-
-
-def one_norm_for_the_whole_head(vectors):
-    norms = np.sqrt((vectors * vectors).sum(axis=(-2, -1), keepdims=True)) if vectors.ndim > 1 else np.linalg.norm(vectors)
-    return vectors / np.where(norms == 0, 1, norms)
-
-
-def anchor_of_signs(keys):
-    return np.sign(keys).mean(axis=-2)
-
-
-def anchor_without_the_first(keys):
-    return unit(keys)[..., 1:, :].sum(axis=-2) / max(1, keys.shape[-2] - 1)
-
-
-def anchor_of_the_ends(keys):
-    return (unit(keys)[..., 0, :] + unit(keys)[..., -1, :]) / 2
-
-
-def anchor_weighted_by_place(keys):
-    return (unit(keys) * np.arange(1, keys.shape[-2] + 1)[:, None]).mean(axis=-2)
-
-
-def angles_for_cosines(keys):
-    refuse(keys)
-    return -np.arccos(np.clip(unit(keys) @ unit(anchor(keys))[..., None], -1, 1))[..., 0]
-
-
-def cosines_above_zero(keys):
-    return np.minimum(score_by_matmul(keys), 0)
-
-
-def ranks_for_scores(keys):
-    return np.argsort(np.argsort(score_by_matmul(keys), axis=-1), axis=-1) / keys.shape[-1]
-
-
-def pairwise_divided_by_the_tokens_before(keys):
-    return -similarity_matrix(keys).sum(axis=-1) / np.arange(1, keys.shape[-2] + 1)
-
-
-WRONG = {
-    "unit": (
-        norms_and_1e_12,
-        norms_and_1e_8,
-        largest_component_for_the_norm,
-        float32_directions,
-        one_norm_for_the_whole_head,
-    ),
-    "anchor": (anchor_of_signs, anchor_without_the_first, anchor_of_the_ends, anchor_weighted_by_place),
-    "score": (angles_for_cosines, cosines_above_zero, ranks_for_scores),
-    "pairwise_score": (pairwise_divided_by_the_tokens_before,),
-}
-unit, anchor, score, similarity_matrix, pairwise_score = (forms[0] for forms in RIGHT.values())
+unit, anchor, score, similarity_matrix, pairwise_score = (forms[0] for forms in FORMS.values())
