@@ -45,7 +45,7 @@ def main() -> None:
         run(python, "-m", "ruff", "check", ".", cwd=copy)
         pytest = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal"]
         run(*pytest, "spec_tests", "tests", "--profile", "quick", cwd=copy)
-        run(*pytest, "-m", "slow", "tests/test_mutants.py", "-k", STEM, cwd=copy)
+        run(*pytest, "-m", "slow", "tests/judge/test_mutants.py", "-k", STEM, cwd=copy)
         assert STEM in run(python, "-m", "evictionary", "methods", cwd=copy)
         run(python, "-m", "evictionary", "judge", "reference", "--method", STEM, cwd=copy)
         run("git", "add", "--all", cwd=copy)

@@ -30,7 +30,7 @@ from evictionary.spec_tests.harness.process import Program, ProgramFailed
 from evictionary.spec_tests.harness.tolerance import Violation
 from evictionary.spec_tests.harness.watch import NotAsked
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / "conformance" / "clients"
 KEYS = np.array([[[[3.0, 4.0], [0.5, -1.0], [1.0, 1.0]]]])
 

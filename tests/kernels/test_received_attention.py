@@ -1,4 +1,4 @@
-"""The attention that keys receive, in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/test_received_attention.py`.
+"""The attention that keys receive, in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/kernels/test_received_attention.py`.
 
 Sizes at which the two passes cut their work, beside the torch path in float64. `test_kernels.py` asks what it asks of all kernels.
 """

@@ -16,7 +16,7 @@ import pytest
 
 from docs_build.entries import definitions
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEMS = sorted(path.stem for path in (ROOT / "optimized" / "teaching").glob("*.py") if path.stem != "__init__")
 # AdaKV is two calls of the kernel of `selection`.
 WITHOUT_A_KERNEL = {"ada_kv"}

@@ -14,7 +14,7 @@ from evictionary.spec_tests.harness import apart
 from evictionary.spec_tests.harness.domain import Domain
 from evictionary.spec_tests.harness.implementation import UnusableImplementation
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # Each of these files answers no law; what the report says of it.
 DEADLY = {

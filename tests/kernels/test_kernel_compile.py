@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 KERNELS = sorted(
     path.stem
     for path in (ROOT / "optimized" / "kernels").glob("*.py")

@@ -1,12 +1,12 @@
 """Model families by their transformers classes, tiny and random: each is compressed, in every phase, or refused with a reason."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tools.families import FAMILIES, LAYERS, NO_HEAD_DIM, SMALL, build
 from tools.reading import cached, generate, places, read, read_in, refused, small
 from transformers import (
     AttentionInterface,
@@ -20,9 +20,7 @@ from transformers import (
     DogeConfig,
     Gemma2Config,
     Gemma3nTextConfig,
-    Gemma3TextConfig,
     GPTJConfig,
-    GPTNeoXConfig,
     GptOssConfig,
     HrmTextConfig,
     JetMoeConfig,
@@ -33,11 +31,7 @@ from transformers import (
     MistralConfig,
     NanoChatConfig,
     Olmo2Config,
-    OlmoConfig,
-    Phi3Config,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
     Qwen3NextConfig,
     RoFormerConfig,
     SmolLM3Config,
@@ -55,23 +49,6 @@ from evictionary.errors import UsageError
 from evictionary.evaluation.questions import ask
 from evictionary.models import queries as future_queries
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.4,
-}
-NO_HEAD_DIM = {name: value for name, value in SMALL.items() if name != "head_dim"}
-ONE_KEY_A_QUERY = {name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"}
-LAYERS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
 LATENT = {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -86,25 +63,7 @@ DENSE = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 300,
 }
-SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-FAMILIES: dict[str, Any] = {
-    "llama": LlamaConfig(**SMALL),
-    "llama, scaled RoPE": LlamaConfig(**SMALL, rope_parameters={**SCALED, "original_max_position_embeddings": 64}),
-    "mistral": MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": Qwen2Config(**NO_HEAD_DIM),
-    "qwen3": Qwen3Config(**SMALL),
-    "gemma3": Gemma3TextConfig(**SMALL, **LAYERS, query_pre_attn_scalar=16),
-    "phi3": Phi3Config(**NO_HEAD_DIM),
-    "gpt_neox": GPTNeoXConfig(**ONE_KEY_A_QUERY),
-    "olmo": OlmoConfig(**NO_HEAD_DIM, clip_qkv=3.0),
-}
 IDS = torch.randint(3, 299, (1, 48), generator=torch.Generator().manual_seed(0))
-
-
-def build(family: str, **named: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), **named).eval()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

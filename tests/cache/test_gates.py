@@ -27,7 +27,7 @@ from evictionary.optimized.kernels import compiling, launching
 from evictionary.optimized.momentkv_bounded import no_bounds
 from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for stem in compiling.stems()}
 
 

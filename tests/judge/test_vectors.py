@@ -20,7 +20,7 @@ from evictionary.spec_tests.harness import vectors
 from evictionary.spec_tests.harness.implementation import oracle
 from evictionary.spec_tests.harness.planted import load_mutants
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CHECKER = ROOT / "conformance" / "clients" / "check_vectors.py"
 
 # KeyDiff as somebody writes it who has the paper and no NumPy.

@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter, beside the laws: `TRITON_INTERPRET=1 pytest tests/test_kernels.py`.
+"""The kernels in Triton's interpreter, beside the laws: `TRITON_INTERPRET=1 pytest tests/kernels/test_kernels.py`.
 
 The laws judge the kernels through `optimized` in a run with TRITON_INTERPRET=1. Here stands what no law asks: that the entries
 launch their kernels, sizes beyond a tile, any layout in memory, offsets beyond 2^31, NaN as on a GPU, the same bits in two runs and

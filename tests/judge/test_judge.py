@@ -20,7 +20,7 @@ from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAs
 from evictionary.spec_tests.harness.implementation import NOT_SEAMS, STEMS, load
 from evictionary.spec_tests.harness.law import ENOUGH_OUTSIDE, load_laws
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # As kernel authors write them: nothing is checked, and head_dim is what the tile is.
 UNCHECKED = """

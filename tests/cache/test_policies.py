@@ -13,7 +13,7 @@ from evictionary.cache import file
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.methods import catalogue
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 OLD = Path(__file__).parent / "caches_of_2026"
 
 
