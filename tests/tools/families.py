@@ -1,6 +1,7 @@
 """Tiny random models of the families that transformers knows."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import (
     MistralConfig,
     OlmoConfig,
     Phi3Config,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -49,6 +51,11 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-def build(family: str, **named: Any) -> PreTrainedModel:
+def random_model(config: PretrainedConfig, of: Callable[..., Any] = AutoModelForCausalLM.from_config, **named: Any) -> Any:
+    """A model with random weights that are always the same, by the function that makes it from its configuration."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), **named).eval()
+    return of(copy.deepcopy(config), **named).eval()
+
+
+def build(family: str, **named: Any) -> PreTrainedModel:
+    return random_model(FAMILIES[family], **named)
