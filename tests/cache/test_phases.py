@@ -474,11 +474,6 @@ def test_moments_of_nothing_change_nothing() -> None:
     torch.testing.assert_close(partial_attention.attend(queries, layer, [policy]), plain)
 
 
-def test_an_allocator_after_a_method_that_chooses_itself_is_refused() -> None:
-    refused(lambda: resolve("gvote+ada_kv"), "gvote chooses its tokens itself")
-    refused(lambda: resolve("keydiff+adakv"), r"got 'adakv' after the \+, wanted one of ada_kv, pyramid_kv, moments")
-
-
 # batches, copies, files
 
 
