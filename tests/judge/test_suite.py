@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from tools.programs import pytest_of, python
 
 RAW_MEAN_ANCHOR = """
 import numpy as np
@@ -44,13 +41,10 @@ def select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
 """
 
 
-def judge(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def judge(*arguments: object, code: int | None = 1) -> str:
+    """What the suite prints."""
+    done = pytest_of("-p", "no:xdist", *arguments, code=code)
+    return done.stdout + done.stderr
 
 
 UNHALVED = """
@@ -67,106 +61,94 @@ def score(k, v, mu, sigma, epsilon=0.02):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "my_kernels"
-    folder.mkdir()
-    return folder
+    (tmp_path / "my_kernels").mkdir()
+    return tmp_path / "my_kernels"
+
+
+def judged(folder: Path, stem: str, text: str, *arguments: object, code: int = 1) -> str:
+    """What the suite prints of a folder with this one file, asked by the laws of its stem."""
+    (folder / f"{stem}.py").write_text(text)
+    return judge(f"spec_tests/test_{stem}.py", "--impl", folder, *arguments, code=code)
 
 
 @pytest.mark.slow
 def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
-    (folder / "keydiff.py").write_text(RAW_MEAN_ANCHOR)
-    done = judge("spec_tests/test_keydiff.py", "--impl", str(folder))
-    assert done.returncode == 1
-    assert "KD-8 does not hold for keydiff.score of my_kernels (numpy, cpu, float64)" in done.stdout
-    assert "smallest input" in done.stdout
-    assert "KD-8      fail" in done.stdout
-    assert "my_kernels (numpy, cpu, float64) does not provide the functions of" in done.stdout
-    assert "your numbers equal those of: mean taken before normalising (KD-8)" in done.stdout
+    output = judged(folder, "keydiff", RAW_MEAN_ANCHOR)
+    for said in (
+        "KD-8 does not hold for keydiff.score of my_kernels (numpy, cpu, float64)",
+        "smallest input",
+        "KD-8      fail",
+        "my_kernels (numpy, cpu, float64) does not provide the functions of",
+        "your numbers equal those of: mean taken before normalising (KD-8)",
+    ):
+        assert said in output
 
 
 @pytest.mark.slow
 def test_the_previous_partition_is_told_so(folder: Path) -> None:
     (folder / "lagkv.py").write_text(PREVIOUS_PARTITION)
-    done = judge("spec_tests/test_lagkv.py", "--impl", str(folder / "lagkv.py"), "-k", "best_tokens")
-    assert done.returncode == 1
-    assert "LK-12 does not hold for lagkv.select of lagkv (torch, cpu, float32)" in done.stdout
-    assert "more than one it keeps" in done.stdout
+    output = judge("spec_tests/test_lagkv.py", "--impl", folder / "lagkv.py", "-k", "best_tokens")
+    assert "LK-12 does not hold for lagkv.select of lagkv (torch, cpu, float32)" in output
+    assert "more than one it keeps" in output
 
 
 def test_the_printed_repro_runs(folder: Path) -> None:
-    (folder / "keydiff.py").write_text(RAW_MEAN_ANCHOR)
-    output = judge("spec_tests/test_keydiff.py", "--impl", str(folder), "-k", "cosine_to_the_anchor").stdout
-    program = printed_program(output)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("expected ")
-    expected, got = done.stdout.split("got     ")
-    assert expected.split()[1:] != got.split()
+    output = judged(folder, "keydiff", RAW_MEAN_ANCHOR, "-k", "cosine_to_the_anchor")
+    program, expected, got = repro(output)
+    assert expected.split() != got.split()
     shown = re.search(r"smallest input  keys = [\[ ]*(-?\d+\.\d{0,6})", output)
-    assert shown, output
-    assert shown[1] in program  # the repro has the input of the sentence
+    assert shown and shown[1] in program, output  # the repro has the input of the sentence
 
 
 def test_a_repro_of_large_arguments_asks_the_law_again(folder: Path) -> None:
     """A covariance of 128 x 128 numbers, under names of the author's own."""
-    (folder / "expected_attention.py").write_text(UNHALVED)
-    output = judge("spec_tests/test_expected_attention.py", "--impl", str(folder), "-k", "halving_the_keys").stdout
-    program = printed_program(output)
+    program, expected, got = repro(judged(folder, "expected_attention", UNHALVED, "-k", "halving_the_keys"))
+    assert expected.split() != got.split()
     assert max(map(len, program.splitlines())) < 300
     imported = re.findall(r"^from \S+ import (.*)$", program, flags=re.MULTILINE)
     assert [name for names in imported for name in names.split(", ") if program.count(name) < 2] == []
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    expected, got = done.stdout.removeprefix("expected ").split("got     ")
-    assert expected.split() != got.split()
 
 
 def test_a_repro_of_a_refusal_prints_the_error_that_is_wanted(folder: Path) -> None:
     silent = 'import numpy as np\nDOMAIN = {"head_dim": 128}\ndef score(keys):\n    return np.zeros(keys.shape[:-1])\n'
-    (folder / "keydiff.py").write_text(silent)
-    output = judge("spec_tests/test_keydiff.py", "--impl", str(folder), "--strict", "-k", "bad_shapes_are_refused").stdout
-    done = subprocess.run([sys.executable, "-c", printed_program(output)], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("expected a ValueError: keys: ")
-    assert "got     " in done.stdout
+    _, expected, _ = repro(judged(folder, "keydiff", silent, "--strict", "-k", "bad_shapes_are_refused"))
+    assert expected.startswith("a ValueError: keys: ")
 
 
-def printed_program(output: str) -> str:
-    """The lines below "to see it again, run"."""
+def repro(output: str) -> tuple[str, str, str]:
+    """The program below "to see it again, run", and what it prints as expected and as got."""
     program = output.split("to see it again, run\n", 1)[1].split("  this law alone", 1)[0]
-    return "\n".join(line.removeprefix("    ") for line in program.splitlines())
+    program = "\n".join(line.removeprefix("    ") for line in program.splitlines())
+    expected, got = python("-c", program).stdout.split("got     ")
+    assert expected.startswith("expected ")
+    return program, expected.removeprefix("expected "), got
 
 
 def test_too_few_results_are_told_so_with_a_program_that_runs(folder: Path) -> None:
-    (folder / "momentkv.py").write_text("def recover(moments):\n    return moments.key_sum, moments.value_sum\n")
-    output = judge("spec_tests/test_momentkv.py", "--impl", str(folder), "-k", "means_are_recovered").stdout
-    assert "MK-24 does not hold for momentkv.recover of my_kernels" in output
-    assert "strict" not in output
-    program = printed_program(output)
-    assert "import Moments\n" in program
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("expected ")
+    text = "def recover(moments):\n    return moments.key_sum, moments.value_sum\n"
+    output = judged(folder, "momentkv", text, "-k", "means_are_recovered")
+    assert "MK-24 does not hold for momentkv.recover of my_kernels" in output and "strict" not in output
+    assert "import Moments\n" in repro(output)[0]
 
 
 @pytest.mark.slow
 def test_the_header_names_what_is_judged() -> None:
-    done = judge("spec_tests/test_knorm.py", "--impl", "reference", "-v")
-    assert done.returncode == 0
-    assert "judging reference (numpy, cpu, float64): " in done.stdout
-    assert "knorm.score" in done.stdout
+    output = judge("spec_tests/test_knorm.py", "--impl", "reference", "-v", code=0)
+    assert "judging reference (numpy, cpu, float64): " in output and "knorm.score" in output
 
 
 @pytest.mark.slow
 def test_several_implementations_have_a_verdict_each(folder: Path) -> None:
-    (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1)\n")
-    done = judge("spec_tests/test_knorm.py", "--impl", "reference", "--impl", str(folder))
-    assert done.returncode == 1
-    row = next(line for line in done.stdout.splitlines() if line.startswith("KN-1  "))
-    assert row.split()[1] == "pass"
-    assert "fail (" in row
+    output = judged(folder, "knorm", "def score(keys):\n    return -(keys**2).sum(-1)\n", "--impl", "reference")
+    (row,) = [line for line in output.splitlines() if line.startswith("KN-1  ")]
+    assert "fail (" in row and row.split()[-1] == "pass"
+
+
+RIGHT = "def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n"
 
 
 def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
-    (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n")
-    done = judge("spec_tests/test_knorm.py", "--impl", str(folder), "--report", str(tmp_path / "out"))
-    assert done.returncode == 0
+    judged(folder, "knorm", RIGHT, "--report", tmp_path / "out", code=0)
     verdict = json.loads((tmp_path / "out" / "conformance.json").read_text())
     assert verdict["schema"] == "evictionary/conformance/2"
     assert verdict["implementations"][0]["requirements"]["KN-1"]["verdict"] == "pass"
@@ -176,38 +158,30 @@ def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_required_must_be_provided(folder: Path) -> None:
-    (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n")
-    arguments = ("spec_tests/test_knorm.py", "spec_tests/test_selection.py", "--impl", str(folder))
-    assert judge(*arguments).returncode == 0
-    done = judge(*arguments, "--require", "all")
-    assert done.returncode == 1
-    assert "SEL-1 is required of my_kernels (numpy, cpu, float64): no file selection.py" in done.stdout
+    judged(folder, "knorm", RIGHT, "spec_tests/test_selection.py", code=0)
+    output = judged(folder, "knorm", RIGHT, "spec_tests/test_selection.py", "--require", "all")
+    assert "SEL-1 is required of my_kernels (numpy, cpu, float64): no file selection.py" in output
 
 
 def test_an_exception_of_the_implementation_is_located(folder: Path) -> None:
-    (folder / "knorm.py").write_text("def score(keys):\n    return keys.nonsense()\n")
-    done = judge("spec_tests/test_knorm.py", "--impl", str(folder))
-    assert "KN-1 does not hold" in done.stdout
-    assert "AttributeError" in done.stdout
-    assert "knorm.py:2" in done.stdout
+    output = judged(folder, "knorm", "def score(keys):\n    return keys.nonsense()\n")
+    assert all(said in output for said in ("KN-1 does not hold", "AttributeError", "knorm.py:2"))
 
 
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
-        ({}, "provides no function of the contract"),
-        ({"knorm.py": "def nothing(): pass"}, "provides no function of the contract"),
-        ({"knorm.py": "import not_there"}, "importing it raised ModuleNotFoundError"),
-        ({"knorm.py": "def score(:"}, "importing it raised SyntaxError"),
-        ({"knorm.py": "raise SystemExit(3)"}, "importing it raised SystemExit: 3"),
+        (None, "provides no function of the contract"),
+        ("def nothing(): pass", "provides no function of the contract"),
+        ("import not_there", "importing it raised ModuleNotFoundError"),
+        ("def score(:", "importing it raised SyntaxError"),
+        ("raise SystemExit(3)", "importing it raised SystemExit: 3"),
     ],
 )
-def test_what_cannot_be_judged_is_an_error(folder: Path, content: dict[str, str], wanted: str) -> None:
-    for name, text in content.items():
-        (folder / name).write_text(text)
-    done = judge("spec_tests", "--impl", str(folder))
-    assert done.returncode == 4
-    assert wanted in done.stderr
+def test_what_cannot_be_judged_is_an_error(folder: Path, content: str | None, wanted: str) -> None:
+    if content is not None:
+        (folder / "knorm.py").write_text(content)
+    assert wanted in judge("spec_tests", "--impl", folder, code=4)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +195,10 @@ def test_what_cannot_be_judged_is_an_error(folder: Path, content: dict[str, str]
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], wanted: str) -> None:
-    done = judge("spec_tests", *arguments)
-    assert done.returncode == 4
-    assert wanted in done.stderr
+    assert wanted in judge("spec_tests", *arguments, code=4)
 
 
 def test_a_run_of_other_tests_alone_is_no_judgement() -> None:
-    done = judge("spec_tests/test_memory.py", "tests/test_cli.py", "-k", "version_and_help")
-    assert done.returncode == 0 and "nothing was judged" not in done.stdout, done.stdout
-    assert judge("spec_tests/test_memory.py", "-k", "version_and_help").returncode == 5
+    asked = ("-k", "version_and_help")
+    assert "nothing was judged" not in judge("spec_tests/test_memory.py", "tests/test_cli.py", *asked, code=0)
+    judge("spec_tests/test_memory.py", *asked, code=5)

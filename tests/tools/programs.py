@@ -1,9 +1,11 @@
 """What the tests share that start a program: where it runs, in which environment, and how it has to end."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from . import ROOT
 
@@ -29,3 +31,8 @@ def pytest_of(*arguments: object, **named: object) -> subprocess.CompletedProces
 def judge(*arguments: object, **named: object) -> subprocess.CompletedProcess[str]:
     """The same of `evictionary judge` with few inputs for each law."""
     return python("-m", "evictionary", "judge", *arguments, "--profile", "quick", **named)
+
+
+def json_in(output: str) -> Any:
+    """The JSON object that an output holds beside other lines."""
+    return json.loads(output[output.index("{") : output.rindex("}") + 1])
