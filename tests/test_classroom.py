@@ -44,11 +44,11 @@ from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import empty
 from evictionary.errors import InstallError
-from evictionary.spec_tests.harness import outcome
-from evictionary.spec_tests.harness.cases import Case
-from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
-from evictionary.spec_tests.harness.planted import load_mutants
-from evictionary.spec_tests.harness.remote import Gone
+from evictionary.spec_tests.judge import outcome
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.judge.remote import Gone
+from evictionary.spec_tests.proof.planted import load_mutants
 
 KERNEL = """
 import torch

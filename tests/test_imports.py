@@ -9,7 +9,7 @@ from importlib.metadata import metadata
 import pytest
 from packaging.specifiers import SpecifierSet
 from tools import ROOT
-from tools.programs import python
+from tools.programs import python, run
 
 import evictionary
 from evictionary import optimized, reference
@@ -33,6 +33,12 @@ def test_no_module_exists_twice(room: str) -> None:
     assert f"import evictionary.{room}" in python("-c", f"import {room}", code=1).stderr
 
 
+def test_no_file_imports_a_file_of_laws() -> None:
+    listed = run("git", "ls-files", "spec_tests/*.py", "evictionary/*.py").stdout.split()
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in listed if path.endswith(".py")}
+    assert [path for path, text in texts.items() if re.search(r"^\s*(from|import) .*\btest_\w+( import|$)", text, re.M)] == []
+
+
 def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
     stems = {module.name for module in pkgutil.iter_modules(reference.__path__)}
     extra = {module.name for module in pkgutil.iter_modules(optimized.__path__)} - stems
@@ -40,7 +46,7 @@ def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
 
 
 def test_a_light_import_stays_light() -> None:
-    python("-c", "import sys, evictionary.cli.app, evictionary.spec_tests.harness.law\nassert 'torch' not in sys.modules")
+    python("-c", "import sys, evictionary.cli.app, evictionary.spec_tests.judge.law\nassert 'torch' not in sys.modules")
     assert evictionary.__version__
 
 

@@ -31,7 +31,7 @@ def vectors(
     mistakes each case catches. All methods take three minutes or so. With --check the exit code is 1 where a file has been changed.
     """
     with exit_codes():
-        from evictionary.spec_tests.harness import vectors as made
+        from evictionary.spec_tests.verdict import vectors as made
 
         if (output is None) == (check is None):
             raise UsageError(f"--output: got {output} and --check {check}, wanted one of the two")

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools import ROOT
 from tools.programs import judge, pytest_of
 from tools.reading import refused
 
-from evictionary.spec_tests.harness import apart
-from evictionary.spec_tests.harness.domain import Domain
-from evictionary.spec_tests.harness.implementation import UnusableImplementation
+from evictionary.spec_tests.judge import apart
+from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import UnusableImplementation
 
 # Each of these files answers no law; what the report says of it.
 DEADLY = {
@@ -73,7 +74,7 @@ def test_every_law_of_what_ends_its_process_has_failed(jobs: int, mine: Path, re
 
 @pytest.mark.slow
 def test_pytest_from_a_clone_tells_the_same(mine: Path, report: Path) -> None:
-    asked = [f"spec_tests/test_{stem}.py" for stem in DEADLY]
+    asked: list[object] = [path for stem in DEADLY for path in ROOT.glob(f"spec_tests/*/test_{stem}.py")]
     asked += ["--impl", mine, "--call-timeout", "1", "--report", report, "--profile", "quick"]
     require_red(pytest_of(*asked, code=1), report)
 
@@ -91,7 +92,7 @@ def test_a_run_that_stops_early_is_no_good_one(processes: str, tmp_path: Path, r
     """The first failure is a refusal, which does not count; the laws behind it were not asked."""
     (tmp_path / "keydiff.py").write_text(RAISES_LATE)
     behind = "test_score_is_minus_the_cosine_to_the_anchor"
-    asked = [f"spec_tests/test_keydiff.py::{name}" for name in ("test_bad_shapes_are_refused", behind)]
+    asked = [f"spec_tests/keydiff/test_keydiff.py::{name}" for name in ("test_bad_shapes_are_refused", behind)]
     asked += ["-x", "--impl", tmp_path / "keydiff.py", "-p", processes, "--report", report, "--profile", "quick"]
     assert "FAIL: 1 law" in pytest_of(*asked, code=1).stdout.splitlines()[-1]
     outcome = {entry["law"].partition("::")[2]: entry for entry in laws(report)["KD-8"]}[behind]

@@ -25,13 +25,13 @@ from tools.programs import json_in, judge, pytest_of, python, run
 from tools.reading import refused
 
 from evictionary.reference import cache, keydiff
-from evictionary.spec_tests.harness.domain import NothingToAsk
-from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
-from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.outcome import outcome
-from evictionary.spec_tests.harness.process import Program, ProgramFailed
-from evictionary.spec_tests.harness.tolerance import Violation
-from evictionary.spec_tests.harness.watch import NotAsked
+from evictionary.spec_tests.judge.domain import NothingToAsk
+from evictionary.spec_tests.judge.implementation import Implementation, UnusableImplementation, load
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.judge.process import Program, ProgramFailed
+from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.watch import NotAsked
 
 CLIENTS, PAGES = ROOT / "conformance" / "clients", ROOT / "docs"
 COSINE = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
@@ -110,7 +110,7 @@ def test_the_clients_give_the_numbers_of_the_reference(language: str, tmp_path: 
 def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text((CLIENTS / "keydiff.py").read_text().replace("return [-math.fsum", "return [math.fsum"))
-    start, law = f"{sys.executable} {wrong}", f"spec_tests/{COSINE.replace('::', '.py::')}"
+    start, law = f"{sys.executable} {wrong}", f"spec_tests/keydiff/{COSINE.replace('::', '.py::')}"
     output = pytest_of("--profile", "quick", law, "--exec", start, "--dtype", "float32", code=1).stdout
     assert "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)" in output
     assert "your numbers equal those of: the sign left out" in output
@@ -242,7 +242,7 @@ def test_numbers_of_every_dtype_and_named_tuples_come_back_as_they_went(started:
 def test_a_program_ends_with_the_run_and_leaves_no_files(command: Callable[..., str], tmp_path: Path) -> None:
     start = command("answer(os.getpid())")
     program = (
-        f"from evictionary.spec_tests.harness.process import Program; p = Program({start!r}); p.hello();"
+        f"from evictionary.spec_tests.judge.process import Program; p = Program({start!r}); p.hello();"
         "print(p.call('keydiff.score', {}))"
     )
     number = int(python("-c", program, TMPDIR=tmp_path).stdout)
@@ -383,7 +383,7 @@ def test_the_commands_of_plug_in_do_what_the_table_says(tmp_path: Path) -> None:
         "...": "evictionary judge my_kernels",
         "NAME": "test_scores_are_cosines",
         "FOLDER": str(tmp_path / "report"),
-        "spec_tests --impl my_kernels": f"spec_tests/test_keydiff.py --impl {tmp_path / 'my_kernels'}",
+        "spec_tests --impl my_kernels": f"spec_tests/keydiff/test_keydiff.py --impl {tmp_path / 'my_kernels'}",
     }
     for command in shown:
         for name, meant in names.items():

@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 def judged(folder: Path, stem: str, text: str, *arguments: object, code: int = 1) -> str:
     """What the suite prints of a folder with this one file, asked by the laws of its stem."""
     (folder / f"{stem}.py").write_text(text)
-    return judge(f"spec_tests/test_{stem}.py", "--impl", folder, *arguments, code=code)
+    return judge(f"spec_tests/{stem}/test_{stem}.py", "--impl", folder, *arguments, code=code)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_previous_partition_is_told_so(folder: Path) -> None:
     (folder / "lagkv.py").write_text(PREVIOUS_PARTITION)
-    output = judge("spec_tests/test_lagkv.py", "--impl", folder / "lagkv.py", "-k", "best_tokens")
+    output = judge("spec_tests/lagkv/test_lagkv.py", "--impl", folder / "lagkv.py", "-k", "best_tokens")
     assert "LK-12 does not hold for lagkv.select of lagkv (torch, cpu, float32)" in output
     assert "more than one it keeps" in output
 
@@ -133,7 +133,7 @@ def test_too_few_results_are_told_so_with_a_program_that_runs(folder: Path) -> N
 
 @pytest.mark.slow
 def test_the_header_names_what_is_judged() -> None:
-    output = judge("spec_tests/test_knorm.py", "--impl", "reference", "-v", code=0)
+    output = judge("spec_tests/knorm/test_knorm.py", "--impl", "reference", "-v", code=0)
     assert "judging reference (numpy, cpu, float64): " in output and "knorm.score" in output
 
 
@@ -158,8 +158,8 @@ def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_required_must_be_provided(folder: Path) -> None:
-    judged(folder, "knorm", RIGHT, "spec_tests/test_selection.py", code=0)
-    output = judged(folder, "knorm", RIGHT, "spec_tests/test_selection.py", "--require", "all")
+    judged(folder, "knorm", RIGHT, "spec_tests/shared/test_selection.py", code=0)
+    output = judged(folder, "knorm", RIGHT, "spec_tests/shared/test_selection.py", "--require", "all")
     assert "SEL-1 is required of my_kernels (numpy, cpu, float64): no file selection.py" in output
 
 
@@ -200,5 +200,5 @@ def test_bad_options_are_refused(arguments: list[str], wanted: str) -> None:
 
 def test_a_run_of_other_tests_alone_is_no_judgement() -> None:
     asked = ("-k", "version_and_help")
-    assert "nothing was judged" not in judge("spec_tests/test_memory.py", "tests/test_cli.py", *asked, code=0)
-    judge("spec_tests/test_memory.py", *asked, code=5)
+    assert "nothing was judged" not in judge("spec_tests/memory/test_memory.py", "tests/test_cli.py", *asked, code=0)
+    judge("spec_tests/memory/test_memory.py", *asked, code=5)

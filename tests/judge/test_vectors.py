@@ -18,9 +18,9 @@ from tools.commands import invoke
 from tools.programs import python
 from tools.reading import refused
 
-from evictionary.spec_tests.harness import vectors
-from evictionary.spec_tests.harness.implementation import oracle
-from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.judge.implementation import oracle
+from evictionary.spec_tests.proof.planted import load_mutants
+from evictionary.spec_tests.verdict import vectors
 
 CHECKER = ROOT / "conformance" / "clients" / "check_vectors.py"
 

@@ -20,9 +20,9 @@ from evictionary import reference
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import bundle, formats, grading
 from evictionary.classroom.assignment import Assignment, Step
-from evictionary.spec_tests.harness.implementation import oracle
-from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.planted import Mutant, edited_source, load_mutants
+from evictionary.spec_tests.judge.implementation import oracle
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.proof.planted import Mutant, edited_source, load_mutants
 from evictionary.store import table
 
 from . import attacks
@@ -50,7 +50,7 @@ def bundled(stem: str, mutant: Mutant | None = None) -> str:
             "import importlib\ndef oracle(path):\n    stem, name = path.split('.')\n"
             "    return getattr(importlib.import_module(f'bundled.{stem}'), name)\n"
         )
-        sources["bundled.arithmetic"] = bundle.renamed((tests / "harness" / "arithmetic.py").read_text(encoding="utf-8"))
+        sources["bundled.arithmetic"] = bundle.renamed((tests / "judge" / "arithmetic.py").read_text(encoding="utf-8"))
         sources["bundled.planted"] = _MUTANT_STUB
         source_file = inspect.getsourcefile(inspect.unwrap(mutant.function)) or ""
         sources["bundled.wrong"] = bundle.renamed(Path(source_file).read_text(encoding="utf-8"))
