@@ -13,8 +13,8 @@ from tools.commands import invoke, printed
 from tools.reading import IDS, cached, near, places, positions_of, read, refused
 from transformers import LlamaForCausalLM
 
+from evictionary import EvictingCache
 from evictionary.cache import calibration
-from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.evaluation.calibration import of_text
 from evictionary.reference import duo_attention, q_filters, rope, selection, triattention
 

@@ -42,8 +42,7 @@ from transformers import (
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from evictionary import reference
-from evictionary.cache.evicting_cache import EvictingCache
+from evictionary import EvictingCache, reference
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.evaluation.questions import ask
@@ -85,10 +84,11 @@ def test_keeping_everything_changes_nothing(family: str, attention: str) -> None
 def test_every_family_is_compressed_and_generates(family: str, method: str, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
     cache = EvictingCache(model, method, 0.5, small(method))
-    assert generate(model, IDS, cache, count=6, min_new_tokens=1).shape[1] > 48
+    assert generate(model, torch.cat([IDS, IDS.flip(1)]), cache, count=6, min_new_tokens=1).shape[1] > 48
     # random weights attend to everything alike, and GVote sets its budget by what is attended to
     assert cache.nbytes < cache.nbytes_full or method == "gvote"
     for layer in cache.layers:
+        assert layer.keys.dtype == dtype
         if isinstance(layer, EvictingLayer):
             assert int(layer.lengths.max()) <= 48 + 6
         else:
@@ -96,14 +96,16 @@ def test_every_family_is_compressed_and_generates(family: str, method: str, dtyp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_kept_is_what_the_method_keeps(family: str) -> None:
+def test_what_is_kept_is_what_the_method_keeps_in_position_order(family: str) -> None:
     model = build(family)
     whole = cached(model, IDS, None)
     cache = EvictingCache.from_prefilled(model, whole, "keydiff", 0.5)
     for layer, full in zip(cache.layers, whole.layers, strict=True):
         if isinstance(layer, EvictingLayer):
-            wanted = reference.selection.top_k(reference.keydiff.score(full.keys.double().numpy()), 24)
-            assert positions_of(layer) == places(wanted)
+            kept = torch.from_numpy(reference.selection.top_k(reference.keydiff.score(full.keys.double().numpy()), 24))
+            assert positions_of(layer) == places(kept.numpy())
+            assert torch.equal(layer.keys.flatten(0, 2), full.keys[kept])
+            assert torch.equal(layer.values.flatten(0, 2), full.values[kept])
 
 
 @torch.no_grad()

@@ -12,8 +12,7 @@ import torch
 from tools.reading import IDS, cached, places, positions_of, refused, written
 from transformers import LlamaForCausalLM
 
-from evictionary import reference
-from evictionary.cache.evicting_cache import EvictingCache
+from evictionary import EvictingCache, reference
 from evictionary.errors import MethodError
 from evictionary.methods import catalogue
 from evictionary.methods.method import Method, Request, tokens_to_keep

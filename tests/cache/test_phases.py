@@ -15,7 +15,6 @@ from tools.reading import (
     cached,
     generate,
     loaded,
-    masked_logits,
     near,
     padded,
     places,
@@ -29,10 +28,8 @@ from tools.reading import (
 )
 from transformers import DynamicCache, LlamaForCausalLM
 
-from evictionary import reference
+from evictionary import EvictingCache, reference
 from evictionary.cache import checks, file, layers, partial_attention
-from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules, output_projection
 from evictionary.errors import MethodError
 from evictionary.evaluation.questions import prefill
@@ -100,19 +97,6 @@ def test_a_ratio_counts_the_tokens_seen_and_a_budget_stays(model: LlamaForCausal
 
 
 # decoding
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_what_was_evicted_while_decoding_is_not_attended_to(attention: str) -> None:
-    model = tiny_llama(attn_implementation=attention)
-    cache = EvictingCache(model, "streaming_llm", budget=10, options={"sink_size": 2}, every=4)
-    got = read_in(model, cache, [20, 1, 1, 1, 1, 1, 1, 6])
-    visible = torch.ones(32, 32).tril().bool()
-    for query in range(20, 32):
-        # Compressed after 20, 24, and 32 tokens (the last six come at once): two sinks and the eight before that stay.
-        last = 20 if query < 24 else 24
-        visible[query, 2 : last - 8] = False
-    torch.testing.assert_close(got, masked_logits(model, IDS[:, :32], visible), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", catalogue.names())
@@ -387,28 +371,6 @@ def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaFor
     assert cache.tokens_kept == 30
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("sizes", [(40, 5), (40, 1, 1, 3)])
-def test_ragged_heads_attend_to_what_they_kept(tmp_path: Path, attention: str, sizes: tuple[int, ...]) -> None:
-    """Against the same tokens masked out by hand, head by head."""
-    model = tiny_llama(attn_implementation=attention)
-    got = read_in(model, EvictingCache(model, written(tmp_path, SPARSE), 0.5), sizes)
-    place, layer = torch.arange(45), torch.arange(2)[:, None]
-    kept = torch.stack([place % (2 + layer) == 0, place > 25 + layer], dim=1) | (place >= 40)
-    visible = torch.ones(2, 1, 2, 45, 45).tril().bool()
-    visible[..., 40:, :] &= kept[:, None, :, None]
-    torch.testing.assert_close(got, masked_logits(model, IDS[:, :45], visible), rtol=1e-4, atol=1e-4)
-
-
-SPARSE = """
-import numpy as np
-def select(keys, layer_index):
-    place = np.arange(keys.shape[2])
-    kept = np.stack([place % (2 + layer_index) == 0, place > 25 + layer_index])
-    return np.broadcast_to(kept, keys.shape[:3])
-"""
-
-
 def test_a_ragged_cache_is_compressed_again_head_by_head(model: LlamaForCausalLM) -> None:
     cache = cached(model, IDS, "knorm+ada_kv", budget=10, every=5, sizes=[20, *[1] * 25])
     for layer in cache.layers:
@@ -465,7 +427,7 @@ def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) ->
 
 
 def test_moments_of_nothing_change_nothing() -> None:
-    layer, generator = EvictingLayer(), torch.Generator().manual_seed(0)
+    layer, generator = layers.EvictingLayer(), torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
     layer.update(keys, values)
     queries = torch.randn(1, 4, 2, 8, generator=generator)
@@ -536,26 +498,6 @@ def test_the_last_queries_are_the_last_where_a_cache_has_as_many_tokens(tmp_path
     near([states["queries"][:, :2], states["queries"][:, 2:, -3:]], method.module.GIVEN, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
-def test_beams_of_a_padded_batch_are_compressed_with_their_own_padding(model: LlamaForCausalLM, method: str) -> None:
-    ids, given = padded(30, 18)
-    swap = torch.tensor([1, 0])
-    swapped = {name: value[swap] for name, value in given.items()}
-    one = cached(model, ids, method, 0.5, every=2, given=given)
-    one.reorder_cache(swap)
-    other = cached(model, ids[swap], method, 0.5, every=2, given=swapped)
-    for step in range(4):
-        token = IDS[:, step : step + 1].expand(2, 1)
-        torch.testing.assert_close(*(read(model, token, each, **after(swapped, step + 1)) for each in (one, other)))
-
-
-def test_a_padded_prefilled_cache_is_compressed_with_its_padding(model: LlamaForCausalLM) -> None:
-    ids, given = padded(30, 5)  # more padding than tokens are removed of the other row
-    direct = cached(model, ids, "keydiff", budget=10, given=given)
-    prefilled = EvictingCache.from_prefilled(model, cached(model, ids, None, given=given), "keydiff", budget=10)
-    torch.testing.assert_close(*(read(model, ids[:, -1:], cache, **after(given)) for cache in (direct, prefilled)))
-
-
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "samples"])
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
 def test_beam_search_and_sampling(model: LlamaForCausalLM, method: str, settings: dict[str, Any]) -> None:
@@ -590,17 +532,6 @@ def test_a_block_of_padding_alone_is_refused(model: LlamaForCausalLM) -> None:
     )
 
 
-def test_ragged_rows_keep_their_tokens_when_the_batch_is_reordered(model: LlamaForCausalLM) -> None:
-    cache = cached(model, torch.cat([IDS, IDS.flip(1)]), "knorm+ada_kv", 0.5)
-    before = [layer.contents() for layer in cache.layers]
-    cache.reorder_cache(torch.tensor([1, 0, 1]))
-    for layer, (keys, _, positions, filled) in zip(cache.layers, before, strict=True):
-        got_keys, _, got_positions, got_filled = layer.contents()
-        for row, old in enumerate([1, 0, 1]):
-            assert torch.equal(got_positions[row][got_filled[row]], positions[old][filled[old]])
-            assert torch.equal(got_keys[row][got_filled[row]], keys[old][filled[old]])
-
-
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "lagkv"])
 def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM, method: str) -> None:
     cache = cached(model, IDS[:, :50], method, 0.5, small(method), every=4 if method == "lagkv" else None)
@@ -608,13 +539,6 @@ def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM,
     assert [layer.longest for layer in others[1].layers] == [layer.longest for layer in cache.layers]
     answer = read_in(model, cache, [1, 1, 4], IDS[:, 50:])
     assert all(torch.equal(read_in(model, each, [1, 1, 4], IDS[:, 50:]), answer) for each in others)
-
-
-def test_a_file_knows_the_padding_of_its_prompts(tmp_path: Path, model: LlamaForCausalLM) -> None:
-    ids, given = padded(30, 20)
-    cache = cached(model, ids, "keydiff", budget=12, given=given)
-    both = cache, loaded(cache, tmp_path, model)
-    assert torch.equal(*(read(model, IDS[:, 50:51].expand(2, 1), each, **after(given)) for each in both))
 
 
 def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) -> None:
@@ -675,15 +599,6 @@ def test_weights_that_are_on_the_disk_are_read_from_there(model: LlamaForCausalL
     assert torch.equal(
         output_projection(offloaded, attention_modules(offloaded)[1]), output_projection(model, attention_modules(model)[1])
     )
-
-
-def test_a_ragged_cache_can_be_cropped_back_to_the_compression(model: LlamaForCausalLM) -> None:
-    cache = cached(model, IDS[:, :40], "knorm+ada_kv", 0.5)
-    first = read_in(model, cache, [5], IDS[:, 40:])
-    cache.crop(-5)
-    assert torch.equal(read_in(model, cache, [5], IDS[:, 40:]), first)
-    cache.crop(-5)
-    refused(lambda: cache.crop(-1), "crop: got -1", ValueError)
 
 
 @pytest.mark.parametrize("method", ["expected_attention", "gvote"])

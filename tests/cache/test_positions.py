@@ -23,9 +23,8 @@ from hypothesis.stateful import invariant as always
 from tools.reading import masked_logits, read, refused, written
 from transformers import LlamaForCausalLM
 
+from evictionary import EvictingCache
 from evictionary.cache import file, layers
-from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.cache.layers import EvictingLayer
 from evictionary.errors import UsageError
 
 LAYERS, HEADS, CHANNELS = 2, 2, 8  # those of the tiny model
@@ -318,42 +317,96 @@ ALL, HALF = Rule(0, 1, "nothing"), Rule(0, 2, "nothing")
 def replay(machine: type[CacheInUse], calls: Calls) -> None:
     """A short run of the machine."""
     one = machine()
+    usual = {
+        "start": {"attention": "sdpa", "by_place": False, "every": 0, "rule": HALF, "token": 7},
+        "read": {"rule": ALL, "token": 7},
+        "take_turns": {"rule": ALL, "token": 7},
+        "a_prompt_of_another_cache": {"rule": HALF, "token": 7, "more": 0},
+    }
     try:
         for name, given in calls:
-            of_start = {"attention": "sdpa", "by_place": False, "every": 0} if name == "start" else {}
-            tokens = {"token": 7} if name in ("start", "read", "take_turns") else {}
-            getattr(one, name)(**of_start, **tokens, **given)
+            getattr(one, name)(**usual.get(name, {}) | given)
             one.the_cache_holds_what_heads_may_see()
     finally:
         one.teardown()
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        # one head of two keeps every token
-        [
-            ("start", {"lengths": [6], "rule": Rule(0, 1, "heads")}),
-            ("read", {"count": 2, "rule": ALL}),
-            ("compress", {"rule": HALF}),
-        ],
-        # in the middle of a forward the layers hold as many tokens
-        [("start", {"lengths": [5], "rule": Rule(4, 3, "layers")}), *[("read", {"count": 1, "rule": ALL})] * 2],
+HEADS_DIFFER, ONE_MORE = Rule(0, 1, "heads"), ("read", {"count": 1})
+RUNS: dict[str, Calls] = {
+    "one head of two keeps every token": [
+        ("start", {"lengths": [6], "rule": HEADS_DIFFER}),
+        ("read", {"count": 2}),
+        ("compress", {"rule": HALF}),
     ],
-)
-def test_what_the_machine_found_once(machine: type[CacheInUse], calls: Calls) -> None:
+    "in the middle of a forward the layers hold as many tokens": [
+        ("start", {"lengths": [5], "rule": Rule(4, 3, "layers")}),
+        ONE_MORE,
+        ONE_MORE,
+    ],
+    "later tokens at once": [("start", {"lengths": [9]}), ("read", {"count": 5})],
+    "later tokens one by one": [("start", {"lengths": [9], "attention": "eager"}), ONE_MORE, ONE_MORE, ("read", {"count": 3})],
+    "compressed while decoding": [("start", {"lengths": [9], "every": 3}), *[ONE_MORE] * 7, ("read", {"count": 6})],
+    "ragged heads": [("start", {"lengths": [9], "rule": HEADS_DIFFER}), ONE_MORE, ONE_MORE, ("read", {"count": 3})],
+    "ragged heads of an eager model": [
+        ("start", {"lengths": [9], "rule": Rule(1, 2, "heads"), "by_place": True, "attention": "eager"}),
+        ONE_MORE,
+        ("read", {"count": 4}),
+    ],
+    "ragged heads cropped back to the compression, and no further": [
+        ("start", {"lengths": [9], "rule": HEADS_DIFFER}),
+        *[("read", {"count": 5}), ("crop", {"count": 5})] * 2,
+        ("crop", {"count": 1}),
+    ],
+    "ragged rows in another order": [
+        ("start", {"lengths": [9, 9], "rule": HEADS_DIFFER}),
+        ("reorder", {"indices": [1, 0, 1]}),
+        ONE_MORE,
+    ],
+    "beams of a padded batch": [
+        ("start", {"lengths": [9, 5], "every": 2}),
+        ("reorder", {"indices": [1, 0]}),
+        *[ONE_MORE] * 4,
+    ],
+    "beams of a padded batch with ragged heads": [
+        ("start", {"lengths": [9, 5], "every": 2, "rule": HEADS_DIFFER}),
+        ("reorder", {"indices": [1, 0]}),
+        *[("read", {"count": 1, "rule": HEADS_DIFFER})] * 4,
+    ],
+    "a file of a padded batch": [("start", {"lengths": [9, 5]}), ("save", {}), ("load", {}), ONE_MORE],
+    "a padded prompt of another cache": [
+        ("start", {"lengths": [4]}),
+        ("a_prompt_of_another_cache", {"lengths": [9, 2]}),
+        ONE_MORE,
+    ],
+    "two questions": [
+        ("start", {"lengths": [9]}),
+        ("copy", {}),
+        ("read", {"count": 3}),
+        ("crop", {"count": 3}),
+        ("take_turns", {"count": 2}),
+    ],
+}
+
+
+@pytest.mark.parametrize("calls", RUNS.values(), ids=RUNS)
+def test_a_short_run_sees_what_a_model_masked_by_hand_sees(machine: type[CacheInUse], calls: Calls) -> None:
     replay(machine, calls)
 
 
-CROP, SELECT, FILL, RESTORE = EvictingLayer.crop, EvictingLayer.batch_select_indices, EvictingLayer.restore, file.restore
+CROP, SELECT, FILL, RESTORE = (
+    layers.EvictingLayer.crop,
+    layers.EvictingLayer.batch_select_indices,
+    layers.EvictingLayer.restore,
+    file.restore,
+)
 
 
-def crop_to_kept(layer: EvictingLayer, tokens_to_remove: int) -> None:
+def crop_to_kept(layer: layers.EvictingLayer, tokens_to_remove: int) -> None:
     CROP(layer, tokens_to_remove)
     layer.seen = layer.longest
 
 
-def select_without_positions(layer: EvictingLayer, indices: torch.Tensor) -> None:
+def select_without_positions(layer: layers.EvictingLayer, indices: torch.Tensor) -> None:
     before = layer.ragged and layer.ragged.positions, layer._kept_positions
     SELECT(layer, indices)
     if layer.ragged is not None and len(layer.ragged.positions) == len(before[0]):
@@ -362,7 +415,7 @@ def select_without_positions(layer: EvictingLayer, indices: torch.Tensor) -> Non
         layer._kept_positions = before[1]
 
 
-def fill_without_positions(layer: EvictingLayer, *given: Any) -> None:
+def fill_without_positions(layer: layers.EvictingLayer, *given: Any) -> None:
     FILL(layer, *given)
     layer._kept_positions = None
 
@@ -373,38 +426,23 @@ def restore_without_padding(cache: EvictingCache, model: Any, settings: dict[str
 
 MISTAKES: list[tuple[Any, str, Callable[..., Any], Calls]] = [
     # the next position is the number of kept tokens
-    (EvictingLayer, "get_seq_length", lambda layer: layer.longest, [("start", {"lengths": [6], "rule": HALF})]),
+    (layers.EvictingLayer, "get_seq_length", lambda layer: layer.longest, [("start", {"lengths": [6]})]),
+    (layers.EvictingLayer, "crop", crop_to_kept, [("start", {"lengths": [6]}), ("read", {"count": 3}), ("crop", {"count": 2})]),
     (
-        EvictingLayer,
-        "crop",
-        crop_to_kept,
-        [("start", {"lengths": [6], "rule": HALF}), ("read", {"count": 3, "rule": ALL}), ("crop", {"count": 2})],
-    ),
-    (
-        EvictingLayer,
+        layers.EvictingLayer,
         "batch_select_indices",
         select_without_positions,
         [("start", {"lengths": [6, 4], "rule": Rule(0, 1, "rows")}), ("reorder", {"indices": [1, 0]})],
     ),
     # the copy writes into the same tensors
     (
-        EvictingLayer,
+        layers.EvictingLayer,
         "__deepcopy__",
         lambda layer, memo: copy.copy(layer),
-        [
-            ("start", {"lengths": [6], "rule": HALF}),
-            ("read", {"count": 1, "rule": ALL}),
-            ("copy", {}),
-            ("take_turns", {"count": 1, "rule": ALL}),
-        ],
+        [("start", {"lengths": [6]}), ONE_MORE, ("copy", {}), ("take_turns", {"count": 1})],
     ),
-    (EvictingLayer, "restore", fill_without_positions, [("start", {"lengths": [6], "rule": HALF}), ("save", {}), ("load", {})]),
-    (
-        file,
-        "restore",
-        restore_without_padding,
-        [("start", {"lengths": [6, 4], "rule": HALF}), ("save", {}), ("load", {}), ("read", {"count": 1, "rule": ALL})],
-    ),
+    (layers.EvictingLayer, "restore", fill_without_positions, [("start", {"lengths": [6]}), ("save", {}), ("load", {})]),
+    (file, "restore", restore_without_padding, RUNS["a file of a padded batch"]),
 ]
 
 

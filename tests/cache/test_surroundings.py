@@ -13,7 +13,7 @@ from conftest import tiny_llama
 from tools.reading import IDS, cached, generate, loaded, padded, read, read_in, refused, small
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
-from evictionary.cache.evicting_cache import EvictingCache
+from evictionary import EvictingCache
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
 

@@ -22,7 +22,7 @@ from tools.kernels import KERNELS, assert_close, launched_by_a_grid
 from tools.reading import positions_of, read_in
 from triton.runtime import interpreter
 
-from evictionary.cache.evicting_cache import EvictingCache
+from evictionary import EvictingCache
 from evictionary.optimized import attention, cache, gvote, h2o, keydiff, knorm, lagkv, selection, snapkv, streaming_llm, tova
 from evictionary.optimized import expected_attention as ea
 from evictionary.optimized import momentkv as mk
