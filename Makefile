@@ -27,7 +27,7 @@ slow: .venv/installed
 	$(PYTEST) --profile thorough spec_tests/shared/test_selection.py spec_tests/shared/test_cache.py --impl reference --impl optimized
 
 mutants: .venv/installed
-	$(PYTEST) -m slow tests/test_mutants.py -k every_mutant
+	$(PYTEST) -m slow tests/judge/test_mutants.py -k every_mutant
 
 # Every mistake made in the implementation and in the reference at once; one that no law sees fails. ORACLE="--only keydiff.score"
 oracle: .venv/installed
@@ -45,7 +45,7 @@ TEACHING_LAWS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_t
 
 kernels: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_received_attention.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_received_attention.py
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick $(TEACHING_LAWS) --impl evictionary.optimized.teaching --strict
 
 # Every kernel in every configuration for four GPUs, without one: minutes. The older Triton is common on machines with GPUs; it is

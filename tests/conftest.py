@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 # Triton chooses its interpreter when it is imported, so the tests of the kernels have a run of their own: see the Makefile.
 collect_ignore = ["a_new_method"] + (
-    [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_kernels.py", "test_received_attention.py"]
+    [] if os.environ.get("TRITON_INTERPRET") == "1" else ["kernels/test_kernels.py", "kernels/test_received_attention.py"]
 )
 
 
@@ -119,3 +120,17 @@ def junit() -> XMLSchema:
     from evictionary.classroom import formats
 
     return XMLSchema(formats.SCHEMAS / "junit.xsd")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """The kernels that are launched and their grids; nothing is compiled."""
+    grids: list[tuple[str, tuple[int, ...]]] = []
+
+    def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        grids.append((kernel.__name__, grid))
+
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", run)
+    target = SimpleNamespace(backend="cuda", arch=90)
+    monkeypatch.setattr("triton.runtime.driver._active", SimpleNamespace(get_current_target=lambda: target))
+    return grids

@@ -2,19 +2,17 @@
 
 import pkgutil
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import metadata
-from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from tools import ROOT
+from tools.programs import python, run
 
 import evictionary
 from evictionary import optimized, reference
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_reference_imports_numpy_and_itself_alone() -> None:
@@ -23,25 +21,20 @@ def test_reference_imports_numpy_and_itself_alone() -> None:
         "for module in pkgutil.walk_packages({}, package.__name__ + '.'):\n    importlib.import_module(module.name)\n"
         "print('\\n'.join({{name.split('.')[0] for name in sys.modules}}))"
     )
-
-    def loaded(package: str, inside: str) -> set[str]:
-        command = [sys.executable, "-c", program.format(inside), package]
-        return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split())
-
-    extra = loaded("evictionary.reference", "package.__path__") - loaded("numpy", "[]") - set(sys.stdlib_module_names)
-    assert extra == {"evictionary"}
+    ours, numpys = (
+        set(python("-c", program.format(inside), package).stdout.split())
+        for package, inside in (("evictionary.reference", "package.__path__"), ("numpy", "[]"))
+    )
+    assert ours - numpys - set(sys.stdlib_module_names) == {"evictionary"}
 
 
 @pytest.mark.parametrize("room", ["reference", "optimized", "spec_tests"])
 def test_no_module_exists_twice(room: str) -> None:
-    command = [sys.executable, "-c", f"import {room}"]
-    assert f"import evictionary.{room}" in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr
+    assert f"import evictionary.{room}" in python("-c", f"import {room}", code=1).stderr
 
 
 def test_no_file_imports_a_file_of_laws() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "spec_tests/*.py", "evictionary/*.py"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.split()
+    listed = run("git", "ls-files", "spec_tests/*.py", "evictionary/*.py").stdout.split()
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in listed if path.endswith(".py")}
     assert [path for path, text in texts.items() if re.search(r"^\s*(from|import) .*\btest_\w+( import|$)", text, re.M)] == []
 
@@ -53,8 +46,7 @@ def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
 
 
 def test_a_light_import_stays_light() -> None:
-    program = "import sys, evictionary.cli.app, evictionary.spec_tests.judge.law\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+    python("-c", "import sys, evictionary.cli.app, evictionary.spec_tests.judge.law\nassert 'torch' not in sys.modules")
     assert evictionary.__version__
 
 

@@ -12,7 +12,7 @@ import torch
 
 from evictionary.cache.checks import require_finite
 from evictionary.cache.inputs import supply
-from evictionary.methods.method import Method, Request
+from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.policies import Compression, hooks, moments_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         return
     states, request = described(cache, layer_index, step, captured)
     kept = one_pass(method, step, request).kept(states, request)
-    cache.warn_of_what_is_wasted(kept, layer_index)
+    warn_of_what_is_wasted(cache, layer_index, kept)
     for evicted in hooks(method.policies, "evicted"):
         evicted(step, kept)
     if step.compressed is not None or not layer.is_full or not kept.all():
@@ -106,27 +106,30 @@ def _skip(step: Compression) -> None:
         skipped(step.state)
 
 
-def warn_of_what_stays(seen: int, evicted_at: int, asked: int) -> bool:
-    """Warn where later tokens outnumber the prompt and what was asked for: a prompt that is read in blocks without `every`."""
-    since = seen - evicted_at
-    if not evicted_at or since < evicted_at or since <= asked:
-        return False
-    warnings.warn(
-        f"the cache compressed the first {evicted_at} tokens, and {since} later ones stay: to compress a prompt in "
-        "blocks give the cache every=N, and after a turn of a chat call cache.compress()",
-        stacklevel=3,
-    )
-    return True
+def warn_of_what_stays(cache: WatchedCache, layer: Any) -> None:
+    """Warn, once, of a prompt that is read in blocks without `every`: later tokens outnumber it and what was asked for."""
+    since = layer.seen - layer.evicted_at
+    if cache.is_warned or cache.every or cache.method is None or not 0 < layer.evicted_at <= since:
+        return
+    cache.is_warned = since > tokens_to_keep(layer.seen, cache.compression_ratio, cache.budget)
+    if cache.is_warned:
+        warnings.warn(
+            f"the cache compressed the first {layer.evicted_at} tokens, and {since} later ones stay: to compress a prompt in "
+            "blocks give the cache every=N, and after a turn of a chat call cache.compress()",
+            stacklevel=2,
+        )
 
 
-def warn_of_what_is_wasted(name: str, kept: torch.Tensor, asked: int) -> bool:
-    """Warn where a select keeps less than half of the tokens [B, H_kv, T] that it may: `asked` in all rows of a head."""
-    in_a_head = int(kept.sum()) / kept.shape[1]
-    if 2 * in_a_head >= asked:
-        return False
-    warnings.warn(
-        f"method {name}: keeps {in_a_head / len(kept):.4g} tokens in a head, where the budget is "
-        f'{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = {{"own_budget"}}',
-        stacklevel=3,
-    )
-    return True
+def warn_of_what_is_wasted(cache: WatchedCache, layer_index: int, kept: torch.Tensor) -> None:
+    """Warn, once, where a select keeps less than half of the tokens [B, H_kv, T] that it may."""
+    method = cache.method
+    if method is None or cache.is_told or not method.is_select or method.traits & {"own_budget", "moving_window", "recursive"}:
+        return
+    asked, in_a_head = sum(cache.amounts(layer_index, cache.layers[layer_index].seen)), int(kept.sum()) / kept.shape[1]
+    cache.is_told = 2 * in_a_head < asked
+    if cache.is_told:
+        warnings.warn(
+            f"method {method.name}: keeps {in_a_head / len(kept):.4g} tokens in a head, where the budget is "
+            f'{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = {{"own_budget"}}',
+            stacklevel=2,
+        )

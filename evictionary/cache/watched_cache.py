@@ -16,7 +16,7 @@ from evictionary.cache.layers import KEPT_AS, EvictingLayer
 from evictionary.cache.model_hooks import Attention, watch
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
-from evictionary.methods.method import Method, Request, tokens_to_keep
+from evictionary.methods.method import Method, Request
 from evictionary.models.load import is_sliding, require_supported, unwrapped
 from evictionary.models.queries import logit_factor
 from evictionary.policies import DEFAULT, hooks
@@ -33,13 +33,10 @@ class WatchedCache(Cache):
     recorded: dict[int, dict[str, torch.Tensor]]
     padding: torch.Tensor | None  # [B], of the prompt
     counts_padding: bool  # whether the positions of the model count it
-    calibrated: dict[int, calibration.State]
     _finalizer: Any
     _names: frozenset[str]
     _replaying: bool
     _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
-    _is_warned: bool  # that later tokens stay
-    _is_told: bool  # that a method keeps less than half of what it may
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
 
@@ -111,7 +108,7 @@ class WatchedCache(Cache):
                 layer.padding = None if self.padding is None else self.padding.to(keys.device)
             self.peak_tokens = max(self.peak_tokens, layer.longest)
             if layer_idx == 0 and key_states.shape[-2] > 1:
-                self._warn_of_what_stays(layer)
+                compression.warn_of_what_stays(self, layer)
             if self._finalizer.alive:
                 self._handed[layer_idx] = keys
             elif not layer.is_plain or (layer.evicted_at == 0 and (self.method is not None or self.record)):
@@ -257,18 +254,6 @@ class WatchedCache(Cache):
                 return found[0].transpose(1, 2).contiguous()
         return None
 
-    def _warn_of_what_stays(self, layer: EvictingLayer) -> None:
-        if not (self._is_warned or self.every or self.method is None):
-            asked = tokens_to_keep(layer.seen, self.compression_ratio, self.budget)
-            self._is_warned = compression.warn_of_what_stays(layer.seen, layer.evicted_at, asked)
-
-    def warn_of_what_is_wasted(self, kept: torch.Tensor, layer_index: int) -> None:
-        """Warn, once, where a select keeps less than half of the tokens [B, H_kv, T] that it may."""
-        method = self.method
-        if method and method.is_select and not self._is_told and not method.traits & {"own_budget", "moving_window", "recursive"}:
-            asked = sum(self.amounts(layer_index, self.layers[layer_index].seen))
-            self._is_told = compression.warn_of_what_is_wasted(method.name, kept, asked)
-
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
 
@@ -346,7 +331,7 @@ class WatchedCache(Cache):
         self._replaying = False
         self._is_announced = False
         self.peak_tokens = 0
-        self._is_warned = self._is_told = False
+        self.is_warned = self.is_told = False  # that later tokens stay; that a method keeps less than half of what it may
         self._names = self.record | (self.method.captured if self.method else frozenset())
         # while decoding, `query` is the last one, and no history of it is needed
         later = set(self.method.inputs) - {"query"} if self.method and self.every else set()
@@ -365,15 +350,13 @@ class WatchedCache(Cache):
 
     def _close_if_settled(self) -> None:
         """Stop watching the model once its own attention can do the rest."""
+        # The mask of a model does not know that padding was removed.
+        if self.method is not None and (self.every or self.padding is not None):
+            return
         layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
-        if self.method is not None and self.every:
-            return
-        if any(layer.evicted_at == 0 for layer in layers) or not all(layer.is_plain for layer in layers):
-            return
-        # One mask serves all layers of a model, so it must fit all layers; it does not know that padding was removed.
-        unpadded = self.padding is None or self.method is None
-        # In the middle of a forward, the layers have not seen the same tokens yet.
-        if unpadded and len({(layer.longest, layer.seen) for layer in layers}) == 1:
+        # One mask serves all layers of a model. In the middle of a forward they have not seen the same tokens yet.
+        is_one_mask = len({(layer.longest, layer.seen) for layer in layers}) == 1
+        if is_one_mask and all(layer.evicted_at and layer.is_plain for layer in layers):
             self.close()
 
     def close(self) -> None:
@@ -384,8 +367,7 @@ class WatchedCache(Cache):
 
 def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
     """The additive mask [B, 1, M, stored] of the last M tokens over a layer's stored tokens; None if nothing is masked."""
-    assert layer.keys is not None
-    num_queries, stored = queries.shape[2], layer.keys.shape[2]
+    num_queries, stored = queries.shape[2], layer.stored
     if num_queries == 1 and layer.padding is None:
         return None
     visible = partial_attention.causal(num_queries, stored, queries.device)[None, None]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
-from test_families import FAMILIES, build
 from tools.commands import as_json
+from tools.families import FAMILIES, build
 from tools.reading import IDS, cached, masked_logits, positions_of, refused
 from transformers import LlamaForCausalLM
 

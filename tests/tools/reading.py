@@ -1,6 +1,8 @@
 """What the tests of the cache share: tokens to read, and short ways to read, to generate and to look at what is stored."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,16 @@ from evictionary.errors import UsageError
 IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
 
 
-def refused(call: Callable[[], Any], message: str, error: type[Exception] = UsageError) -> None:
+def refused(call: Callable[[], Any], message: str, error: type[Exception] | tuple[type[Exception], ...] = UsageError) -> None:
     """Fail unless the call raises this error, with a message that the pattern is found in."""
     with pytest.raises(error, match=message):
         call()
+
+
+def written(folder: Path, text: str) -> str:
+    """The path of a file of a method."""
+    (folder / "mine.py").write_text(text)
+    return str(folder / "mine.py")
 
 
 @torch.no_grad()
@@ -27,23 +35,47 @@ def read(model: Any, ids: torch.Tensor, cache: Any, **named: Any) -> torch.Tenso
 
 
 def cached(
-    model: Any, ids: torch.Tensor, method: str | None, *arguments: Any, sizes: Sequence[int] = (), **named: Any
+    model: Any,
+    ids: torch.Tensor,
+    method: str | None,
+    *arguments: Any,
+    sizes: Sequence[int] = (),
+    given: Any = None,
+    **named: Any,
 ) -> EvictingCache:
-    """A cache that has read ids [B, M], or parts of them of these sizes; the other arguments are its own."""
+    """A cache that has read ids [B, M], or parts of them of these sizes; `given` goes to the model, all else to the cache."""
     cache = EvictingCache(model, method, *arguments, **named)
-    read_in(model, cache, sizes or [ids.shape[1]], ids)
+    read_in(model, cache, sizes or [ids.shape[1]], ids, **(given or {}))
     return cache
 
 
-def read_in(model: Any, cache: Any, sizes: Sequence[int], ids: torch.Tensor = IDS) -> torch.Tensor:
+def loaded(cache: EvictingCache, folder: Path, model: Any) -> EvictingCache:
+    """The cache as its file gives it back."""
+    cache.save(folder / "cache")
+    return EvictingCache.load(folder / "cache", model)
+
+
+def read_in(model: Any, cache: Any, sizes: Sequence[int], ids: torch.Tensor = IDS, **named: Any) -> torch.Tensor:
     """The logits of the first tokens, read in parts of these sizes."""
-    return torch.cat([read(model, part, cache) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1)
+    return torch.cat([read(model, part, cache, **named) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1)
 
 
-def masked_logits(model: Any, ids: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """The logits of ids [1, T] where token m attends to what row m of visible [T, T] says."""
-    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
-    return read(model, ids, None, attention_mask=mask)
+def masked_logits(model: Any, ids: torch.Tensor, visible: torch.Tensor, **named: Any) -> torch.Tensor:
+    """The logits of ids [B, T] without a cache, where token m attends to what row m of visible [T, T] says.
+
+    The heads, rows and layers may differ: [L, B, H_kv, T, T], and what broadcasts to that.
+    """
+    layers, length, heads = model.model.layers, ids.shape[1], model.config.num_key_value_heads
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min).expand(len(layers), len(ids), heads, length, length)
+    mask = mask.repeat_interleave(model.config.num_attention_heads // heads, dim=2)
+
+    def masked(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return arguments, given | {"attention_mask": mask[module.layer_idx]}
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True))
+        return read(model, ids, None, **named)
 
 
 def generate(
@@ -93,5 +125,17 @@ def small(method: str) -> dict[str, Any]:
 
 def same_moments(layer: EvictingLayer, wanted: Sequence[Any]) -> None:
     """Fail unless a layer holds these moments, up to rounding."""
-    for got, want in zip(layer.moments or (), wanted, strict=True):
-        np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
+    near(layer.moments or (), wanted, rtol=1e-4, atol=1e-3)
+
+
+def near(got: Sequence[Any], wanted: Sequence[Any], rtol: float = 1e-4, atol: float = 1e-4) -> None:
+    """Fail unless tensors are as near to arrays as that."""
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=rtol, atol=atol)
+
+
+def same(got: EvictingCache, wanted: EvictingCache) -> None:
+    """Fail unless two caches hold the same states of the same tokens."""
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for one, other in zip(ours.contents(), theirs.contents(), strict=True):
+            assert torch.equal(one, other)

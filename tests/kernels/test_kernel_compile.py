@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from tools import ROOT
+from tools.kernels import KERNELS, compiled
 
 pytest.importorskip("triton")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-KERNELS = sorted(
-    path.stem
-    for path in (ROOT / "optimized" / "kernels").glob("*.py")
-    if re.search(r"^CONFIGURATIONS\b", path.read_text(encoding="utf-8"), re.M)
-)
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a process of its own, without Triton's interpreter, which would take the place of the compiler."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_DEFAULT_FP_FUSION": "0", "PYTHONPATH": str(ROOT)}  # as from Triton 3.10 on
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
 
 METHODS = ("to", "cast", "dtype", "shape")
+FOLDER = ROOT / "optimized"
+COMPILING = ("-m", "evictionary.optimized.kernels.compiling")
+
+
+def sources(folder: str) -> dict[str, str]:
+    """The text of each file of a folder of `optimized`."""
+    return {path.name: path.read_text("utf-8") for path in (FOLDER / folder).glob("*.py")}
+
+
 LAUNCHED = re.compile(r"launch\((\w+), |^ +(?:return )?(\w+)\[[^\n]*\]\(", re.M)
 
 
 def kernels_of(folder: str) -> list[ast.FunctionDef]:
     """The functions of a folder of `optimized` that Triton compiles."""
-    nodes = [each for path in (ROOT / "optimized" / folder).glob("*.py") for each in ast.parse(path.read_text("utf-8")).body]
-    functions = [each for each in nodes if isinstance(each, ast.FunctionDef)]
+    functions = [each for text in sources(folder).values() for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
     return [each for each in functions if any("triton.jit" in ast.unparse(line) for line in each.decorator_list)]
 
 
@@ -50,12 +43,7 @@ def arguments(kernel: ast.FunctionDef) -> set[str]:
 def test_no_kernel_asks_an_argument_for_its_methods(folder: str) -> None:
     """On a GPU an argument that is 1 is a constant without methods, such as `to`; the interpreter cannot see it."""
     kernels = kernels_of(folder)
-    launched = {
-        name
-        for path in (ROOT / "optimized" / folder).glob("*.py")
-        for found in LAUNCHED.findall(path.read_text("utf-8"))
-        for name in found
-    }
+    launched = {name for text in sources(folder).values() for found in LAUNCHED.findall(text) for name in found}
     numbers = {name for each in kernels if each.name in launched for name in arguments(each) if not name.endswith("_ptr")}
     assert len(launched) > 20 and "length" in numbers
     asked = [
@@ -69,16 +57,10 @@ def test_no_kernel_asks_an_argument_for_its_methods(folder: str) -> None:
 
 def test_every_kernel_is_launched_in_one_place() -> None:
     """`launch` alone decides how a kernel is built: no file calls kernel[grid] itself."""
-    for path in (ROOT / "optimized" / "kernels").glob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    for name, text in sources("kernels").items():
+        nodes = ast.walk(ast.parse(text))
         own = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
-        assert not own, f"{path.name} launches {own}, wanted launch(kernel, grid)(...)"
-
-
-def built(script: str) -> list[dict[str, Any]]:
-    done = run("-c", script)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+        assert not own, f"{name} launches {own}, wanted launch(kernel, grid)(...)"
 
 
 # One channel of keys or values, one token, one query, partitions of one token: (D, D_v, T).
@@ -106,37 +88,37 @@ EVERY = {"score_partitions", "select_partitions", "compress_partitions", "sum_ro
 
 def test_one_channel_and_one_token_compile_with_fused_products() -> None:
     """Also where Triton would not fuse products and sums by default."""
-    found = built(SMALLEST.format(dtype="float32", shapes="[(1, 1, 1)]"))
-    assert {each["kernel"] for each in found} == EVERY
-    assert all(each["fused"] for each in found)
+    found = compiled("-c", SMALLEST.format(dtype="float32", shapes="[(1, 1, 1)]"))
+    assert {each["kernel"] for each in found} == EVERY and all(each["fused"] for each in found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_other_extents_of_one_compile(dtype: str) -> None:
-    found = built(SMALLEST.format(dtype=dtype, shapes="[(1, 1, 1), (1, 16, 2), (16, 1, 2), (16, 16, 1)]"))
+    found = compiled("-c", SMALLEST.format(dtype=dtype, shapes="[(1, 1, 1), (1, 16, 2), (16, 1, 2), (16, 16, 1)]"))
     assert {each["kernel"] for each in found} == EVERY
+
+
+def require_kept(found: list[dict[str, Any]], targets: set[str]) -> None:
+    """Fail unless a report of every target has no broken rule."""
+    assert {report["target"] for report in found} == targets
+    assert not [f"{each['kernel']} on {each['target']}: {'; '.join(each['broken'])}" for each in found if each["broken"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", KERNELS)
 def test_every_kernel_fits_on_cards_with_less_memory(stem: str) -> None:
     """The first configuration needs no more shared memory than a program has on sm_75, sm_86 and sm_89."""
-    done = run("-m", "evictionary.optimized.kernels.compiling", stem, *(f"--target={name}" for name in ("sm_75", "sm_86", "sm_89")))
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {report["target"] for report in found} == {"sm_75", "sm_86", "sm_89"}, done.stderr
-    assert not [f"{r['kernel']} on {r['target']}: {'; '.join(r['broken'])}" for r in found if r["broken"]]
+    targets = {"sm_75", "sm_86", "sm_89"}
+    require_kept(compiled(*COMPILING, stem, *(f"--target={name}" for name in targets), code=None), targets)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", KERNELS)
 def test_first_configuration_compiles_for_every_target(stem: str) -> None:
     """The first configuration of a kernel file keeps every rule of `compiling` on sm_80, sm_90, sm_100 and gfx942."""
-    done = run("-m", "evictionary.optimized.kernels.compiling", stem)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {report["target"] for report in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}, done.stderr
-    broken = [f"{r['kernel']} on {r['target']}: {'; '.join(r['broken'])}" for r in found if r["broken"]]
-    assert not broken and done.returncode == 0, "\n".join(broken)
+    found = compiled(*COMPILING, stem)
+    require_kept(found, {"sm_80", "sm_90", "sm_100", "gfx942"})
     stored = json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8"))
     for report in found:
         figures = stored.get(f"{stem}.{report['kernel']}", {}).get(f"{report['triton']} {report['target']}")
@@ -148,9 +130,7 @@ def test_first_configuration_compiles_for_every_target(stem: str) -> None:
 def test_inspection_sees_what_it_is_there_for(tmp_path: pathlib.Path) -> None:
     """A kernel that loads half-precision numbers one at a time and spills its registers is reported for both."""
     (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
-    done = run(str(tmp_path / "probe.py"))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    (report,) = compiled(tmp_path / "probe.py")
     assert report["narrow_loads"] and not report["vector_loads"]
     assert report["spills"] and report["stack"]
     assert len(report["broken"]) == 4  # spills, no vector loads, narrow loads, no tensor cores

@@ -1,20 +1,19 @@
 """Methods by name and by file: what their functions receive, their options, and what is said when they go wrong."""
 
+import functools
 import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tools.reading import refused
+from tools.reading import IDS, cached, places, positions_of, refused, written
 from transformers import LlamaForCausalLM
 
-from evictionary import reference
-from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.errors import MethodError, UsageError
+from evictionary import EvictingCache, reference
+from evictionary.errors import MethodError
 from evictionary.methods import catalogue
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
@@ -32,9 +31,7 @@ def states() -> dict[str, torch.Tensor]:
 
 
 def user_method(folder: Path, text: str, suffix: str = "") -> Method:
-    path = folder / "mine.py"
-    path.write_text(text)
-    return resolve(f"{path}{suffix}")
+    return resolve(written(folder, text) + suffix)
 
 
 def test_the_file_system_is_the_registry() -> None:
@@ -50,7 +47,7 @@ def test_optimized_is_preferred_and_agrees_with_the_reference(states: dict[str, 
     method = resolve("keydiff")
     assert method.module.__name__ == "evictionary.optimized.keydiff"
     wanted = selection.top_k(reference.keydiff.score(states["keys"].double().numpy()), 20)
-    assert np.array_equal(method.kept(states, HALF).numpy(), wanted)
+    assert places(method.kept(states, HALF).numpy()) == places(wanted)
 
 
 def test_every_input_arrives_under_its_name(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
@@ -81,17 +78,15 @@ def test_select_goes_before_score_and_a_function_can_be_named(tmp_path: Path, st
     assert user_method(tmp_path, text, ":score").kept(states, HALF).sum(-1).tolist() == [[20, 20]]
 
 
-def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.Tensor]) -> None:
-    method = resolve("lagkv")
-    options = {"sink_size": 4, "lag_size": 6}
-    for ratio in (0.25, 0.5, 0.6):
-        budget = selection.budget(40, ratio)
-        solved = reference.lagkv.keep_ratio_for(40, budget, **options)
-        left = reference.lagkv.retained_length(40, keep_ratio=solved, **options)
-        assert left <= budget
-        assert method.kept(states, Request(compression_ratio=ratio, options=options)).sum(-1).tolist() == [[left, left]]
-    fixed = method.kept(states, Request(compression_ratio=0.5, options=options | {"keep_ratio": 0.5})).sum(-1)
-    assert fixed.tolist() == [[reference.lagkv.retained_length(40, keep_ratio=0.5, **options)] * 2]
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.6])
+def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.Tensor], ratio: float) -> None:
+    method, options = resolve("lagkv"), {"sink_size": 4, "lag_size": 6}
+    budget = selection.budget(40, ratio)
+    solved = reference.lagkv.keep_ratio_for(40, budget, **options)
+    for named, keep_ratio in ((options, solved), (options | {"keep_ratio": 0.5}, 0.5)):
+        left = reference.lagkv.retained_length(40, keep_ratio=keep_ratio, **options)
+        assert left <= budget or keep_ratio == 0.5
+        assert method.kept(states, Request(compression_ratio=ratio, options=named)).sum(-1).tolist() == [[left, left]]
 
 
 def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tensor]) -> None:
@@ -102,15 +97,14 @@ def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tenso
     assert resolve("keydiff").why_nothing_removed(40) is None
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"), [("8", 8), (8, 8), ("0.5", "whole number"), ("x", "whole number"), (True, "whole number")]
-)
-def test_options_have_the_type_of_their_default(given: Any, wanted: Any) -> None:
-    method = resolve("lagkv")
-    if isinstance(wanted, int):
-        assert method.typed_options({"lag_size": given}) == {"lag_size": wanted}
-        return
-    refused(lambda: method.typed_options({"lag_size": given}), wanted)
+@pytest.mark.parametrize("given", ["8", 8])
+def test_options_have_the_type_of_their_default(given: Any) -> None:
+    assert resolve("lagkv").typed_options({"lag_size": given}) == {"lag_size": 8}
+
+
+@pytest.mark.parametrize("given", ["0.5", "x", True])
+def test_options_of_another_type_than_their_default_are_refused(given: Any) -> None:
+    refused(lambda: resolve("lagkv").typed_options({"lag_size": given}), "whole number")
 
 
 def test_options_of_other_types(tmp_path: Path) -> None:
@@ -131,21 +125,14 @@ def select(keys, values, *, keep_ratio, sink_size=4):
 """
 
 
-def test_arguments_like_lagkvs_do_not_make_a_method_recursive(
-    tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor
-) -> None:
+def test_arguments_like_lagkvs_do_not_make_a_method_recursive(tmp_path: Path, model: LlamaForCausalLM) -> None:
     """keep_ratio and sink_size say what a function reads; that it is recursive is for TRAITS alone to say."""
     method = user_method(tmp_path, SINKS_AND_NEWEST)
     assert method.traits == frozenset()
-    with EvictingCache(model, method, 0.5, {"sink_size": 2}, every=4) as cache:
-        for block in prompt.split(8, dim=1):
-            model(block, past_key_values=cache, use_cache=True)
-        layer = cache.layers[0]
-        assert not layer.state
-        assert layer.positions[0, 0, :2].tolist() == [0, 1]
-        assert layer.positions[0, 0, -1] == 39
-    with EvictingCache(model, method, budget=10, every=4):  # of a recursive method a budget is refused
-        pass
+    layer = cached(model, IDS[:, :40], method, 0.5, {"sink_size": 2}, every=4, sizes=[8] * 5).layers[0]
+    (positions, _) = positions_of(layer)
+    assert not layer.state and positions[:2] == [0, 1] and positions[-1] == 39
+    EvictingCache(model, method, budget=10, every=4)  # of a recursive method a budget is refused
 
 
 @pytest.mark.parametrize(
@@ -174,20 +161,21 @@ def test_a_file_is_read_as_it_is_however_fast_it_is_written_again(tmp_path: Path
 
 def test_what_a_users_method_is_stands_in_its_file(tmp_path: Path, model: LlamaForCausalLM) -> None:
     score = "def score(keys):\n    return keys.sum(-1)\n"
-    with EvictingCache(model, user_method(tmp_path, f"TRAITS = {{'every_token'}}\n{score}")) as cache:
-        assert cache.every == 1
-    refused(
-        lambda: EvictingCache(model, user_method(tmp_path, f"TRAITS = {{'prompt_only'}}\n{score}"), every=5),
-        r"every: got 5, wanted 0: .*mine.py reads the queries of all tokens",
-    )
-    refused(
-        lambda: user_method(tmp_path, f"TRAITS = {{'recursiv'}}\n{score}"),
-        r"TRAITS of mine.py: got \{'recursiv'\}, wanted a set of every_token, evicts_first",
-    )
-    refused(
-        lambda: user_method(tmp_path, f"TRAITS = {{'recursive'}}{SINKS_AND_NEWEST}"),
-        r"TRAITS of .*mine.py: got 'recursive', wanted select to take lag_size then",
-    )
+    assert EvictingCache(model, user_method(tmp_path, f"TRAITS = {{'every_token'}}\n{score}")).every == 1
+    once = user_method(tmp_path, f"TRAITS = {{'prompt_only'}}\n{score}")
+    message = r"every: got 5, wanted 0: .*mine.py reads the queries of all tokens"
+    refused(lambda: EvictingCache(model, once, every=5), message)
+    for text, message in (
+        (
+            f"TRAITS = {{'recursiv'}}\n{score}",
+            r"TRAITS of mine.py: got \{'recursiv'\}, wanted a set of every_token, evicts_first",
+        ),
+        (
+            f"TRAITS = {{'recursive'}}{SINKS_AND_NEWEST}",
+            r"TRAITS of .*mine.py: got 'recursive', wanted select to take lag_size then",
+        ),
+    ):
+        refused(functools.partial(user_method, tmp_path, text), message)
     recursive = SINKS_AND_NEWEST.replace("sink_size=4", "sink_size=4, lag_size=8")
     assert user_method(tmp_path, f"TRAITS = ('recursive',){recursive}").traits == {"recursive"}
 
@@ -196,11 +184,9 @@ def test_the_heads_of_momentkv_share_a_prompts_budget_by_an_allocator(states: di
     """MK-P2: the heads keep different numbers of tokens, as many together; each keeps the first token and the window of 4."""
     states["queries"] = 8 * torch.randn(1, 4, 40, 4, generator=torch.Generator().manual_seed(0))
     alone, composed = (resolve(name).kept(states, Request(budget=8)) for name in ("momentkv", "momentkv+ada_kv"))
-    assert alone.sum(dim=-1).unique().tolist() == [8]
-    assert composed.sum() == alone.sum()
-    assert len(composed.sum(dim=-1).unique()) > 1
-    for kept in (alone, composed):
-        assert kept[..., 0].all() and kept[..., -4:].all()
+    assert alone.sum(dim=-1).tolist() == [[8, 8]]
+    assert composed.sum() == alone.sum() and len(composed.sum(dim=-1).unique()) > 1
+    assert all(kept[..., 0].all() and kept[..., -4:].all() for kept in (alone, composed))
 
 
 @pytest.mark.parametrize(
@@ -218,20 +204,26 @@ def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, messa
     refused(lambda: user_method(tmp_path, text, suffix), message)
 
 
-def test_unknown_names_and_files(tmp_path: Path) -> None:
-    for name, message in (("keydif", "did you mean keydiff"), ("selection", "wanted one of"), (tmp_path / "absent.py", "exists")):
-        with pytest.raises(UsageError, match=message):
-            resolve(str(name))
-
-
-def test_what_follows_a_plus_is_said_once_and_after_a_method() -> None:
-    refused(
-        lambda: resolve("keydiff+ada_kv+moments+ada_kv"),
-        r"got 'ada_kv' twice in 'keydiff\+ada_kv\+moments\+ada_kv', wanted each addition once",
-    )
-    for name in [*catalogue.allocators(), "moments"]:
-        with pytest.raises(UsageError, match=rf"got '{name}' first, wanted a method before it, such as keydiff\+{name}"):
-            resolve(name)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("keydif", "did you mean keydiff"),
+        ("selection", "wanted one of"),
+        ("absent.py", "exists"),
+        (
+            "keydiff+ada_kv+moments+ada_kv",
+            r"got 'ada_kv' twice in 'keydiff\+ada_kv\+moments\+ada_kv', wanted each addition once",
+        ),
+        ("gvote+ada_kv", "gvote chooses its tokens itself"),
+        ("keydiff+adakv", r"got 'adakv' after the \+, wanted one of ada_kv, pyramid_kv, moments"),
+        *(
+            (name, rf"got '{name}' first, wanted a method before it, such as keydiff\+{name}")
+            for name in [*catalogue.allocators(), "moments"]
+        ),
+    ],
+)
+def test_names_and_files_that_are_no_method(name: str, message: str) -> None:
+    refused(lambda: resolve(name), message)
 
 
 @pytest.mark.parametrize(
@@ -255,26 +247,24 @@ def test_wrong_scores_and_masks_are_named(
     refused(lambda: method.kept(states, HALF), message, MethodError)
 
 
-@pytest.mark.parametrize("module", ["torch", "numpy"])
-def test_the_cache_is_not_written_to(tmp_path: Path, states: dict[str, torch.Tensor], module: str) -> None:
+WRITING = "import {}\ndef score(keys, values):\n    keys *= 2\n    return keys.sum(-1)\n"
+
+
+def test_the_cache_is_not_written_to(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
     """A file of torch is refused; arrays are copies, of float64 tensors too, so a file of NumPy may do what it likes."""
-    method = user_method(tmp_path, f"import {module}\ndef score(keys, values):\n    keys *= 2\n    return keys.sum(-1)\n")
     states = {name: value.double() for name, value in states.items()}
     before = states["keys"].clone()
-    if module == "numpy":
-        method.kept(states, HALF)
-        assert torch.equal(states["keys"], before)
-        return
-    refused(
-        lambda: method.kept(states, HALF), r"score in mine.py writes into keys, wanted a function that changes a copy", MethodError
-    )
+    user_method(tmp_path, WRITING.format("numpy")).kept(states, HALF)
+    assert torch.equal(states["keys"], before)
+    message = r"score in mine.py writes into keys, wanted a function that changes a copy"
+    refused(lambda: user_method(tmp_path, WRITING.format("torch")).kept(states, HALF), message, MethodError)
 
 
+@torch.inference_mode()
 def test_methods_run_in_inference_mode(tmp_path: Path) -> None:
     method = user_method(tmp_path, "import torch\ndef score(keys):\n    return keys.sum(-1)\n")
-    with torch.inference_mode():
-        states = {name: torch.randn(1, 2, 40, 4) for name in ("keys", "values")}
-        assert method.kept(states, HALF).sum(-1).tolist() == [[20, 20]]
+    states = {name: torch.randn(1, 2, 40, 4) for name in ("keys", "values")}
+    assert method.kept(states, HALF).sum(-1).tolist() == [[20, 20]]
 
 
 @pytest.mark.parametrize(
@@ -301,19 +291,28 @@ def test_options_that_fit_are_accepted_before_a_prompt_is_read(model: LlamaForCa
     own = {name: value for name, value in resolve(method).options.items() if name != "calibration"}
     torch.manual_seed(5)
     for options in (own, {name: 4097 if name.endswith("_size") else value for name, value in own.items()}):
-        EvictingCache(model, method, options=options).close()
+        EvictingCache(model, method, options=options)
     assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(5))
 
 
-def test_a_select_that_wastes_its_budget_is_told_of_once(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    text = "import numpy as np\ndef select(keys, budget):\n    kept = np.zeros(keys.shape[:3], dtype=bool)\n"
-    text += "    kept[..., : budget // SHARE + 1] = True\n    return kept\n"
-    for share, traits, count in ((10, "", 1), (10, "TRAITS = {'own_budget'}\n", 0), (1, "", 0)):
-        with EvictingCache(model, user_method(tmp_path, traits + text.replace("SHARE", str(share))), budget=20) as cache:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                model(prompt, past_key_values=cache, use_cache=True)
-            assert [str(each.message).count("keeps 3 tokens in a head, where the budget is 20") for each in told] == [1] * count
+WASTES = """
+import numpy as np
+def select(keys, budget):
+    kept = np.zeros(keys.shape[:3], dtype=bool)
+    kept[..., : budget // SHARE + 1] = True
+    return kept
+"""
+
+
+@pytest.mark.parametrize(("share", "traits", "count"), [(10, "", 1), (10, "TRAITS = {'own_budget'}\n", 0), (1, "", 0)])
+def test_a_select_that_wastes_its_budget_is_told_of_once(
+    tmp_path: Path, model: LlamaForCausalLM, share: int, traits: str, count: int
+) -> None:
+    method = user_method(tmp_path, traits + WASTES.replace("SHARE", str(share)))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cached(model, IDS[:, :40], method, budget=20)
+    assert [str(each.message).count("keeps 3 tokens in a head, where the budget is 20") for each in told] == [1] * count
 
 
 def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:

@@ -6,16 +6,15 @@ the model are left out: the forwards get no attention mask, at which transformer
 a GPU, gives zeros here.
 """
 
-import importlib
+import functools
 import math
 import weakref
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_llama
+from tools.kernels import KERNELS
 from tools.reading import cached, read, refused
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +25,6 @@ from evictionary.optimized import attention
 from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
 
 pytest.importorskip("triton")
-driver = importlib.import_module("triton.runtime.driver").driver
-kernels = importlib.import_module("evictionary.optimized.kernels.attention")
 
 PROMPT, BUDGET, STEPS = 1200, 600, 20
 IDS = torch.randint(3, 259, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(4))
@@ -52,40 +49,20 @@ class Watch(TorchDispatchMode):
             raise AssertionError(f"{function} waits for the GPU")
         result = function(*args, **(kwargs or {}))
         storages = {part.untyped_storage()._cdata for part in given}
-        for part in tree_leaves(result):
-            if isinstance(part, torch.Tensor):
-                if part.device.type == "cpu" and any(each.is_meta for each in given):
-                    self.waits.append(f"{function} to the CPU")
-                is_view = part.untyped_storage()._cdata in storages and not function._schema.is_mutable
-                if not is_view and part.nbytes >= self.large:
-                    self.copies.append(str(function))
+        for part in [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]:
+            if part.device.type == "cpu" and any(each.is_meta for each in given):
+                self.waits.append(f"{function} to the CPU")
+            is_view = part.untyped_storage()._cdata in storages and not function._schema.is_mutable
+            if not is_view and part.nbytes >= self.large:
+                self.copies.append(str(function))
         return result
 
 
-class Launches:
-    """Stands for a kernel: it writes down its name and its grid."""
-
-    def __init__(self, name: str, launched: list[tuple[str, tuple[int, ...]]]) -> None:
-        self.name, self.launched = name, launched
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **constants: self.launched.append((self.name, grid))
-
-
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """Take meta tensors for tensors of a GPU; the launches of kernels, which then happen in name only."""
-    found: list[tuple[str, tuple[int, ...]]] = []
-    for stem in ("momentkv", "momentkv_prompt", "attention"):
-        module = importlib.import_module(f"evictionary.optimized.kernels.{stem}")
-        for name, value in list(vars(module).items()):
-            if "Grid" in (getattr(getattr(value, "fn", None), "__doc__", None) or ""):
-                monkeypatch.setattr(module, name, Launches(name, found))
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take meta tensors for tensors of a GPU."""
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda query, *_, **__: torch.zeros_like(query))
-    # The launchers ask for the kind of GPU.
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda", arch=90)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"), raising=False)
-    return found
 
 
 def to_meta(cache: Any) -> None:
@@ -93,6 +70,7 @@ def to_meta(cache: Any) -> None:
         vars(layer).update(tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), vars(layer)))
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
     ("method", "settings", "kernels", "copies"),
     [
@@ -115,20 +93,20 @@ def test_a_decoded_token_waits_for_nothing_and_copies_no_cache(
     with cached(model, IDS[:, :PROMPT], method, **settings) as cache:
         model.to("meta")
         to_meta(cache)
-        large = 2 * BUDGET * 8 * 4 // 2  # half of the keys of a layer
-        with Watch(large) as watch:
-            for place in range(PROMPT, PROMPT + STEPS):
-                read(model, IDS[:, place : place + 1].to("meta"), cache)
+        with Watch(large=2 * BUDGET * 8 * 4 // 2) as watch:  # half of the keys of a layer
+            for token in IDS[:, PROMPT:].to("meta").split(1, dim=1):
+                read(model, token, cache)
     assert {name for name, _ in launched} == kernels
     assert not watch.waits
     assert len(watch.copies) <= copies * 2 * 2 * 2  # K and V of two layers: the storage, and what was in it
 
 
-def test_the_mask_of_a_decoded_token_is_not_looked_at(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+@pytest.mark.usefixtures("on_a_gpu", "launched")
+def test_the_mask_of_a_decoded_token_is_not_looked_at() -> None:
     model = tiny_llama()
     with cached(model, IDS[:, :40], "momentkv", budget=20) as cache:
         to_meta(cache)
-        token, mask = torch.ones(1, 1, dtype=torch.long, device="meta"), torch.ones(1, 41, dtype=torch.long, device="meta")
+        token, mask = (torch.ones(1, length, dtype=torch.long, device="meta") for length in (1, 41))
         with Watch(100):
             _batch_hook(weakref.ref(cache), model)(model, (token,), {"past_key_values": cache, "attention_mask": mask})
 
@@ -136,21 +114,10 @@ def test_the_mask_of_a_decoded_token_is_not_looked_at(launched: list[tuple[str, 
 def test_the_watch_sees_waits_and_copies() -> None:
     """The tests above can fail: each of these operations is counted."""
     tensor = torch.zeros(8, 8, device="meta")
-    operations: list[Callable[[], Any]] = [
-        tensor.max().item,
-        lambda: bool(tensor.any()),
-        tensor.nonzero,
-        lambda: tensor[tensor > 0],
-    ]
-    for operation in operations:
-        with pytest.raises(AssertionError, match="waits for the GPU"), Watch(100):
-            operation()
-    for copy in (
-        tensor.clone,
-        lambda: torch.cat([tensor, tensor]),
-        lambda: tensor.copy_(tensor),
-        lambda: tensor[:, :4].contiguous(),
-    ):
+    for operation in (tensor.max().item, tensor.any().__bool__, tensor.nonzero, lambda: tensor[tensor > 0]):
+        with Watch(100):
+            refused(operation, "waits for the GPU", AssertionError)
+    for copy in (tensor.clone, lambda: torch.cat([tensor, tensor]), lambda: tensor.copy_(tensor), tensor[:, :4].contiguous):
         with Watch(100) as watch:
             copy()
         assert watch.copies, copy
@@ -173,24 +140,21 @@ def test_the_attention_of_the_largest_sizes_fits_a_gpu(
 ) -> None:
     """The limits of CUDA's grids, which Triton's interpreter does not know, and the memory beside the output."""
     batch, num_query_heads, num_kv_heads, num_queries, stored, length = SIZES[size]
-    allocated: list[int] = []
+    allocated, meta = [], functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
 
     def floats(like: torch.Tensor, *shape: int) -> torch.Tensor:
         allocated.append(4 * math.prod(shape))
-        return torch.empty(shape, device="meta")
+        return meta(shape)
 
-    monkeypatch.setattr(kernels, "floats", floats)
-    storage, lengths = (
-        torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((stored, 128), (batch, num_kv_heads))
-    )
-    recent = torch.empty(batch, num_kv_heads, length, 128, dtype=torch.bfloat16, device="meta")
-    queries = torch.empty(batch, num_query_heads, num_queries, 128, dtype=torch.bfloat16, device="meta")
-    cache = CompressedCache(storage, storage, storage[:, 0], lengths.long())
-    output, _ = kernels.attend(queries, cache, (recent, recent) if length else None, zero_moments(recent, recent))
+    monkeypatch.setattr(KERNELS["attention"], "floats", floats)
+    storage, recent = meta(stored, 128), meta(batch, num_kv_heads, length, 128)
+    queries = meta(batch, num_query_heads, num_queries, 128)
+    cache = CompressedCache(storage, storage, storage[:, 0], meta(batch, num_kv_heads).long())
+    output, _ = KERNELS["attention"].attend(queries, cache, (recent, recent) if length else None, zero_moments(recent, recent))
     assert output.shape == queries.shape
-    assert max(allocated) <= kernels.WORKSPACE
-    chunks = [grid[0] for name, grid in launched if name == "attend_chunks"]
+    assert max(allocated) <= KERNELS["attention"].WORKSPACE
     assert all(len(grid) == 1 and grid[0] < 2**31 for _, grid in launched)
+    chunks = [grid[0] for name, grid in launched if name == "attend_chunks"]
     assert all(264 <= programs <= 2**16 for programs in chunks)  # two for each multiprocessor, and no crowd of tiny ones
 
 

@@ -6,17 +6,13 @@ The laws judge them in a run of their own: `make kernels`.
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from tools import ROOT
+from tools.kernels import compiled
 
 from docs_build.entries import definitions
 
-ROOT = Path(__file__).parent.parent
 STEMS = sorted(path.stem for path in (ROOT / "optimized" / "teaching").glob("*.py") if path.stem != "__init__")
 # AdaKV is two calls of the kernel of `selection`.
 WITHOUT_A_KERNEL = {"ada_kv"}
@@ -51,11 +47,7 @@ def test_the_kernels_of_a_file_are_short(stem: str) -> None:
 @pytest.mark.slow
 def test_the_functions_launch_every_kernel_and_none_spills_on_an_h100() -> None:
     """Compiled for sm_90 in a process without Triton's interpreter: no register of any kernel goes to memory."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = compiled("-c", COMPILE, fused=True)
     assert [report for report in found if report["spills"] or report["stack"]] == []
     with_a_grid = {name for stem in STEMS for name, source in kernels(stem).items() if "Grid: " in source}
     assert {report["kernel"] for report in found} == with_a_grid

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -77,8 +76,9 @@ def test_every_value_is_reached_about_as_often(field: str, wanted: tuple[Any, ..
 
 
 def test_hardly_two_cases_hold_the_same_numbers() -> None:
-    assert len({case.keys.flat[-1] for case in seeded() if case.kind == "normal"}) > 0.9 * sum(c.kind == "normal" for c in seeded())
-    assert len({case.keys.tobytes() for case in seeded()}) > 0.9 * len(seeded())
+    normal = [case.keys.flat[-1] for case in seeded() if case.kind == "normal"]
+    for held in (normal, [case.keys.tobytes() for case in seeded()]):
+        assert len(set(held)) > 0.9 * len(held)
 
 
 def test_both_families_are_drawn() -> None:
@@ -100,29 +100,25 @@ def test_shares_are_spread_over_the_whole_range() -> None:
     assert counts[0.0] + counts[1.0] < 120
 
 
-def large(kind: str) -> Case:
-    return Case(kind=kind, seed=1, batch=2, num_kv_heads=2, length=65, head_dim=16, value_dim=8)
+def large(kind: str, **sizes: int) -> Case:
+    return Case(kind=kind, **{"seed": 1, "batch": 2, "num_kv_heads": 2, "length": 65, "head_dim": 16, "value_dim": 8} | sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_arrays_are_finite_and_differ(kind: str) -> None:
     case = large(kind)
     for states in (case.keys, case.values, case.next_keys, case.next_values, case.queries):
-        assert np.isfinite(states).all()
-        assert np.unique(states).size > 5
+        assert np.isfinite(states).all() and np.unique(states).size > 5
         assert (states.std(axis=(0, 1, 2)) > 0).sum() >= states.shape[-1] - 1  # one channel at most is constant
-    assert not np.array_equal(case.keys[0], case.keys[1])
-    assert not np.array_equal(case.keys[:, 0], case.keys[:, 1])
-    assert not np.array_equal(case.keys, case.next_keys)
-    again = large(kind)
-    np.testing.assert_array_equal(again.keys, case.keys)
+    for one, other in ((case.keys[0], case.keys[1]), (case.keys[:, 0], case.keys[:, 1]), (case.keys, case.next_keys)):
+        assert not np.array_equal(one, other)
+    np.testing.assert_array_equal(large(kind).keys, case.keys)
 
 
 def test_normal_arrays_are_normal() -> None:
     keys = Case(seed=2, length=4096, head_dim=16).keys
     assert np.unique(keys).size == keys.size
-    assert abs(keys.mean()) < 0.02
-    assert abs(keys.std() - 1) < 0.02
+    assert abs(keys.mean()) < 0.02 and abs(keys.std() - 1) < 0.02
 
 
 def ratio_of_channel_spreads(keys: np.ndarray) -> float:
@@ -157,22 +153,21 @@ LONG_TRAITS = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(TRAITS))
+LONG_SIZES = {"seed": 3, "length": 4096, "head_dim": 64, "value_dim": 64}
+EVERY_TRAIT = {
+    **{kind: (trait, {}) for kind, trait in TRAITS.items()},
+    **{kind: (trait, LONG_SIZES) for kind, trait in LONG_TRAITS.items()},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(EVERY_TRAIT))
 def test_each_kind_has_its_trait_and_plain_noise_has_not(kind: str) -> None:
-    assert TRAITS[kind](large(kind).keys)
-    assert not TRAITS[kind](large("normal").keys)
-
-
-@pytest.mark.parametrize("kind", sorted(LONG_TRAITS))
-def test_each_long_kind_has_its_trait_and_plain_noise_has_not(kind: str) -> None:
-    case = Case(kind=kind, seed=3, batch=2, num_kv_heads=2, length=4096, head_dim=64)
-    assert LONG_TRAITS[kind](case.keys)
-    assert not LONG_TRAITS[kind](replace(case, kind="normal").keys)
+    trait, sizes = EVERY_TRAIT[kind]
+    assert trait(large(kind, **sizes).keys) and not trait(large("normal", **sizes).keys)
 
 
 def test_every_kind_has_a_trait_here() -> None:
-    assert set(TRAITS) | {"normal"} == set(KINDS)
-    assert set(LONG_TRAITS) == set(LONG_KINDS)
+    assert (set(TRAITS) | {"normal"}, set(LONG_TRAITS)) == (set(KINDS), set(LONG_KINDS))
 
 
 def test_long_cases_have_the_sizes_of_models() -> None:
@@ -193,24 +188,19 @@ def test_long_rows_tie_and_crowd_beyond_what_a_stash_holds() -> None:
     assert crowded > 2048 > counts["one_bin"]
 
 
+def looks(found: list[Any]) -> dict[str, Counter[Any]]:
+    """How often each kind, length or number comes among draws."""
+    if not isinstance(found[0], Case | Tiny):
+        return {"value": Counter(map(repr, found))}
+    lengths = [case.length if isinstance(case, Case) else case.keys.shape[2] for case in found]
+    return {"kind": Counter(getattr(case, "kind", "tiny") for case in found), "length": Counter(lengths)}
+
+
 @pytest.mark.slow
 def test_no_law_draws_one_value_most_of_the_time() -> None:
     """Of what each law draws, no kind, length or number comes more than eight times in ten."""
-    lopsided, seen = [], set()
-    for law in load_laws().values():
-        for name, strategy in law.drawn.items():
-            if repr(strategy) in seen or repr(strategy) == "data()":
-                continue
-            seen.add(repr(strategy))
-            found = draws(strategy, 60)
-            if isinstance(found[0], Case | Tiny):
-                looks = {
-                    "kind": Counter(getattr(case, "kind", "tiny") for case in found),
-                    "length": Counter(case.length if isinstance(case, Case) else case.keys.shape[2] for case in found),
-                }
-            else:
-                looks = {"value": Counter(map(repr, found))}
-            for look, counts in looks.items():
-                if len(counts) > 1 and max(counts.values()) > 0.8 * len(found):
-                    lopsided.append(f"{law.name} {name}: {look} {counts.most_common(1)}")
-    assert lopsided == []
+    strategies = {repr(strategy): strategy for law in load_laws().values() for strategy in law.drawn.values()}
+    strategies.pop("data()", None)
+    drawn = {name: looks(draws(strategy, 60)) for name, strategy in strategies.items()}
+    every = [(f"{name}: {look}", counts) for name, found in drawn.items() for look, counts in found.items() if len(counts) > 1]
+    assert [name for name, counts in every if max(counts.values()) > 0.8 * sum(counts.values())] == []

@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter, beside the laws: `TRITON_INTERPRET=1 pytest tests/test_kernels.py`.
+"""The kernels in Triton's interpreter, beside the laws: `TRITON_INTERPRET=1 pytest tests/kernels/test_kernels.py`.
 
 The laws judge the kernels through `optimized` in a run with TRITON_INTERPRET=1. Here stands what no law asks: that the entries
 launch their kernels, sizes beyond a tile, any layout in memory, offsets beyond 2^31, NaN as on a GPU, the same bits in two runs and
@@ -7,7 +7,7 @@ alone as in a batch, and the functions that the reference lacks. The oracle is t
 
 from __future__ import annotations
 
-import importlib
+import functools
 import itertools
 import os
 import sys
@@ -18,19 +18,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
+from tools.kernels import KERNELS, assert_close, launched_by_a_grid
 from tools.reading import positions_of, read_in
 from triton.runtime import interpreter
 
-from evictionary.cache.evicting_cache import EvictingCache
+from evictionary import EvictingCache
 from evictionary.optimized import attention, cache, gvote, h2o, keydiff, knorm, lagkv, selection, snapkv, streaming_llm, tova
 from evictionary.optimized import expected_attention as ea
 from evictionary.optimized import momentkv as mk
-from evictionary.optimized.kernels import compiling
 from evictionary.optimized.states import CompressedCache, Moments, PagedCache
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"
 
-KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for stem in compiling.stems()}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAG = {"keep_ratio": 0.3, "sink_size": 3, "lag_size": 16}
 
@@ -102,12 +101,11 @@ def ragged(s: States) -> Any:
 def paged(s: States) -> Any:
     """As `ragged`, in pages of four tokens that lie in any order."""
     flat = cache.compress(s.keys, s.values, s.kept)
-    size, heads = 4, flat.lengths.numel()
-    pages = -(-int(flat.lengths.max()) // size) + 1
-    table = torch.randperm(heads * pages).view(*flat.lengths.shape, pages)
+    size, pages = 4, -(-int(flat.lengths.max()) // 4) + 1
+    table = torch.randperm(flat.lengths.numel() * pages).view(*flat.lengths.shape, pages)
     places = torch.arange(pages * size)
     rows = (table.repeat_interleave(size, dim=2) * size + places % size)[places < flat.lengths[..., None]]
-    pools = [states.new_full((heads * pages, size, states.shape[1]), 77) for states in flat[:2]]
+    pools = [states.new_full((table.numel(), size, states.shape[1]), 77) for states in flat[:2]]
     for pool, states in zip(pools, flat, strict=False):
         pool.flatten(0, 1)[rows] = states
     return attention.attend_paged(s.queries, PagedCache(*pools, table.int(), flat.lengths))
@@ -168,29 +166,7 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
 }
 # These products round a factor to float16, or their output to the dtype of the cache.
 ROUNDED = ("attention.attend", "h2o.attend", "momentkv.score", "momentkv.attend", "momentkv.step", "ea.query", "ea.unrotated")
-
-
-def flat(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result, be it one or tuples of them."""
-    return [result] if isinstance(result, torch.Tensor) else [tensor for part in result for tensor in flat(part)]
-
-
-def assert_close(got: Any, wanted: Any, bound: float) -> None:
-    """Whole numbers and masks are equal; other numbers differ by at most `bound` of the largest one."""
-    for mine, exact in zip(flat(got), flat(wanted), strict=True):
-        assert mine.shape == exact.shape
-        finite = exact.isfinite()
-        if not exact.is_floating_point() or not finite.any():
-            assert torch.equal(mine.to(exact.dtype), exact)
-        else:
-            assert torch.equal(mine[~finite].double(), exact[~finite])
-            away, size = (mine.double() - exact)[finite].abs().amax(), exact[finite].abs().amax().clamp(min=1e-30)
-            assert away <= bound * size, f"{away / size} of the largest number"
-
-
-def assert_same_bits(got: Any, wanted: Any) -> None:
-    for mine, other in zip(flat(got), flat(wanted), strict=True):
-        assert torch.equal(mine, other)
+same_bits = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -249,10 +225,8 @@ def test_long_rows_go_in_chunks(name: str, launched: list[str]) -> None:
 
 
 def test_every_kernel_is_launched_by_an_entry() -> None:
-    reached = {kernel for kernels in (*(kernels for _, kernels in CALLS.values()), *LONG.values()) for kernel in kernels.split()}
-    functions = {name: getattr(value, "fn", None) for file in KERNELS.values() for name, value in vars(file).items()}
-    written = {name for name, function in functions.items() if "Grid" in (getattr(function, "__doc__", None) or "")}
-    assert reached == written
+    launched = " ".join([*(kernels for _, kernels in CALLS.values()), *LONG.values()])
+    assert set(launched.split()) == launched_by_a_grid()
 
 
 ONE, ODD, PADDED, LONG_ROW, WIDE = SHAPES = (
@@ -262,23 +236,27 @@ ONE, ODD, PADDED, LONG_ROW, WIDE = SHAPES = (
     (1, 1, 2, 2, 200, 16, 16),
     (1, 1, 1, 2, 20, 256, 256),
 )
-SIZES = [(torch.float32, shape) for shape in SHAPES] + [(torch.float16, PADDED), (torch.float16, LONG_ROW)]
-SIZES += [(torch.bfloat16, ODD), (torch.bfloat16, WIDE)]
+SIZES = [
+    *((torch.float32, shape) for shape in SHAPES),
+    (torch.float16, PADDED),
+    (torch.float16, LONG_ROW),
+    (torch.bfloat16, ODD),
+    (torch.bfloat16, WIDE),
+]
 
 
 @pytest.mark.parametrize(("dtype", "shape"), SIZES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_sizes_around_and_beyond_a_tile(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    states = drawn(shape, dtype)
-    rounded = dtype != torch.float32 and name.startswith(ROUNDED)
-    bound = {torch.float32: 4e-6, torch.float16: 4e-3 if rounded else 4e-6, torch.bfloat16: 1e-2 if rounded else 3e-5}[dtype]
-    assert_close(CALLS[name][0](states.copied()), CALLS[name][0](states.exact()), bound)
+    states, rounded = drawn(shape, dtype), name.startswith(ROUNDED)
+    bounds = {torch.float32: 4e-6, torch.float16: 4e-3 if rounded else 4e-6, torch.bfloat16: 1e-2 if rounded else 3e-5}
+    assert_close(CALLS[name][0](states.copied()), CALLS[name][0](states.exact()), bounds[dtype])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_second_run_gives_the_same_bits_in_any_layout(name: str, layout: str) -> None:
-    assert_same_bits(CALLS[name][0](drawn().copied(layout)), CALLS[name][0](drawn()))
+    same_bits(CALLS[name][0](drawn().copied(layout)), CALLS[name][0](drawn()))
 
 
 # The splits of MomentKV and of the statistics follow the batch; compressed caches have no axis for it.
@@ -288,7 +266,7 @@ ALONE = ("keydiff.score", "lagkv.score", "lagkv.select", "selection.top_k", "gvo
 @pytest.mark.parametrize("name", ALONE)
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     states = drawn()
-    assert_same_bits(CALLS[name][0](States(*(x[-1:] for x in states))), CALLS[name][0](states)[-1:])
+    same_bits(CALLS[name][0](States(*(x[-1:] for x in states))), CALLS[name][0](states)[-1:])
 
 
 FAR = torch.empty(2**32 + 2**21, dtype=torch.float16)  # of which only the pages that are written take memory
@@ -298,11 +276,11 @@ FAR = torch.empty(2**32 + 2**21, dtype=torch.float16)  # of which only the pages
 @pytest.mark.parametrize("name", CALLS)
 def test_offsets_beyond_32_bits(name: str, strides: tuple[int, ...]) -> None:
     """Heads or tokens lie 2^31 elements and more apart, where 32-bit offsets would wrap."""
-    shape = (1, 2, 1, 2, 32, 16, 16) if strides[1] else (1, 1, 2, 2, 2, 16, 16)
-    near, far = drawn(shape, torch.float16), drawn(shape, torch.float16)
-    for offset, part, states in ((0, "keys", near.keys), (2**20, "values", near.values)):
-        far = far._replace(**{part: torch.as_strided(FAR, states.shape, strides, offset).copy_(states)})
-    assert_same_bits(CALLS[name][0](far), CALLS[name][0](near))
+    near = drawn((1, 2, 1, 2, 32, 16, 16) if strides[1] else (1, 1, 2, 2, 2, 16, 16), torch.float16)
+    places = {"keys": (near.keys, 0), "values": (near.values, 2**20)}
+    apart = {name: torch.as_strided(FAR, each.shape, strides, place).copy_(each) for name, (each, place) in places.items()}
+    far = near.copied()._replace(**apart)
+    same_bits(CALLS[name][0](far), CALLS[name][0](near))
 
 
 def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,18 +324,19 @@ def test_covariances_beyond_float16(scale: float) -> None:
     states = drawn(dtype=torch.float16)
     mean, covariance = states.mean * scale**0.5, states.covariance * scale
     keys = (states.keys * scale**-0.5).half()
-    for values, factor in ((states.values, 1.0), (states.values.float(), 1e-30), (states.values.float(), 1e25)):
-        got = ea.score(keys.to(values.dtype), values * factor, mean, covariance, epsilon=0)
-        exact = ea.score(keys.double(), values.double() * factor, mean.double(), covariance.double(), epsilon=0)
+    for values in (states.values, states.values.float() * 1e-30, states.values.float() * 1e25):
+        got = ea.score(keys.to(values.dtype), values, mean, covariance, epsilon=0)
+        exact = ea.score(keys.double(), values.double(), mean.double(), covariance.double(), epsilon=0)
         assert ((got.double() - exact).abs() <= 4e-6 * exact).all()
 
 
 @pytest.mark.parametrize("theta", [100.0, 10000.0, 500000.0])
 def test_queries_are_turned_back_from_near_and_far(theta: float) -> None:
+    """Of an angle, position 200,000 may miss 2^-33 turns as often."""
     queries = drawn((1, 2, 1, 1, 70, 80, 1)).keys
     queries[..., 1] += 100  # a mean of a hundred deviations, which cancels nothing
-    for positions in (torch.arange(70), torch.randint(0, 200_000, (1, 2, 70)), torch.tensor([131_071])):
-        bound = 2e-5 if positions.max() < 1000 else 2e-3  # of an angle, position 200,000 may miss 2^-33 turns as often
+    far = torch.randint(0, 200_000, (1, 2, 70)), torch.tensor([131_071])
+    for positions, bound in ((torch.arange(70), 2e-5), *((each, 2e-3) for each in far)):
         exact = ea.unrotated_statistics(queries.double(), positions, theta)
         assert_close(ea.unrotated_statistics(queries, positions, theta), exact, bound)
 
@@ -454,8 +433,7 @@ def test_a_model_decodes_with_the_kernels_as_with_torch(name: str, launched: lis
 
     def decoded() -> tuple[torch.Tensor, list[list[list[int]]]]:
         with EvictingCache(model, method, **settings) as evicting:
-            logits = read_in(model, evicting, [30, *[1] * 6, 3, 1])
-            return logits, [positions_of(layer) for layer in evicting.layers]
+            return read_in(model, evicting, [30, *[1] * 6, 3, 1]), [positions_of(layer) for layer in evicting.layers]
 
     logits, positions = decoded()
     assert set(kernels.split()) <= set(launched)
@@ -464,8 +442,7 @@ def test_a_model_decodes_with_the_kernels_as_with_torch(name: str, launched: lis
         if (module.__name__ or "").startswith("evictionary.") and hasattr(module, "kernels_for"):
             monkeypatch.setattr(module, "kernels_for", lambda *_, **__: None)
     wanted, wanted_positions = decoded()
-    assert not launched
-    assert positions == wanted_positions
+    assert not launched and positions == wanted_positions
     assert_close(logits, wanted.double(), 1e-4)
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from tools.reading import IDS, cached, generate, padded, read, read_in, refused, small
+from tools.reading import IDS, cached, generate, loaded, padded, read, read_in, refused, small
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
-from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.errors import UsageError
+from evictionary import EvictingCache
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
 
@@ -27,10 +26,7 @@ class Adapted(torch.nn.Module):
         self.base_model = inner
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base_model"), name)
+        return super().__getattr__(name) if name == "base_model" else getattr(self.base_model, name)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         return self.base_model.forward(*arguments, **named)
@@ -39,22 +35,18 @@ class Adapted(torch.nn.Module):
 @pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv", "momentkv", "expected_attention", "gvote", "criticalkv"])
 def test_a_wrapped_model_with_a_padded_batch_keeps_what_the_model_keeps(model: LlamaForCausalLM, method: str) -> None:
     ids, given = padded(30, 19)
-    wrapped: Any = Adapted(Adapted(model))
     found = []
-    for each in (wrapped, model):
+    for each in (Adapted(Adapted(model)), model):
         with EvictingCache(each, method, 0.5, small(method)) as cache:
             found.append((generate(each, ids, cache, mask=given["attention_mask"]), cache.layers[1].lengths))
-    for ours, wanted in zip(*found, strict=True):
-        assert torch.equal(ours, wanted)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_wrapped_model_reads_its_prompt_twice_and_loads_a_file(tmp_path: Any, model: LlamaForCausalLM) -> None:
     wrapped: Any = Adapted(model)
     cache = EvictingCache(wrapped, "kvzip", 0.5)
     generate(wrapped, IDS, cache)
-    assert cache.tokens_kept == 30 + 7
-    cache.save(tmp_path / "cache")
-    assert EvictingCache.load(tmp_path / "cache", wrapped).tokens_kept == cache.tokens_kept
+    assert loaded(cache, tmp_path, wrapped).tokens_kept == cache.tokens_kept == 30 + 7
 
 
 @pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), "a name", None])
@@ -65,15 +57,21 @@ def test_what_holds_no_model_is_refused(other: Any) -> None:
 METHODS = ["keydiff", "snapkv+ada_kv", "momentkv", None]
 
 
+def answer(model: LlamaForCausalLM, method: str | None) -> list[list[int]]:
+    """The prompt and four more tokens, with a cache of its own."""
+    return generate(model, IDS, EvictingCache(model, method, 0.5, small(method or "")), count=4).tolist()
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("method", METHODS[:3])
 def test_another_thread_may_generate_at_any_moment(method: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread stops inside the attention of a layer until another has generated, from its first token to its last."""
     model = tiny_llama(attn_implementation=attention)
-    wanted = {each: generate(model, IDS, EvictingCache(model, each, 0.5, small(each or "")), count=4) for each in METHODS}
+    wanted = {each: answer(model, each) for each in METHODS}
     inside, done, first = threading.Event(), threading.Event(), threading.get_ident()
     module = type(model.model.layers[0].self_attn).forward.__globals__
-    own = AttentionInterface._global_mapping["sdpa"] if attention == "sdpa" else module["eager_attention_forward"]
+    place = (AttentionInterface._global_mapping, "sdpa") if attention == "sdpa" else (module, "eager_attention_forward")
+    own = place[0][place[1]]
 
     def stopping(*arguments: Any, **named: Any) -> Any:
         if threading.get_ident() == first and not inside.is_set():
@@ -81,39 +79,31 @@ def test_another_thread_may_generate_at_any_moment(method: str, attention: str, 
             assert done.wait(60)
         return own(*arguments, **named)
 
-    if attention == "sdpa":
-        monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", stopping)
-    else:
-        monkeypatch.setitem(module, "eager_attention_forward", stopping)
-
-    def others() -> list[bool]:
+    def others() -> dict[str | None, list[list[int]]]:
         try:
             assert inside.wait(60)
-            return [
-                torch.equal(generate(model, IDS, EvictingCache(model, each, 0.5, small(each or "")), count=4), tokens)
-                for each, tokens in wanted.items()
-            ]
+            return {each: answer(model, each) for each in METHODS}
         finally:
             done.set()
 
+    monkeypatch.setitem(*place, stopping)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(others)
-        ours = generate(model, IDS, EvictingCache(model, method, 0.5, small(method)), count=4)
-        assert found.result() == [True] * len(METHODS)
-    assert torch.equal(ours, wanted[method])
+        assert answer(model, method) == wanted[method]
+        assert found.result() == wanted
     assert model.config._attn_implementation == attention
 
 
 def test_threads_that_start_together_leave_the_model_as_it_was(model: LlamaForCausalLM) -> None:
-    wanted = {each: generate(model, IDS, EvictingCache(model, each, 0.5), count=4) for each in METHODS}
+    wanted = [[answer(model, each)] * 4 for each in METHODS]
     together = threading.Barrier(len(METHODS))
 
-    def run(method: str | None) -> list[bool]:
+    def run(method: str | None) -> list[list[list[int]]]:
         together.wait(60)
-        return [torch.equal(generate(model, IDS, EvictingCache(model, method, 0.5), count=4), wanted[method]) for _ in range(4)]
+        return [answer(model, method) for _ in range(4)]
 
     with ThreadPoolExecutor(len(METHODS)) as pool:
-        assert list(pool.map(run, METHODS)) == [[True] * 4] * len(METHODS)
+        assert list(pool.map(run, METHODS)) == wanted
 
 
 @pytest.mark.parametrize("method", ["knorm+ada_kv", "keydiff+moments", "momentkv"])
@@ -123,17 +113,15 @@ def test_another_model_object_reads_nothing_from_a_cache_that_needs_its_model(
     """A cell of a notebook that is run twice: the same weights, and another object, whose attention would see a part."""
     first = tiny_llama()
     cache = cached(first, IDS, method, 0.5)
-    cache.save(tmp_path / "cache")
+    of_file = loaded(cache, tmp_path, model)
     wanted = read(first, IDS[:, :3], copy.deepcopy(cache))
-    for other in (model, None):
-        if other is None:
+    for is_there in (True, False):
+        if not is_there:
             del first
             gc.collect()
-        with pytest.raises(RuntimeError, match=r"cache: got tokens of another model, wanted .* loaded again"):
-            read(model, IDS[:, :3], cache)
+        refused(lambda: read(model, IDS[:, :3], cache), r"cache: got tokens of another model, wanted .* loaded again", RuntimeError)
         assert cache.get_seq_length() == 60
-    with EvictingCache.load(tmp_path / "cache", model) as loaded:
-        assert torch.equal(read(model, IDS[:, :3], loaded), wanted)
+    assert torch.equal(read(model, IDS[:, :3], of_file), wanted)
 
 
 @pytest.mark.parametrize(("method", "every"), [("keydiff", 0), ("keydiff", 4), ("knorm+ada_kv", 0), ("momentkv", 1)])
@@ -148,13 +136,12 @@ def test_a_forward_that_was_interrupted_is_noticed_by_the_next(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with model.model.layers[0].mlp.register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
-        read(model, IDS[:, :5], cache)
+    with model.model.layers[0].mlp.register_forward_hook(interrupt):
+        refused(lambda: read(model, IDS[:, :5], cache), "", KeyboardInterrupt)
     refused(lambda: read(model, IDS[:, :5], cache), r"cache: got layers that have read .* tokens, wanted one number", RuntimeError)
     cache.reset()
     read(model, IDS, cache)
     assert cache.tokens_kept == 30
-    cache.close()
 
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "knorm+ada_kv+moments", "momentkv"])
@@ -168,7 +155,6 @@ def test_gradients_go_through_what_is_kept(method: str) -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     logits.sum().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
-    cache.close()
 
 
 @pytest.mark.parametrize("method", [*catalogue.names(), "snapkv+ada_kv", "keydiff+moments"])
@@ -176,31 +162,26 @@ def test_under_autocast_a_method_keeps_and_says_what_it_does_in_bfloat16(model: 
     """With nothing removed the logits are as near to those of float32 as they are without our cache."""
     exact = read_in(model, DynamicCache(), [40, 1, 4])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        whole = EvictingCache(model, method, 0.0, small(method))
         if not {"own_budget", "moving_window"} & resolve(method).traits:
             off = (read_in(model, DynamicCache(), [40, 1, 4]) - exact).abs().max()
-            assert 0 < (read_in(model, whole, [40, 1, 4]) - exact).abs().max() <= 2 * off
+            whole = read_in(model, EvictingCache(model, method, 0.0, small(method)), [40, 1, 4])
+            assert 0 < (whole - exact).abs().max() <= 2 * off
         half = EvictingCache(model, method, 0.5, small(method))
-        tokens = generate(model, IDS, half)
-    assert tokens.shape == (1, 68) and half.layers[0].keys.dtype == half.layers[0].values.dtype == torch.bfloat16
+        assert generate(model, IDS, half).shape == (1, 68)
+    assert half.layers[0].keys.dtype == half.layers[0].values.dtype == torch.bfloat16
     assert half.nbytes < half.nbytes_full
-    for cache in (whole, half):
-        cache.close()
 
 
+@pytest.mark.parametrize("tokens", [0, 40])
 @pytest.mark.parametrize("method", ["keydiff", "momentkv", "knorm+ada_kv"])
-def test_another_attention_after_the_cache_was_made_is_refused_before_a_token_is_read(method: str) -> None:
+def test_another_attention_after_the_cache_was_made_is_refused_before_a_token_is_read(method: str, tokens: int) -> None:
     model = tiny_llama()
-    for tokens in (0, 40):
-        model.set_attn_implementation("sdpa")
-        cache = EvictingCache(model, method, 0.5, every=4)
-        if tokens:
-            read(model, IDS[:, :tokens], cache)
-        model.set_attn_implementation("eager")
-        with pytest.raises(UsageError, match="model: got the attention eager, chosen after the cache was made"):
-            read(model, IDS[:, :3], cache)
-        assert cache.get_seq_length() == tokens
-        cache.close()
+    cache = EvictingCache(model, method, 0.5, every=4)
+    if tokens:
+        read(model, IDS[:, :tokens], cache)
+    model.set_attn_implementation("eager")
+    refused(lambda: read(model, IDS[:, :3], cache), "model: got the attention eager, chosen after the cache was made")
+    assert cache.get_seq_length() == tokens
 
 
 @pytest.mark.parametrize("every", [0, 4])
@@ -218,8 +199,7 @@ def test_a_second_prompt_that_is_shorter_than_the_first_says_what_to_do(model: L
 @pytest.mark.parametrize("every", [0, 10])
 def test_a_text_longer_than_the_models_context_is_said_once(every: int) -> None:
     model = tiny_llama(max_position_embeddings=64)
-    with EvictingCache(model, "keydiff", budget=20, every=every) as cache:
-        read_in(model, cache, [30, 34], IDS.repeat(1, 2))
-        with pytest.warns(UserWarning, match="longer than the model's context of 64 tokens") as said:
-            read_in(model, cache, [1, 1, 9])
-        assert len([each for each in said if "context" in str(each.message)]) == 1
+    cache = cached(model, IDS.repeat(1, 2), "keydiff", budget=20, every=every, sizes=[30, 34])
+    with pytest.warns(UserWarning, match="longer than the model's context of 64 tokens") as said:
+        read_in(model, cache, [1, 1, 9])
+    assert len([each for each in said if "context" in str(each.message)]) == 1

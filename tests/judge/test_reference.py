@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tools.reading import refused
 
 from evictionary.methods import catalogue
 from evictionary.reference import checks
@@ -40,8 +41,7 @@ def only_checks(statement: ast.stmt) -> bool:
 @pytest.mark.parametrize("stem", METHODS)
 def test_a_method_file_opens_with_its_seam(stem: str) -> None:
     first = functions(stem)[0]
-    assert first.name in ("score", "select")
-    assert first.lineno < FIRST_SCREEN
+    assert first.name in ("score", "select") and first.lineno < FIRST_SCREEN
 
 
 @pytest.mark.parametrize("stem", METHODS)
@@ -67,8 +67,8 @@ def test_a_line_of_the_contract_names_the_arguments_of_its_function(path: str) -
 def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
     """It names the argument, the shape got, the axes wanted, the axis with its size, and where that was first seen."""
     keys, values = np.ones((1, 2, 3, 4)), np.ones((1, 2, 5, 4))
-    with pytest.raises(ValueError, match=r"values: got shape \(1, 2, 5, 4\), wanted \[B, H_kv, T, D_v\] with T = 3, as in keys"):
-        checks.arrays("lagkv.select", keys, values)
+    message = r"values: got shape \(1, 2, 5, 4\), wanted \[B, H_kv, T, D_v\] with T = 3, as in keys"
+    refused(lambda: checks.arrays("lagkv.select", keys, values), message, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,7 @@ def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
     ],
 )
 def test_axes_that_do_not_fit_are_refused(line: str, shapes: list[tuple[int, ...]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        checks.arrays(line, *(np.ones(shape) for shape in shapes))
+    refused(lambda: checks.arrays(line, *map(np.ones, shapes)), message, ValueError)
 
 
 def test_axes_that_fit_are_taken() -> None:
@@ -111,11 +110,10 @@ def test_axes_that_fit_are_taken() -> None:
     ],
 )
 def test_numbers_of_another_kind_are_refused(kind: str, given: list[object], message: str) -> None:
-    with pytest.raises(ValueError, match=f"a: got .*{message}"):
-        checks.array(f"a: {kind}", np.array(given))
+    refused(lambda: checks.array(f"a: {kind}", np.array(given)), f"a: got .*{message}", ValueError)
 
 
 def test_a_state_that_is_none_is_refused_by_the_names_of_its_fields() -> None:
-    with pytest.raises(ValueError, match=r"a: got tuple, wanted Moments\(count, key_sum, value_sum, value_key_sum\)"):
-        checks.array("a: Moments ...", (1, 2))
+    message = r"a: got tuple, wanted Moments\(count, key_sum, value_sum, value_key_sum\)"
+    refused(lambda: checks.array("a: Moments ...", (1, 2)), message, ValueError)
     assert {argument.kind for path in CONTRACT for argument in arguments(path)} >= set(STATES)

@@ -6,6 +6,7 @@ The machine code is looked at in test_kernel_compile.py, the results of the kern
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -13,22 +14,20 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tools import ROOT
+from tools.kernels import KERNELS, launched_by_a_grid
+from tools.reading import refused
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from torch.utils._pytree import tree_leaves
 
-from evictionary.optimized.kernels import compiling, launching
+from evictionary.optimized.kernels import launching
 from evictionary.optimized.momentkv_bounded import no_bounds
 from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
-
-ROOT = Path(__file__).resolve().parents[1]
-KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for stem in compiling.stems()}
 
 
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -143,9 +142,8 @@ def test_tensors_on_two_devices_are_refused_by_name(name: str) -> None:
     for one, field in parts if len(parts) > 1 else ():
         given = arguments[one]
         moved = given._replace(**{field: getattr(given, field).to("meta")}) if field else given.to("meta")
-        with pytest.raises(ValueError, match=r"device|on meta") as error:
-            function(**{**arguments, one: moved})
-        assert str(error.value).partition(":")[0].partition(".")[0] in tensors, error.value
+        call = functools.partial(function, **arguments | {one: moved})
+        refused(call, rf"^({'|'.join(tensors)})\b.*(device|on meta)", ValueError)
 
 
 # The largest documented sizes ---------------------------------------------------------------------------------------------------
@@ -166,12 +164,7 @@ def mask(batch: int = BATCH) -> torch.Tensor:
     return meta(batch, KV_HEADS, TOKENS, dtype=torch.bool)
 
 
-def numbers(*shape: int) -> torch.Tensor:
-    return meta(*shape, dtype=torch.float32)
-
-
-def whole(*shape: int) -> torch.Tensor:
-    return meta(*shape, dtype=torch.int64)
+numbers, whole = functools.partial(meta, dtype=torch.float32), functools.partial(meta, dtype=torch.int64)
 
 
 def attended(batch: int, queries: int, tokens: int = TOKENS) -> tuple[Any, ...]:
@@ -249,15 +242,13 @@ class Allocated(TorchDispatchMode):
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {one.untyped_storage()._cdata for one in tensors_of([*args, *(kwargs or {}).values()])}
-        result = func(*args, **(kwargs or {}))
-        for one in tensors_of(result):
-            storage = one.untyped_storage()
-            if storage._cdata not in given | self.known:
-                self.known.add(storage._cdata)
+        result, given = func(*args, **(kwargs or {})), storages([args, kwargs])
+        for address, storage in storages(result).items():
+            if address not in given.keys() | self.known:
+                self.known.add(address)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self.freed, address, storage.nbytes())
         return result
 
     def freed(self, address: int, size: int) -> None:
@@ -265,23 +256,10 @@ class Allocated(TorchDispatchMode):
         self.now -= size
 
 
-def tensors_of(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, tuple | list):
-        return [one for part in result for one in tensors_of(part)]
-    return [result] if isinstance(result, torch.Tensor) else []
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """The kernels that are launched and their grids; nothing is compiled."""
-    grids: list[tuple[str, tuple[int, ...]]] = []
-
-    def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
-        grids.append((kernel.__name__, grid))
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda", arch=90)))
-    return grids
+def storages(result: Any) -> dict[int, torch.UntypedStorage]:
+    """The memory of the tensors of a result, by its address."""
+    found = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return {storage._cdata: storage for storage in found}
 
 
 def walk(name: str) -> tuple[float, Any]:
@@ -289,8 +267,8 @@ def walk(name: str) -> tuple[float, Any]:
     inputs, (stem, _, function) = LARGEST[name][0](), name.partition(",")[0].partition(".")
     with Allocated() as allocated:
         result = getattr(KERNELS[stem], function)(*inputs, **OPTIONS.get(name, {}))
-        kept = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors_of(result)}
-        return (allocated.peak - sum(size for address, size in kept.items() if address in allocated.known)) / GIB, result
+        kept = sum(storage.nbytes() for address, storage in storages(result).items() if address in allocated.known)
+        return (allocated.peak - kept) / GIB, result
 
 
 @pytest.mark.parametrize("name", LARGEST)
@@ -318,15 +296,8 @@ def test_every_kernel_is_walked(launched: list[tuple[str, tuple[int, ...]]]) -> 
     """Also those for short rows, which the largest sizes do not need."""
     for name in LARGEST:
         walk(name)
-    rows = numbers(256, 4096)
-    KERNELS["gvote"].nucleus(rows, 0.05)
-    written = {
-        function.__name__
-        for module in KERNELS.values()
-        for function in vars(module).values()
-        if "Grid" in (getattr(getattr(function, "fn", None), "__doc__", None) or "")
-    }
-    assert {kernel for kernel, _ in launched} == written
+    KERNELS["gvote"].nucleus(numbers(256, 4096), 0.05)
+    assert {kernel for kernel, _ in launched} == launched_by_a_grid()
 
 
 def test_no_kernel_function_has_more_than_25_arguments() -> None:

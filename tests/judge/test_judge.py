@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import settings
+from tools.programs import json_in
+from tools.programs import judge as judged
+from tools.reading import refused
 
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, NothingToAsk, OutsideDomain
 from evictionary.spec_tests.judge.implementation import NOT_SEAMS, STEMS, load
 from evictionary.spec_tests.judge.law import ENOUGH_OUTSIDE, load_laws
-
-ROOT = Path(__file__).parent.parent
 
 # As kernel authors write them: nothing is checked, and head_dim is what the tile is.
 UNCHECKED = """
@@ -65,15 +64,12 @@ def top_k(scores, budget, protected=None):
 
 
 def judge(*arguments: str | Path, code: int = 0) -> str:
-    command = [sys.executable, "-m", "evictionary", "judge", *map(str, arguments), "--profile", "quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = judged(*arguments, code=code)
     return done.stdout + done.stderr
 
 
 def verdicts(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
-    output = judge(*arguments, "--json", code=code)
-    return json.loads(output[output.index("{") : output.rindex("}") + 1])["implementations"][0]["requirements"]
+    return json_in(judge(*arguments, "--json", code=code))["implementations"][0]["requirements"]
 
 
 def last_line(output: str) -> str:
@@ -107,18 +103,22 @@ def test_the_laws_of_memory_ask_the_functions_of_the_methods_alone() -> None:
     assert stems == {stem for stem in STEMS if stem.startswith("keydiff")} - set(NOT_SEAMS)
 
 
-def test_a_file_says_with_which_library_it_computes(tmp_path: Path) -> None:
-    for said, library in (("", "torch"), ('ARRAY_LIBRARY = "numpy"\n', "numpy")):
-        (tmp_path / "knorm.py").write_text(f"import torch\n{said}def score(keys):\n    return keys.sum(-1)\n")
-        assert load(str(tmp_path)).array_library == load(str(tmp_path / "knorm.py")).array_library == library
+@pytest.mark.parametrize(("said", "library"), [("", "torch"), ('ARRAY_LIBRARY = "numpy"\n', "numpy")])
+def test_a_file_says_with_which_library_it_computes(tmp_path: Path, said: str, library: str) -> None:
+    (tmp_path / "knorm.py").write_text(f"import torch\n{said}def score(keys):\n    return keys.sum(-1)\n")
+    assert load(str(tmp_path)).array_library == load(str(tmp_path / "knorm.py")).array_library == library
 
 
-def test_a_helper_with_a_name_of_the_contract_is_left_out_where_the_file_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "functions"),
+    [("", ["selection.budget", "selection.top_k"]), ('IMPLEMENTS = {"top_k": None}\n', ["selection.budget"])],
+)
+def test_a_helper_with_a_name_of_the_contract_is_left_out_where_the_file_says_so(
+    tmp_path: Path, said: str, functions: list[str]
+) -> None:
     helper = "def top_k(scores, budget, protected=None):\n    return scores\n"
-    (tmp_path / "selection.py").write_text(helper + "def budget(length, ratio):\n    return 1\n")
-    assert load(str(tmp_path)).functions() == ["selection.budget", "selection.top_k"]
-    (tmp_path / "selection.py").write_text((tmp_path / "selection.py").read_text() + 'IMPLEMENTS = {"top_k": None}\n')
-    assert load(str(tmp_path)).functions() == ["selection.budget"]
+    (tmp_path / "selection.py").write_text(f"{helper}def budget(length, ratio):\n    return 1\n{said}")
+    assert load(str(tmp_path)).functions() == functions
 
 
 @pytest.fixture
@@ -169,8 +169,7 @@ def test_what_needs_a_requirement_that_fails_is_not_judged(tmp_path: Path) -> No
 def test_a_declared_variant_is_judged_as_that_variant(file: Path) -> None:
     file.write_text(RAW_MEAN + 'IMPLEMENTS = {"score": "keydiff.raw_mean_score"}\n')
     found = verdicts(file)
-    assert found["KD-8"]["verdict"] == "variant"
-    assert found["KD-T2"]["kinds"]["mathematics"] == "pass"
+    assert (found["KD-8"]["verdict"], found["KD-T2"]["kinds"]["mathematics"]) == ("variant", "pass")
 
 
 def test_a_selection_may_be_positions(tmp_path: Path) -> None:
@@ -223,8 +222,8 @@ def test_what_cannot_be_understood_is_a_sentence(file: Path, text: str, wanted: 
 
 def test_no_law_of_mathematics_asks_for_an_error() -> None:
     laws = [law for law in load_laws().values() if law.functions and law.kind != REFUSAL]
-    asking = [law.name for law in laws if re.search(r"\.refuses\(|pytest\.raises", inspect.getsource(inspect.unwrap(law.check)))]
-    assert not asking
+    sources = {law.name: inspect.getsource(inspect.unwrap(law.check)) for law in laws}
+    assert not [name for name, source in sources.items() if re.search(r"\.refuses\(|pytest\.raises", source)]
     reference = load("reference")
     reference.asking = MATHEMATICS
     with pytest.raises(RuntimeError, match="refuses: got a law of the class mathematics"), reference.refuses("keys"):
@@ -232,32 +231,27 @@ def test_no_law_of_mathematics_asks_for_an_error() -> None:
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_outside_of_what_is_asked() -> None:
-    with pytest.raises(OutsideDomain, match="float16 cannot hold the numbers"):
-        load("reference", dtype="float16").allowance("knorm.score", np.full((1, 1, 1, 64), 6e4))
+    reference, keys = load("reference", dtype="float16"), np.full((1, 1, 1, 64), 6e4)
+    refused(lambda: reference.allowance("knorm.score", keys), "float16 cannot hold the numbers", OutsideDomain)
 
 
 def test_a_law_that_finds_nothing_inside_a_domain_soon_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference, tried = load("reference"), []
-
-    def outside(*args: object, **kwargs: object) -> None:
-        tried.append(args)
-        raise OutsideDomain("a size that it does not take")
-
+    reference, outside = load("reference"), Mock(side_effect=OutsideDomain("a size that it does not take"))
     monkeypatch.setattr(reference, "call", outside)
-    with pytest.raises(NothingToAsk, match="a size that it does not take"):
-        load_laws()["test_keydiff::test_scores_are_cosines"].test(settings(database=None))(impl=reference)
-    assert len(tried) == ENOUGH_OUTSIDE
+    law = load_laws()["test_keydiff::test_scores_are_cosines"].test(settings(database=None))
+    refused(lambda: law(impl=reference), "a size that it does not take", NothingToAsk)
+    assert outside.call_count == ENOUGH_OUTSIDE
 
 
 def test_a_domain_moves_what_was_drawn_inside_it() -> None:
     domain = Domain.parse(["head_dim=64,128", "group=4", "length_multiple_of=16", "lag_size=128"])
     moved = domain.fitted({"case": Case(seed=3, length=9, group=3), "lag": 4})
-    assert (moved["case"].head_dim, moved["case"].value_dim, moved["case"].group, moved["lag"]) == (128, 128, 4, 128)
-    assert moved["case"].length % 16 == 0 and moved["case"].length >= 9 * 128 // 4
-    assert not domain.excludes({"keys": moved["case"].keys, "values": moved["case"].values, "queries": moved["case"].queries})
+    case = moved["case"]
+    assert (case.head_dim, case.value_dim, case.group, moved["lag"]) == (128, 128, 4, 128)
+    assert case.length % 16 == 0 and case.length >= 9 * 128 // 4
+    assert not domain.excludes({"keys": case.keys, "values": case.values, "queries": case.queries})
     some = Domain.parse(["head_dim=1,2,3,4"])
     for seed in range(4):
         moved = some.fitted({"pairs": Case(seed=seed, head_dim=6), "any": Case(seed=seed, head_dim=5)})
         assert (moved["pairs"].head_dim % 2, moved["any"].head_dim % 2) == (0, 1)  # a law about RoPE asks for pairs of channels
-    with pytest.raises(BadDomain, match="head_dim: got 'x'"):
-        Domain.parse(["head_dim=x"])
+    refused(lambda: Domain.parse(["head_dim=x"]), "head_dim: got 'x'", BadDomain)

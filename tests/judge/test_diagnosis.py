@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
+from tools.reading import refused
 
 from evictionary.reference.attention import softmax
 from evictionary.spec_tests.judge.law import load_laws
@@ -51,17 +52,15 @@ def test_a_mistake_that_nobody_planted_gets_no_name(law: str) -> None:
     assert not named(law, replaced("mine", {"lagkv.score": first_token_left_out}))
 
 
-def test_a_mistake_that_is_planted_gets_its_name() -> None:
-    law = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
-    assert named(law, replaced("mine", {"keydiff.score": raw_mean})) == ["mean taken before normalising"]
+COSINE = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
 
 
-def test_a_mistake_whose_edit_finds_no_place_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference of a reader who changed it: the failure stays one, and the other mistakes are named."""
+def test_a_mistake_that_is_planted_gets_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the edit of another one finds no place: the reference of a reader who changed it."""
     stale = Mutant("keydiff.stale", "keydiff.score", "KD-8", "none", edits=(("no such text", "another"),))
-    monkeypatch.setitem(load_mutants(), stale.name, stale)
-    law = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
-    assert named(law, replaced("mine", {"keydiff.score": raw_mean})) == ["mean taken before normalising"]
+    for _ in range(2):
+        assert named(COSINE, replaced("mine", {"keydiff.score": raw_mean})) == ["mean taken before normalising"]
+        monkeypatch.setitem(load_mutants(), stale.name, stale)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,6 @@ def test_a_nan_is_traced_to_the_division_that_made_it() -> None:
     law = load_laws()["test_lagkv::test_the_score_where_a_range_is_missing"]
     implementation = replaced("mine", {"lagkv.score": literal})
     shrinking = settings(max_examples=50, derandomize=True, report_multiple_bugs=False, phases=[Phase.generate, Phase.shrink])
-    with pytest.raises(AssertionError):
-        shrinking(law.test())(implementation)
-    found = [mutant.misconception for mutant in misconceptions(law, implementation)]
-    assert found == ["a channel constant in the next partition divided by a range of zero"]
+    refused(lambda: shrinking(law.test())(implementation), "", AssertionError)
+    (found,) = misconceptions(law, implementation)
+    assert found.misconception == "a channel constant in the next partition divided by a range of zero"

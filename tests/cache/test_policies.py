@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from tools.reading import IDS, after, padded, read, read_in
 from transformers import LlamaForCausalLM
 
+from evictionary import EvictingCache
 from evictionary.cache import file
-from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.methods import catalogue
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 OLD = Path(__file__).parent / "caches_of_2026"
 
 
