@@ -227,6 +227,6 @@ def test_bad_options_are_refused(arguments: list[str], wanted: str) -> None:
 
 
 def test_a_run_of_other_tests_alone_is_no_judgement() -> None:
-    done = judge("spec_tests/test_memory.py", "tests/test_cli.py", "-k", "version_and_help")
+    done = judge("spec_tests/test_memory.py", "tests/cli/test_cli.py", "-k", "version_and_help")
     assert done.returncode == 0 and "nothing was judged" not in done.stdout, done.stdout
     assert judge("spec_tests/test_memory.py", "-k", "version_and_help").returncode == 5

@@ -516,7 +516,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     submissions.pack(assignments.load("keydiff"), written(tmp_path, name="keydiff.py").parent, tmp_path / "ada.zip", "ada")
     of_the_page(tmp_path)
     monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
     def run(lines: str) -> str:
         done = subprocess.run(["bash", "-e", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
