@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.classroom.child import StudentError
+from evictionary.errors import require
 from evictionary.spec_tests.harness.by_hand import for_each_reader, require_equal
 from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
 from evictionary.spec_tests.harness.implementation import Implementation, oracle
@@ -228,16 +229,21 @@ def _rows(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
             return
         answers = [impl.child.call(step.name, int(each)) for each in np.random.default_rng(seed).integers(2**31, size=2)]
         for answer in answers:
-            if not isinstance(answer, tuple | list):
-                raise Violation(f"{step.name} returned one {type(answer).__name__}, wanted a list of rows")
+            require(
+                isinstance(answer, tuple | list),
+                f"{step.name} returned one {type(answer).__name__}, wanted a list of rows",
+                Violation,
+            )
             rows = [_row(each, MOST_SCORES) for each in answer]
-            if sum(len(scores) for scores, _, _ in rows) > MOST_SCORES:
-                raise Violation(f"{step.name} returned more than {MOST_SCORES} scores, wanted at most so many")
+            require(
+                sum(len(scores) for scores, _, _ in rows) <= MOST_SCORES,
+                f"{step.name} returned more than {MOST_SCORES} scores, wanted at most so many",
+                Violation,
+            )
             _require(bank, missing=wanted.difference(*(_shown(bank, row) for row in rows)), others=set())
         fixed = [one for one, other in zip(*answers, strict=False) if np.array_equal(one[0], other[0])]
         told = f"{step.name} returned the same scores for two seeds, wanted rows drawn with the seed"
-        if len(fixed) == len(answers[0]):
-            raise Violation(told)
+        require(len(fixed) != len(answers[0]), told, Violation)
         small = {name for name in wanted if not bank[name].above}
         drawn = [
             row
@@ -258,27 +264,38 @@ def _require(bank: dict[str, Mutant], missing: set[str], others: set[str]) -> No
         for word, names in (("what does not show", missing), ("what shows too", others))
         if names
     ]
-    if told:
-        raise Violation("\n".join(told))
+    require(not told, "\n".join(told), Violation)
 
 
 def _row(answer: Any, longest: int) -> Row:
     """A student's row: scores, budget, and protected tokens or None. Raises Violation unless top_k takes it."""
-    if not isinstance(answer, tuple | list) or len(answer) not in (2, 3):
-        raise Violation("a row is (scores, budget) or (scores, budget, protected)")
+    require(
+        isinstance(answer, tuple | list) and len(answer) in (2, 3),
+        "a row is (scores, budget) or (scores, budget, protected)",
+        Violation,
+    )
     scores, budget, protected = (*answer, None)[:3]
-    if not isinstance(scores, np.ndarray) or scores.ndim != 1 or scores.dtype.kind != "f" or np.isnan(scores).any():
-        raise Violation("scores: wanted an array [T] of floats, none of them NaN")
-    if not 0 < len(scores) <= longest:
-        raise Violation(f"scores: got {len(scores)}, wanted 1 to {longest}")
-    if not isinstance(budget, int | np.integer) or not 0 < budget <= len(scores):
-        raise Violation(f"budget: got {str(budget)[:40]}, wanted a whole number from 1 to {len(scores)}")
-    if protected is not None and (
-        not isinstance(protected, np.ndarray)
-        or (protected.shape, protected.dtype) != (scores.shape, np.dtype(bool))
-        or protected.sum() > budget
-    ):
-        raise Violation("protected: wanted a boolean array of the shape of scores, with at most as many True as the budget")
+    require(
+        isinstance(scores, np.ndarray) and scores.ndim == 1 and scores.dtype.kind == "f" and not np.isnan(scores).any(),
+        "scores: wanted an array [T] of floats, none of them NaN",
+        Violation,
+    )
+    require(0 < len(scores) <= longest, f"scores: got {len(scores)}, wanted 1 to {longest}", Violation)
+    require(
+        isinstance(budget, int | np.integer) and 0 < budget <= len(scores),
+        f"budget: got {str(budget)[:40]}, wanted a whole number from 1 to {len(scores)}",
+        Violation,
+    )
+    require(
+        protected is None
+        or (
+            isinstance(protected, np.ndarray)
+            and (protected.shape, protected.dtype) == (scores.shape, np.dtype(bool))
+            and protected.sum() <= budget
+        ),
+        "protected: wanted a boolean array of the shape of scores, with at most as many True as the budget",
+        Violation,
+    )
     return scores.astype(np.float64), int(budget), protected
 
 

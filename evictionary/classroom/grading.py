@@ -1,7 +1,5 @@
 """Checks the laws on one submission: oracle, seeds and verdict stay in the parent, the student's code runs in a child process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -74,13 +72,11 @@ def judge(
         path.write_bytes(source)
         path.parent.chmod(0o755)
         path.chmod(0o644)
-        run = ByLaws(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
-        if assignment.contest:
-            _contest().judge(run, result)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
-                run.judge_steps(result, explained=not explain)
+        kind = _contest().Contest if assignment.contest else ByLaws
+        run = kind(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
+            run.judge_steps(result, explained=not explain)
     if run.tried:
         result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
     for line in result.lines:
@@ -168,10 +164,10 @@ class _Judged(Implementation):
             with super().refuses(pattern):
                 yield
         except Violation as error:
-            if not isinstance(error.expected, str):  # it says something else than how the input was refused
-                raise
-            words = " or ".join(repr(word) for word in pattern.split("|"))
-            raise Violation(error.message, "a ValueError" + (f" with {words} in its message" if words else "")) from None
+            if isinstance(error.expected, str):  # it says how the input was refused
+                words = " or ".join(repr(word) for word in pattern.split("|"))
+                error.expected = "a ValueError" + (f" with {words} in its message" if words else "")
+            raise
 
 
 def _overflows(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray) -> bool:
@@ -293,13 +289,12 @@ class ByLaws(Run):
         try:
             with time_limit(SECONDS):
                 self.drawn(law, step, shrinks=True).check(implementation)
+            line.message = f"{line.message}\n{TWO_ANSWERS}"
+            return
         except (KeyboardInterrupt, TimedOut):
             raise
         except BaseException as error:
             told = _told(error)
-        else:
-            line.message = f"{line.message}\n{TWO_ANSWERS}"
-            return
         matches = misconceptions(law, implementation)
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
         lines = _plain(report.sentence(law, implementation, told, matches)).splitlines()
@@ -307,8 +302,7 @@ class ByLaws(Run):
         hidden = ("classroom/", "this law alone") if law.name.startswith(checks.OWN) else ("classroom/",)
         line.message = "\n".join(each for each in lines if not any(part in each for part in hidden))
         line.message += _hint(told, law) if not matches else ""
-        calls = implementation.calls
-        line.repro = report.repro(law, implementation) if calls else ""
+        line.repro = report.repro(law, implementation) if implementation.calls else ""
         if line.repro and self.assignment.interpret:
             line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
         line.misconceptions = [match.misconception for match in matches]
@@ -321,11 +315,10 @@ def _plain(message: str) -> str:
 
 def _stated(law: Law, implementation: Implementation, message: str) -> str:
     """The law that fails, what is wrong, and the input of the last call if it is short; nothing smaller has been looked for."""
-    lines = [f"  the law         {law.sentence}", f"  what is wrong   {message}"]
     given = implementation.calls[-1].arguments if implementation.calls else {}
-    if 0 < numbers_in(tuple(given.values())) <= MOST_SHOWN:
-        lines.insert(1, f"  an input        {report.indented(report.arguments(given))}")
-    return "\n".join(lines)
+    is_short = 0 < numbers_in(tuple(given.values())) <= MOST_SHOWN
+    shown = f"  an input        {report.indented(report.arguments(given))}\n" if is_short else ""
+    return f"  the law         {law.sentence}\n{shown}  what is wrong   {message}"
 
 
 TWO_ANSWERS = (

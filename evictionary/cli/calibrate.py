@@ -16,7 +16,7 @@ from evictionary.cli.console import (
     text_of,
     whole,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 app = typer.Typer()
 
@@ -59,8 +59,10 @@ def calibrate(
         text = text_of("--text-file", text_file)
         require_writable(output)
         settings = options_in(recipe or [])
-        if settings and train_gates is None:
-            raise UsageError(f"--recipe: got {', '.join(settings)} without a training, wanted --train-gates STEPS too")
+        require(
+            not settings or train_gates is not None,
+            f"--recipe: got {', '.join(settings)} without a training, wanted --train-gates STEPS too",
+        )
         from evictionary.cache.calibration import write
         from evictionary.evaluation import gate_training
         from evictionary.evaluation.calibration import MOST, of_text

@@ -20,7 +20,7 @@ from evictionary.cli.console import (
     require_folder,
     whole_number,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 app = typer.Typer()
 
@@ -89,8 +89,7 @@ def claims(
 
 def _paper_and_count(text: str) -> tuple[str, int]:
     paper, _, count = text.partition("=")
-    if not count.isdecimal():
-        raise UsageError(f"--seeds-of: got {text!r}, wanted a paper and a number, such as gvote=4")
+    require(count.isdecimal(), f"--seeds-of: got {text!r}, wanted a paper and a number, such as gvote=4")
     return paper, int(count)
 
 

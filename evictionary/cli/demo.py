@@ -1,7 +1,6 @@
 """The command `evictionary demo`."""
 
-from __future__ import annotations
-
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,24 +69,22 @@ def demo(
         Console().print(f"The report, with pictures of which tokens survive: [bold]{output}[/]")
 
 
-def _demo_table(result: Result) -> Table:
+def _demo_table(result: "Result") -> Table:
     numbers = ("removed", "KV MiB", "right", "|h - h_c|", "rel.", "sec.")
     title = "A number in a long text, asked for after compression"
     table = plain_table("method", *numbers, right=numbers, title=title, collapse_padding=True)
-    previous = result.rows[0].label
-    for row in result.rows:
-        if row.label != previous:
-            table.add_section()
-            previous = row.label
-        each = row.summary()
-        colour = {each["of"]: "green", 0: "red"}.get(each["right"], "yellow")
-        table.add_row(
-            row.label,
-            row.asked,
-            f"{mebibytes(each['bytes_before'])} → {mebibytes(each['bytes_after'])}",
-            f"[{colour}]{each['right']}/{each['of']}[/]",
-            f"{each['error']:.1f}",
-            f"{each['relative_error']:.3f}",
-            f"{each['seconds']:.2f}",
-        )
+    for _, rows in itertools.groupby(result.rows, lambda row: row.label):
+        for row in rows:
+            each = row.summary()
+            colour = {each["of"]: "green", 0: "red"}.get(each["right"], "yellow")
+            table.add_row(
+                row.label,
+                row.asked,
+                f"{mebibytes(each['bytes_before'])} → {mebibytes(each['bytes_after'])}",
+                f"[{colour}]{each['right']}/{each['of']}[/]",
+                f"{each['error']:.1f}",
+                f"{each['relative_error']:.3f}",
+                f"{each['seconds']:.2f}",
+            )
+        table.add_section()
     return table

@@ -24,7 +24,7 @@ from evictionary.cli.console import (
     require_seed,
     whole_number,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 app = typer.Typer()
 
@@ -85,8 +85,7 @@ def evaluate(
     Exits with 1 if a method failed on a prompt; all other measurements go on.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
-        if samples < 1:
-            raise UsageError(f"--samples: got {samples}, wanted at least 1")
+        require(samples >= 1, f"--samples: got {samples}, wanted at least 1")
         require_seed(seed)
         kept = [_whole("--budgets", number) for number in numbers_in("--budgets", budgets)] if budgets else []
         removed = numbers_in("--ratios", ratios) if ratios else [] if kept else [0.25, 0.5, 0.75]
@@ -128,16 +127,14 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     for part in ",".join(texts).split(","):
         left, equals, value = part.strip().partition("=")
         name, colon, option = left.rpartition(":") if equals else (left, ":", "")
-        if not colon and not found:
-            raise UsageError(
-                f"--methods: got {part.strip()!r} first, wanted a method's name before its options: lagkv:lag_size=128"
-            )
+        require(
+            colon or found, f"--methods: got {part.strip()!r} first, wanted a method's name before its options: lagkv:lag_size=128"
+        )
         if colon and left:
             found.append((name.strip(), {}))
         if equals:
             found[-1][1][option.strip()] = value.strip()
-    if not found:
-        raise UsageError(f"--methods: got {','.join(texts)!r}, wanted at least one name")
+    require(found, f"--methods: got {','.join(texts)!r}, wanted at least one name")
     return found
 
 
@@ -149,8 +146,7 @@ def _all_methods() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _whole(argument: str, number: float) -> int:
-    if not number.is_integer():
-        raise UsageError(f"{argument}: got {number}, wanted a whole number of tokens")
+    require(number.is_integer(), f"{argument}: got {number}, wanted a whole number of tokens")
     return int(number)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from evictionary.cli.console import AsJson, exit_codes, given_names, messages, number, require_folder
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 
 app = typer.Typer()
 MEMORY = "memory"
@@ -70,12 +70,9 @@ def judge(
     nothing to judge.
     """
     with exit_codes(extra="torch"):
-        if (path is None) == (command is None):
-            raise UsageError(f"path: got {path} and --exec {command}, wanted one of the two")
-        if not timeout > 0:
-            raise UsageError(f"--timeout: got {timeout:g}, wanted more than 0 seconds")
-        if path is not None and path.endswith((".py", "/")) and not Path(path).exists():
-            raise UsageError(f"{path}: no such file or folder")
+        require((path is None) != (command is None), f"path: got {path} and --exec {command}, wanted one of the two")
+        require(timeout > 0, f"--timeout: got {timeout:g}, wanted more than 0 seconds")
+        require(path is None or not path.endswith((".py", "/")) or Path(path).exists(), f"{path}: no such file or folder")
         judged = [f"--impl={path}" if command is None else f"--exec={command}", f"--call-timeout={timeout}"]
         if report is not None:
             require_folder(report)
@@ -102,8 +99,7 @@ def judge(
                 typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
             if report and verdict.is_file():
                 messages.print(f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False)
-        if code not in (0, 1):
-            raise UsageError(f"path: nothing of {path or command} was judged; the lines above say why")
+        require(code in (0, 1), f"path: nothing of {path or command} was judged; the lines above say why")
     raise typer.Exit(code)
 
 

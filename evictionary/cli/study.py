@@ -19,7 +19,7 @@ from evictionary.cli.console import (
     require_seed,
     whole_number,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 app = typer.Typer()
 
@@ -55,8 +55,7 @@ def study(
     stopped goes on where it stopped if you repeat the command. With the defaults it takes four to thirteen hours of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
-        if samples < FEWEST:
-            raise UsageError(f"--samples: got {samples}, wanted at least {FEWEST}: an interval of fewer prompts says nothing")
+        require(samples >= FEWEST, f"--samples: got {samples}, wanted at least {FEWEST}: an interval of fewer prompts says nothing")
         require_seed(seed)
         removed = numbers_in("--ratios", ratios)
         names = given_names("--methods", methods)

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from evictionary.cli.console import AsJson, as_json_if, exit_codes, given_names, progress, require_folder
-from evictionary.errors import UsageError
+from evictionary.errors import require, usage
 
 app = typer.Typer()
 
@@ -33,22 +33,21 @@ def vectors(
     with exit_codes():
         from evictionary.spec_tests.harness import vectors as made
 
-        if (output is None) == (check is None):
-            raise UsageError(f"--output: got {output} and --check {check}, wanted one of the two")
+        require((output is None) != (check is None), f"--output: got {output} and --check {check}, wanted one of the two")
         if check is not None:
-            try:
+            with usage("--check", ValueError):
                 problems = made.check(check)
-            except ValueError as error:
-                raise UsageError(f"--check: {error}") from None
         elif output is not None:
-            if output.exists() and not (output / made.INDEX).is_file() and not _is_empty(output):
-                raise UsageError(f"--output: got {output}, which holds other things, wanted a new folder or one of vectors")
+            require(
+                not output.exists() or (output / made.INDEX).is_file() or _is_empty(output),
+                f"--output: got {output}, which holds other things, wanted a new folder or one of vectors",
+            )
             require_folder(output)
             names = given_names("--method", methods)
             laws = made.laws_of(names)
-            if unknown := [name for name in names or [] if not made.laws_of([name])]:
-                known = ", ".join(dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()))
-                raise UsageError(f"--method: got {unknown[0]!r}, wanted some of {known}")
+            known = ", ".join(dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()))
+            for name in names or []:
+                require(made.laws_of([name]), f"--method: got {name!r}, wanted some of {known}")
             with progress() as (plan, advance):
                 plan(len(laws) + len({law.requirement.id for law in laws}))
                 index = made.write(made.generate(laws, advance), output)
