@@ -1,7 +1,5 @@
 """Hostile submissions, and the process that runs a student's file: each scores nothing, ends in time, and is written down."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -26,7 +24,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from sampling import sampled
 from tools import attacks
-from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, child_of, judged, names_in, verdicts, written
+from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, child_of, judged, verdicts, written
 from tools.synthetic import bundled
 
 from evictionary import reference
@@ -52,7 +50,7 @@ def test_an_attack_scores_nothing(name: str, tmp_path: Path) -> None:
     (grade,) = classes.run(order, {"mallory": path}, tmp_path / "grades", 1)
     assert grade["score"] == 0
     assert grade["error"] == ""
-    assert names_in(tmp_path / "grades" / "mallory") == EVERY_FILE
+    assert {path.name for path in (tmp_path / "grades" / "mallory").iterdir()} == EVERY_FILE
 
 
 def test_the_disk_stays_as_it_is() -> None:

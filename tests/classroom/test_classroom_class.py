@@ -1,7 +1,5 @@
 """A class: what is written for each submission, grading in one command, the commands of students and instructors."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -9,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,20 +19,8 @@ import pytest
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
 from test_pages import blocks, commands
-from tools.grader import (
-    EVERY_FILE,
-    EVERY_FORMAT,
-    SOLUTION,
-    as_json,
-    graded,
-    invoke,
-    json_of,
-    names_in,
-    order,
-    packed,
-    text_of,
-    written,
-)
+from tools.commands import as_json, failed, invoke, printed
+from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, graded, handed_in, json_of, order, text_of, to_grade, written
 from tools.synthetic import SOLUTION as SOLVED
 from tools.synthetic import bundled
 
@@ -54,15 +39,17 @@ def test_every_format_is_valid(tmp_path: Path, junit: Any) -> None:
     grade = graded(bundled("keydiff", load_mutants()["keydiff.raw_mean_anchor"]), tmp_path, 2, EVERY_FORMAT)
     files = {name: text_of(tmp_path / "grades" / "ada" / file) for name, (file, _) in formats.FORMATS.items()}
     junit.validate(files["junit"])
-    gradescope, classroom50 = json.loads(files["gradescope"]), json.loads(files["classroom50"])
-    assert gradescope["score"] == sum(test["score"] for test in gradescope["tests"]) == grade["score"] == 15
-    assert classroom50["score"] == sum(test["score"] for test in classroom50["tests"]) == 15
-    assert all(type(test["score"]) is int for test in classroom50["tests"])
     assert 'failures="1"' in files["junit"] and 'skipped="4"' in files["junit"]
     assert cells(files["markdown"])[0] == 1 + len(grade["lines"])
+    told = f"Student ada, file ada.py (SHA-256 {grade['source_sha256'][:16]}), graded {grade['graded_at']}."
+    assert told in files["markdown"]
+    for name in ("gradescope", "classroom50"):
+        result = json.loads(files[name])
+        assert result["score"] == sum(test["score"] for test in result["tests"]) == grade["score"] == 15
+        assert all(type(test["score"]) is int for test in result["tests"])
     for changed in ({"extra": 1}, {"score": 1.5}):
         with pytest.raises(ValidationError):
-            formats.validator("classroom50").validate(classroom50 | changed)
+            formats.validator("classroom50").validate(result | changed)
 
 
 def cells(page: str, dialect: str = "commonmark") -> tuple[int, int, set[str]]:
@@ -87,13 +74,11 @@ HOSTILE = (
 
 
 def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -> None:
-    graded(f"def anchor(keys):\n    raise RuntimeError({HOSTILE!r})\n", tmp_path, 1, EVERY_FORMAT)
-    folder = tmp_path / "grades" / "ada"
-    junit.validate(text_of(folder / "junit.xml"))
-    for file, _ in formats.FORMATS.values():
-        assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint(text_of(folder / file))
+    grade = graded(f"def anchor(keys):\n    raise RuntimeError({HOSTILE!r})\n", tmp_path, 1, EVERY_FORMAT)
+    files = {file: text_of(tmp_path / "grades" / "ada" / file) for file, _ in formats.FORMATS.values()}
+    junit.validate(files["junit.xml"])
+    assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint("".join(files.values()))
     # Beside the message, which stands in a fence, the same words stand in a cell and in a sentence.
-    grade = json_of(folder / "grade.json")
     page = formats.markdown(grade | {"error": HOSTILE, "lines": [line | {"reason": HOSTILE} for line in grade["lines"]]})
     rows, fields, kinds = cells(page, "gfm-like")
     assert (rows, fields) == (1 + len(grade["lines"]), 4 * len(grade["lines"]))
@@ -105,28 +90,26 @@ def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -
 
 
 def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
-    handed_in, grades, done = tmp_path / "handed_in", tmp_path / "grades", []
-    written(handed_in / "folder", SOLUTION, "keydiff.py")
-    written(handed_in, "def score(keys):\n    return keys[..., 0]\n", "wrong.py")
-    written(handed_in, "no archive", "broken.zip")
-    one, found = order(1, ("gradescope",)), classes.find([handed_in], "keydiff.py")
+    grades, done = tmp_path / "grades", []
+    wrong = "def score(keys):\n    return keys[..., 0]\n"
+    files = {"folder/keydiff.py": SOLUTION, "wrong.py": wrong, "broken.zip": "no archive", "twice.py": "", "twice.zip": ""}
+    one, found = order(1, ("gradescope",)), classes.find([handed_in(tmp_path / "in", files)], "keydiff.py")
     first = {grade["student"]: grade for grade in classes.run(one, found, grades, 2, done.append)}
-    assert {student: grade["score"] for student, grade in first.items()} == {"broken": 0, "folder": 100, "wrong": 0}
-    assert sorted(done) == sorted(found) == ["broken", "folder", "wrong"]
-    assert "cannot be read" in first["broken"]["error"]
-    assert all((grades / student / "results.json").exists() for student in found)
+    assert {student: grade["score"] for student, grade in first.items()} == {"broken": 0, "folder": 100, "wrong": 0, "twice": 0}
+    assert sorted(done) == sorted(found) == ["broken", "folder", "twice", "wrong"]
+    assert "cannot be read" in first["broken"]["error"] and "more than one" in first["twice"]["error"]
+    assert all((grades / student / file).exists() for student in found for file in ("results.json", "grade.json"))
     # What is done is read, not graded again; a file that has changed is.
     written(grades / "folder", json.dumps(first["folder"] | {"seconds": 12345.0}), "grade.json")
-    written(handed_in, "", "wrong.py")
+    written(tmp_path / "in", "", "wrong.py")
     second = {grade["student"]: grade for grade in classes.run(one, found, grades, 1)}
     assert second["folder"]["seconds"] == 12345
     assert second["wrong"]["source_sha256"] != first["wrong"]["source_sha256"]
-    summary = classes.summary(list(second.values()))
-    assert summary["distribution"] == {0: 2, 100: 1}
-    assert (summary["errors"], summary["unjudged"]) == (1, ["broken"])
     # On a system without a wall, the instructor is told.
     bare = second["wrong"] | {"walls": {"landlock": 0, "system calls": True, "user nobody": False}}
-    assert {"landlock", "user nobody"} <= set(classes.summary([*second.values(), bare])["walls_missing"])
+    summary = classes.summary([*second.values(), bare])
+    assert (summary["distribution"], summary["unjudged"], summary["errors"]) == ({0: 4, 100: 1}, ["broken", "twice"], 2)
+    assert {"landlock", "user nobody"} <= set(summary["walls_missing"])
 
 
 def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,90 +138,77 @@ def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch
     found = {student: written(tmp_path, name=f"{student}.py") for student in ("ada", "eve")}
     grades = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 2)}
     assert sorted(asked) == [("ada", 1), ("ada", 2), ("eve", 1), ("eve", 2)]
-    assert grades["ada"] == ""
-    assert "not the student's doing: BrokenProcessPool" in grades["eve"]
+    assert grades["ada"] == "" and "not the student's doing: BrokenProcessPool" in grades["eve"]
 
 
-def test_a_result_that_cannot_be_written_is_one_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def derive(grade: dict[str, Any]) -> str:
-        return "fine" if grade["error"] else str(1 / 0)
+def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no memory")
 
-    monkeypatch.setitem(formats.FORMATS, "markdown", ("grade.md", derive))
+    monkeypatch.setattr(grading, "judge", fail)
+    assert "not the student's doing" in graded("", tmp_path)["error"]
+    monkeypatch.undo()
+    assert graded("", tmp_path)["error"] == ""
+    # A result that cannot be written in a format is one that says so.
+    monkeypatch.setitem(formats.FORMATS, "markdown", ("grade.md", lambda grade: "fine" if grade["error"] else str(1 / 0)))
     assert "ZeroDivisionError" in graded("", tmp_path, 1, ("markdown",))["error"]
-    assert (tmp_path / "grades" / "ada" / "grade.md").read_text(encoding="utf-8") == "fine"
+    assert text_of(tmp_path / "grades" / "ada" / "grade.md") == "fine"
+
+
+RIGHT = b"# right"
+ARCHIVE = {"keydiff.py": RIGHT}
+ODD_NAMES = (b"summary.json.py", b" .py", b"\xff" * 200 + b".py", b"\xff.py", b"a\nb.py", b"a\\b.py")
+FILES = {
+    **{os.fsdecode(name): RIGHT for name in ODD_NAMES},
+    **dict.fromkeys(("keydiff.py", "Žofie Müller.py", "eve/keydiff.py"), RIGHT),
+    **{name: {"./keydiff.py": RIGHT} for name in ("dan.tar.gz", "dora.tgz", "dirk.tar")},
+    "upload/upload.zip": ARCHIVE,  # as course platforms store it
+    "mac.zip": {**ARCHIVE, "__MACOSX/keydiff.py": b"of the Finder"},
+    "windows.zip": {"work\\keydiff.py": RIGHT},
+    "shadows.zip": {**ARCHIVE, **dict.fromkeys(("numpy.py", "json.py", "sitecustomize.py", "mine.pth", "grade.json"), RIGHT)},
+    **dict.fromkeys((".DS_Store", "__MACOSX/a", "grades/a", ".git/a", "essay.docx", "bob.ipynb"), b""),
+    "bob.py": RIGHT,
+    **dict.fromkeys(("ada.py", "ada.zip", "ina.ipynb", "dina.py.txt", "kim/Keydiff.py", "lee/a.zip", "lee/b.zip"), b""),
+}
+REFUSED = {
+    "mallory": "mallory is a symbolic link",
+    "loop": "loop is a symbolic link",
+    "windows": "0 files keydiff.py at the top of the archive, wanted one; there is work/keydiff.py. "
+    "`evictionary submit` packs it as it should be",
+    "ada": "more than one submission has this name: ada.py, ada.zip",
+    "dina": "dina.py.txt is a text file: call it keydiff.py, and hand that in",
+    "ina": "ina.ipynb is a notebook: write the functions into a file keydiff.py, and hand that in",
+    "kim": "there is no file keydiff.py; there is 'Keydiff.py'",
+    "lee": "there is no file keydiff.py, and 2 archives: a.zip, b.zip; wanted one",
+}
 
 
 def test_what_students_hand_in(tmp_path: Path) -> None:
-    one, right, handed_in = assignments.load("keydiff"), b"# right", tmp_path / "handed_in"
-    work = written(tmp_path / "work", right, "keydiff.py")
-    handed_in.mkdir()
-    for name, mode in (("dan.tar.gz", "w:gz"), ("dora.tgz", "w:gz"), ("dirk.tar", "w")):
-        with tarfile.open(handed_in / name, mode) as archive:  # type: ignore[call-overload]
-            archive.add(work, "./keydiff.py")
-    shadows = ("keydiff.py", "numpy.py", "json.py", "sitecustomize.py", "mine.pth", "grade.json")
-    packed(handed_in / "mac.zip", {"keydiff.py": right, "__MACOSX/keydiff.py": b"of the Finder"})
-    packed(handed_in / "windows.zip", {"work\\keydiff.py": right})
-    packed(handed_in / "shadows.zip", dict.fromkeys(shadows, right))
-    for name in ("Žofie Müller.py", os.fsdecode(b"\xff.py")):
-        written(handed_in, right, name)
-    for name in (".DS_Store", "essay.docx", "__MACOSX/a", "grades/a", ".git/a"):
-        written(handed_in, name=name)
-    left_out: list[Path] = []
-    found = classes.find([handed_in], "keydiff.py", handed_in / "grades", left_out.append)
-    assert sorted(found) == sorted(["dan", "dora", "dirk", "mac", "windows", "shadows", "Žofie Müller", "\ufffd-baadfedd"])
-    assert [path.name for path in left_out] == ["essay.docx"]
-    with pytest.raises(submissions.BadSubmission, match=r"there is work/keydiff\.py\. `evictionary submit` packs it"):
-        submissions.read(found.pop("windows"), one)
+    folder, left_out, read = handed_in(tmp_path / "in", FILES), [], {}
+    for link, target in (("mallory", "eve"), ("loop", "loop")):
+        (folder / link).symlink_to(folder / target)
+    found = classes.find([folder], "keydiff.py", folder / "grades", left_out.append)
     for student, path in found.items():
-        assert submissions.read(path, one) == right, student
-
-
-def test_a_bad_name_costs_one_submission(tmp_path: Path) -> None:
-    handed_in, right, one = tmp_path / "handed_in", b"# right", assignments.load("keydiff")
-    packed(handed_in / "bob" / "upload.zip", {"keydiff.py": right})  # as course platforms store it
-    for name in (b"eve/keydiff.py", b"keydiff.py", b"summary.json.py", b" .py", b"\xff" * 200 + b".py", b"a\nb.py", b"a\\b.py"):
-        written(handed_in, right, os.fsdecode(name))
-    (handed_in / "mallory").symlink_to(handed_in / "eve")
-    (handed_in / "loop").symlink_to(handed_in / "loop")
-    found = classes.find([handed_in], "keydiff.py")
-    assert len(found) == 10
-    assert {"bob", "eve", "mallory", "loop", "keydiff"} <= set(found)
-    for student in found:
         assert submissions.is_id(student)
         (tmp_path / "grades" / student).mkdir(parents=True)
-    for student in ("mallory", "loop"):
-        with pytest.raises(submissions.BadSubmission, match="is a symbolic link"):
-            submissions.read(found.pop(student), one)
-    assert {submissions.read(path, one) for path in found.values()} == {right}
+        try:
+            read[student] = submissions.read(path, assignments.load("keydiff")).decode()
+        except submissions.BadSubmission as error:
+            read[student] = str(error)
+    assert {student: told for student, told in read.items() if told != RIGHT.decode()} == REFUSED
+    named = {"dan", "dora", "dirk", "upload", "mac", "shadows", "Žofie Müller", "bob", "eve", "keydiff", "\ufffd-baadfedd"}
+    assert named <= set(read) and len(read) == len(REFUSED) + len(named) + len(ODD_NAMES) - 1
+    assert [path.name for path in left_out] == ["essay.docx", "bob.ipynb"]
     # A folder with one assignment's file is one submission.
-    assert classes.find([handed_in / "eve"], "keydiff.py") == {"eve": handed_in / "eve"}
+    assert classes.find([folder / "eve"], "keydiff.py") == {"eve": folder / "eve"}
 
 
-def test_two_submissions_of_one_name_cost_that_student_alone(tmp_path: Path) -> None:
-    handed_in = tmp_path / "in"
-    files = "ada.py", "ada.zip", "bob.py", "bob.ipynb", "eve.ipynb", "dan.py.txt", "kim/Keydiff.py", "lee/a.zip", "lee/b.zip"
-    for name in files:
-        written(handed_in, name=name)
-    left_out: list[Path] = []
-    found = classes.find([handed_in], "keydiff.py", leave_out=left_out.append)
-    assert sorted(found) == ["ada", "bob", "dan", "eve", "kim", "lee"]
-    assert [path.name for path in left_out] == ["bob.ipynb"]
-    told = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 1)}
-    assert told == {
-        "bob": "",
-        "ada": "more than one submission has this name: ada.py, ada.zip",
-        "dan": "dan.py.txt is a text file: call it keydiff.py, and hand that in",
-        "eve": "eve.ipynb is a notebook: write the functions into a file keydiff.py, and hand that in",
-        "kim": "there is no file keydiff.py; there is 'Keydiff.py'",
-        "lee": "there is no file keydiff.py, and 2 archives: a.zip, b.zip; wanted one",
-    }
-    assert all((tmp_path / "grades" / student / "grade.json").exists() for student in found)
-
-
-def test_names_that_one_folder_may_hold_twice_are_said() -> None:
-    grade = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0, "personal_id": "", "notes": []}
-    names = ["ada", "Ada", "ada ", "a\u030ada", "\u00e5da", "bob"]
-    assert classes.summary([grade | {"student": name} for name in names])["alike"] == sorted(names[:-1])
+def test_what_the_instructor_is_told_of_names() -> None:
+    """Names that one folder may hold twice, and ids that two of the class have."""
+    grade = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0, "notes": []}
+    names = {"ada": 1, "Ada": 2, "ada ": 3, "a\u030ada": 4, "\u00e5da": 5, "bob": 6, "eve": 6}
+    summary = classes.summary([grade | {"student": name, "personal_id": str(each)} for name, each in names.items()])
+    assert (summary["alike"], summary["one_id"]) == (sorted([*names][:-2]), ["bob", "eve"])
 
 
 def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
@@ -253,17 +223,10 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
     (row,) = csv.DictReader(io.StringIO(classes.gradebook([unloadable])))
     assert row["comment"].startswith("file: failed, your file cannot be loaded: ImportError: scipy")
     assert "()" not in formats.gradescope(unloadable) + formats.junit(unloadable)
-    result = invoke("gradebook", tmp_path / "grades", "--json")
-    assert json.loads(result.stdout)["distribution"] == {"0": 1}
-    table = (tmp_path / "grades" / "gradebook.csv").read_text(encoding="utf-8")
+    assert as_json("gradebook", tmp_path / "grades")["distribution"] == {"0": 1}
+    table = text_of(tmp_path / "grades" / "gradebook.csv")
     assert table.startswith('id,points,of,comment\nada,0,100,"file: failed')
-    assert invoke("gradebook", tmp_path).exit_code == 2
-
-
-def test_a_page_for_people_says_whose_it_is(tmp_path: Path) -> None:
-    grade = graded("", tmp_path, 1, ("markdown",))
-    told = f"Student ada, file ada.py (SHA-256 {grade['source_sha256'][:16]}), graded {grade['graded_at']}."
-    assert told in text_of(tmp_path / "grades" / "ada" / "grade.md")
+    assert "wanted a folder that `evictionary grade` wrote" in failed("gradebook", tmp_path, code=2)
 
 
 UTF_7 = "the file is in utf-7, not in UTF-8: what a reader sees as a comment may be code"
@@ -284,26 +247,24 @@ def test_code_that_a_reader_does_not_see_is_noted(source: str, notes: list[str],
 
 
 def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> None:
-    path, secret = (
-        written(tmp_path, "def anchor(keys):\n    return keys[..., 0, :]\n"),
-        written(tmp_path, "nobody guesses", "secret"),
-    )
-    settings = ("--assignment", "keydiff", "--seed-file", secret)
-    assert invoke("grade", path, *settings, "--output", tmp_path / "grades", "--examples", 1).exit_code == 0
-    texts = [each.read_text(encoding="utf-8") for each in (tmp_path / "grades" / "ada").iterdir()]
+    path, settings = written(tmp_path, "def anchor(keys):\n    return keys[..., 0, :]\n"), to_grade(tmp_path)
+    printed("grade", path, *settings)
+    texts = [text_of(each) for each in (tmp_path / "grades" / "ada").iterdir()]
     assert len(texts) == 1 + len(formats.FORMATS)
     for text in texts:
         assert "evictionary judge" not in text
         scripts = text.count("harness.implementation import load")
         assert text.count("this runs the student") + text.count("This runs the student") == scripts
-    (command,) = {found for text in texts for found in re.findall(r"evictionary (grade \S+ --assignment keydiff --law \w+)", text)}
-    words = command.split()
-    for source, code, told in ((path, 1, "smallest input"), (SOLVED, 0, "passed: The anchor is")):
-        one = invoke(words[0], source, *words[2:], *settings[2:])
+    (law,) = {found for text in texts for found in re.findall(r"evictionary grade \S+ --assignment keydiff --law (\w+)", text)}
+    unloadable = written(tmp_path, "import scipy", "eve.py")
+    for source, code, told in (
+        (path, 1, "smallest input"),
+        (SOLVED, 0, "passed: The anchor is"),
+        (unloadable, 1, "your file cannot be loaded"),
+    ):
+        one = invoke("grade", source, "--law", law, *settings[:4])
         assert (one.exit_code, told in one.stdout) == (code, True)
-    unloadable = invoke(words[0], written(tmp_path, "import scipy", "eve.py"), *words[2:], *settings[2:])
-    assert unloadable.exit_code == 1 and "your file cannot be loaded" in unloadable.stdout
-    assert "test_a_zero_key_scores_zero" in invoke("grade", path, *settings, "--law", "test_nothing").stderr
+    assert "test_a_zero_key_scores_zero" in failed("grade", path, *settings, "--law", "test_nothing", code=2)
 
 
 def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,35 +277,80 @@ def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(grading, "gpu_milliseconds", fails)
     monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
-    assert invoke("start", "kernel", "--work", tmp_path).exit_code == 0
+    printed("start", "kernel", "--work", tmp_path)
     checked = invoke("check", "kernel", "--work", tmp_path)
     assert "On a GPU: the kernel fails, although the interpreter runs it: CompilationError: at 3:5 [/bold]" in checked.stdout
     assert checked.exit_code == 1
 
 
-def test_the_constants_are_those_of_an_id_that_the_course_knows(tmp_path: Path) -> None:
-    """A student could try ids until one has the constants of somebody's file."""
-    eve = packed(tmp_path / "eve.zip", {submissions.MANIFEST: '{"student": "eve-95"}', "lagkv.py": ""})
+# Whose constants they are
+
+
+def said_by(student: str) -> str:
+    return json.dumps({"student": student})
+
+
+IDS = {
+    "eve.zip": {submissions.MANIFEST: said_by("eve-95"), "lagkv.py": ""},
+    "keydiff (1).zip": {submissions.MANIFEST: said_by("ada")},
+    "upload/x.zip": {submissions.MANIFEST: said_by("ada")},
     # A platform may unpack the archive, and name all submissions alike.
-    alike = written(tmp_path / "submission", '{"student": "ada"}', submissions.MANIFEST).parent
-    written(alike, name="lagkv.py")
-    own = "the constants are those of 'eve-95', an id that the student wrote; the submission is named 'eve'"
-    for path, name, roster, wanted in (
-        (eve, "eve", (), ("eve-95", own)),
-        (eve, "eve", {"ada", "eve"}, ("eve", "the archive says 'eve-95', and the submission is named 'eve'")),
-        (eve, "eve", {"ada", "eve-95"}, ("eve-95", "")),
-        (eve, "eve", {"ada"}, ("eve", "the archive says 'eve-95', and the roster does not have it; the submission is named 'eve'")),
-        (tmp_path / "bob.zip", "bob", {"ada"}, ("bob", "'bob' is not on the roster")),
-        (alike, "student", {"ada"}, ("ada", "")),
-    ):
-        assert submissions.personal_id(path, name, roster) == wanted
-    # The command names those whom the instructor should ask, and draws nothing from an id that is not the course's.
-    roster, secret = written(tmp_path, "id,name\nada,Ada L.\n", "roster.csv"), written(tmp_path, "nobody guesses", "secret")
-    settings = ("--assignment", "lagkv", "--seed-file", secret, "--output", tmp_path / "grades", "--personal", "--examples", 1)
+    f"submission/{submissions.MANIFEST}": said_by("ada"),
+    "submission/lagkv.py": "",
+    "Ada (1).py": "",
+    "stranger.zip": {submissions.MANIFEST: said_by("../ada")},
+}
+OWN = "the constants are those of {!r}, an id that the student wrote; the submission is named {!r}"
+NO_ROSTER: set[str] = set()
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "roster", "student", "note"),
+    [
+        ("eve.zip", "eve", NO_ROSTER, "eve-95", OWN.format("eve-95", "eve")),
+        ("eve.zip", "eve", {"ada", "eve"}, "eve", "the archive says 'eve-95', and the submission is named 'eve'"),
+        ("eve.zip", "eve", {"ada", "eve-95"}, "eve-95", ""),
+        (
+            *("eve.zip", "eve", {"ada"}, "eve"),
+            "the archive says 'eve-95', and the roster does not have it; the submission is named 'eve'",
+        ),
+        ("bob.zip", "bob", {"ada"}, "bob", "'bob' is not on the roster"),
+        ("submission", "student", {"ada"}, "ada", ""),
+        ("keydiff (1).zip", "keydiff (1)", NO_ROSTER, "ada", OWN.format("ada", "keydiff")),
+        ("upload", "upload", NO_ROSTER, "ada", OWN.format("ada", "upload")),
+        ("Ada (1).py", "Ada (1)", NO_ROSTER, "Ada", ""),
+        ("stranger.zip", "stranger", NO_ROSTER, "stranger", ""),
+    ],
+)
+def test_the_constants_are_those_of_an_id_that_the_course_knows(
+    file: str, name: str, roster: set[str], student: str, note: str, tmp_path: Path
+) -> None:
+    """A student could try ids until one has the constants of somebody's file."""
+    assert submissions.personal_id(handed_in(tmp_path, IDS) / file, name, roster) == (student, note)
+
+
+def test_grade_names_those_whom_the_instructor_should_ask(tmp_path: Path) -> None:
+    """And it draws nothing from an id that is not the course's."""
+    roster, settings = written(tmp_path, "id,name\nada,Ada L.\n", "roster.csv"), to_grade(tmp_path, "lagkv")
     for more, personal_id in ((), "eve-95"), (("--roster", roster), "eve"):
-        result = as_json("grade", eve, *settings, *more)
+        result = as_json("grade", handed_in(tmp_path, IDS) / "eve.zip", *settings, "--personal", *more)
         assert json_of(tmp_path / "grades" / "eve" / "grade.json")["personal_id"] == personal_id
         assert "'eve-95'" in result["notes"]["eve"][0]
+
+
+def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading starts a process."""
+    one, archive, asked = assignments.load("lagkv"), tmp_path / "ada.zip", []
+    submissions.pack(one, written(tmp_path, name="lagkv.py").parent, archive, "ada")
+    read = submissions._from_archive
+    monkeypatch.setattr(submissions, "_from_archive", lambda path, name: asked.append(name) or read(path, name))
+    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
+    grade = classes.grade_one(classes.Order("lagkv", b"a secret", 1, (), personal=True), "upload (1)", archive)
+    assert (grade["personal_id"], grade["constants"]) == ("ada", one.constants_of("ada"))
+    assert sorted(asked) == [submissions.MANIFEST, "lagkv.py"]
+
+
+# Assignments of one's own
 
 
 WRONG_ASSIGNMENTS = (
@@ -379,50 +385,35 @@ WRONG_ASSIGNMENTS = (
 @pytest.mark.parametrize(("right", "wrong", "told"), WRONG_ASSIGNMENTS)
 def test_a_mistake_in_an_assignment_is_a_sentence(right: str, wrong: str, told: str, tmp_path: Path) -> None:
     one = assignments.load("keydiff")
-    text, own = text_of(one.folder / "assignment.toml"), written(tmp_path / "keydiff", name="starter.py").parent
-    written(own, text, "assignment.toml")
+    text = text_of(one.folder / "assignment.toml")
+    handed_in(tmp_path / "keydiff", {"starter.py": "", "assignment.toml": text})
     assert assignments.load("keydiff", tmp_path).steps == one.steps
-    written(own, text.replace(right, wrong) if right == "[[step]]" else text.replace(right, wrong, 1), "assignment.toml")
+    written(tmp_path / "keydiff", text.replace(right, wrong, -1 if right == "[[step]]" else 1), "assignment.toml")
     with pytest.raises(UsageError, match=re.escape(told)):
         assignments.load("keydiff", tmp_path)
 
 
 def of_the_page(folder: Path) -> None:
     """Write the files that the page for instructors shows."""
-    page = (transcript.FOLDER / "instructor.md").read_text(encoding="utf-8")
-    for name, text in re.findall(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE):
-        written(folder, text, name)
+    page = text_of(transcript.FOLDER / "instructor.md")
+    handed_in(folder, dict(re.findall(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)))
 
 
 def test_an_assignment_of_the_instructors_own_is_tried_and_graded(tmp_path: Path) -> None:
     """The page for instructors has it; its reference is a method that no assignment of the project has."""
     of_the_page(tmp_path)
     mine, work = ("--assignments", tmp_path / "mine"), ("--work", tmp_path / "work")
-    tried = invoke("grade", "--try", "--assignment", "tova", *mine, "--examples", 2)
-    assert (tried.exit_code, tried.stdout) == (0, "the reference: 100 points, wanted 100\nthe starter file: 0 points, wanted 0\n")
-    assert "evictionary check tova --work" in invoke("start", "tova", *mine, *work).stdout
+    tried = printed("grade", "--try", "--assignment", "tova", *mine, "--examples", 2)
+    assert tried == "the reference: 100 points, wanted 100\nthe starter file: 0 points, wanted 0\n"
+    assert "evictionary check tova --work" in printed("start", "tova", *mine, *work)
     assert invoke("check", "tova", *mine, *work).exit_code == 1
-    assert invoke("submit", "tova", *mine, *work, "--output", tmp_path / "ada.zip").exit_code == 0
-    settings = ("--assignment", "tova", *mine, "--output", tmp_path / "grades", "--examples", 1)
-    assert json.loads(invoke("grade", tmp_path / "ada.zip", *settings, "--json").stdout)["distribution"] == {"0": 1}
+    printed("submit", "tova", *mine, *work, "--output", tmp_path / "ada.zip")
+    settings = (*to_grade(tmp_path, "tova"), *mine)
+    assert as_json("grade", tmp_path / "ada.zip", *settings)["distribution"] == {"0": 1}
     assert invoke("grade", tmp_path / "mine" / "tova" / "starter.py", "--try", *settings).exit_code == 1
 
 
-def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
-    submit = ("submit", "keydiff", "--work", tmp_path, "--output", tmp_path / "ada.zip", "--json")
-    invoke("start", "keydiff", "--work", tmp_path, "--student", "ada")
-    result = invoke(*submit)
-    assert "keydiff.py is still the starter file" in result.stderr and not json.loads(result.stdout)["begun"]
-    assert submissions.packed_id(tmp_path / "ada.zip") == "ada"  # remembered since `start`
-    written(tmp_path, SOLUTION, "keydiff.py")
-    result = invoke(*submit)
-    assert (result.stderr, json.loads(result.stdout)["begun"]) == ("", True)
-
-
-def test_the_help_names_every_assignment() -> None:
-    for command in ("start", "check", "submit"):
-        told = " ".join(invoke(command, "--help").stdout.split())
-        assert all(name in told for name in assignments.names())
+# What is graded, and when it is graded again
 
 
 @pytest.mark.parametrize(
@@ -431,10 +422,8 @@ def test_the_help_names_every_assignment() -> None:
 )
 def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "submission").mkdir()
-    if upload:
-        written(tmp_path / "submission", name=upload)
-    arguments = ("--assignment", "keydiff", "--student", "student", "--format", "gradescope", "--output", tmp_path / "grades")
-    assert invoke("grade", tmp_path / "submission", *arguments).exit_code == 0
+    handed_in(tmp_path / "submission", {upload: ""} if upload else {})
+    printed("grade", tmp_path / "submission", *to_grade(tmp_path), "--student", "student", "--format", "gradescope")
     result = json_of(tmp_path / "grades" / "student" / "results.json")
     assert (result["score"], result["output"]) == (0, f"there is no file keydiff.py{told}")
 
@@ -450,34 +439,18 @@ def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(grading, "judge", judge)
     changed = replace(one, steps=(replace(one.steps[0], points=20), *one.steps[1:]))
     fewer = replace(one, steps=(replace(one.steps[0], laws=one.steps[0].laws[:1]), *one.steps[1:]))
-    for loaded, limits in (
-        (one, order()),
-        (one, order()),
-        (changed, order()),
-        (fewer, order()),
-        (fewer, replace(order(), seconds=3)),
-    ):
+    for loaded, seconds in ((one, None), (one, None), (changed, None), (fewer, None), (fewer, 3)):
         monkeypatch.setattr(assignments, "load", lambda *_, loaded=loaded: loaded)
-        list(classes.run(limits, {"ada": path}, tmp_path / "grades", 1))
+        list(classes.run(order(seconds=seconds), {"ada": path}, tmp_path / "grades", 1))
     assert asked == [100, 105, 100, 100]
 
 
 def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
     others = dict.fromkeys(("helper.py", "numpy.py", "sitecustomize.py"), SOLUTION)
-    archive = packed(tmp_path / "mallory.zip", {"keydiff.py": "from helper import score\n", **others})
-    grade = classes.grade_one(order(), "mallory", archive)
+    files = {"mallory.zip": {"keydiff.py": "from helper import score\n", **others}}
+    grade = classes.grade_one(order(), "mallory", handed_in(tmp_path, files) / "mallory.zip")
     assert grade["score"] == 0
     assert "helper: this assignment is for NumPy only" in grade["lines"][0]["reason"]
-
-
-def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(grading, "judge", fail)
-    assert "not the student's doing" in graded("", tmp_path)["error"]
-    monkeypatch.undo()
-    assert graded("", tmp_path)["error"] == ""
 
 
 def test_seeds_are_secret_and_differ_by_law() -> None:
@@ -492,30 +465,50 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
 # The command line
 
 
+def test_the_help_names_every_assignment() -> None:
+    for command in ("start", "check", "submit"):
+        told = " ".join(printed(command, "--help").split())
+        assert all(name in told for name in assignments.names())
+
+
+def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
+    submit = ("submit", "keydiff", "--work", tmp_path, "--output", tmp_path / "ada.zip", "--json")
+    printed("start", "keydiff", "--work", tmp_path, "--student", "ada")
+    for begun, told in ((False, "keydiff.py is still the starter file, as `start` wrote it."), (True, "")):
+        result = invoke(*submit)
+        assert (json.loads(result.stdout)["begun"], " ".join(result.stderr.split()).endswith(told)) == (begun, True)
+        assert submissions.packed_id(tmp_path / "ada.zip") == "ada"  # remembered since `start`
+        written(tmp_path, SOLUTION, "keydiff.py")
+    assert result.stderr == ""
+
+
 @pytest.mark.slow
 def test_the_transcript_of_the_docs_is_what_happens() -> None:
-    assert transcript.PAGE.read_text(encoding="utf-8") == transcript.run()
+    assert text_of(transcript.PAGE) == transcript.run()
 
 
 def test_the_transcript_begins_as_the_commands_do() -> None:
-    assert transcript.PAGE.read_text(encoding="utf-8").startswith(transcript.run(transcript.WAY[:2]).rstrip("\n"))
+    assert text_of(transcript.PAGE).startswith(transcript.run(transcript.WAY[:2]).rstrip("\n"))
 
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Runs lines of a page in a folder with what they name; `docker` checks its options and runs the command by itself."""
-    bin, handed_in = tmp_path / "bin", tmp_path / "handed_in"
-    for each in (bin, handed_in):
-        each.mkdir()
-    written(bin, f'#!/bin/sh\nexec {sys.executable} -m evictionary "$@"\n', "evictionary").chmod(0o755)
-    written(bin, f"#!{sys.executable}\n{DOCKER}", "docker").chmod(0o755)
-    written(handed_in, "def anchor(keys):\n    return keys[..., 0, :]\n", "bob.py")
-    written(handed_in, name="eve.docx")
-    written(tmp_path, bundled("tova"), "solution.py")
-    written(tmp_path, "nobody guesses this", "secret")
-    submissions.pack(assignments.load("keydiff"), written(tmp_path, name="keydiff.py").parent, tmp_path / "ada.zip", "ada")
+    files = {
+        "bin/evictionary": f'#!/bin/sh\nexec {sys.executable} -m evictionary "$@"\n',
+        "bin/docker": f"#!{sys.executable}\n{DOCKER}",
+        "handed_in/bob.py": "def anchor(keys):\n    return keys[..., 0, :]\n",
+        "handed_in/eve.docx": "",
+        "solution.py": bundled("tova"),
+        "secret": "nobody guesses this",
+        "keydiff.py": "",
+    }
+    handed_in(tmp_path, files)
+    for name in ("evictionary", "docker"):
+        (tmp_path / "bin" / name).chmod(0o755)
+    submissions.pack(assignments.load("keydiff"), tmp_path, tmp_path / "ada.zip", "ada")
     of_the_page(tmp_path)
-    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
     def run(lines: str) -> str:
@@ -548,10 +541,13 @@ def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], t
     assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == ["bob", "gradebook.csv", "summary.json"]
     shell(f"{one} --examples 1")
     assert {each.name for each in (tmp_path / "grades" / "ada").iterdir()} == {"grade.json", "results.json", "junit.xml"}
-    assert "mu is the mean of the unit keys." in shell(f"! {law} --examples 1")
-    assert "the reference: 100 points" in shell(f"{tried} --examples 1")
-    assert "the right answer: 100 points" in shell(f"{solution} --examples 1")
-    assert "2 submissions" in shell("evictionary gradebook grades")
+    for command, told in (
+        (f"! {law} --examples 1", "mu is the mean of the unit keys."),
+        (f"{tried} --examples 1", "the reference: 100 points"),
+        (f"{solution} --examples 1", "the right answer: 100 points"),
+        ("evictionary gradebook grades", "2 submissions"),
+    ):
+        assert told in shell(command)
 
 
 @pytest.mark.slow
@@ -561,9 +557,9 @@ def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], st
     written(tmp_path / "autograder" / "source", "nobody guesses this", "secret")
     (script,) = (each for each in blocks(transcript.FOLDER / "formats.md", "") if "results.json" in each)
     shell(script.replace("/autograder", f"{tmp_path}/autograder").replace("/tmp/grades", f"{tmp_path}/graded"))
-    result = json.loads((tmp_path / "autograder" / "results" / "results.json").read_text(encoding="utf-8"))
+    result = json_of(tmp_path / "autograder" / "results" / "results.json")
     assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
-    (tmp_path / "handed_in" / "bob.py").write_text("not Python", encoding="utf-8")
+    written(tmp_path / "handed_in", "not Python", "bob.py")
     (script,) = blocks(transcript.FOLDER / "container.md", "bash")
     assert "2 submissions" in shell(script)
     assert {each.name for each in (tmp_path / "grades").iterdir()} == {"bob", "eve.docx", "gradebook.csv", "summary.json"}
@@ -571,74 +567,65 @@ def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], st
 
 def test_the_dockerfile_has_the_form_of_one() -> None:
     """No daemon is needed for this: each instruction is one, what is copied is there, and the page builds this file."""
-    path, page = Path(classes.__file__).parent / "Dockerfile", (transcript.FOLDER / "container.md").read_text(encoding="utf-8")
-    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    path = Path(classes.__file__).parent / "Dockerfile"
+    lines = [line.split() for line in text_of(path).splitlines() if line and line[0] != "#"]
     words = ["FROM", "WORKDIR", "COPY", "RUN", "FROM", "COPY", "ARG", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"]
     assert [line[0] for line in lines] == words
     assert lines[0][2:] == ["AS", lines[5][1].removeprefix("--from=")]
-    assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in page
-
-
-LARGE = "{0}/large"
-KEYDIFF = ("--assignment", "keydiff")
+    assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in text_of(transcript.FOLDER / "container.md")
 
 
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("start", "calculus"), "wanted one of"),
-        (("check", "keydiff", "--work", "{0}"), "evictionary start keydiff"),
-        (("submit", "keydiff", "--work", "{0}"), "evictionary start keydiff"),
-        (("grade", "{0}/nothing", *KEYDIFF), "exists"),
-        (("grade", "{0}", *KEYDIFF, "--format", "pdf"), "gradescope"),
-        (("grade", "{0}/ada.py", *KEYDIFF, "--examples", "0"), "--examples: got 0, wanted at least 1"),
-        (("grade", "{0}/ada.py", *KEYDIFF, "--seconds", "nan"), "--seconds: got nan"),
-        (("grade", "{0}/ada.py", *KEYDIFF, "--student", "../ada"), "--student: got '../ada'"),
-        (("grade", "{0}/ada.py", *KEYDIFF, "--student", "summary.json"), "--student: got 'summary.json'"),
-        (("grade", "{0}/ada.py", *KEYDIFF, "--student", "a" * 300), "the name of a folder of its own"),
-        (("grade", "{0}/ada.py", *KEYDIFF, "--seed-file", "{0}/ada.py"), "with 0 bytes, wanted at least 8"),
-        (("grade", "{0}/ada.py", *KEYDIFF, "--output", "{0}/ada.py"), "--output"),
-        (("start", "keydiff", "--work", "{0}/ada.py"), "--work"),
-        (("check", "keydiff", "--work", LARGE), "keydiff.py has 2000000 bytes"),
-        (("submit", "keydiff", "--work", LARGE), "keydiff.py has 2000000 bytes"),
-        (("submit", "lagkv", "--work", LARGE, "--output", "{0}/none/a.zip"), "--output"),
-        (("submit", "lagkv", "--work", LARGE, "--output", "a.rar"), "ends in .zip"),
-        (("start", "keydiff", "--work", LARGE), "may hold your work"),
+        ("start calculus", "wanted one of"),
+        ("check keydiff --work {0}", "evictionary start keydiff"),
+        ("submit keydiff --work {0}", "evictionary start keydiff"),
+        ("submit keydiff --work {0}/large --student a/b", "--student: got 'a/b'"),
+        ("grade {0}/nothing", "exists"),
+        ("grade {0} --format pdf", "gradescope"),
+        ("grade {0}/ada.py --examples 0", "--examples: got 0, wanted at least 1"),
+        ("grade {0}/ada.py --seconds nan", "--seconds: got nan"),
+        ("grade {0}/ada.py --student ../ada", "--student: got '../ada'"),
+        ("grade {0}/ada.py --student summary.json", "--student: got 'summary.json'"),
+        ("grade {0}/ada.py --student {1}", "the name of a folder of its own"),
+        ("grade {0}/ada.py --seed-file {0}/ada.py", "with 0 bytes, wanted at least 8"),
+        ("grade {0}/ada.py --output {0}/ada.py", "--output"),
+        ("start keydiff --work {0}/ada.py", "--work"),
+        ("check keydiff --work {0}/large", "keydiff.py has 2000000 bytes"),
+        ("submit keydiff --work {0}/large", "keydiff.py has 2000000 bytes"),
+        ("submit lagkv --work {0}/large --output {0}/none/a.zip", "--output"),
+        ("submit lagkv --work {0}/large --output a.rar", "ends in .zip"),
+        ("start keydiff --work {0}/large", "may hold your work"),
     ],
 )
-def test_mistakes_on_the_command_line(arguments: tuple[str, ...], wanted: str, tmp_path: Path) -> None:
-    written(tmp_path, name="ada.py")
-    written(tmp_path / "large", b"#" * 2_000_000, "keydiff.py")
-    written(tmp_path / "large", name="lagkv.py")
-    result = invoke(*(each.format(tmp_path) for each in arguments))
-    assert result.exit_code == 2
-    assert wanted in " ".join(result.stderr.split())
+def test_mistakes_on_the_command_line(arguments: str, wanted: str, tmp_path: Path) -> None:
+    handed_in(tmp_path, {"ada.py": "", "large/keydiff.py": b"#" * 2_000_000, "large/lagkv.py": ""})
+    words = arguments.format(tmp_path, "a" * 300).split()
+    assert wanted in failed(*words, *(("--assignment", "keydiff") if words[0] == "grade" else ()), code=2)
 
 
 def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
-    work, archive, secret = tmp_path / "work", tmp_path / "ada.zip", written(tmp_path, "nobody guesses this", "secret")
-    written(work, SOLUTION, "keydiff.py")
-    written(work, "not to be handed in", "diary.txt")
-    assert invoke("submit", "keydiff", "--work", work, "--output", archive).exit_code == 0
+    work, archive = tmp_path / "work", tmp_path / "ada.zip"
+    handed_in(work, {"keydiff.py": SOLUTION, "diary.txt": "not to be handed in"})
+    printed("submit", "keydiff", "--work", work, "--output", archive, "--student", "ada")
     assert sorted(zipfile.ZipFile(archive).namelist()) == [submissions.MANIFEST, "keydiff.py"]
-    arguments = ("--assignment", "keydiff", "--seed-file", secret, "--output", tmp_path / "grades", "--examples", 1)
-    assert as_json("grade", archive, *arguments)["distribution"] == {"100": 1}
-    assert names_in(tmp_path / "grades" / "ada") == EVERY_FILE
+    assert as_json("grade", archive, *to_grade(tmp_path))["distribution"] == {"100": 1}
+    assert {path.name for path in (tmp_path / "grades" / "ada").iterdir()} == EVERY_FILE
 
 
 def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = tmp_path / "w[1]"
-    started = invoke("start", "lagkv", "--work", work, "--student", "ada")
-    assert f"evictionary check lagkv --work {work}\n" in started.stdout
-    assert (work / "student.txt").read_text(encoding="utf-8") == "ada\n"
-    assert "results must be float64 too" in started.stdout
+    started = printed("start", "lagkv", "--work", work, "--student", "ada")
+    assert f"evictionary check lagkv --work {work}\n" in started and "results must be float64 too" in started
+    assert text_of(work / "student.txt") == "ada\n"
     begun = as_json("start", "keydiff", "--work", work)
     assert begun["file"] == str(work / "keydiff.py")
     assert Path(begun["handout"]).exists()
-    checked = invoke("check", "keydiff", "--work", work)
-    assert checked.exit_code == 1
+    checked, found = (invoke("check", "keydiff", "--work", work, *more) for more in ((), ("--json",)))
+    assert (checked.exit_code, found.exit_code) == (1, 1)
     assert str(work / "see_keydiff.py") in checked.stdout
-    assert as_json("check", "keydiff", "--work", work)["hidden_cases"] == 475
+    assert json.loads(found.stdout)["hidden_cases"] == 475
     handed = as_json("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip")
     assert handed["files"] == ["keydiff.py", submissions.MANIFEST]
     # What a student's message holds is no markup.
@@ -649,12 +636,19 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
     assert "[/bold] no" in " ".join(refused.stdout.split())
 
 
+def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
+    written(tmp_path, "def score(keys):\n    return keys[..., 0]\n", "keydiff.py")
+    drawn = [json.loads(invoke("check", "keydiff", "--work", tmp_path, "--json").stdout)["check_seed"] for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    again = invoke("check", "keydiff", "--work", tmp_path, "--seed", 7).stdout
+    assert f"evictionary check keydiff --work {tmp_path} --seed 7" in again
+
+
 def test_grade_says_what_it_leaves_out(tmp_path: Path) -> None:
-    handed_in = written(tmp_path / "handed_in").parent
-    essay = written(handed_in, name="essay.docx")
-    result = invoke("grade", handed_in, "--assignment", "keydiff", "--output", tmp_path / "grades", "--json")
+    folder = handed_in(tmp_path / "in", {"ada.py": "", "essay.docx": ""})
+    result = invoke("grade", folder, *to_grade(tmp_path), "--json")
     assert "essay.docx" in result.stderr
-    assert json.loads(result.stdout)["left_out"] == [str(essay)]
+    assert json.loads(result.stdout)["left_out"] == [str(folder / "essay.docx")]
 
 
 def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,9 +656,6 @@ def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr(classes, "run", interrupted)
-    path, secret = written(tmp_path), written(tmp_path, "nobody guesses this", "secret")
-    arguments = ("grade", path, "--assignment", "keydiff", "--output", tmp_path / "grades")
-    for more, wanted in ((("--seed-file", secret), "the same command goes on"), ((), "begins anew")):
-        result = invoke(*arguments, *more)
-        assert result.exit_code == 130
-        assert wanted in " ".join(result.stderr.split())
+    settings = to_grade(tmp_path)
+    assert "the same command goes on" in failed("grade", written(tmp_path), *settings, code=130)
+    assert "begins anew" in failed("grade", written(tmp_path), *settings[:2], *settings[4:], code=130)

@@ -1,7 +1,5 @@
 """Attacks of hostile submissions to the KeyDiff assignment: each must get no points and an ordinary result file."""
 
-from __future__ import annotations
-
 import io
 import stat
 import struct

@@ -5,8 +5,6 @@
 `evictionary grade FOLDER --assignment keydiff --output GRADES` grades them, and `--report GRADES` writes docs/classroom/class.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect
