@@ -1,7 +1,5 @@
 """What the grader asks beside the laws of the suite, written as laws."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable
@@ -37,7 +35,7 @@ class Check:
     examples: int = 0
 
 
-def law(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Law:
+def law(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Law:
     """The law of a step's `check`, for the file `stem` of a student with these constants. Raises KeyError where there is none."""
     one = CHECKS[step.check]
     found = one if isinstance(one, Check) else one(step, stem, constants, seed)
@@ -52,7 +50,7 @@ def law(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Law:
     return replace(own, examples=found.examples)
 
 
-def _constants(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
+def _constants(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:
     """The defaults of the student's functions: the student's own constants, or those of the paper."""
     functions, check = {
         "lagkv": (("lagkv.retained_length", "lagkv.select"), _lagkv_defaults),
@@ -154,7 +152,7 @@ def _at_a_size(stem: str, case: Case) -> list[Asked]:
     raise KeyError(stem)
 
 
-def _sizes(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
+def _sizes(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:
     """The functions that the file has, beside the oracle, at the sizes of a model; a mask has to be that of the oracle."""
 
     def check(impl: Implementation, seed: int) -> None:
@@ -213,7 +211,7 @@ MOST_SCORES = 2**18  # in the rows of a judge
 Row = tuple[np.ndarray, int, np.ndarray | None]
 
 
-def _rows(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
+def _rows(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:
     """Check that the student's rows of scores show the mistakes that the step names, on copies of top_k that have them.
 
     A row alone shows these, and no other mistake that begins above a size; the rows of a judge, which are many, show all of them.

@@ -1,7 +1,5 @@
 """The parent's side of a child process that runs one student file: start it, call its functions, watch the time, end it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -108,7 +106,7 @@ class Child:
         self.walls: dict[str, Any] = {}
         self.is_late = False
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> "Child":
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(self.path.parent)}
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment |= {"TRITON_INTERPRET": "1"} if self.setup["interpret"] else {}

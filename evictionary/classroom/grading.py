@@ -193,17 +193,18 @@ class ByLaws(Run):
     """A submission that is judged by laws, a step after another."""
 
     unloadable: str = ""  # why the file cannot even be imported
+    explained: bool = False  # a failure has been
     is_slow: bool = False  # a step has run out of time twice
 
     def judge_steps(self, result: Judgement, explained: bool) -> None:
         """Judge the steps in their order, each where those that it needs have passed."""
-        verdicts: dict[str, str] = {}
+        self.explained, verdicts = explained, dict[str, str]()
         for step, line in zip(self.assignment.steps, result.lines, strict=True):
             missing = [name for name in step.needs if verdicts.get(name) != "passed"]
             if missing:
                 line.reason = f"needs {', '.join(missing)} first"
             elif not self.unloadable:
-                explained = self.judge(step, line, result, explained)
+                self.judge(step, line, result)
             verdicts[step.name] = line.verdict
         if self.unloadable:
             for line in (each for each in result.lines if not each.laws):
@@ -211,8 +212,8 @@ class ByLaws(Run):
             told = f"{self.unloadable}. No step is judged before it can."
             result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=self.unloadable, message=told))
 
-    def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
-        """Judge one step; returns whether a failure has been explained by now.
+    def judge(self, step: Step, line: Line, result: Judgement) -> None:
+        """Judge one step, and explain the first failure.
 
         A step that runs out of time is judged once more with three times as much time, because the machine may have been busy.
         """
@@ -220,12 +221,11 @@ class ByLaws(Run):
         if late and not self.is_slow:
             line.laws, line.reason, line.message = {}, "", ""
             failing, self.is_slow = self._try(step, line, result, patience=3)
-        if failing is None or explained:
-            return explained
-        # In another child, because this takes more calls than judging; the verdict does not depend on this child.
-        with contextlib.suppress(Exception, TimedOut), self.child(patience=3) as child:
-            self.explain(failing, self.implementation(child, step), line, step)
-        return True
+        if failing is not None and not self.explained:
+            self.explained = True
+            # In another child, because this takes more calls than judging; the verdict does not depend on this child.
+            with contextlib.suppress(Exception, TimedOut), self.child(patience=3) as child:
+                self.explain(failing, self.implementation(child, step), line, step)
 
     def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
         """Check the laws of a step on a child; returns the first law that fails, and whether the time ran out."""

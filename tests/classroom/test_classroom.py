@@ -4,6 +4,7 @@ import pickle
 import re
 import runpy
 import sys
+import types
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,11 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from sampling import sampled
 from tools.commands import invoke
-from tools.grader import EVERY_FORMAT, KERNEL, SOLUTION, alone, child_of, judged, line_of, verdicts, written
-from tools.synthetic import NUMPY, bundled
+from tools.grader import EVERY_FORMAT, KERNEL, NUMPY, SOLUTION, alone, bundled, child_of, judged, line_of, verdicts, written
 
 from evictionary import store
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, contest, formats, grading, worker
+from evictionary.classroom import classes, contest, formats, grading
 from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import empty
@@ -250,7 +250,9 @@ def test_a_seed_draws_the_same_inputs_whatever_is_loaded(tmp_path: Path, monkeyp
     before = drawn()
     assert len(set(before)) > 190
     path = written(tmp_path, "\n".join(f"N{n} = {10**9 + n}" for n in range(200)), "numbers_of_mine.py")
-    monkeypatch.setitem(sys.modules, "numbers_of_mine", worker.load(str(path), "numbers_of_mine"))
+    module = types.ModuleType("numbers_of_mine")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "numbers_of_mine", module)
     assert drawn() == before
 
 

@@ -20,9 +20,7 @@ from jsonschema import ValidationError
 from markdown_it import MarkdownIt
 from test_pages import blocks, commands
 from tools.commands import as_json, failed, invoke, printed
-from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, graded, handed_in, json_of, order, text_of, to_grade, written
-from tools.synthetic import SOLUTION as SOLVED
-from tools.synthetic import bundled
+from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, bundled, graded, handed_in, json_of, order, text_of, to_grade, written
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments
@@ -256,13 +254,12 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
         scripts = text.count("harness.implementation import load")
         assert text.count("this runs the student") + text.count("This runs the student") == scripts
     (law,) = {found for text in texts for found in re.findall(r"evictionary grade \S+ --assignment keydiff --law (\w+)", text)}
-    unloadable = written(tmp_path, "import scipy", "eve.py")
     for source, code, told in (
-        (path, 1, "smallest input"),
-        (SOLVED, 0, "passed: The anchor is"),
-        (unloadable, 1, "your file cannot be loaded"),
+        (path.read_bytes(), 1, "smallest input"),
+        (SOLUTION, 0, "passed: The anchor is"),
+        ("import scipy", 1, "your file cannot be loaded"),
     ):
-        one = invoke("grade", source, "--law", law, *settings[:4])
+        one = invoke("grade", written(tmp_path, source, "eve.py"), "--law", law, *settings[:4])
         assert (one.exit_code, told in one.stdout) == (code, True)
     assert "test_a_zero_key_scores_zero" in failed("grade", path, *settings, "--law", "test_nothing", code=2)
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from sampling import sampled
-from tools.grader import KERNEL, alone, judged, line_of, right, with_another
-from tools.synthetic import NUMPY
+from tools.grader import KERNEL, NUMPY, alone, judged, line_of, right, with_another
 
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import contest, grading

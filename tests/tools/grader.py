@@ -1,5 +1,7 @@
 """What the tests of the classroom share: right and wrong files, to hand them in, to judge them, to grade them."""
 
+import importlib
+import inspect
 import io
 import json
 import tarfile
@@ -10,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, formats, grading
+from evictionary.classroom import bundle, classes, formats, grading
 from evictionary.classroom.child import Child, Limits
 from evictionary.classroom.judgement import Judgement, Line
+from evictionary.spec_tests.harness.implementation import oracle
+from evictionary.spec_tests.harness.planted import Mutant, edited_source
 
-from . import synthetic
-
+NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
+PAGES = Path(__file__).parents[2] / "docs" / "classroom"
 EVERY_FORMAT = tuple(formats.FORMATS)
 EVERY_FILE = {formats.GRADE, *(file for file, _ in formats.FORMATS.values())}
-SOLUTION = synthetic.SOLUTION.read_text(encoding="utf-8")
+# A right answer as a student would write it; docs/classroom/transcript.md shows the steps to it.
+SOLUTION = (PAGES / "transcript" / "3_right.py").read_text(encoding="utf-8")
 KERNEL = """
 import torch
 import triton
@@ -53,10 +58,35 @@ def score(keys):
 """
 
 
+# What stands for the harness beside a planted mistake.
+_ORACLE = """import importlib
+def oracle(path):
+    stem, name = path.split('.')
+    return getattr(importlib.import_module(f'bundled.{stem}'), name)
+"""
+_PLANTED = "def mutant(*args, **kwargs):\n    return lambda function: function\n"
+
+
+def bundled(stem: str, mutant: Mutant | None = None) -> str:
+    """The reference of a method as one file that imports only NumPy; a mutant replaces the right function."""
+    sources, last = bundle.sources(), ""
+    if mutant is not None and mutant.edits:
+        path = mutant.edited or mutant.of
+        module = f"bundled.{path.split('.')[0]}"
+        sources[module] = sources[module].replace(inspect.getsource(oracle(path)), edited_source(path, mutant.edits))
+    elif mutant is not None:
+        arithmetic = importlib.import_module("evictionary.spec_tests.harness.arithmetic")
+        wrong = inspect.getmodule(inspect.unwrap(mutant.function))
+        sources |= {"bundled.oracle": _ORACLE, "bundled.arithmetic": bundle.renamed(inspect.getsource(arithmetic))}
+        sources |= {"bundled.planted": _PLANTED, "bundled.wrong": bundle.renamed(inspect.getsource(wrong))}
+        last = f'{mutant.of.split(".")[1]} = vars(sys.modules["bundled.wrong"])["{mutant.name.split(".")[1]}"]'
+    return bundle.packed(stem, sources, last)
+
+
 def right(name: str) -> str:
     """A right answer to an assignment."""
     stem = assignments.load(name).stem
-    return SOLUTION if stem == "keydiff" else synthetic.bundled(stem)
+    return SOLUTION if stem == "keydiff" else bundled(stem)
 
 
 def with_another(function: str, body: str, source: str = SOLUTION) -> str:
@@ -93,19 +123,21 @@ def written(folder: Path, source: str | bytes = "", name: str = "ada.py") -> Pat
     return folder / name
 
 
-def handed_in(folder: Path, files: Mapping[str, str | bytes | Mapping[str, str | bytes]]) -> Path:
+def handed_in(folder: Path, files: Mapping[str, str | bytes | Mapping[Any, str | bytes]]) -> Path:
     """A folder of files; one that has files of its own is an archive of the kind that its name says."""
     for name, content in files.items():
         path = written(folder, b"" if isinstance(content, Mapping) else content, name)
         if isinstance(content, Mapping) and name.endswith(".zip"):
-            with zipfile.ZipFile(path, "w") as archive:
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
                 for inside, text in content.items():
                     archive.writestr(inside, text)
         elif isinstance(content, Mapping):
             with tarfile.open(path, "w:gz" if name.endswith("gz") else "w") as tar:
                 for inside, text in content.items():
-                    (entry := tarfile.TarInfo(inside)).size = len(text)
-                    tar.addfile(entry, io.BytesIO(text if isinstance(text, bytes) else text.encode()))
+                    entry = inside if isinstance(inside, tarfile.TarInfo) else tarfile.TarInfo(inside)
+                    data = text.encode() if isinstance(text, str) else text
+                    entry.size = len(data)
+                    tar.addfile(entry, io.BytesIO(data))
     return folder
 
 
