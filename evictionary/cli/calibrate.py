@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from evictionary.cli.console import (
     AsJson,
     ModelName,
-    as_json_if,
     exit_codes,
     measuring,
     options_in,
     require_writable,
+    show,
     text_of,
     whole,
 )
@@ -80,6 +81,6 @@ def calibrate(
                 layers[layer]["gates"] = gates
             found |= {"model": model} | gate_training.summary(chosen, trained)
         write(loaded, layers, output)
-    if not as_json_if(as_json, found, None):
-        gates_trained = f"; {found['retrieval_heads']} of {found['heads']} heads keep all tokens" if chosen else ""
-        typer.echo(f"{output}: {found['layers']} layers, from {found['tokens']} tokens{gates_trained}")
+    gates_trained = f"; {found['retrieval_heads']} of {found['heads']} heads keep all tokens" if chosen else ""
+    told = f"{output}: {found['layers']} layers, from {found['tokens']} tokens{gates_trained}"
+    show(as_json, found, [Text(told)], indent=None)

@@ -1,28 +1,30 @@
 """The commands `evictionary start`, `check`, `submit`, `grade` and `gradebook`."""
 
 import csv
+import itertools
 import json
 import math
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from evictionary.classroom import names
 from evictionary.cli.console import (
     AsJson,
-    as_json_if,
     exit_codes,
     messages,
     names_in,
     plain_table,
     progress,
+    show,
     whole_number,
 )
 from evictionary.errors import require, usage
@@ -75,19 +77,17 @@ def start(
                 (work / WHO).write_text(student + "\n", encoding="utf-8")
     handout = chosen.folder / "README.md"
     told = {"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}
-    if as_json_if(as_json, told, None):
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/]."
-    )
-    console.print(f"The handout: {escape(str(handout))}")
-    if chosen.library == "numpy":
-        float64 = " Arrays come in float64, and results must be float64 too."
-        console.print("Only NumPy is there." + float64 * any(step.check != "rows" for step in chosen.steps))
-    if missing := lacking(chosen):
-        console.print(f"Here `check` cannot judge it: {missing}", style="yellow", markup=False)
-    console.print(f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]")
+    missing = lacking(chosen)
+    wants_float64 = any(step.check != "rows" for step in chosen.steps)
+    only = "Only NumPy is there." + (" Arrays come in float64, and results must be float64 too." if wants_float64 else "")
+    parts = [
+        f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/].",
+        f"The handout: {escape(str(handout))}",
+        only if chosen.library == "numpy" else "",
+        missing and Text(f"Here `check` cannot judge it: {missing}", "yellow"),
+        f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]",
+    ]
+    show(as_json, told, parts, indent=None, soft_wrap=True)
 
 
 @app.command(epilog="Example: [bold]evictionary check keydiff[/]")
@@ -118,11 +118,10 @@ def check(
         judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4, check_seed=drawn)
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
     is_blocked = any(line.verdict == "blocked" for line in judged.lines)
-    if not as_json_if(as_json, judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}):
-        _print(chosen, judged, path, f"{_command('check', chosen, work, assignments)} --seed {drawn}")
-        _print_rest(chosen, hidden)
-        if chosen.interpret and not is_blocked:
-            _print_time(chosen, path)
+    again = f"{_command('check', chosen, work, assignments)} --seed {drawn}"
+    time = _time(chosen, path) if chosen.interpret and not is_blocked else ()
+    parts = itertools.chain(_judged(chosen, judged, path, again), [_hidden(chosen, hidden)], time)
+    show(as_json, judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}, parts)
     if judged.score < chosen.max_score:
         raise typer.Exit(2 if is_blocked else 1)
 
@@ -154,54 +153,50 @@ def _command(name: str, chosen: "Assignment", work: Path, assignments: Path | No
     return f"evictionary {name} {chosen.name}{options}"
 
 
-def _print(chosen: "Assignment", judged: "Judgement", path: Path, again: str) -> None:
-    console = Console(highlight=False)
+def _judged(chosen: "Assignment", judged: "Judgement", path: Path, again: str) -> Iterator[Any]:
+    """The points of each step, and the first failure in full; its script is written beside the student's file."""
     table = plain_table("step", "requirement", "points", "verdict", right=("points",), title=chosen.title)
     for line in judged.lines:
         verdict = f"[{COLOURS[line.verdict]}]{line.verdict}[/]"
         shown = f"{verdict}, {escape(line.reason)}" if line.verdict in ("not judged yet", "blocked") or chosen.contest else verdict
         table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
-    console.print(table)
-    console.print(f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s")
+    yield table
+    yield f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s"
     if blocked := next((line.reason for line in judged.lines if line.verdict == "blocked"), ""):
-        console.print(f"Not judged: {blocked}", style="yellow", markup=False, soft_wrap=True)
+        yield Text(f"Not judged: {blocked}", "yellow")
     first = next((line for line in judged.lines if line.verdict == "failed"), None)
     if first is None:
         return
-    console.print(f"\n[bold]First failure: {first.name}[/]")
-    console.print(first.message or first.reason, markup=False, soft_wrap=True)
-    if first.read:
-        console.print(f"  to read         {first.read}", markup=False)
+    yield f"\n[bold]First failure: {first.name}[/]"
+    yield Text(first.message or first.reason)
+    yield first.read and Text(f"  to read         {first.read}")
     if first.repro:
-        script: Path | str = path.parent / f"see_{path.stem}.py"
+        script = path.parent / f"see_{path.stem}.py"
         try:
-            Path(script).write_text(first.repro + "\n", encoding="utf-8")
+            script.write_text(first.repro + "\n", encoding="utf-8")
+            yield Text(f"  as a script     {script}")
         except OSError as error:
-            script = f"not written: {error}"
-        console.print(f"  as a script     {script}", markup=False, soft_wrap=True)
-    console.print(f"  the same inputs {again}", markup=False, soft_wrap=True)
+            yield Text(f"  as a script     not written: {error}")
+    yield Text(f"  the same inputs {again}")
 
 
-def _print_rest(chosen: "Assignment", hidden: int) -> None:
+def _hidden(chosen: "Assignment", cases: int) -> str:
+    """What the grader asks more than `check`."""
     from evictionary.classroom.grading import GRADE_EXAMPLES
 
-    console = Console(highlight=False)
-    if laws := sum(len(step.laws) for step in chosen.steps):
-        each = GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps)
-        console.print(
-            f"\nThe grader checks the same {laws} laws on your file with up to {each} secret inputs each: "
-            f"up to {hidden} hidden cases, and no hidden rule."
-        )
-    elif chosen.contest:
-        console.print("\nThe grader asks about five longer texts; nobody knows their numbers and places beforehand.")
+    if chosen.contest:
+        return "\nThe grader asks about five longer texts; nobody knows their numbers and places beforehand."
+    laws, each = sum(len(step.laws) for step in chosen.steps), GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps)
+    told = f"\nThe grader checks the same {laws} laws on your file with up to {each} secret inputs each: "
+    return f"{told}up to {cases} hidden cases, and no hidden rule." if laws else ""
 
 
-def _print_time(chosen: "Assignment", path: Path) -> None:
-    """Print how long the kernel takes if there is a GPU, or how it fails there; neither is graded."""
+def _time(chosen: "Assignment", path: Path) -> Iterator[str | Text]:
+    """How long the kernel takes if there is a GPU, or how it fails there; neither is graded."""
     import torch
 
     if not torch.cuda.is_available():
-        Console().print("No GPU here: the kernel ran in Triton's interpreter and was not timed.")
+        yield "No GPU here: the kernel ran in Triton's interpreter and was not timed."
         return
     from evictionary.classroom import child, grading
     from evictionary.spec_tests.harness.remote import Gone
@@ -210,7 +205,7 @@ def _print_time(chosen: "Assignment", path: Path) -> None:
         told = f"{grading.gpu_milliseconds(chosen, path):.4f} ms for 65,536 tokens of 8 heads."
     except (child.StudentError, Gone, RuntimeError, ValueError) as error:
         told = f"the kernel fails, although the interpreter runs it: {child.clean(error)}"
-    Console().print(f"On {torch.cuda.get_device_name()}: {told}", markup=False, soft_wrap=True)
+    yield Text(f"On {torch.cuda.get_device_name()}: {told}")
 
 
 @app.command(epilog="Example: [bold]evictionary submit keydiff[/]")
@@ -241,9 +236,8 @@ def submit(
     if not is_begun:
         messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False, soft_wrap=True)
     told = {"assignment": chosen.name, "archive": str(target), "files": packed, "begun": is_begun}
-    if not as_json_if(as_json, told, None):
-        said = f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in."
-        Console(highlight=False, soft_wrap=True).print(said)
+    said = f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in."
+    show(as_json, told, [said], indent=None, soft_wrap=True)
 
 
 @app.command(epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]")
@@ -322,16 +316,17 @@ def grade(
         if try_it:
             tried = list(classes.tried(order, *found.values()))
         elif law:
-            judged = classes.by_one_law(order, *found.popitem(), law)
+            line = classes.by_one_law(order, *found.popitem(), law)
         else:
             result = _graded(order, found, output, jobs, missing, left_out)
     if try_it:
-        raise typer.Exit(_print_tried(tried, as_json))
+        found_out = [{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried]
+        show(as_json, found_out, itertools.chain(*(_tried(*each) for each in tried)))
+        raise typer.Exit(0 if all(judged.score == wanted for _, wanted, judged in tried) else 1)
     if law:
-        shown = judged.message or f"{judged.verdict}: {judged.reason or judged.title}"
-        typer.echo(json.dumps(asdict(judged), indent=1) if as_json else shown)
-        raise typer.Exit({"passed": 0, "blocked": 2}.get(judged.verdict, 1))
-    _print_class(result, output, as_json)
+        show(as_json, asdict(line), [Text(line.message or f"{line.verdict}: {line.reason or line.title}")])
+        raise typer.Exit({"passed": 0, "blocked": 2}.get(line.verdict, 1))
+    show(as_json, result, _class(result, output))
 
 
 def _graded(
@@ -359,7 +354,7 @@ def gradebook(
         from evictionary.classroom import classes
 
         result = _sum_up(classes.written(grades), grades, [], [], 0)
-    _print_class(result, grades, as_json)
+    show(as_json, result, _class(result, grades))
 
 
 def _sum_up(grades: list[dict[str, Any]], output: Path, missing: list[str], left_out: list[str], seconds: float) -> dict[str, Any]:
@@ -375,15 +370,12 @@ def _sum_up(grades: list[dict[str, Any]], output: Path, missing: list[str], left
     return result
 
 
-def _print_tried(tried: "list[tuple[str, int, Judgement]]", as_json: bool) -> int:
-    """Print whether an assignment gives all points to a right answer and none to its starter file; returns the exit code."""
-    told = [{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried]
-    for name, wanted, judged in () if as_json_if(as_json, told) else tried:
-        is_right = judged.score == wanted
-        Console().print(f"{name}: {judged.score} points, wanted {wanted}", style="green" if is_right else "red", markup=False)
-        for line in judged.lines if not is_right else []:
-            Console().print(f"  {line.name}: {line.verdict}, {line.points} of {line.max_points} {line.reason}", markup=False)
-    return 0 if all(judged.score == wanted for _, wanted, judged in tried) else 1
+def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:
+    """Whether a file has the points that an assignment should give it, and if not, what became of each step."""
+    is_right = judged.score == wanted
+    yield Text(f"{name}: {judged.score} points, wanted {wanted}", "green" if is_right else "red")
+    for line in judged.lines if not is_right else []:
+        yield Text(f"  {line.name}: {line.verdict}, {line.points} of {line.max_points} {line.reason}")
 
 
 def _roster(path: Path) -> frozenset[str]:
@@ -432,33 +424,29 @@ def _secret(seed_file: Path | None) -> bytes:
     return secret
 
 
-def _print_class(result: dict[str, Any], output: Path, as_json: bool) -> None:
-    if as_json_if(as_json, result):
-        return
-    console = Console(highlight=False)
+def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
+    """The summary of a class for people: the distribution of the points, the steps, and what the instructor should know."""
     count, largest = result["submissions"], max(result["distribution"].values())
     title = f"{count} submission" + "s" * (count != 1)
     table = plain_table("points", "submissions", "", right=("points", "submissions"), title=title)
     for points, count in result["distribution"].items():
         table.add_row(str(points), str(count), "█" * max(1, round(40 * count / largest)))
-    console.print(table)
+    yield table
     for name, counts in result["steps"].items():
-        console.print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
+        yield f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items())
     for mistake, count in result["misconceptions"].items():
-        console.print(f"{count} of the submissions: {mistake}", style="dim", markup=False)
-    to_know = {
-        f"{result['errors']} could not be judged; the error in grade.json says why: {{}}": result["unjudged"],
-        "Blocked, and to be graded on another machine: {}; the verdict in grade.json says why": result["blocked"],
-        "Handed in under an id that another one has too: {}": result["one_id"],
-        "Names that differ only in capitals, spaces or accents: {}": [repr(name) for name in result["alike"]],
-    }
-    warnings = [text.format(_few(names)) for text, names in to_know.items() if names]
+        yield Text(f"{count} of the submissions: {mistake}", "dim")
     notes = [f"{student}: {'; '.join(each)}" for student, each in result["notes"].items()]
-    warnings += notes[:MOST_SHOWN]
-    if len(notes) > MOST_SHOWN:
-        warnings.append(f"Notes on {len(notes) - MOST_SHOWN} more are in summary.json.")
-    if missing := ", ".join(result["walls_missing"]):
-        warnings.append(f"Walls missing here: {missing}. The page on isolation says what is open then.")
-    for text in warnings:
-        console.print(text, style="yellow", markup=False, soft_wrap=True)
-    console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")
+    more, missing = len(notes) - MOST_SHOWN, ", ".join(result["walls_missing"])
+    to_know = {
+        f"{result['errors']} could not be judged; the error in grade.json says why: {{}}": _few(result["unjudged"]),
+        "Blocked, and to be graded on another machine: {}; the verdict in grade.json says why": _few(result["blocked"]),
+        "Handed in under an id that another one has too: {}": _few(result["one_id"]),
+        "Names that differ only in capitals, spaces or accents: {}": _few([repr(name) for name in result["alike"]]),
+        "{}": "\n".join(notes[:MOST_SHOWN]),
+        "Notes on {} more are in summary.json.": str(more) if more > 0 else "",
+        "Walls missing here: {}. The page on isolation says what is open then.": missing,
+    }
+    for text, named in to_know.items():
+        yield named and Text(text.format(named), "yellow")
+    yield f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]"

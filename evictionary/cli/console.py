@@ -5,7 +5,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from evictionary import store
 from evictionary.errors import InstallError, MethodError, UsageError, require, usage
 
-messages = Console(stderr=True)
+messages, out = Console(stderr=True), Console(highlight=False)
 
 
 def reader(kind: type, wanted: str) -> Callable[[str], Any]:
@@ -89,11 +90,16 @@ def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
     raise typer.Exit(code)
 
 
-def as_json_if(asked: bool, found: Any, indent: int | None = 1) -> bool:
-    """Print a result as JSON if that is asked for; returns whether it was."""
-    if asked:
+def show(as_json: bool, found: Any, parts: Iterable[Any], *, indent: int | None = 1, soft_wrap: bool = False) -> None:
+    """Print a result as JSON, or its parts for people, one below the other, without those that are empty.
+
+    A string may have markup. A Text is printed as it is, in lines of any length; with soft_wrap the strings are too.
+    """
+    if as_json:
         typer.echo(json.dumps(found, indent=indent))
-    return asked
+        return
+    for part in filter(None, parts):
+        out.print(part, soft_wrap=soft_wrap or isinstance(part, Text))
 
 
 def plain_table(*columns: str, right: Container[str] = (), **named: Any) -> Table:

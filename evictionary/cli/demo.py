@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from evictionary.cli.console import (
     AsJson,
     ModelName,
-    as_json_if,
     exit_codes,
     given_names,
     mebibytes,
@@ -20,6 +19,7 @@ from evictionary.cli.console import (
     progress,
     require_seed,
     require_writable,
+    show,
     whole_number,
 )
 
@@ -62,11 +62,9 @@ def demo(
             )
             advance("writing the report")
             experiment.write(result, output)
-    if not as_json_if(as_json, result.as_json() | {"report": str(output)}):
-        Console().print(_demo_table(result))
-        for name, reason in result.left_out.items():
-            Console().print(f"Left out: {name} {reason}", style="dim", markup=False)
-        Console().print(f"The report, with pictures of which tokens survive: [bold]{output}[/]")
+    left_out = [Text(f"Left out: {name} {reason}", "dim") for name, reason in result.left_out.items()]
+    report = f"The report, with pictures of which tokens survive: [bold]{output}[/]"
+    show(as_json, result.as_json() | {"report": str(output)}, [_demo_table(result), *left_out, report])
 
 
 def _demo_table(result: "Result") -> Table:

@@ -1,27 +1,28 @@
 """The command `evictionary eval`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.table import Table
 
 from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
-    as_json_if,
     carry_out,
     escaped,
     exit_codes,
     messages,
     names_in,
     numbers_in,
+    out,
     plain_table,
     require_folder,
     require_seed,
+    show,
     whole_number,
 )
 from evictionary.errors import require
@@ -108,9 +109,9 @@ def evaluate(
         found = eval_report.write(lines, output)
     if format is Format.MARKDOWN and not as_json:
         typer.echo(eval_report.markdown(found["rows"]))
-    elif not as_json_if(as_json or format is Format.JSON, found | {"output": str(output)}):
-        _print_tables(found["rows"])
-        Console().print(f"Everything measured, plots and a report: [bold]{output}[/]")
+    else:
+        written = f"Everything measured, plots and a report: [bold]{output}[/]"
+        show(as_json or format is Format.JSON, found | {"output": str(output)}, [*_tables(found["rows"]), written])
     for failure in found["failures"]:
         text = escaped(f"{failure['label']}, {failure['count']} times: {failure['error']}")
         messages.print(f"[bold red]failed[/] {text}", soft_wrap=True, highlight=False)
@@ -150,16 +151,15 @@ def _whole(argument: str, number: float) -> int:
     return int(number)
 
 
-def _print_tables(rows: list[dict[str, Any]]) -> None:
-    """Print the results of each length (methods by tasks), split into tables no wider than the terminal."""
+def _tables(rows: list[dict[str, Any]]) -> Iterator[Table | str]:
+    """The results of each length (methods by tasks), split into tables no wider than the terminal."""
     from evictionary.evaluation import report as eval_report
 
-    console = Console()
     for length in dict.fromkeys(row["length"] for row in rows):
         names, table = eval_report.pivot([row for row in rows if row["length"] == length])
-        room = console.width - 25 - max(len(row["label"]) for row in table)
+        room = out.width - 25 - max(len(row["label"]) for row in table)
         columns = max(2, room // 13)
-        console.print(f"{length} tokens: partial score (share of exact answers, or perplexity)", style="italic")
+        yield f"[italic]{length} tokens: partial score (share of exact answers, or perplexity)[/]"
         for start in range(0, len(names), columns):
             here = slice(start, start + columns)
             is_last = here.stop >= len(names)
@@ -169,5 +169,5 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
                 cells = [*map(eval_report.cell_text, row["cells"][here]), *[eval_report.number(row["mean"])] * is_last]
                 asked = row["asked"].removesuffix(" removed").removesuffix(" kept")
                 shown.add_row(row["label"], asked, eval_report.percent(row["removed"]), *cells)
-            console.print(shown)
-        console.print(eval_report.doubt([row for row in rows if row["length"] == length]), style="italic", highlight=False)
+            yield shown
+        yield f"[italic]{eval_report.doubt([row for row in rows if row['length'] == length])}[/]"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from evictionary.cli.console import (
     AsJson,
@@ -13,12 +13,12 @@ from evictionary.cli.console import (
     Options,
     RandomSeed,
     Ratio,
-    as_json_if,
     exit_codes,
     mebibytes,
     options_in,
     progress,
     require_seed,
+    show,
     text_of,
     whole_number,
 )
@@ -123,18 +123,16 @@ def run(
         "note": note,
         "answers": both,
     }
-    if as_json_if(as_json, found):
-        return
-    console = Console(highlight=False, soft_wrap=True)
     kept = f"{cache.tokens_kept:.5g} of {cache.get_seq_length()} tokens kept in each head"
-    console.print(f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB")
-    if note:
-        console.print(note, style="yellow", markup=False)
+    told = [f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB", Text(note or "", "yellow")]
     for one in both:
-        console.print(f"\n{one['question']}", style="bold", markup=False)
-        if full:
-            console.print(f"full cache: {one['full_answer']}", style="dim", markup=False)
-        console.print(f"{chosen.name}: {one['answer']}" if full else one["answer"], markup=False)
+        full_answer = Text(f"full cache: {one['full_answer']}" if full else "", "dim")
+        told += [
+            Text(f"\n{one['question']}", "bold"),
+            full_answer,
+            Text(f"{chosen.name}: {one['answer']}" if full else one["answer"]),
+        ]
+    show(as_json, found, told, soft_wrap=True)
 
 
 def _note(cache: "EvictingCache", chosen: "Method") -> str | None:

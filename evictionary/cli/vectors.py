@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from evictionary.cli.console import AsJson, as_json_if, exit_codes, given_names, progress, require_folder
+from evictionary.cli.console import AsJson, exit_codes, given_names, progress, require_folder, show
 from evictionary.errors import require, usage
 
 app = typer.Typer()
@@ -51,18 +50,14 @@ def vectors(
             with progress() as (plan, advance):
                 plan(len(laws) + len({law.requirement.id for law in laws}))
                 index = made.write(made.generate(laws, advance), output)
-    console = Console(highlight=False, soft_wrap=True)
     if check is not None:
-        if not as_json_if(as_json, {"folder": str(check), "problems": problems}):
-            console.print("\n".join(problems) or f"{check}: every file is as {made.INDEX} says")
+        told = "\n".join(problems) or f"{check}: every file is as {made.INDEX} says"
+        show(as_json, {"folder": str(check), "problems": problems}, [told], soft_wrap=True)
         raise typer.Exit(1 if problems else 0)
-    if as_json_if(as_json, index):
-        return
     entries = [entry for entry in index["files"].values() if "cases" in entry]
-    console.print(
-        f"{sum(entry['cases'] for entry in entries)} cases of {len(entries)} requirements, which catch "
-        f"{sum(entry['mistakes'] for entry in entries)} planted mistakes: [bold]{output}[/]"
-    )
+    cases, mistakes = (sum(entry[name] for entry in entries) for name in ("cases", "mistakes"))
+    told = f"{cases} cases of {len(entries)} requirements, which catch {mistakes} planted mistakes: [bold]{output}[/]"
+    show(as_json, index, [told], soft_wrap=True)
 
 
 def _is_empty(path: Path) -> bool:
