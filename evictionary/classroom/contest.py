@@ -28,15 +28,6 @@ NEAR = 1.05  # times LagKV's distance: over five texts the mean is uncertain by 
 load_model = cache(load)  # the embedded one, once in a process
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The texts of one grading: their seed, their length, and the place of the number in each."""
-
-    seed: int
-    tokens: int
-    depths: tuple[float, ...]
-
-
 class Measured(NamedTuple):
     """Whether an answer is right, and how far the final state is from the full cache's, relative to its length."""
 
@@ -57,19 +48,17 @@ class Text:
         return run_method("lagkv", self, LAG)
 
 
-def setting(seed: int) -> Setting:
-    """Five texts, of a check as of a grade, with random places of the number: what `check` says holds for a grade too."""
-    draw = random.Random(seed)
-    return Setting(seed % 2**31, 1200, tuple(round(draw.uniform(low, low + 0.2), 3) for low in (0, 0.2, 0.4, 0.6, 0.8)))
-
-
 @cache
-def texts(chosen: Setting) -> list[Text]:
-    """Read each text once for all submissions that a process grades."""
+def texts(seed: int) -> list[Text]:
+    """Read five texts, of a check as of a grade, with random places of the number: what `check` says holds for a grade too.
+
+    They are read once for all submissions that a process grades.
+    """
     model, tokenizer = load_model()
-    found = []
-    for depth in chosen.depths:
-        prompt = passkey.make(tokenizer, depth=depth, seed=chosen.seed, tokens=chosen.tokens)
+    draw, found = random.Random(seed), []
+    for low in (0, 0.2, 0.4, 0.6, 0.8):
+        depth = round(draw.uniform(low, low + 0.2), 3)
+        prompt = passkey.make(tokenizer, depth=depth, seed=seed % 2**31, tokens=1200)
         full = EvictingCache(model, method=None)
         prefill(model, prompt.context_ids, full)
         found.append(Text(prompt, full, ask(model, tokenizer, full, prompt.question_ids, 12)))
@@ -154,4 +143,4 @@ class Contest(Run):
             require(torch.equal(first, again), "the same keys and values scored twice differ", wrong)
             require(len(first.unique()) > 1, "every token has the same score", wrong)
             method = replace(resolve("knorm"), name="student", function=score, inputs=("keys", "values"), options={})
-            return [(run_method(method, text), text.lagkv) for text in texts(setting(self.seed("texts")))]
+            return [(run_method(method, text), text.lagkv) for text in texts(self.seed("texts"))]

@@ -193,7 +193,7 @@ class ByLaws(Run):
     """A submission that is judged by laws, a step after another."""
 
     unloadable: str = ""  # why the file cannot even be imported
-    explained: bool = False  # a failure has been
+    explained: bool = False  # whether a failure has been explained
     is_slow: bool = False  # a step has run out of time twice
 
     def judge_steps(self, result: Judgement, explained: bool) -> None:

@@ -105,11 +105,8 @@ def check(
     """
     with exit_codes():
         from evictionary.classroom import grading, submissions
-        from evictionary.classroom.assignment import load
 
-        chosen = load(assignment, assignments)
-        path = _started(work, chosen, assignments)
-        student = _who(work, student)
+        chosen, path, student = _begun(assignment, assignments, work, student)
         with usage(f"assignment: got {path}, {UNUSABLE}", submissions.BadSubmission):
             source = submissions.read(path, chosen)
         constants = chosen.constants_of(student) if student else {}
@@ -126,10 +123,14 @@ def check(
         raise typer.Exit(2 if is_blocked else 1)
 
 
-def _started(work: Path, chosen: "Assignment", assignments: Path | None) -> Path:
+def _begun(assignment: str, assignments: Path | None, work: Path, student: str | None) -> "tuple[Assignment, Path, str | None]":
+    """An assignment, the student's file and id. Raises UsageError where `start` has not written the file."""
+    from evictionary.classroom.assignment import load
+
+    chosen = load(assignment, assignments)
     begin = _command("start", chosen, work, assignments)
     require((work / chosen.file).is_file(), f"--work: got {work}, wanted a folder with {chosen.file}; `{begin}` writes it")
-    return work / chosen.file
+    return chosen, work / chosen.file, _who(work, student)
 
 
 def _who(work: Path, student: str | None) -> str | None:
@@ -220,12 +221,9 @@ def submit(
     """Pack the archive to hand in: your file and a manifest, and nothing else."""
     with exit_codes():
         from evictionary.classroom import submissions
-        from evictionary.classroom.assignment import load
 
-        chosen = load(assignment, assignments)
+        chosen, path, student = _begun(assignment, assignments, work, student)
         target = output or Path(f"{chosen.name}.zip")
-        path = _started(work, chosen, assignments)
-        student = _who(work, student)
         require(target.suffix == ".zip", f"--output: got {target}, wanted a name that ends in .zip")
         with (
             usage(f"assignment: got {path}, {UNUSABLE}", submissions.BadSubmission),

@@ -93,12 +93,13 @@ def evaluate(
         sizes = [_whole("--lengths", number) for number in numbers_in("--lengths", lengths)]
         asked = parse_methods(methods) if methods else None
         require_folder(output)
+        from evictionary.evaluation import demo
         from evictionary.evaluation import report as eval_report
         from evictionary.evaluation import run as evaluation
 
         plan = evaluation.Plan(
             model=model,
-            methods=asked or _all_methods(),
+            methods=asked or [(name, demo.options_of(name)) for name in demo.default_methods()[0]],
             tasks=names_in(tasks) or [],
             lengths=sizes,
             seeds=range(seed, seed + samples),
@@ -137,13 +138,6 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
             found[-1][1][option.strip()] = value.strip()
     require(found, f"--methods: got {','.join(texts)!r}, wanted at least one name")
     return found
-
-
-def _all_methods() -> list[tuple[str, dict[str, Any]]]:
-    """The methods that the demo runs by default, with the demo's options."""
-    from evictionary.evaluation import demo
-
-    return [(name, demo.options_of(name)) for name in demo.default_methods()[0]]
 
 
 def _whole(argument: str, number: float) -> int:

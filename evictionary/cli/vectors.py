@@ -38,7 +38,7 @@ def vectors(
                 problems = made.check(check)
         elif output is not None:
             require(
-                not output.exists() or (output / made.INDEX).is_file() or _is_empty(output),
+                not output.exists() or (output / made.INDEX).is_file() or (output.is_dir() and not any(output.iterdir())),
                 f"--output: got {output}, which holds other things, wanted a new folder or one of vectors",
             )
             require_folder(output)
@@ -58,7 +58,3 @@ def vectors(
     cases, mistakes = (sum(entry[name] for entry in entries) for name in ("cases", "mistakes"))
     told = f"{cases} cases of {len(entries)} requirements, which catch {mistakes} planted mistakes: [bold]{output}[/]"
     show(as_json, index, [told], soft_wrap=True)
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import classroom_styles
 import numpy as np
@@ -72,6 +73,7 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
     one = assignments.load(name)
     right = bundled(one.stem)
     result = judged(name, right)
+    # What the attacks on the oracle are after is worth having: reading it is all that stands between them and full marks.
     assert result.score == 100, [line.message for line in result.lines if line.message]
     # The same file, whose functions raise: whoever graded the reference in the student's place would not notice.
     names = re.findall(r"^def (\w+)", one.starter.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -84,10 +86,6 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
 @pytest.mark.slow
 def test_a_triton_kernel_is_graded_in_the_interpreter() -> None:
     assert judged("kernel", KERNEL, examples=1).score == 100
-    plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
-    without = judged("kernel", plain, examples=1, explain=False)
-    assert without.score == 0
-    assert without.lines[0].laws["grader::score"] == "crashed"
 
 
 @pytest.mark.slow
@@ -201,12 +199,9 @@ def test_a_step_may_draw_more_inputs_than_others() -> None:
 
 
 def test_what_fails_in_explaining_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise ZeroDivisionError
-
     source = SOLUTION.replace("return unit(keys).mean(axis=-2)", "return keys.mean(axis=-2)")
     before = judged("keydiff", source, explain=False)
-    monkeypatch.setattr(grading.ByLaws, "explain", fail)
+    monkeypatch.setattr(grading.ByLaws, "explain", Mock(side_effect=ZeroDivisionError))
     assert verdicts(judged("keydiff", source)) == verdicts(before)
 
 
@@ -385,12 +380,12 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake", ["a_launch_that_never_happens", "a_launch_whose_scores_are_left", "a_launch_that_is_multiplied_by_zero"]
+    "mistake", ["", "a_launch_that_never_happens", "a_launch_whose_scores_are_left", "a_launch_that_is_multiplied_by_zero"]
 )
 def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
-    result = judged("kernel", wrong_style("kernel", mistake), examples=1, explain=False)
-    assert result.score == 0
-    assert result.lines[0].laws["grader::score"] == "crashed"
+    plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
+    result = judged("kernel", wrong_style("kernel", mistake) if mistake else plain, examples=1, explain=False)
+    assert (result.score, result.lines[0].laws["grader::score"]) == (0, "crashed")
     assert "a kernel has to compute with the keys" in result.lines[0].message
 
 
@@ -419,10 +414,7 @@ def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("name", ["kernel", "contest"])
 def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> Any:
-        raise InstallError("no index")
-
-    monkeypatch.setattr(contest, "load_model", absent)
+    monkeypatch.setattr(contest, "load_model", Mock(side_effect=InstallError("no index")))
     monkeypatch.setattr(grading.importlib.util, "find_spec", lambda module: None if module == "triton" else object())
     order = classes.Order(name, b"a secret", 1, EVERY_FORMAT)
     (grade,) = classes.run(order, {"ada": written(tmp_path)}, tmp_path / "grades", 1)

@@ -26,7 +26,6 @@ from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,
     SOLUTION,
-    bundled,
     child_of,
     handed_in,
     json_of,
@@ -74,11 +73,6 @@ def test_hostile_archives_are_refused(tmp_path: Path) -> None:
         assert grade["score"] == 0 and grade["error"], name
         formats.write(grade, tmp_path / "grades", [])
     assert not (tmp_path / "grade.json").exists()
-
-
-def test_the_oracle_in_the_file_itself_would_have_full_marks() -> None:
-    """What the attacks on the oracle are after is worth having: reading it is all that stands between them and full marks."""
-    assert judged("keydiff", bundled("keydiff"), examples=1).score == 100
 
 
 # Whatever is handed in ends as a result

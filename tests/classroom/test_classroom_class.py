@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from jsonschema import ValidationError
@@ -26,7 +27,7 @@ from docs_build import transcript
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, contest, formats, grading, submissions
 from evictionary.classroom.child import StudentError
-from evictionary.classroom.judgement import Judgement, Run, empty
+from evictionary.classroom.judgement import Run, empty
 from evictionary.errors import UsageError
 from evictionary.spec_tests.harness.planted import load_mutants
 
@@ -114,25 +115,21 @@ def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch
     """A pool of processes breaks as a whole; each student of it is graded again alone."""
     asked = []
 
-    class Pool:
-        """Breaks where it has several processes, or is given eve's file."""
+    def pool(jobs: int, **_: Any) -> Any:
+        """It breaks where it has several processes, or is given eve's file."""
 
-        def __init__(self, jobs: int, **_: Any) -> None:
-            self.jobs = jobs
-
-        def submit(self, grade: Any, order: classes.Order, student: str, path: Path) -> Future[Any]:
-            asked.append((student, self.jobs))
+        def submit(grade: Any, order: classes.Order, student: str, path: Path) -> Future[Any]:
+            asked.append((student, jobs))
             future: Future[Any] = Future()
-            if self.jobs > 1 or student == "eve":
+            if jobs > 1 or student == "eve":
                 future.set_exception(BrokenProcessPool())
             else:
                 future.set_result(grade(order, student, path))
             return future
 
-        def shutdown(self, **_: Any) -> None:
-            return
+        return Mock(submit=submit)
 
-    monkeypatch.setattr(classes, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(classes, "ProcessPoolExecutor", pool)
     found = {student: written(tmp_path, name=f"{student}.py") for student in ("ada", "eve")}
     grades = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 2)}
     assert sorted(asked) == [("ada", 1), ("ada", 2), ("eve", 1), ("eve", 2)]
@@ -140,10 +137,7 @@ def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch
 
 
 def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(grading, "judge", fail)
+    monkeypatch.setattr(grading, "judge", Mock(side_effect=MemoryError("no memory")))
     assert "not the student's doing" in graded("", tmp_path)["error"]
     monkeypatch.undo()
     assert graded("", tmp_path)["error"] == ""
@@ -265,14 +259,11 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
 
 
 def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> float:
-        raise StudentError("CompilationError", "at 3:5 [/bold]", "")
-
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(grading, "gpu_milliseconds", fails)
+    monkeypatch.setattr(grading, "gpu_milliseconds", Mock(side_effect=StudentError("CompilationError", "at 3:5 [/bold]", "")))
     monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
     printed("start", "kernel", "--work", tmp_path)
     checked = invoke("check", "kernel", "--work", tmp_path)
@@ -427,19 +418,14 @@ def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, told: st
 
 def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = assignments.load("keydiff")
-    path, asked = written(tmp_path), []
-
-    def judge(source: bytes, assignment: assignments.Assignment, **settings: Any) -> Judgement:
-        asked.append(assignment.max_score)
-        return empty(assignment)
-
+    path, judge = written(tmp_path), Mock(side_effect=lambda source, assignment, **settings: empty(assignment))
     monkeypatch.setattr(grading, "judge", judge)
     changed = replace(one, steps=(replace(one.steps[0], points=20), *one.steps[1:]))
     fewer = replace(one, steps=(replace(one.steps[0], laws=one.steps[0].laws[:1]), *one.steps[1:]))
     for loaded, seconds in ((one, None), (one, None), (changed, None), (fewer, None), (fewer, 3)):
         monkeypatch.setattr(assignments, "load", lambda *_, loaded=loaded: loaded)
         list(classes.run(order(seconds=seconds), {"ada": path}, tmp_path / "grades", 1))
-    assert asked == [100, 105, 100, 100]
+    assert [call.args[1].max_score for call in judge.call_args_list] == [100, 105, 100, 100]
 
 
 def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
@@ -649,10 +635,7 @@ def test_grade_says_what_it_leaves_out(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(classes, "run", interrupted)
+    monkeypatch.setattr(classes, "run", Mock(side_effect=KeyboardInterrupt))
     settings = to_grade(tmp_path)
     assert "the same command goes on" in failed("grade", written(tmp_path), *settings, code=130)
     assert "begins anew" in failed("grade", written(tmp_path), *settings[:2], *settings[4:], code=130)
