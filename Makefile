@@ -17,21 +17,21 @@ demo: .venv/installed
 # It needs no browser, no model and no GPU; docs/testing.md says what runs where.
 test: lint .venv/installed
 	$(PYTEST) spec_tests tests --profile student
-	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/test_keydiff.py spec_tests/test_selection.py --impl optimized --dtype float16
+	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/keydiff/test_keydiff.py spec_tests/shared/test_selection.py --impl optimized --dtype float16
 
 # And what is slow, each part by itself too; docs/testing.md says what the parts are and how long they take.
 test-all: test typed mutants oracle wheel-check new-method kernels slow
 
 slow: .venv/installed
 	$(PYTEST) -m "slow and not browser" -k "not every_mutant"
-	$(PYTEST) --profile thorough spec_tests/test_selection.py spec_tests/test_cache.py --impl reference --impl optimized
+	$(PYTEST) --profile thorough spec_tests/shared/test_selection.py spec_tests/shared/test_cache.py --impl reference --impl optimized
 
 mutants: .venv/installed
 	$(PYTEST) -m slow tests/test_mutants.py -k every_mutant
 
 # Every mistake made in the implementation and in the reference at once; one that no law sees fails. ORACLE="--only keydiff.score"
 oracle: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m evictionary.spec_tests.harness.oracle $(ORACLE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m evictionary.spec_tests.proof.oracle $(ORACLE)
 
 # The wheel in environments of its own, in an empty folder and inside another project.
 wheel-check: .venv/installed
@@ -41,7 +41,7 @@ new-method: .venv/installed
 	$(BIN)/python tests/new_method.py
 
 # The kernels to read copy what is not contiguous: the laws of memory, which call everything many times, say little of them.
-TEACHING_LAWS := $(filter-out spec_tests/test_memory.py,$(wildcard spec_tests/test_*.py))
+TEACHING_LAWS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_tests/*/test_*.py))
 
 kernels: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
@@ -61,8 +61,8 @@ build/triton-$(OLDER_TRITON): | .venv/installed
 
 # The laws measured: every planted mistake against every law, every correct variant over 200 seeds. It takes long.
 measure: .venv/installed
-	$(BIN)/python -m evictionary.spec_tests.harness.matrix
-	$(BIN)/python -m evictionary.spec_tests.harness.matrix --controls 200
+	$(BIN)/python -m evictionary.spec_tests.proof.matrix
+	$(BIN)/python -m evictionary.spec_tests.proof.matrix --controls 200
 
 # Laws, mistakes, right variants, verdicts and files of the wheel, beside those stored before a rewriting.
 goldens: .venv/installed

@@ -46,6 +46,7 @@ from benchmarks.decoder import MODEL_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
 from benchmarks.rows import KERNEL_ROWS
 from benchmarks.timing import ROOT, interleaved, output_of, provenance, ratio, seconds, show, spread, write_json
+from evictionary.spec_tests.judge.law import judging_files
 
 SCHEMA = "evictionary/benchmark-gpu/1"
 ROWS = [*KERNEL_ROWS, *MODEL_ROWS]
@@ -127,8 +128,8 @@ def heaviest(stem: str) -> int:
 
 def law_files(stem: str) -> list[str]:
     """The files with laws for implementations of a stem; laws about the papers alone judge nothing here."""
-    files = [ROOT / "spec_tests" / f"test_{stem}.py", *sorted((ROOT / "spec_tests").glob(f"test_{stem}_*.py"))]
-    return [str(path.relative_to(ROOT)) for path in files if path.exists()]
+    files = judging_files(ROOT / "spec_tests")
+    return [str(path.relative_to(ROOT)) for path in files if path.stem == f"test_{stem}" or path.stem.startswith(f"test_{stem}_")]
 
 
 # Time ----------------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from rich.progress import track
 
 from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.reference import momentkv
-from evictionary.spec_tests.harness.implementation import STEMS
+from evictionary.spec_tests.judge.implementation import STEMS
 
 TOKENS, HEADS, HEAD_DIM = 4096, 8, 128
 

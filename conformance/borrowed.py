@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from evictionary.reference import selection
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 FETCHED = Path(__file__).parent.parent / "build" / "wild"
 

@@ -39,7 +39,7 @@ SHOWN = ("the law", "smallest input", "an input", "what is wrong", "expected", "
 COMMON = tuple(
     [ROOT / "reference" / f"{name}.py" for name in ("attention", "cache", "checks", "contract", "rope", "selection")]
     + [
-        ROOT / "spec_tests" / "harness" / f"{name}.py"
+        ROOT / "spec_tests" / "judge" / f"{name}.py"
         for name in ("arithmetic", "by_hand", "cases", "degenerate", "domain", "tolerance")
     ]
 )
@@ -187,7 +187,7 @@ def judge(source: Source, method: str, folder: Path, python: Path, profile: str,
 def digest(method: str) -> str:
     """The SHA-256 of the code that judges a method: its laws, its mathematics, and COMMON. Comments and docstrings do not count."""
     found = hashlib.sha256()
-    for path in sorted({*ROOT.glob(f"reference/{method}*.py"), *ROOT.glob(f"spec_tests/test_{method}*.py"), *COMMON}):
+    for path in sorted({*ROOT.glob(f"reference/{method}*.py"), *ROOT.glob(f"spec_tests/*/test_{method}*.py"), *COMMON}):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:

@@ -1,7 +1,7 @@
 """Collects the facts about each requirement: equation, functions, kernel, laws, planted mistakes, errata.
 
-Sources: spec_tests/requirements, the docstrings of reference/ and optimized/ (read, not imported), the registered laws and mutants,
-the headings of docs/errata.md.
+Sources: the requirements of spec_tests/, the docstrings of reference/ and optimized/ (read, not imported), the registered laws
+and mutants, the headings of docs/errata.md.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from markdown.extensions.toc import slugify
 
-from evictionary.spec_tests.harness.coverage import functions, ids_of
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law, Requirement, load_laws
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.judge.law import REQUIREMENTS, Law, Requirement, load_laws
+from evictionary.spec_tests.proof.planted import Mutant, load_mutants
+from evictionary.spec_tests.verdict.coverage import functions, ids_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,7 +33,7 @@ def _page(stem: str) -> str:
 
 
 # The page of each file of requirements: its own, if there is one.
-PAGES = {path.stem: _page(path.stem) for path in sorted((ROOT / "spec_tests" / "requirements").glob("*.toml"))}
+PAGES = {path.parent.name: _page(path.parent.name) for path in sorted((ROOT / "spec_tests").glob("*/requirements.toml"))}
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def definitions(path: str) -> dict[str, Definition]:
 def stem_of() -> dict[str, str]:
     """For each requirement the file that states it."""
     return {
-        identifier: path.stem
-        for path in sorted((ROOT / "spec_tests" / "requirements").glob("*.toml"))
+        identifier: path.parent.name
+        for path in sorted((ROOT / "spec_tests").glob("*/requirements.toml"))
         for identifier, value in tomllib.loads(path.read_text(encoding="utf-8")).items()
         if isinstance(value, dict)
     }
@@ -133,7 +133,7 @@ def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -
 
 @functools.cache
 def entries() -> dict[str, Entry]:
-    """Every requirement of spec_tests/requirements, by id."""
+    """Every requirement of spec_tests/, by id."""
     written = functions()
     laws, mutants = load_laws().values(), load_mutants().values()
     found = {}

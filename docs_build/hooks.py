@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 
 from docs_build import pages
 from docs_build.entries import PAGES, ROOT
-from evictionary.spec_tests.harness import coverage
+from evictionary.spec_tests.verdict import coverage
 from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.

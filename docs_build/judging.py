@@ -29,7 +29,7 @@ def report(program: str, name: str, options: str) -> str:
         folder = Path(temporary) / name
         folder.mkdir()
         (folder / "keydiff.py").write_text(program, encoding="utf-8")
-        command = "pytest spec_tests/test_keydiff.py --profile student -q -p no:cacheprovider --color=no"
+        command = "pytest spec_tests/keydiff/test_keydiff.py --profile student -q -p no:cacheprovider --color=no"
         printed = said(f"{command} --impl {folder} {options}", ROOT).replace(f"{temporary}/", "")
     failure = re.search(r"^KD-8 does not hold for .*?^  this law alone .*?$", printed, flags=re.DOTALL | re.MULTILINE)
     rows = printed.partition("verdict by requirement")[2].splitlines()[1:]

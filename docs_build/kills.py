@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 
 from docs_build.entries import ROOT
-from evictionary.spec_tests.harness.matrix import laws_for
-from evictionary.spec_tests.harness.outcome import outcome
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.proof.matrix import laws_for
+from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 
 OUTPUT = ROOT / "docs" / "four_laws.json"
 SHOWN = ("MK-15", "MK-31", "MK-11", "KD-O", "LK-12", "LK-13")

@@ -29,7 +29,7 @@ from docs_build.entries import (
 )
 from evictionary.evaluation import study
 from evictionary.methods.resolve import MOMENTS
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.store import table
 from tutorials.build import heading, lessons, question
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SUITE = Path(__file__).resolve().parent
-PLUGIN = "evictionary.spec_tests.harness.plugin"
+PLUGIN = "evictionary.spec_tests.plugin"
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:

@@ -32,8 +32,7 @@ from evictionary.classroom import checks, grading, worker
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Judgement, empty, named
 from evictionary.cli.console import measuring
-from evictionary.spec_tests.harness.law import Law
-from evictionary.spec_tests.harness.verdict import suite_version
+from evictionary.spec_tests.judge.law import Law, suite_version
 from evictionary.store import Line
 
 ROOT = Path(__file__).resolve().parents[1]

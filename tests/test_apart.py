@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from evictionary.spec_tests.harness import apart
-from evictionary.spec_tests.harness.domain import Domain
-from evictionary.spec_tests.harness.implementation import UnusableImplementation
+from evictionary.spec_tests.judge import apart
+from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import UnusableImplementation
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,8 +98,8 @@ def score(keys):
 def test_a_run_that_stops_early_is_no_good_one(processes: str, tmp_path: Path) -> None:
     """The first failure is a refusal, which does not count; the laws behind it were not asked."""
     (tmp_path / "keydiff.py").write_text(RAISES_LATE)
-    refusal = "spec_tests/test_keydiff.py::test_bad_shapes_are_refused"
-    behind = "spec_tests/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
+    refusal = "spec_tests/keydiff/test_keydiff.py::test_bad_shapes_are_refused"
+    behind = "spec_tests/keydiff/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
     done = pytest_of(refusal, behind, "-x", "--impl", tmp_path / "keydiff.py", "-p", processes, "--report", tmp_path / "report")
     assert done.returncode == 1, done.stdout
     outcomes = {entry["law"].partition("::")[2]: entry for entry in laws(tmp_path / "report")["KD-8"]}

@@ -254,10 +254,10 @@ def test_the_laws_are_written_before_anything_else_can_fail(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_file_without_laws_of_these_functions_breaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest calls a run without tests a failure; a stem that nothing at all was asked of is not right either."""
-    files = ["spec_tests/test_lagkv_stream.py"]  # about functions that `optimized` has not
+    files = ["spec_tests/lagkv/test_lagkv_stream.py"]  # about functions that `optimized` has not
     monkeypatch.setattr(gpu, "law_files", lambda stem: files)
     assert gpu.judge(["lagkv"], device="cpu", seconds=120, dtypes=["float32"]) == {"lagkv": "no law judges it"}
-    files.append("spec_tests/test_knorm.py")
+    files.append("spec_tests/knorm/test_knorm.py")
     assert gpu.judge(["lagkv"], device="cpu", seconds=120, dtypes=["float32"]) == {"lagkv": ""}
 
 
@@ -265,7 +265,7 @@ def test_the_laws_are_put_to_the_implementation() -> None:
     """The real command, on a CPU, for the smallest method; a method without time is not judged, and so not right."""
     assert gpu.judge(["knorm"], device="cpu", seconds=120, dtypes=["float32"]) == {"knorm": ""}
     assert "no time" in gpu.judge(["knorm"], device="cpu", seconds=0, dtypes=["float32"])["knorm"]
-    assert "spec_tests/test_momentkv_steps.py" in gpu.law_files("momentkv")
+    assert "spec_tests/momentkv/test_momentkv_steps.py" in gpu.law_files("momentkv")
     assert not [path for path in gpu.law_files("gvote") if "paper" in path]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from evictionary.spec_tests.harness.cases import (
+from evictionary.spec_tests.judge.cases import (
     HEAD_DIMS,
     KINDS,
     LENGTHS,
@@ -28,7 +28,7 @@ from evictionary.spec_tests.harness.cases import (
     shares,
     tiny_cases,
 )
-from evictionary.spec_tests.harness.law import load_laws
+from evictionary.spec_tests.judge.law import load_laws
 
 
 def draws(strategy: SearchStrategy[Any], count: int) -> list[Any]:

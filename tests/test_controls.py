@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from sampling import sampled
 
-from evictionary.spec_tests.harness.cases import Case
-from evictionary.spec_tests.harness.implementation import STEMS, load
-from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.matrix import alarms
-from evictionary.spec_tests.harness.outcome import outcome
-from evictionary.spec_tests.harness.planted import load_controls
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.implementation import STEMS, load
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.proof.matrix import alarms
+from evictionary.spec_tests.proof.planted import load_controls
 
 CONTROLS = load_controls()
 EXAMPLES = 12

@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 
-from evictionary.spec_tests.harness import coverage
-from evictionary.spec_tests.harness.law import REQUIREMENTS, REQUIREMENTS_FOLDER, SUITE, load_laws
+from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, judging_files, load_laws
+from evictionary.spec_tests.verdict import coverage
 
 
 def test_every_requirement_has_a_law_or_a_reason() -> None:
@@ -60,7 +60,7 @@ def spelled_out(numbers: str) -> set[str]:
 def placed(stem: str) -> dict[str, set[str]]:
     """What the places of a paper's requirements name by a number: {"figure": {"1", "6"}}."""
     found: dict[str, set[str]] = {}
-    for requirement in tomllib.loads((REQUIREMENTS_FOLDER / f"{stem}.toml").read_text(encoding="utf-8")).values():
+    for requirement in tomllib.loads((SUITE / stem / "requirements.toml").read_text(encoding="utf-8")).values():
         where = requirement["where"].lower() if isinstance(requirement, dict) else ""
         kinds = rf"(equation|listing|theorem|lemma|table|figure|algorithm|line)s? ({NUMBERS.replace('A-Z', 'a-z')})"
         for kind, numbers in re.findall(kinds, where):
@@ -78,7 +78,7 @@ def test_every_numbered_object_of_a_paper_has_a_requirement(stem: str) -> None:
 
 @pytest.mark.parametrize("stem", sorted(PRINTED))
 def test_every_figure_that_a_paper_claims_has_a_requirement_of_that_paper(stem: str) -> None:
-    own = tomllib.loads((REQUIREMENTS_FOLDER / f"{stem}.toml").read_text(encoding="utf-8"))
+    own = tomllib.loads((SUITE / stem / "requirements.toml").read_text(encoding="utf-8"))
     assert {identifier for identifier in PRINTED[stem]["claims"].values() if identifier not in own} == set()
     # And no claim that is judged is missing from the list: claims have ids without an equation.
     judged = {name for name in own if re.fullmatch(r"[A-Z]{2}-(S\d+|C\d+S?|M|MI|O|H|V|P2?|\d+[A-Z])", name)}
@@ -86,8 +86,9 @@ def test_every_figure_that_a_paper_claims_has_a_requirement_of_that_paper(stem: 
     assert judged - theorems <= set(PRINTED[stem]["claims"].values())
 
 
-def test_a_law_about_a_paper_alone_stands_in_the_folder_of_the_papers() -> None:
-    assert [law.name for law in load_laws().values() if law.path.startswith("papers/") == bool(law.functions)] == []
+def test_a_law_about_a_paper_alone_stands_in_a_file_of_its_own() -> None:
+    judging = {path.relative_to(SUITE).as_posix() for path in judging_files()}
+    assert [law.name for law in load_laws().values() if (law.path in judging) != bool(law.functions)] == []
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import Phase, settings
 
 from evictionary.reference.attention import softmax
-from evictionary.spec_tests.harness.diagnosis import misconceptions
-from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.outcome import prepared
-from evictionary.spec_tests.harness.planted import Implementation, Mutant, load_mutants, replaced
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.outcome import prepared
+from evictionary.spec_tests.proof.planted import Implementation, Mutant, load_mutants, replaced
+from evictionary.spec_tests.verdict.diagnosis import misconceptions
 
 LAGKV = sorted(name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal")
 

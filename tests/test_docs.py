@@ -10,8 +10,8 @@ import pytest
 from markdown.extensions.toc import slugify
 
 from docs_build import contract, pages
-from evictionary.spec_tests.harness.coverage import GRADES, ids_of
-from evictionary.spec_tests.harness.law import REQUIREMENTS
+from evictionary.spec_tests.judge.law import REQUIREMENTS
+from evictionary.spec_tests.verdict.coverage import GRADES, ids_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -109,4 +109,4 @@ def test_ten_notes_for_the_authors_name_entries_of_the_errata() -> None:
     anchors = [re.findall(r"\(errata\.md#(.+?)\)", note) for note in notes]
     assert len(notes) == 10 and all(len(found) == 1 for found in anchors)
     assert {found for (found,) in anchors} <= {slugify(title, "-") for title in errata()}
-    assert all(re.search(r"`spec_tests/papers/\w+\.py::\w+`", note) for note in notes)
+    assert all(re.search(r"`spec_tests/\w+/\w+\.py::\w+`", note) for note in notes)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from evictionary.spec_tests.harness.cases import Case
-from evictionary.spec_tests.harness.degenerate import MATHEMATICS, REFUSAL
-from evictionary.spec_tests.harness.domain import BadDomain, Domain, NothingToAsk, OutsideDomain
-from evictionary.spec_tests.harness.implementation import NOT_SEAMS, STEMS, load
-from evictionary.spec_tests.harness.law import ENOUGH_OUTSIDE, load_laws
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL
+from evictionary.spec_tests.judge.domain import BadDomain, Domain, NothingToAsk, OutsideDomain
+from evictionary.spec_tests.judge.implementation import NOT_SEAMS, STEMS, load
+from evictionary.spec_tests.judge.law import ENOUGH_OUTSIDE, load_laws
 
 ROOT = Path(__file__).parent.parent
 

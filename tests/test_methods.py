@@ -19,7 +19,7 @@ from evictionary.methods import catalogue
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.reference import selection
-from evictionary.spec_tests.harness.implementation import load
+from evictionary.spec_tests.judge.implementation import load
 
 HALF = Request(compression_ratio=0.5)
 

@@ -9,11 +9,11 @@ import pytest
 
 from evictionary.reference import knorm
 from evictionary.reference.contract import CONTRACT
-from evictionary.spec_tests.harness.implementation import oracle
-from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.matrix import outcome
-from evictionary.spec_tests.harness.misfits import fitting, misfits
-from evictionary.spec_tests.harness.planted import replaced
+from evictionary.spec_tests.judge.implementation import oracle
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.misfits import fitting, misfits
+from evictionary.spec_tests.proof.matrix import outcome
+from evictionary.spec_tests.proof.planted import replaced
 
 LAW = "test_refusals::test_knorm_score_refuses_what_does_not_fit"
 

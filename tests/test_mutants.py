@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from sampling import sampled
 
-from evictionary.spec_tests.harness.implementation import ANY
-from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
-from evictionary.spec_tests.harness.matrix import laws_for
-from evictionary.spec_tests.harness.outcome import outcome
-from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.judge.implementation import ANY
+from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.proof.matrix import laws_for
+from evictionary.spec_tests.proof.planted import load_mutants
 
 MUTANTS = load_mutants()
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from evictionary.reference import keydiff, keydiff_variants
-from evictionary.spec_tests.harness import oracle
-from evictionary.spec_tests.harness.source_mutations import mutations
+from evictionary.spec_tests.proof import oracle
+from evictionary.spec_tests.proof.source_mutations import mutations
 
 COMPARING = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
 BY_HAND = "test_keydiff::test_score_in_plain_loops"

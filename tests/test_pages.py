@@ -75,7 +75,7 @@ def test_every_target_of_make_exists() -> None:
 
 
 def test_the_readme_quotes_the_code_that_runs() -> None:
-    code = [(ROOT / path).read_text() for path in ("reference/keydiff.py", "spec_tests/test_keydiff.py")]
+    code = [(ROOT / path).read_text() for path in ("reference/keydiff.py", "spec_tests/keydiff/test_keydiff.py")]
     quoted = [block for block in blocks(README, "python") if re.match(r"@law|def \w+\(.*np\.ndarray", block)]
     assert len(quoted) == 2 and all(any(block in text for text in code) for block in quoted)
 

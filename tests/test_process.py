@@ -22,13 +22,13 @@ from typer.testing import CliRunner
 
 from evictionary.cli.app import app
 from evictionary.reference import cache, keydiff
-from evictionary.spec_tests.harness.domain import NothingToAsk
-from evictionary.spec_tests.harness.implementation import Implementation, UnusableImplementation, load
-from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.outcome import outcome
-from evictionary.spec_tests.harness.process import Program, ProgramFailed
-from evictionary.spec_tests.harness.tolerance import Violation
-from evictionary.spec_tests.harness.watch import NotAsked
+from evictionary.spec_tests.judge.domain import NothingToAsk
+from evictionary.spec_tests.judge.implementation import Implementation, UnusableImplementation, load
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.judge.process import Program, ProgramFailed
+from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.watch import NotAsked
 
 ROOT = Path(__file__).parent.parent
 CLIENTS = ROOT / "conformance" / "clients"
@@ -100,7 +100,7 @@ def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text((CLIENTS / "keydiff.py").read_text().replace("return [-math.fsum", "return [math.fsum"))
     start = f"{sys.executable} {wrong}"
-    law = "spec_tests/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
+    law = "spec_tests/keydiff/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--profile", "quick", law, "--exec", start]
     output = subprocess.run([*command, "--dtype", "float32"], cwd=ROOT, capture_output=True, text=True).stdout
     assert "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)" in output
@@ -243,7 +243,7 @@ def test_a_program_ends_with_the_run_and_leaves_no_files(command: Callable[..., 
         [
             sys.executable,
             "-c",
-            f"from evictionary.spec_tests.harness.process import Program; p = Program({start!r}); p.hello();"
+            f"from evictionary.spec_tests.judge.process import Program; p = Program({start!r}); p.hello();"
             "print(p.call('keydiff.score', {}))",
         ],
         cwd=ROOT,
@@ -394,7 +394,9 @@ def test_the_commands_of_plug_in_do_what_the_table_says(tmp_path: Path) -> None:
     assert len(commands) >= 12
     for command in commands:
         known = command.replace("NAME", "test_scores_are_cosines").replace("FOLDER", str(tmp_path / "report"))
-        known = known.replace("spec_tests --impl my_kernels", f"spec_tests/test_keydiff.py --impl {tmp_path / 'my_kernels'}")
+        known = known.replace(
+            "spec_tests --impl my_kernels", f"spec_tests/keydiff/test_keydiff.py --impl {tmp_path / 'my_kernels'}"
+        )
         done = typed(known if "--profile" in known else f"{known} --profile quick", tmp_path)
         wanted = 2 if "cuda" in command and not torch.cuda.is_available() else 0
         assert done.returncode == wanted, (known, done.stdout + done.stderr)

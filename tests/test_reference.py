@@ -12,7 +12,7 @@ import pytest
 from evictionary.methods import catalogue
 from evictionary.reference import checks
 from evictionary.reference.contract import CONTRACT, STATES, arguments
-from evictionary.spec_tests.harness.implementation import oracle
+from evictionary.spec_tests.judge.implementation import oracle
 
 REFERENCE = Path(checks.__file__).parent
 METHODS = sorted(path.stem for path in REFERENCE.glob("*.py") if "\nMETHOD = " in path.read_text(encoding="utf-8"))

@@ -14,9 +14,9 @@ import yaml
 
 from docs_build import entries as site
 from docs_build import hooks, judging, kills, pages
-from evictionary.spec_tests.harness.implementation import STEMS
-from evictionary.spec_tests.harness.law import REQUIREMENTS
-from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.judge.implementation import STEMS
+from evictionary.spec_tests.judge.law import REQUIREMENTS
+from evictionary.spec_tests.proof.planted import load_mutants
 
 DOCS = site.ROOT / "docs"
 METHOD_PAGES = sorted(set(site.PAGES.values()))
@@ -54,7 +54,7 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         "../reference/api/reference/keydiff.md#evictionary.reference.keydiff.score",
         "../reference/api/optimized/keydiff.md#evictionary.optimized.keydiff.score",
         "../reference/api/optimized/kernels/keydiff.md#evictionary.optimized.kernels.keydiff.score",
-        "../source/spec_tests/test_keydiff.md#test_rescaling_each_key_changes_nothing",
+        "../source/spec_tests/keydiff/test_keydiff.md#test_rescaling_each_key_changes_nothing",
         "mean taken before normalising",
         "return -cosine(keys, anchor(keys))",
     ):
@@ -163,7 +163,7 @@ def test_a_report_on_the_page_is_what_its_program_is_told(name: str, tmp_path: P
     program = re.findall(r"^```python\n(.*?)^```$", REPORTS[: shown.start()], re.DOTALL | re.MULTILINE)[-1]
     (tmp_path / name).mkdir()
     (tmp_path / name / "keydiff.py").write_text(program, encoding="utf-8")
-    law = "spec_tests/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
+    law = "spec_tests/keydiff/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
     command = [
         sys.executable,
         "-m",
@@ -207,7 +207,7 @@ def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() 
 
 
 def test_a_source_page_holds_the_file_and_an_anchor_for_each_function() -> None:
-    path = "spec_tests/test_knorm.py"
+    path = "spec_tests/knorm/test_knorm.py"
     text = pages.source_page(path)
     code = "\n".join(re.findall(r"^~~~~ .*?\n(.*?)^~~~~$", text, flags=re.DOTALL | re.MULTILINE))
     original = (site.ROOT / path).read_text(encoding="utf-8")
@@ -219,11 +219,12 @@ def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
     text = pages.linked(
         "tolerance.md",
         "See KD-8, `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
-        "`spec_tests/test_knorm.py::test_score_is_minus_the_norm` [a file](../spec_tests/law.py) UTF-8",
+        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../spec_tests/law.py) UTF-8",
     )
     assert text == (
         "See [KD-8](methods/keydiff.md#kd-8), `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
-        "[`spec_tests/test_knorm.py::test_score_is_minus_the_norm`](source/spec_tests/test_knorm.md#test_score_is_minus_the_norm) "
+        "[`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm`]"
+        "(source/spec_tests/knorm/test_knorm.md#test_score_is_minus_the_norm) "
         "[a file](source/spec_tests/law.md) UTF-8\n"
     )
 

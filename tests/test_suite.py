@@ -75,7 +75,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
     (folder / "keydiff.py").write_text(RAW_MEAN_ANCHOR)
-    done = judge("spec_tests/test_keydiff.py", "--impl", str(folder))
+    done = judge("spec_tests/keydiff/test_keydiff.py", "--impl", str(folder))
     assert done.returncode == 1
     assert "KD-8 does not hold for keydiff.score of my_kernels (numpy, cpu, float64)" in done.stdout
     assert "smallest input" in done.stdout
@@ -87,7 +87,7 @@ def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_previous_partition_is_told_so(folder: Path) -> None:
     (folder / "lagkv.py").write_text(PREVIOUS_PARTITION)
-    done = judge("spec_tests/test_lagkv.py", "--impl", str(folder / "lagkv.py"), "-k", "best_tokens")
+    done = judge("spec_tests/lagkv/test_lagkv.py", "--impl", str(folder / "lagkv.py"), "-k", "best_tokens")
     assert done.returncode == 1
     assert "LK-12 does not hold for lagkv.select of lagkv (torch, cpu, float32)" in done.stdout
     assert "more than one it keeps" in done.stdout
@@ -95,7 +95,7 @@ def test_the_previous_partition_is_told_so(folder: Path) -> None:
 
 def test_the_printed_repro_runs(folder: Path) -> None:
     (folder / "keydiff.py").write_text(RAW_MEAN_ANCHOR)
-    output = judge("spec_tests/test_keydiff.py", "--impl", str(folder), "-k", "cosine_to_the_anchor").stdout
+    output = judge("spec_tests/keydiff/test_keydiff.py", "--impl", str(folder), "-k", "cosine_to_the_anchor").stdout
     program = printed_program(output)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("expected ")
@@ -109,7 +109,9 @@ def test_the_printed_repro_runs(folder: Path) -> None:
 def test_a_repro_of_large_arguments_asks_the_law_again(folder: Path) -> None:
     """A covariance of 128 x 128 numbers, under names of the author's own."""
     (folder / "expected_attention.py").write_text(UNHALVED)
-    output = judge("spec_tests/test_expected_attention.py", "--impl", str(folder), "-k", "halving_the_keys").stdout
+    output = judge(
+        "spec_tests/expected_attention/test_expected_attention.py", "--impl", str(folder), "-k", "halving_the_keys"
+    ).stdout
     program = printed_program(output)
     assert max(map(len, program.splitlines())) < 300
     imported = re.findall(r"^from \S+ import (.*)$", program, flags=re.MULTILINE)
@@ -122,7 +124,7 @@ def test_a_repro_of_large_arguments_asks_the_law_again(folder: Path) -> None:
 def test_a_repro_of_a_refusal_prints_the_error_that_is_wanted(folder: Path) -> None:
     silent = 'import numpy as np\nDOMAIN = {"head_dim": 128}\ndef score(keys):\n    return np.zeros(keys.shape[:-1])\n'
     (folder / "keydiff.py").write_text(silent)
-    output = judge("spec_tests/test_keydiff.py", "--impl", str(folder), "--strict", "-k", "bad_shapes_are_refused").stdout
+    output = judge("spec_tests/keydiff/test_keydiff.py", "--impl", str(folder), "--strict", "-k", "bad_shapes_are_refused").stdout
     done = subprocess.run([sys.executable, "-c", printed_program(output)], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("expected a ValueError: keys: ")
     assert "got     " in done.stdout
@@ -136,7 +138,7 @@ def printed_program(output: str) -> str:
 
 def test_too_few_results_are_told_so_with_a_program_that_runs(folder: Path) -> None:
     (folder / "momentkv.py").write_text("def recover(moments):\n    return moments.key_sum, moments.value_sum\n")
-    output = judge("spec_tests/test_momentkv.py", "--impl", str(folder), "-k", "means_are_recovered").stdout
+    output = judge("spec_tests/momentkv/test_momentkv.py", "--impl", str(folder), "-k", "means_are_recovered").stdout
     assert "MK-24 does not hold for momentkv.recover of my_kernels" in output
     assert "strict" not in output
     program = printed_program(output)
@@ -147,7 +149,7 @@ def test_too_few_results_are_told_so_with_a_program_that_runs(folder: Path) -> N
 
 @pytest.mark.slow
 def test_the_header_names_what_is_judged() -> None:
-    done = judge("spec_tests/test_knorm.py", "--impl", "reference", "-v")
+    done = judge("spec_tests/knorm/test_knorm.py", "--impl", "reference", "-v")
     assert done.returncode == 0
     assert "judging reference (numpy, cpu, float64): " in done.stdout
     assert "knorm.score" in done.stdout
@@ -156,7 +158,7 @@ def test_the_header_names_what_is_judged() -> None:
 @pytest.mark.slow
 def test_several_implementations_have_a_verdict_each(folder: Path) -> None:
     (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1)\n")
-    done = judge("spec_tests/test_knorm.py", "--impl", "reference", "--impl", str(folder))
+    done = judge("spec_tests/knorm/test_knorm.py", "--impl", "reference", "--impl", str(folder))
     assert done.returncode == 1
     row = next(line for line in done.stdout.splitlines() if line.startswith("KN-1  "))
     assert row.split()[1] == "pass"
@@ -165,7 +167,7 @@ def test_several_implementations_have_a_verdict_each(folder: Path) -> None:
 
 def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
     (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n")
-    done = judge("spec_tests/test_knorm.py", "--impl", str(folder), "--report", str(tmp_path / "out"))
+    done = judge("spec_tests/knorm/test_knorm.py", "--impl", str(folder), "--report", str(tmp_path / "out"))
     assert done.returncode == 0
     verdict = json.loads((tmp_path / "out" / "conformance.json").read_text())
     assert verdict["schema"] == "evictionary/conformance/2"
@@ -177,7 +179,7 @@ def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_is_required_must_be_provided(folder: Path) -> None:
     (folder / "knorm.py").write_text("def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n")
-    arguments = ("spec_tests/test_knorm.py", "spec_tests/test_selection.py", "--impl", str(folder))
+    arguments = ("spec_tests/knorm/test_knorm.py", "spec_tests/shared/test_selection.py", "--impl", str(folder))
     assert judge(*arguments).returncode == 0
     done = judge(*arguments, "--require", "all")
     assert done.returncode == 1
@@ -186,7 +188,7 @@ def test_what_is_required_must_be_provided(folder: Path) -> None:
 
 def test_an_exception_of_the_implementation_is_located(folder: Path) -> None:
     (folder / "knorm.py").write_text("def score(keys):\n    return keys.nonsense()\n")
-    done = judge("spec_tests/test_knorm.py", "--impl", str(folder))
+    done = judge("spec_tests/knorm/test_knorm.py", "--impl", str(folder))
     assert "KN-1 does not hold" in done.stdout
     assert "AttributeError" in done.stdout
     assert "knorm.py:2" in done.stdout
@@ -227,6 +229,6 @@ def test_bad_options_are_refused(arguments: list[str], wanted: str) -> None:
 
 
 def test_a_run_of_other_tests_alone_is_no_judgement() -> None:
-    done = judge("spec_tests/test_memory.py", "tests/cli/test_cli.py", "-k", "version_and_help")
+    done = judge("spec_tests/memory/test_memory.py", "tests/cli/test_cli.py", "-k", "version_and_help")
     assert done.returncode == 0 and "nothing was judged" not in done.stdout, done.stdout
-    assert judge("spec_tests/test_memory.py", "-k", "version_and_help").returncode == 5
+    assert judge("spec_tests/memory/test_memory.py", "-k", "version_and_help").returncode == 5

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from evictionary.reference import attention, gvote, keydiff, lagkv, momentkv
-from evictionary.spec_tests.harness.arithmetic import EPSILON, Rounded, round_to
-from evictionary.spec_tests.harness.cases import KINDS, Case
-from evictionary.spec_tests.harness.tolerance import Violation, allowance, check_selection, forget
+from evictionary.spec_tests.judge.arithmetic import EPSILON, Rounded, round_to
+from evictionary.spec_tests.judge.cases import KINDS, Case
+from evictionary.spec_tests.judge.tolerance import Violation, allowance, check_selection, forget
 
 DTYPES = sorted(EPSILON)
 

@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from evictionary.cli.app import app
-from evictionary.spec_tests.harness import vectors
-from evictionary.spec_tests.harness.implementation import oracle
-from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.judge.implementation import oracle
+from evictionary.spec_tests.proof.planted import load_mutants
+from evictionary.spec_tests.verdict import vectors
 
 ROOT = Path(__file__).parent.parent
 CHECKER = ROOT / "conformance" / "clients" / "check_vectors.py"

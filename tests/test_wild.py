@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.cpu import KVPRESS
 from conformance import wild
-from evictionary.spec_tests.harness.law import REQUIREMENTS
-from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.judge.law import REQUIREMENTS
+from evictionary.spec_tests.proof.planted import load_mutants
 
 SOURCES = wild.sources()
 ADAPTERS = wild.HERE / "adapters"

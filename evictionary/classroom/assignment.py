@@ -128,8 +128,8 @@ def _told(wrong: ValidationError, content: dict[str, Any]) -> str:
 def _require_whole(one: Assignment) -> None:
     """Raise UsageError for what would take points from a whole class in silence, or end the grader later."""
     from evictionary.classroom import checks
-    from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
-    from evictionary.spec_tests.harness.planted import load_mutants
+    from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+    from evictionary.spec_tests.proof.planted import load_mutants
 
     def must(holds: object, where: str, got: object, wanted: str) -> None:
         require(holds, f"{one.name}/assignment.toml{where}: got {got!r}, wanted {wanted}")

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from evictionary.classroom.child import StudentError
 from evictionary.errors import require
-from evictionary.spec_tests.harness.by_hand import for_each_reader, require_equal
-from evictionary.spec_tests.harness.cases import Case, seeded_cases, seeds
-from evictionary.spec_tests.harness.implementation import Implementation, oracle
-from evictionary.spec_tests.harness.law import REQUIREMENTS, Law
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
-from evictionary.spec_tests.harness.tolerance import Allowance, Violation
+from evictionary.spec_tests.judge.by_hand import for_each_reader, require_equal
+from evictionary.spec_tests.judge.cases import Case, seeded_cases, seeds
+from evictionary.spec_tests.judge.implementation import Implementation, oracle
+from evictionary.spec_tests.judge.law import REQUIREMENTS, Law
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation
+from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Step
@@ -95,12 +95,12 @@ def _overflow(impl: Implementation, length: int, seed: int) -> None:
 
 def _votes(impl: Implementation, case: Any, seed: int) -> None:
     """One sample in a head of its own: the top B_0 on drawn inputs. The union is not needed for it."""
-    from evictionary.spec_tests import test_gvote
+    from evictionary.spec_tests.gvote.helpers import check_votes, drawn_queries, oracle_votes
 
-    query, sampled = test_gvote.drawn_queries(case, seed, 1)
+    query, sampled = drawn_queries(case, seed, 1)
     kept = impl.gvote.select(query, case.keys, sampled)
-    weights, logits = test_gvote.oracle_votes(impl, query, case.keys, sampled)
-    test_gvote.check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
+    weights, logits = oracle_votes(impl, query, case.keys, sampled)
+    check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
 
 
 # What passes small inputs and is wrong on larger ones is wrong at one of these: batch items and heads, tokens, channels.

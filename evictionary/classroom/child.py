@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from evictionary.classroom import sandbox, seccomp, worker
-from evictionary.spec_tests.harness import wire
-from evictionary.spec_tests.harness.remote import Gone, Remote
+from evictionary.spec_tests.judge import wire
+from evictionary.spec_tests.judge.remote import Gone, Remote
 
 START_SECONDS = 120.0
 BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials")

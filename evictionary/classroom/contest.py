@@ -20,7 +20,7 @@ from evictionary.evaluation import passkey
 from evictionary.evaluation.questions import Answer, ask, prefill
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load
-from evictionary.spec_tests.harness.remote import Gone
+from evictionary.spec_tests.judge.remote import Gone
 
 RATIO = 0.75
 LAG = {"lag_size": 128}

@@ -27,14 +27,14 @@ from evictionary.classroom.child import Child, StudentError, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import Judgement, Line, Run, empty, reference
 from evictionary.errors import InstallError
-from evictionary.spec_tests.harness import report
-from evictionary.spec_tests.harness.degenerate import REFUSAL
-from evictionary.spec_tests.harness.diagnosis import differs, misconceptions, numbers_in
-from evictionary.spec_tests.harness.implementation import Call, Implementation, oracle
-from evictionary.spec_tests.harness.law import Law, load_laws
-from evictionary.spec_tests.harness.outcome import SECONDS, TimedOut, outcome, time_limit
-from evictionary.spec_tests.harness.remote import Gone
-from evictionary.spec_tests.harness.tolerance import Allowance, Violation
+from evictionary.spec_tests.judge.degenerate import REFUSAL
+from evictionary.spec_tests.judge.implementation import Call, Implementation, oracle
+from evictionary.spec_tests.judge.law import Law, load_laws
+from evictionary.spec_tests.judge.outcome import SECONDS, TimedOut, outcome, time_limit
+from evictionary.spec_tests.judge.remote import Gone
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation
+from evictionary.spec_tests.verdict import report
+from evictionary.spec_tests.verdict.diagnosis import differs, misconceptions, numbers_in
 
 CHECK_EXAMPLES, GRADE_EXAMPLES = 8, 25
 TIMED_SHAPE = (1, 8, 2**16, 128)  # the keys that a kernel is timed with: 256 MiB in float32

@@ -9,8 +9,8 @@ from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.errors import Flaky
 
 from evictionary.errors import require
-from evictionary.spec_tests.harness.implementation import Implementation
-from evictionary.spec_tests.harness.law import Law
+from evictionary.spec_tests.judge.implementation import Implementation
+from evictionary.spec_tests.judge.law import Law
 
 BYTES_OF_AN_INPUT = 2**13  # more than the strategies of any law use up
 

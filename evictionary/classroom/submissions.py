@@ -19,7 +19,7 @@ from evictionary.classroom.archives import BadSubmission
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.errors import require
-from evictionary.spec_tests.harness.remote import ended
+from evictionary.spec_tests.judge.remote import ended
 
 READ_SECONDS = 60  # of waiting; the reader limits its own processor time
 MANIFEST = "evictionary.json"

@@ -200,7 +200,7 @@ def _time(chosen: "Assignment", path: Path) -> Iterator[str | Text]:
         yield "No GPU here: the kernel ran in Triton's interpreter and was not timed."
         return
     from evictionary.classroom import child, grading
-    from evictionary.spec_tests.harness.remote import Gone
+    from evictionary.spec_tests.judge.remote import Gone
 
     try:
         told = f"{grading.gpu_milliseconds(chosen, path):.4f} ms for 65,536 tokens of 8 heads."

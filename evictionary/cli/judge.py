@@ -107,9 +107,11 @@ def judge(
 
 def _law_files(laws: Path, methods: list[str]) -> list[Path]:
     """The files of the laws that judge an implementation: of these methods and of the memory of their functions, or of all."""
-    found = sorted(laws.glob("test_*.py"))
+    from evictionary.spec_tests.judge.law import judging_files
+
+    found = judging_files(laws)
     for method in methods:
-        if not (laws / f"test_{method}.py").is_file():
+        if f"test_{method}" not in {path.stem for path in found}:
             known = ", ".join(path.stem.removeprefix("test_") for path in found)
             raise UsageError(f"--method: got {method!r}, wanted some of {known}")
     stems = [f"test_{method}" for method in [*methods, MEMORY] if methods]
@@ -122,7 +124,7 @@ def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: boo
     import pytest
 
     alone = [f"--rootdir={laws.parent}", f"--config-file={os.devnull}", "--assert=plain", "-p", "no:cacheprovider"]
-    alone += ["-p", "_hypothesis_pytestplugin", "-p", "evictionary.spec_tests.harness.plugin"]
+    alone += ["-p", "_hypothesis_pytestplugin", "-p", "evictionary.spec_tests.plugin"]
     if not quiet:
         sys.stdout = sys.__stdout__  # the verdict is the result, and exit_codes sends what a command prints to standard error
     return int(pytest.main([*chosen, *options, *alone, "-q", "--no-header"]))

@@ -30,7 +30,7 @@ def vectors(
     mistakes each case catches. All methods take three minutes or so. With --check the exit code is 1 where a file has been changed.
     """
     with exit_codes():
-        from evictionary.spec_tests.harness import vectors as made
+        from evictionary.spec_tests.verdict import vectors as made
 
         require((output is None) != (check is None), f"--output: got {output} and --check {check}, wanted one of the two")
         if check is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import functools
-from pathlib import Path
+
+from evictionary.spec_tests.judge.law import SUITE
 
 
 @functools.cache
 def printed(name: str) -> list[dict[str, str]]:
     """The rows of `name`.csv, each the texts of its cells by the names of their columns."""
-    with (Path(__file__).parent / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+    with next(SUITE.glob(f"*/{name}.csv")).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

@@ -20,7 +20,7 @@ from evictionary.reference import (
     snapkv,
     streaming_llm,
 )
-from evictionary.spec_tests.harness.law import law
+from evictionary.spec_tests.judge.law import law
 
 
 def defaults(module):

@@ -27,11 +27,11 @@ from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import empty
 from evictionary.errors import InstallError
-from evictionary.spec_tests.harness import outcome
-from evictionary.spec_tests.harness.cases import Case
-from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
-from evictionary.spec_tests.harness.planted import load_mutants
-from evictionary.spec_tests.harness.remote import Gone
+from evictionary.spec_tests.judge import outcome
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.judge.remote import Gone
+from evictionary.spec_tests.proof.planted import load_mutants
 
 # The assignments
 
@@ -386,7 +386,7 @@ def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
     plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
     result = judged("kernel", wrong_style("kernel", mistake) if mistake else plain, examples=1, explain=False)
     assert (result.score, result.lines[0].laws["grader::score"]) == (0, "crashed")
-    assert "a kernel has to compute with the keys" in result.lines[0].message
+    assert not mistake or "a kernel has to compute with the keys" in result.lines[0].message
 
 
 # What a student is told

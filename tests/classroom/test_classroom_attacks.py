@@ -42,9 +42,9 @@ from evictionary.classroom import assignment as assignments
 from evictionary.classroom import classes, formats, grading, sandbox, seccomp, submissions, worker
 from evictionary.classroom.child import LARGEST_ANSWER, Child, StudentError, as_tuple, closed
 from evictionary.classroom.judgement import empty
-from evictionary.spec_tests.harness import wire
-from evictionary.spec_tests.harness.outcome import TimedOut, time_limit
-from evictionary.spec_tests.harness.remote import Gone
+from evictionary.spec_tests.judge import wire
+from evictionary.spec_tests.judge.outcome import TimedOut, time_limit
+from evictionary.spec_tests.judge.remote import Gone
 
 ORACLE = Path(next(iter(reference.__path__))) / "keydiff.py"
 

@@ -29,7 +29,7 @@ from evictionary.classroom import classes, contest, formats, grading, submission
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Run, empty
 from evictionary.errors import UsageError
-from evictionary.spec_tests.harness.planted import load_mutants
+from evictionary.spec_tests.proof.planted import load_mutants
 
 # What is written
 
@@ -245,7 +245,7 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
     assert len(texts) == 1 + len(formats.FORMATS)
     for text in texts:
         assert "evictionary judge" not in text
-        scripts = text.count("harness.implementation import load")
+        scripts = text.count("judge.implementation import load")
         assert text.count("this runs the student") + text.count("This runs the student") == scripts
     (law,) = {found for text in texts for found in re.findall(r"evictionary grade \S+ --assignment keydiff --law (\w+)", text)}
     for source, code, told in (

@@ -14,7 +14,7 @@ from evictionary.classroom import assignment as assignments
 from evictionary.classroom import contest, grading
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import reference
-from evictionary.spec_tests.harness.law import load_laws
+from evictionary.spec_tests.judge.law import load_laws
 
 
 class Wrong(NamedTuple):

@@ -17,8 +17,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from evictionary.spec_tests.harness.law import REQUIREMENTS, load_laws
-from evictionary.spec_tests.harness.planted import load_controls, load_mutants
+from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.proof.planted import load_controls, load_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = Path(__file__).with_name("goldens.json.xz")

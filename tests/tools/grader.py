@@ -15,8 +15,8 @@ from evictionary.classroom import assignment as assignments
 from evictionary.classroom import bundle, classes, formats, grading
 from evictionary.classroom.child import Child, Limits
 from evictionary.classroom.judgement import Judgement, Line
-from evictionary.spec_tests.harness.implementation import oracle
-from evictionary.spec_tests.harness.planted import Mutant, edited_source
+from evictionary.spec_tests.judge.implementation import oracle
+from evictionary.spec_tests.proof.planted import Mutant, edited_source
 
 NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
 PAGES = Path(__file__).parents[2] / "docs" / "classroom"
@@ -58,7 +58,7 @@ def score(keys):
 """
 
 
-# What stands for the harness beside a planted mistake.
+# What stands for the suite beside a planted mistake.
 _ORACLE = """import importlib
 def oracle(path):
     stem, name = path.split('.')
@@ -75,7 +75,7 @@ def bundled(stem: str, mutant: Mutant | None = None) -> str:
         module = f"bundled.{path.split('.')[0]}"
         sources[module] = sources[module].replace(inspect.getsource(oracle(path)), edited_source(path, mutant.edits))
     elif mutant is not None:
-        arithmetic = importlib.import_module("evictionary.spec_tests.harness.arithmetic")
+        arithmetic = importlib.import_module("evictionary.spec_tests.judge.arithmetic")
         wrong = inspect.getmodule(inspect.unwrap(mutant.function))
         sources |= {"bundled.oracle": _ORACLE, "bundled.arithmetic": bundle.renamed(inspect.getsource(arithmetic))}
         sources |= {"bundled.planted": _PLANTED, "bundled.wrong": bundle.renamed(inspect.getsource(wrong))}

@@ -18,8 +18,8 @@ from evictionary import reference
 from evictionary.classroom import assignment as assignments
 from evictionary.classroom import formats, grading
 from evictionary.classroom.assignment import Assignment, Step
-from evictionary.spec_tests.harness.law import load_laws
-from evictionary.spec_tests.harness.planted import Mutant, load_mutants
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.store import put, table
 
 from . import attacks

@@ -4,7 +4,7 @@ import contextlib
 import io
 
 from conformance.borrowed import causal_attention, mask, positions_as_values, take
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "batch": (1,), "group": (1,)}

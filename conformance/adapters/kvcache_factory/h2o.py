@@ -2,7 +2,7 @@
 
 from conformance.adapters.kvcache_factory.clusters import H2OKVCluster
 from conformance.borrowed import mask, positions_as_values
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}

@@ -3,7 +3,7 @@
 import torch
 
 from conformance.adapters.kvcache_factory.clusters import PyramidKVCluster
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}

@@ -2,7 +2,7 @@
 
 from conformance.adapters.kvcache_factory.clusters import StreamingLLMKVCluster
 from conformance.borrowed import mask, positions_as_values, scores_by_budget
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked

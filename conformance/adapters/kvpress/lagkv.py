@@ -4,7 +4,7 @@ from kvpress import LagKVPress
 
 from conformance.borrowed import top_k
 from evictionary.reference import lagkv as definition
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from kvpress import PyramidKVPress
 
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}

@@ -3,7 +3,7 @@
 from kvpress import StreamingLLMPress
 
 from conformance.borrowed import scores_by_budget
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked

@@ -3,7 +3,7 @@
 import torch
 
 from conformance.borrowed import OldDynamicCache, Watching, take
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 LagKV = take("lagkv", "lag_kv.py", "LagKV", DynamicCache=OldDynamicCache).LagKV
 L2KV = take("lagkv", "l2_kv.py", "L2KV", DynamicCache=OldDynamicCache).L2KV

@@ -4,7 +4,7 @@ import torch
 
 from conformance.adapters.lagkv.caches import LagKV, kept
 from conformance.borrowed import ranked_by
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}

@@ -1,7 +1,7 @@
 """R-KV's authors: `R1KV.update_kv`, the numbers that it ranks by."""
 
 from conformance.borrowed import ranked_by, refuse_within_window, take, with_window
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "batch": (1,), "max_length": 2048}  # the similarities of all pairs of tokens

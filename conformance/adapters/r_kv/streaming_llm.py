@@ -1,7 +1,7 @@
 """R-KV's baseline `StreamingLLM`."""
 
 from conformance.borrowed import mask, positions_as_values, scores_by_budget, take
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked

@@ -5,7 +5,7 @@ import torch
 
 from conformance.borrowed import take
 from evictionary.reference.keydiff import Cache
-from evictionary.spec_tests.harness.domain import OutsideDomain
+from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}

@@ -1,0 +1,36 @@
+"""What several files of the laws of ada_kv use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+
+def without(path: str, argument: str) -> Callable[[Any], str]:
+    """A `not_for`: the law asks for an argument with a default that older implementations of the function do not take."""
+
+    def reason(impl: Any) -> str:
+        stem, name = path.split(".")
+        parameters = inspect.signature(getattr(impl.modules[stem], name)).parameters.values()
+        takes = any(each.name == argument or each.kind is each.VAR_KEYWORD for each in parameters)
+        return "" if takes else f"its {path} takes no {argument}"
+
+    return reason
+
+
+def shared_by_hand(scores, budget, ratio, protected):
+    """AdaKV token by token, for one layer [H, T]: what is protected, each head's own best, then the layer's best one at a time."""
+    heads, length = scores.shape
+    order = sorted(np.ndindex(heads, length), key=lambda place: (-scores[place], place))
+    kept = protected.copy()
+    for head in range(heads):
+        own = int(Fraction(str(ratio)) * (min(budget, length) - int(protected[head].sum())))
+        for place in [place for place in order if place[0] == head and not protected[place]][:own]:
+            kept[place] = True
+    for place in [place for place in order if not kept[place]][: heads * min(budget, length) - int(kept.sum())]:
+        kept[place] = True
+    return kept

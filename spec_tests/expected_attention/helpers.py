@@ -1,0 +1,56 @@
+"""What several files of the laws of expected_attention use."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.judge.cases import seeded_cases, tiny_cases
+
+SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
+
+
+STATISTICS = "expected_attention.query_statistics"
+
+
+grouped = st.one_of(tiny_cases(), tiny_cases(group=2), seeded_cases())
+
+
+def statistics(impl, case):
+    """A mean [B, H_q, D] and a full-rank covariance [B, H_q, D, D] of the case's queries, as the dtype represents them."""
+    queries = case.queries
+    covariance = np.swapaxes(queries, -1, -2) @ queries / 4 + np.eye(queries.shape[-1]) / 4
+    return impl.round(queries.mean(axis=2)), impl.round(covariance)
+
+
+ROPE = "expected_attention.average_rope"
+
+
+def before_rope(impl, case):
+    """The statistics of `case`, with a channel of zeros where their number is odd."""
+    mean, covariance = statistics(impl, case)
+    more = mean.shape[-1] % 2
+    return np.pad(mean, [(0, 0), (0, 0), (0, more)]), np.pad(covariance, [(0, 0), (0, 0), (0, more), (0, more)])
+
+
+def rope_allowance(impl, pick, mean, covariance, *, position, horizon=512, **settings):
+    """The error allowed on one result of average_rope: angles in the accumulator's precision, tables in that of the dtype."""
+    allowed = impl.allowance(ROPE, mean, covariance, pick=pick, position=position, horizon=horizon, **settings)
+    size = 2 * np.abs(mean).max() if pick == 0 else 8 * np.abs(covariance).max()
+    angle = EPSILON[ACCUMULATOR[impl.dtype]] * (position + horizon)
+    return allowed.wider(float(size) * (EPSILON[impl.dtype] + angle))
+
+
+def in_closed_form(mean, position, horizon):
+    """Means averaged over a window of positions by the sum of a geometric series, pair by pair."""
+    half = mean.shape[-1] // 2
+    averaged = np.empty_like(mean)
+    for pair in range(half):
+        w = 10000.0 ** (-pair / half)
+        shrunk = math.sin(horizon * w / 2) / (horizon * math.sin(w / 2))
+        turn = shrunk * np.exp(1j * w * (position + (horizon - 1) / 2)) * (mean[..., pair] + 1j * mean[..., pair + half])
+        averaged[..., pair], averaged[..., pair + half] = turn.real, turn.imag
+    return averaged

@@ -1,0 +1,239 @@
+"""Laws of Expected Attention's decoding, and of the measures of its appendices: EA-10, EA-A."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.reference.expected_attention import Decoding, average_rope, query_statistics, score
+from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.judge.by_hand import lengths, require_equal, require_loops
+from evictionary.spec_tests.judge.cases import Case, cases, seeds
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance, check_selection
+
+STEP, START = "expected_attention.decode_step", "expected_attention.start_decoding"
+MEASURES = "expected_attention_theory.skewness_and_kurtosis"
+# Section 4.2 compresses every 512 steps by the latest 128 queries: the defaults.
+PAPER = (
+    {"target": 512},
+    {"target": 128, "interval": 128, "buffer_size": 128},
+    {"target": 100, "interval": 100, "buffer_size": 64},
+)
+
+
+def states(impl, seed, group, length, **sizes):
+    """Keys, values and queries before RoPE of `length` tokens, as the dtype represents them: 2 batch items, 2 KV heads."""
+    shape = {"batch": 2, "num_kv_heads": 2, "head_dim": 4} | sizes
+    case = Case(seed=seed, group=group, length=length, num_queries=length, **shape)
+    return impl.round(case.keys), impl.round(case.values), impl.round(case.queries)
+
+
+def prompt(keys, values, queries, length, buffer_size):
+    """The state after `length` tokens, none of them evicted."""
+    places = np.broadcast_to(np.arange(length), (*keys.shape[:2], length)).copy()
+    newest = slice(max(0, length - buffer_size), length)
+    return Decoding(keys[:, :, :length], values[:, :, :length], places, queries[:, :, newest], length, 0)
+
+
+def check_compression(impl, state, queries, keys, values, candidates, position, target, **settings):
+    """The kept positions are the `target` best of the candidates [B, H_kv, n] by the statistics of `queries` at `position`."""
+    rows = [np.take_along_axis(rows, candidates[..., None], axis=2) for rows in (keys, values)]
+    horizon = settings.get("horizon", 512)
+
+    def chain(queries, keys, values):
+        mean, covariance = average_rope(*query_statistics(queries), position=position, horizon=horizon)
+        return score(keys, values, mean, covariance, epsilon=settings.get("epsilon", 0.02))
+
+    kept = (candidates[..., None] == state.positions[..., None, :]).any(axis=-1)
+
+    def slack() -> float:
+        largest = allowance(chain, queries, *rows, dtype=impl.dtype).largest
+        # Angles are computed in the accumulator's precision: what an error of the angle moves in a logit, and with it in a score.
+        angle = EPSILON[impl.dtype] + EPSILON[ACCUMULATOR[impl.dtype]] * (position + horizon)
+        size = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(rows[0], axis=-1).max()
+        return largest + angle * float((size + size**2) * np.linalg.norm(rows[1], axis=-1).max())
+
+    check_selection(kept, chain(queries, *rows), target, slack=slack, what=f"the compression before position {position}")
+
+
+def check_stream(impl, states, length, target, *, interval=512, buffer_size=128, **settings):
+    """Raise Violation unless the tokens after the first `length` are added one by one and compressed when they should be.
+
+    The implementation is asked with what differs from the defaults of the paper.
+    """
+    keys, values, queries = states
+    asked = {"interval": interval, "buffer_size": buffer_size, **settings}
+    asked = {name: value for name, value in asked.items() if value != {"interval": 512, "buffer_size": 128}.get(name)}
+    state = prompt(keys, values, queries, length, buffer_size)
+    for step, token in enumerate(range(length, keys.shape[2]), start=1):
+        before, new = state, (each[:, :, token] for each in (queries, keys, values))
+        state = impl.expected_attention.decode_step(before, *new, target=target, **asked)
+        due = step % interval == 0
+        if (state.position, state.steps) != (token + 1, 0 if due else step % interval):
+            raise Violation(
+                f"after step {step} position and steps are wrong", (token + 1, step % interval), (state.position, state.steps)
+            )
+        candidates = np.concatenate([before.positions, np.full((*keys.shape[:2], 1), token)], axis=2)
+        latest = queries[:, :, max(0, token + 1 - buffer_size) : token + 1]
+        require_equal(state.queries, latest, "the buffer does not hold the latest queries")
+        if due and candidates.shape[2] > target:
+            check_compression(impl, state, latest, keys, values, candidates, token + 1, target, **settings)
+        elif not np.array_equal(state.positions, candidates):
+            raise Violation("a token was evicted or lost between two compressions", candidates, state.positions)
+        if (np.diff(state.positions, axis=-1) <= 0).any():
+            raise Violation("the rows are not in position order", None, state.positions)
+        for name, rows, stored in (("keys", keys, state.keys), ("values", values, state.values)):
+            expected = np.take_along_axis(rows, state.positions[..., None], axis=2)
+            require_equal(stored, expected, f"the {name} are not those of the kept positions")
+
+
+@law(
+    "EA-10",
+    of=STEP,
+    seed=seeds(),
+    group=st.integers(1, 2),
+    length=st.integers(1, 6),
+    target=st.integers(1, 6),
+    interval=st.integers(1, 5),
+    buffer_size=st.integers(1, 7),
+    epsilon=st.sampled_from([0.0, 0.02]),
+)
+def test_decoding_compresses_every_interval(impl, seed, group, length, target, interval, buffer_size, epsilon):
+    """Step by step: the cache grows by one, and every `interval` steps shrinks to the `target` best by the latest queries."""
+    settings = {"interval": interval, "buffer_size": buffer_size, "horizon": 4, "epsilon": epsilon}
+    check_stream(impl, states(impl, seed, group, length + 12), length, target, **settings)
+
+
+@law("EA-10", of=STEP, examples=1, seed=seeds())
+def test_decoding_compresses_at_the_intervals_of_the_paper(impl, seed):
+    """The same every 512 steps with the latest 128 queries, which are the defaults, and every 100 and 128 steps with others."""
+    for settings in PAPER:
+        length, steps = settings["target"] // 2, settings["target"] + settings.get("interval", 512) // 4
+        tokens = length + max(steps, settings.get("interval", 512) + 2)
+        check_stream(impl, states(impl, seed, 1, tokens, batch=3, num_kv_heads=1, head_dim=2), length, **settings)
+
+
+@law("EA-10", of=STEP, seed=seeds(), target=st.integers(1, 9), interval=st.integers(1, 6))
+def test_the_cache_never_exceeds_target_plus_interval(impl, seed, target, interval):
+    """From a prompt within the target on, no step ends with target + interval tokens or more, nor stores more queries than 3."""
+    keys, values, queries = states(impl, seed, 1, 30)
+    state = prompt(keys, values, queries, min(target, 4), 3)
+    for token in range(min(target, 4), 30):
+        state = impl.expected_attention.decode_step(
+            state, queries[:, :, token], keys[:, :, token], values[:, :, token], target=target, interval=interval, buffer_size=3
+        )
+        if state.keys.shape[2] > max(target, target + interval - 1) or state.queries.shape[2] > 3:
+            raise Violation(f"the cache holds {state.keys.shape[2]} tokens", target + interval - 1, state.keys.shape[2])
+
+
+@law("EA-10", of=STEP, examples=2, position=st.sampled_from([521, 5000]))
+def test_the_defaults_are_those_of_the_paper(impl, position):
+    """128 queries, every 512 steps, 512 positions, epsilon 0.02, at the true position and not at that of the buffer's end."""
+    keys, values, queries = states(impl, 7, 2, 521)
+    places = np.broadcast_to(np.append(np.arange(position - 521, position - 1), position - 1), keys.shape[:3]).copy()
+    state = Decoding(keys[:, :, :-1], values[:, :, :-1], places[..., :-1], queries[:, :, -131:-1], position - 1, 510)
+    token = (queries[:, :, -1], keys[:, :, -1], values[:, :, -1])
+    waiting = impl.expected_attention.decode_step(state, *token, target=200)
+    if waiting.keys.shape[2] != 521 or waiting.steps != 511 or waiting.queries.shape[2] != 128:
+        raise Violation(
+            "the cache was compressed before 512 steps, or the buffer is not of 128 queries", 521, waiting.keys.shape[2]
+        )
+    compressed = impl.expected_attention.decode_step(state._replace(steps=511), *token, target=200)
+    relative = compressed._replace(positions=compressed.positions - (position - 521))
+    candidates = places - (position - 521)
+    check_compression(impl, relative, queries[:, :, -128:], keys, values, candidates, position, 200)
+
+
+def check_start(impl, seed, length, buffer_size=None):
+    keys, values, queries = states(impl, seed, 2, length)
+    expected = prompt(keys, values, queries, length, buffer_size or 128)
+    asked = {} if buffer_size is None else {"buffer_size": buffer_size}
+    got = impl.expected_attention.start_decoding(keys, values, queries, **asked)
+    for name, wanted, found in zip(Decoding._fields, expected, got, strict=True):
+        require_equal(found, wanted, f"{name} of the first state is wrong")
+
+
+@law("EA-10", of=START, seed=seeds(), length=st.integers(1, 6), buffer_size=st.integers(1, 8))
+def test_decoding_starts_with_the_latest_queries_of_the_prompt(impl, seed, length, buffer_size):
+    """All tokens of the prompt, their positions, the latest queries, and the position of the next token."""
+    check_start(impl, seed, length, buffer_size)
+
+
+@law("EA-10", of=START, examples=1, seed=seeds())
+def test_decoding_starts_with_the_latest_128_queries(impl, seed):
+    """The same by default, of prompts shorter than 128 tokens, as long, and longer."""
+    for length in (100, 127, 128, 129, 512, 2048):
+        check_start(impl, seed, length)
+
+
+@law("EA-10", of=STEP, kind="refusal", name=st.sampled_from(["target", "interval", "buffer_size"]))
+def test_bad_steps_are_refused(impl, name):
+    """Counts below 1 raise ValueError naming the argument."""
+    state = prompt(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 3)), np.ones((1, 2, 2, 2)), 2, 2)
+    token, counts = (np.ones((1, 2, 2)), np.ones((1, 1, 2)), np.ones((1, 1, 3))), {"target": 1, "interval": 1, "buffer_size": 1}
+    with impl.refuses(name):
+        impl.expected_attention.decode_step(state, *token, **(counts | {name: 0}))
+
+
+@law("EA-A", of="expected_attention_theory.reconstruction_error", case=cases())
+def test_reconstruction_error_is_the_mean_norm_of_the_difference(impl, case):
+    """The mean over the tokens of |h - h_compr|: 0 where nothing was evicted."""
+    size = min(case.keys.shape[2], case.next_keys.shape[2])
+    hidden, compressed = case.keys[:, :, :size], case.next_keys[:, :, :size]
+    hidden, compressed = impl.round(hidden), impl.round(compressed)
+    allowed = impl.allowance("expected_attention_theory.reconstruction_error", hidden, compressed)
+    norms = lengths(hidden - compressed)
+    require_loops(allowed.expected, np.array([[math.fsum(row) / size for row in rows] for rows in norms]), norms.max())
+    allowed.check(impl.expected_attention_theory.reconstruction_error(hidden, compressed), "the reconstruction error")
+    if (impl.expected_attention_theory.reconstruction_error(hidden, hidden) != 0).any():
+        raise Violation("equal states have a reconstruction error")
+
+
+@law("EA-A", of="expected_attention_theory.correlation", case=cases(min_length=2), seed=seeds())
+def test_correlation_is_pearsons(impl, case, seed):
+    """The mean product of the standardised rows: 1 with itself, -1 with its mirror, 0 with a constant."""
+    observed = impl.round(case.keys[..., 0])
+    expected = impl.round(np.random.default_rng(seed).normal(size=observed.shape))
+    path = "expected_attention_theory.correlation"
+    allowed = impl.allowance(path, observed, expected)
+    got = impl.expected_attention_theory.correlation(observed, expected)
+    allowed.check(got, "the correlation")
+    for index in np.ndindex(observed.shape[:-1]):
+        constant = (observed[index] == observed[index][0]).all()
+        pearson = 0.0 if constant else np.corrcoef(observed[index], expected[index])[0, 1]
+        if not abs(got[index] - pearson) <= allowed.largest + 1e-9:
+            raise Violation("the correlation is not Pearson's", pearson, got[index])
+    mirrored = impl.allowance(path, observed, -4 * observed)
+    mirrored.check(impl.expected_attention_theory.correlation(observed, -4 * observed), "the correlation with the mirror")
+
+
+@law("EA-A", of=MEASURES, case=cases(min_length=2))
+def test_skewness_and_kurtosis_are_standardised_moments(impl, case):
+    """E[z^3] and E[z^4] - 3 of each channel over the tokens."""
+    got = impl.expected_attention_theory.skewness_and_kurtosis(case.keys)
+    for pick, name in enumerate(("the skewness", "the excess kurtosis")):
+        impl.allowance(MEASURES, case.keys, pick=pick).check(got[pick], name)
+
+
+@law("EA-A", of=MEASURES)
+def test_known_distributions_have_their_moments(impl):
+    """Two equal points have excess kurtosis -2, a constant channel -3, (0, 0, 0, 4) skewness 2/sqrt 3 and kurtosis -2/3."""
+    channels = np.array([[1.0, -1, 1, -1], [2, 2, 2, 2], [0, 0, 0, 4]]).T
+    skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(channels)
+    error = 32 * EPSILON[impl.dtype]
+    Allowance(np.array([0, 0, 2 / np.sqrt(3)]), error, error).check(skewness, "the skewness")
+    Allowance(np.array([-2, -3, -2 / 3]), error, error).check(kurtosis, "the excess kurtosis")
+
+
+@law("EA-A", of=MEASURES, seed=seeds())
+def test_gaussian_samples_measure_near_zero(impl, seed):
+    """Of 2,000 Gaussian numbers, skewness and excess kurtosis lie within six standard errors, sqrt(6/N) and sqrt(24/N), of 0."""
+    sample = impl.round(np.random.default_rng(seed).normal(size=(2_000, 1)))
+    skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(sample)
+    rounding = 64 * EPSILON[impl.dtype]
+    # The sample kurtosis of a Gaussian has a heavy right tail: there the bound is twice as wide.
+    if abs(skewness[0]) > 6 * np.sqrt(6 / 2_000) + rounding or abs(kurtosis[0]) > 12 * np.sqrt(24 / 2_000) + rounding:
+        raise Violation("the measures of a Gaussian sample are not near 0", 0.0, np.array([skewness[0], kurtosis[0]]))

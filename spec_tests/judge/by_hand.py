@@ -1,0 +1,243 @@
+"""What laws of several papers share: attention in plain loops, which each paper states anew, and checks that many laws make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.implementation import Implementation
+from evictionary.spec_tests.judge.tolerance import FACTOR, FACTOR_OF, Allowance, Violation, require_numbers
+
+
+def causal_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """softmax(q . k / sqrt(D)), query by query: of M queries [.., M, D] the m-th sees the keys [.., T, D] up to T - M + m.
+
+    One query is that of the last token, which sees every key.
+    """
+    weights = np.zeros((*queries.shape[:-1], keys.shape[-2]))
+    for place in np.ndindex(queries.shape[:-1]):
+        seen = keys.shape[-2] - queries.shape[-2] + place[-1] + 1
+        logits = keys[place[:-1]][:seen] @ queries[place] / keys.shape[-1] ** 0.5
+        exponentials = np.exp(logits - logits.max())
+        weights[place][:seen] = exponentials / exponentials.sum()
+    return weights
+
+
+def lengths(vectors: np.ndarray) -> np.ndarray:
+    """The Euclidean norm of each vector [.., D], number by number."""
+    return np.array([math.hypot(*row) for row in vectors.reshape(-1, vectors.shape[-1]).tolist()]).reshape(vectors.shape[:-1])
+
+
+def linear(states: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Each state [.., C] through a linear layer [C, D], sum by sum, [.., D]."""
+    rows = [
+        [math.fsum(x * w for x, w in zip(state, column, strict=True)) for column in weight.T.tolist()]
+        for state in states.reshape(-1, states.shape[-1]).tolist()
+    ]
+    return np.array(rows).reshape(*states.shape[:-1], weight.shape[-1])
+
+
+def directions(keys: np.ndarray) -> np.ndarray:
+    """Each key [.., D] divided by its length, number by number; a zero key stays one."""
+    return keys / np.where(lengths(keys) == 0, 1, lengths(keys))[..., None]
+
+
+def mean_cosines(keys: np.ndarray) -> np.ndarray:
+    """The mean of the cosines of each key [.., T, D] to all keys of its head, pair by pair, [.., T]: `khat_i . mu` of KeyDiff."""
+    means = np.zeros(keys.shape[:-1])
+    for place in np.ndindex(keys.shape[:-2]):
+        rows = directions(keys[place]).tolist()
+        means[place] = [math.fsum(x * y for other in rows for x, y in zip(row, other, strict=True)) / len(rows) for row in rows]
+    return means
+
+
+def for_each_reader(states: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """The states [B, H_kv, ..] of KV heads once for each of the query heads [B, H_q, ..] that read them: h reads h // G."""
+    return np.repeat(states, queries.shape[1] // states.shape[1], axis=1)
+
+
+def over_group(numbers: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """The mean of [B, H_q, ..] over the query heads of each KV head, [B, H_kv, ..]."""
+    return numbers.reshape(numbers.shape[0], num_kv_heads, -1, *numbers.shape[2:]).mean(axis=2)
+
+
+def require_loops(expected: np.ndarray, by_hand: np.ndarray, size: float = 1.0) -> None:
+    """Raise Violation unless the oracle's numbers are those of the law's own loops; `size` is that of the numbers rounded."""
+    with np.errstate(invalid="ignore"):
+        apart = np.where(expected == by_hand, 0, np.abs(expected - by_hand))
+    if expected.shape != np.shape(by_hand) or not (apart <= 1e-12 * max(1.0, size)).all():
+        raise Violation("the oracle differs from the plain loop", by_hand, expected)
+
+
+def require_equal(got: Any, expected: Any, message: str) -> None:
+    """Raise Violation with this message unless `got` has the shape and numbers of `expected`; one number stands for all."""
+    if not np.array_equal(got, np.broadcast_to(expected, np.shape(got)) if np.ndim(expected) == 0 else expected):
+        raise Violation(message, expected, got)
+
+
+def require_totals(got: Any, total: float, allowed: Allowance, what: str) -> None:
+    """Raise Violation unless no number is negative and every row has this total, as softmax weights have 1."""
+    require_numbers(got, allowed.expected.shape, what)
+    totals = got.sum(axis=-1)
+    error = float(np.abs(totals - total).max()) - 1e-12 * total
+    if (got < 0).any() or not allowed.covers(error / got.shape[-1], 0.0):
+        raise Violation(f"{what} are negative somewhere, or do not sum to {total:g}", total, totals)
+
+
+def check_permuted(impl: Implementation, path: str, seed: int, moving: tuple[np.ndarray, ...], *still: np.ndarray) -> None:
+    """Raise Violation unless scores [B, H, T] move with their tokens when the states [B, H, T, ..] that come first are permuted."""
+    allowed = impl.allowance(path, *moving, *still)
+    order = np.random.default_rng(seed).permutation(moving[0].shape[2])
+    got = impl.call(path, *(states[:, :, order] for states in moving), *still)
+    allowed.check(got, "the permuted score", allowed.expected[:, :, order])
+
+
+def check_heads_alone(impl: Implementation, path: str, *states: np.ndarray) -> None:
+    """Raise Violation unless each head of each batch item gives alone what it gives among others.
+
+    The first of the states [B, H, ..] has the KV heads; others may have the query heads, of which each head takes its readers.
+    """
+    allowed = impl.allowance(path, *states)
+    together = impl.call(path, *states)
+    require_numbers(together, allowed.expected.shape, "the result")
+    num_kv_heads = states[0].shape[1]
+
+    def of_head(array: np.ndarray, item: int, head: int) -> np.ndarray:
+        group = array.shape[1] // num_kv_heads
+        return array[item : item + 1, head * group : (head + 1) * group]
+
+    for item, head in np.ndindex(states[0].shape[:2]):
+        alone = impl.call(path, *(of_head(array, item, head) for array in states))
+        expected = of_head(allowed.expected, item, head)
+        allowed.check(of_head(together, item, head), "the head among others", expected)
+        allowed.check(alone, "the head alone", expected)
+
+
+def require_near(got: Any, expected: np.ndarray, slack: float | np.ndarray, what: str) -> None:
+    """Raise Violation unless `got` has the shape of `expected` and differs nowhere by more than `slack`, one number or an array."""
+    require_numbers(got, expected.shape, what)
+    with np.errstate(invalid="ignore"):
+        apart = np.where(got == expected, 0, np.abs(got - expected))
+    if not (apart <= slack).all():
+        raise Violation(f"{what} differs by {np.nanmax(apart):.3g}; allowed is {np.max(slack):.3g}", expected, got)
+
+
+def above_all(got: Any, chosen: np.ndarray) -> Any:
+    """The scores [.., T] with infinity for the chosen tokens [T], where each of them scores more than all others of its row.
+
+    Any such number keeps them, as infinity does.
+    """
+    scores = np.array(got)
+    top = scores[..., ~chosen].max(axis=-1, initial=-np.inf)
+    lifted = scores[..., chosen].min(axis=-1, initial=np.inf) > top
+    return np.where(chosen & lifted[..., None], np.inf, scores)
+
+
+def window_above_all(got: Any, keys: np.ndarray, window_size: int) -> np.ndarray:
+    """The scores of keys [B, H, T, D], infinite in the window of the last tokens where it scores more than all before it.
+
+    Raises Violation for anything but one number for each key.
+    """
+    require_numbers(got, keys.shape[:3], "the score")
+    return above_all(got, np.arange(keys.shape[2]) >= keys.shape[2] - window_size)
+
+
+def rounding(impl: Implementation, terms: int = 1) -> float:
+    """What a number may be wrong by, in parts of the sum of the magnitudes of the `terms` that it is the sum of.
+
+    A few roundings to the dtype, and a sum in its accumulator, one term after the other: its errors grow like a random walk.
+    For long inputs, where to run the oracle in other arithmetics costs too much; mistakes of size are larger by far.
+    """
+    factor = FACTOR_OF.get(impl.dtype, FACTOR)
+    return float(factor * (2 * EPSILON[impl.dtype] + EPSILON[ACCUMULATOR[impl.dtype]] * np.sqrt(terms)))
+
+
+def of_dtype(impl: Implementation, states: np.ndarray) -> np.ndarray:
+    """The states rounded to the dtype; what it cannot hold (1e-7 and 1e4 in float16) says nothing about an implementation."""
+    rounded = impl.round(states)
+    if impl.dtype == "float16" and not 1e-3 < np.abs(states).mean() < 1e3:
+        impl.unrepresentable()
+    return rounded
+
+
+def width(impl: Implementation, wanted: int = 2) -> int:
+    """As many channels as wanted, or as few as the domain allows: for laws whose numbers do not depend on them."""
+    allowed = impl.domain.head_dim
+    return wanted if not allowed or wanted in allowed else min(allowed)
+
+
+def largest_product(impl: Implementation, head_dim: int) -> float:
+    """`q . k` of a logit of 1e4, or what float16 holds: an implementation may multiply before it divides by sqrt(D)."""
+    return min(1e4 * float(np.sqrt(head_dim)), 6e4 if impl.dtype == "float16" else np.inf)
+
+
+def in_parts(function: Callable[..., Any], *states: np.ndarray, size: int = 3000) -> list[Any]:
+    """The results of `function` for one part after the other of the tokens, the next to last axis of all states."""
+    return [function(*(each[..., start : start + size, :] for each in states)) for start in range(0, states[0].shape[-2], size)]
+
+
+def attention_in_parts(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of one KV head and its log-sum-exp, part by part: [M, D], [T, D] and [T, D_v] give [M, D_v] and [M].
+
+    The parts are added up beside a maximum that grows.
+    """
+    top, total = np.full(len(queries), -np.inf), np.zeros(len(queries))
+    output = np.zeros((len(queries), values.shape[-1]))
+    for key_part, value_part in in_parts(lambda *parts: parts, keys, values):
+        logits = queries @ key_part.T / np.sqrt(keys.shape[-1])
+        higher = np.maximum(top, logits.max(axis=-1))
+        weights, shrunk = np.exp(logits - higher[:, None]), np.exp(top - higher)
+        total = total * shrunk + weights.sum(axis=-1)
+        output = output * shrunk[:, None] + weights @ value_part
+        top = higher
+    return output / total[:, None], top + np.log(total)
+
+
+def weights_in_parts(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The attention of queries [M, D] on all of the keys [T, D] of one head, [M, T], by the log-sum-exp of `attention_in_parts`."""
+    normaliser = attention_in_parts(queries, keys, keys[:, :1])[1]
+    return np.exp(queries @ keys.T / np.sqrt(keys.shape[-1]) - normaliser[:, None])
+
+
+def looking(case: Case, readers: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Queries [1, H_q, D] and keys [1, H_kv, T, D] with which query head readers[i] looks at tokens[i], and at no other tokens.
+
+    A head looks at all of its tokens alike: the products are exact there, and equal, so that rounded logits hide no split of a long
+    row. All of them are negative, so that padding shows.
+    """
+    heads = np.arange(case.num_kv_heads * case.group)
+    channels = heads % case.group % case.head_dim
+    queries = np.zeros((1, len(heads), case.head_dim))
+    queries[0, heads, channels] = math.isqrt(case.head_dim)
+    keys = np.full((1, case.num_kv_heads, case.length, case.head_dim), -64.0)
+    keys[0, readers // case.group, tokens, channels[readers]] = -2
+    return queries, keys
+
+
+def neighbours(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """A few neighbouring tokens for each query head, from the first to the last token of a long row: the heads, and the tokens."""
+    heads = case.num_kv_heads * case.group
+    tokens = np.linspace(0, case.length - 1, max(64, 4 * heads)).astype(int)
+    return np.arange(len(tokens)) * heads // len(tokens), tokens
+
+
+def angle_error(impl: Implementation, position: float) -> float:
+    """What an angle t w up to this position may be wrong by: frequency and product are rounded, in float32 or wider."""
+    return float(2 * position * EPSILON[ACCUMULATOR[impl.dtype]])
+
+
+def logit_error(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> float:
+    """What a logit `q . k / sqrt(D)` may be wrong by."""
+    longest = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(keys, axis=-1).max()
+    return float(rounding(impl, keys.shape[-1]) * longest / np.sqrt(keys.shape[-1]))
+
+
+def softmax_slack(impl: Implementation, weights: np.ndarray, error: float) -> np.ndarray:
+    """What softmax weights [.., T], or sums of such, may be wrong by where the logits may be by `error`."""
+    smallest = 2.0**-23 if impl.dtype == "float16" else 1e-37  # below it numbers lose their digits
+    return weights * (np.expm1(min(2 * error, 50.0)) + rounding(impl, weights.shape[-1])) + smallest

@@ -1,0 +1,539 @@
+"""What is judged: a package, a folder or a file that mirrors `reference/`, called with NumPy arrays whatever it computes with."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import types
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from evictionary import reference
+from evictionary.source import import_file
+from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
+from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degenerate
+from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
+from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, ProgramFailed
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance, require_numbers
+from evictionary.spec_tests.judge.watch import WATCH, NotAsked
+
+STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
+# The packages of this project, which go by these names on the command line.
+OWN = ("reference", "optimized")
+# The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
+NOT_SEAMS = ("checks", "contract")
+NO_GPU = "needs a GPU, and this machine has none"
+CANNOT_HOLD = "cannot hold the numbers"
+# In place of a function, for laws that hold of every function that an implementation provides.
+ANY = "*"
+
+
+class UnusableImplementation(Exception):
+    """The implementation cannot be loaded or provides nothing; the message says why."""
+
+
+@dataclass
+class Call:
+    """One call that a law made: `keydiff.score`, its arguments by name, and what came back (None where it raised).
+
+    The first `positional` arguments were given by their position: an implementation may have names of its own for them. dtype is
+    that of the numbers as they came back, empty where there are none.
+    """
+
+    function: str
+    arguments: dict[str, Any]
+    result: Any = None
+    positional: int = 0
+    dtype: str = ""
+
+    @property
+    def given(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as the law gave them: those by position, and those by name."""
+        given = list(self.arguments.items())
+        return [value for _, value in given[: self.positional]], dict(given[self.positional :])
+
+
+@dataclass(repr=False)
+class Implementation:
+    """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and returns NumPy.
+
+    modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy",
+    "torch" or, for a program, "exec"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`);
+    variants maps a function that it declares to be another one to that one; methods are those that laws of memory ask, all where
+    none are named. asking is the class of the law at hand; strict where a
+    refusal has to be in our words; compares_order while scores count as an order; outside says what was asked outside the domain,
+    outside_of how often each law asked there and nowhere else; drawn are the inputs of the example at hand. calls are those of the
+    example at hand, history the latest of all.
+    """
+
+    name: str
+    modules: dict[str, types.ModuleType]
+    origin: str = ""
+    array_library: str = "numpy"
+    device: str = "cpu"
+    dtype: str = "float64"
+    domain: Domain = field(default_factory=Domain)
+    conventions: frozenset[str] = frozenset()
+    variants: dict[str, str] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
+    asking: str = ""
+    strict: bool = True
+    compares_order: bool = False
+    outside: str = ""
+    outside_of: Counter[str] = field(default_factory=Counter)
+    drawn: dict[str, Any] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    history: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.array_library}, {self.device}, {self.dtype})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would print every field, the history of calls among them
+
+    def __getattr__(self, stem: str) -> Any:
+        if stem.startswith("_") or stem not in STEMS:
+            raise AttributeError(f"{stem}: not a file of reference/")
+        return _Stem(self, stem)
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether arguments can be refused for their numbers: on a GPU that would mean to wait for it."""
+        return self.device == "cpu"
+
+    def functions(self) -> list[str]:
+        """The functions of `reference` that this implementation provides, as `stem.function`."""
+        return [
+            f"{stem}.{name}"
+            for stem in STEMS
+            if stem in self.modules and stem not in NOT_SEAMS
+            for name, value in vars(importlib.import_module(f"evictionary.reference.{stem}")).items()
+            if isinstance(value, types.FunctionType)
+            and value.__module__ == f"evictionary.reference.{stem}"
+            and callable(getattr(self.modules[stem], name, None))
+        ]
+
+    def asked_of_memory(self) -> list[str]:
+        """The functions that laws of memory ask: those of the files of `methods`, or all."""
+        return [
+            path
+            for path in self.functions()
+            if not self.methods or any(f"{path.split('.')[0]}_".startswith(f"{method}_") for method in self.methods)
+        ]
+
+    def missing(self, functions: tuple[str, ...]) -> str:
+        """Say why one of `functions` cannot be judged, or return an empty string where all are provided."""
+        for path in functions:
+            if path == ANY:
+                continue
+            stem, name = path.split(".")
+            if stem not in self.modules:
+                return f"no file {stem}.py"
+            if not callable(getattr(self.modules[stem], name, None)):
+                return f"no function {name} in {stem}.py"
+        return ""
+
+    def round(self, array: np.ndarray) -> np.ndarray:
+        """Return float64 numbers that the dtype under test represents exactly, so that both sides see the same input."""
+        return round_to(np.asarray(array, dtype=np.float64), self.dtype)
+
+    def function(self, path: str) -> Callable[..., Any]:
+        """The function `path` of the implementation, as it is; a program looks after its time itself, any other is watched."""
+        stem, name = path.split(".")
+        function = getattr(self.modules[stem], name)
+        return function if self.array_library == "exec" else functools.partial(WATCH.call, path, function)
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `path` of the implementation: NumPy in (rounded to the dtype), NumPy out. The call is recorded."""
+        name = path.split(".")[1]
+        function = self.function(path)
+        call = Call(path, self._rounded_arguments(path, args, kwargs), positional=len(args))
+        if self.asking not in ("", REFUSAL) and (reason := self.domain.excludes(call.arguments)):
+            raise OutsideDomain(reason)
+        if self.asking == MATHEMATICS and (reason := degenerate(path, call.arguments)):
+            raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")
+        self.calls.append(call)
+        self.history.append(call)
+        if "ranks" in self.conventions and name.endswith("score") and not self.compares_order:
+            raise OutsideDomain("its scores say the order of the tokens alone", always=True)
+        if "beyond_budget" in self.conventions and call.arguments.get("protected") is not None:
+            counts = np.unique(call.arguments["protected"].sum(axis=-1))
+            if len(counts) > 1 or counts[0] > call.arguments["budget"]:
+                raise OutsideDomain("its rows protect equally many tokens, beside the budget")
+            args, kwargs = (), {**call.arguments, "budget": int(call.arguments["budget"] - counts[0])}
+        given = [self.native(argument) for argument in args]
+        named = {key: self.native(argument) for key, argument in kwargs.items()}
+        with nullcontext() if self.origin.split(".")[0] in OWN else np.errstate(all="ignore"):
+            try:
+                answer = function(*given, **named)
+                call.dtype = _dtype(answer)
+                answer = to_numpy(answer)
+            except Exception as error:
+                _require_gpu(path, error)
+                raise
+        self._require_untouched(call, {**dict(zip(call.arguments, given, strict=False)), **named})
+        call.result = self._in_our_form(call, answer)
+        return call.result
+
+    def _require_untouched(self, call: Call, given: dict[str, Any]) -> None:
+        """Raise Violation where the implementation has written into an argument; of large ones MEM-1 asks that alone."""
+        if not self.reads_numbers:
+            return
+        for name, native in given.items():
+            before = call.arguments[name]
+            if not isinstance(before, np.ndarray) or before.size > 4096:
+                continue
+            if not np.array_equal(to_numpy(native), before, equal_nan=before.dtype.kind == "f"):
+                raise Violation(f"{call.function} writes into its argument {name}", before, to_numpy(native))
+
+    def _in_our_form(self, call: Call, answer: Any) -> Any:
+        """An answer in the form of the contract, where the implementation has said that it answers in another."""
+        if "indices" in self.conventions and isinstance(answer, np.ndarray) and answer.dtype.kind in "iu" and answer.ndim:
+            rows = call.arguments.get("scores", call.arguments.get("attention"))
+            shape = call.arguments["keys"].shape[:-1] if rows is None else rows.shape
+            inside = (answer >= 0) & (answer < shape[-1])
+            if answer.shape[:-1] == shape[:-1] and inside.all():
+                kept = np.zeros(shape, dtype=bool)
+                np.put_along_axis(kept, answer, True, axis=-1)
+                if (kept.sum(axis=-1) == answer.shape[-1]).all():  # a position that is named twice shows as too few
+                    return kept
+                raise Violation("the positions of the kept tokens are not distinct", None, answer)
+        if "cu_lengths" in self.conventions and call.function == "cache.compress" and isinstance(answer, tuple):
+            *rows, ends = answer
+            lengths = np.diff(ends).reshape(call.arguments["kept"].shape[:-1])
+            return type(oracle(call.function)(**call.arguments))(*rows, lengths)
+        return answer
+
+    def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
+        """What the oracle gives for these arguments, rounded to the dtype under test, and the error allowed on it."""
+        args, kwargs = self.rounded(args), {key: self.rounded(value) for key, value in kwargs.items()}
+        return allowance(oracle(path), *args, dtype=self.dtype, pick=pick, unrepresentable=self.unrepresentable, **kwargs)
+
+    def unrepresentable(self) -> NoReturn:
+        """Leave the case out: its dtype cannot hold the numbers, which says nothing about the implementation."""
+        raise OutsideDomain(f"{self.dtype} {CANNOT_HOLD} that it asks for")
+
+    def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
+        """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
+        if "ranks" in self.conventions and path.endswith("score"):
+            return self._orders(path, *args, **kwargs)
+        got = self.call(path, *args, **kwargs)
+        if not isinstance(got, tuple):
+            self.allowance(path, *args, **kwargs).check(got, path)
+            return
+        for place, entry in enumerate(got):
+            self.allowance(path, *args, pick=place, **kwargs).check(entry, f"entry {place} of {path}")
+
+    @contextmanager
+    def refuses(self, pattern: str = "") -> Iterator[None]:
+        """What stands inside must raise: ValueError with this pattern in its message, or, where nobody asks for ours, anything.
+
+        Raises Violation where nothing is raised, or something else than is asked for, and RuntimeError in a law of another class:
+        who checks no argument may fail no mathematics.
+        """
+        if self.asking not in ("", REFUSAL):  # outside of laws nothing is asked
+            raise RuntimeError(f"refuses: got a law of the class {self.asking}, wanted one of {REFUSAL}")
+        try:
+            yield
+        except Violation:
+            raise
+        except Exception as error:
+            if self.strict and not (isinstance(error, ValueError) and re.search(pattern, str(error))):
+                wanted = f"a ValueError with {pattern!r} in its message" if pattern else "a ValueError"
+                raise Violation(f"bad input raises {type(error).__name__}: {error}", wanted, str(error)) from error
+            return
+        raise Violation("bad input is accepted in silence", "an error", None)
+
+    def _orders(self, path: str, *args: Any, **kwargs: Any) -> None:
+        """Raise Violation unless the scores put the tokens in the oracle's order, as far as the dtype can tell them apart."""
+        self.compares_order = True
+        try:
+            got = self.call(path, *args, **kwargs)
+        finally:
+            self.compares_order = False
+        allowed = self.allowance(path, *args, **kwargs)
+        require_numbers(got, allowed.expected.shape, path)
+        order = np.argsort(-got, axis=-1, kind="stable")
+        ordered = np.take_along_axis(allowed.expected, order, axis=-1)
+        later = np.maximum.accumulate(ordered[..., ::-1], axis=-1)[..., ::-1]
+        if (later[..., 1:] - ordered[..., :-1] > 2 * allowed.largest).any():
+            raise Violation("the scores put a token before one that scores more", allowed.expected, got)
+
+    def _rounded_arguments(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = inspect.signature(oracle(path)).bind(*args, **kwargs).arguments
+        return {name: self.rounded(value) for name, value in bound.items()}
+
+    def rounded(self, value: Any) -> Any:
+        """`round` for arrays, alone or in a tuple; anything else as it is."""
+        if isinstance(value, tuple):
+            rounded = [self.rounded(entry) for entry in value]
+            return type(value)(*rounded) if hasattr(value, "_fields") else tuple(rounded)
+        return self.round(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
+
+    def native(self, value: Any) -> Any:
+        """NumPy arrays, alone or in a tuple, as what the implementation computes with: rounded to its dtype, on its device."""
+        if isinstance(value, tuple):
+            converted = [self.native(entry) for entry in value]
+            return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
+        if not isinstance(value, np.ndarray):
+            return value
+        if value.dtype.kind == "f":
+            value = self.round(value)
+        if self.array_library != "torch":
+            return value.astype(self.dtype) if value.dtype.kind == "f" and self.dtype != "bfloat16" else value.copy()
+        import torch
+
+        tensor = torch.from_numpy(np.array(value, order="C"))  # a copy: torch refuses negative strides
+        dtype = getattr(torch, self.dtype) if value.dtype.kind == "f" else tensor.dtype
+        return tensor.to(device=self.device, dtype=dtype, copy=True)
+
+
+@dataclass
+class _Stem:
+    implementation: Implementation
+    stem: str
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.implementation.call(f"{self.stem}.{name}", *args, **kwargs)
+
+        return call
+
+
+def _require_gpu(path: str, error: Exception) -> None:
+    """Raise NotAsked where a function raised because it needs a GPU and this machine has none."""
+    text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    torch = sys.modules.get("torch")
+    if torch and re.search("cuda|nvidia|gpu|active drivers", text, re.IGNORECASE) and not torch.cuda.is_available():
+        raise NotAsked(f"{path} {NO_GPU} ({text})") from None
+
+
+def oracle(path: str) -> Callable[..., Any]:
+    """Return the function of `reference` that `path` names, such as `keydiff.score`."""
+    stem, name = path.split(".")
+    return getattr(importlib.import_module(f"evictionary.reference.{stem}"), name)
+
+
+def load(
+    target: str, *, device: str = "cpu", dtype: str | None = None, domain: Domain | None = None, seconds: float = SECONDS
+) -> Implementation:
+    """Load an implementation: a package name, a folder with files named as in `reference/`, one such file, or `exec:COMMAND`.
+
+    COMMAND starts a program that answers over its standard input and output (`process.py`), each call within `seconds`.
+    dtype None means float64, and float32 for torch. Whether it computes with NumPy or torch is read from its attribute
+    `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch. It may say more, in the package or in a file:
+    `DOMAIN`, what it accepts (`domain` adds to it); `IMPLEMENTS = {"score": "keydiff.raw_mean_score"}`, as which variant it is
+    to be judged, or None for a helper that is not judged; `CONVENTIONS = ("indices",)`, in which form it answers.
+    Raises UnusableImplementation, saying what was looked for, where nothing can be judged.
+    """
+    path = Path(target)
+    program = None
+    package: types.ModuleType | None
+    if target.startswith(PREFIX):
+        try:
+            program = Program(target.removeprefix(PREFIX), seconds)
+            name, modules, package = program.modules()
+        except ProgramFailed as error:
+            raise UnusableImplementation(f"{target}: {error}") from None
+    elif path.suffix == ".py" or path.is_dir():
+        modules, package = _load_path(path)
+        name = path.stem
+    else:
+        modules, package = _load_package(target)
+        name = target
+    said = [package, *modules.values()] if package is not None else list(modules.values())
+    library = next((each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), "") or _array_library(modules)
+    if library not in ("numpy", "torch") and program is None:
+        raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
+    accepted = Domain()
+    for module in said:
+        try:
+            accepted |= Domain.read(getattr(module, "DOMAIN", {}))
+        except BadDomain as error:
+            raise UnusableImplementation(f"{target}: DOMAIN: {error}") from None
+    accepted |= domain or Domain()
+    modules, variants = _as_declared(target, modules)
+    implementation = Implementation(
+        name,
+        modules,
+        target,
+        library,
+        device,
+        dtype or (accepted.dtype[0] if accepted.dtype else "float64" if library == "numpy" else "float32"),
+        accepted,
+        _conventions(target, said),
+        variants,
+    )
+    if not implementation.functions():
+        raise UnusableImplementation(
+            f"{target}: provides no function of the contract; wanted a file named like one of {', '.join(STEMS)} "
+            "with a function of the same name as there, such as keydiff.py with score(keys)"
+        )
+    if library == "numpy" and (implementation.dtype == "bfloat16" or device != "cpu"):
+        raise UnusableImplementation(f"{target}: computes with NumPy, which has no {implementation.dtype} on {device}")
+    if program is not None:
+        program.dtype = implementation.dtype
+    if device != "cpu" and (reason := _no_device(library, device)):
+        raise UnusableImplementation(f"{target}: --device {device}: {reason}")
+    return implementation
+
+
+def load_each(target: str, dtypes: list[str | None], domain: Domain, **options: Any) -> list[Implementation]:
+    """The implementation at each dtype that was asked for, or else at each that it names in its domain."""
+    if dtypes == [None]:
+        first = load(target, domain=domain, **options)
+        return [first, *(load(target, dtype=dtype, domain=domain, **options) for dtype in first.domain.dtype[1:])]
+    found = [load(target, dtype=dtype, domain=domain, **options) for dtype in dtypes]
+    for each in found:
+        if each.domain.dtype and each.dtype not in each.domain.dtype:
+            raise UnusableImplementation(f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})")
+    return found
+
+
+CONVENTIONS = {
+    "indices": "a selection is the positions of the kept tokens, not a mask",
+    "ranks": "only the order of the scores has a meaning, not their values",
+    "beyond_budget": "protected tokens are kept in addition to the budget, not inside it",
+    "cu_lengths": "the rows of a compressed cache end at cumulative lengths, which begin with 0",
+    "unchecked": "it checks no argument, so that no law of refusals applies",
+}
+"""The forms in which an implementation may answer; what it says so is no mistake."""
+
+
+def _no_device(library: str, device: str) -> str:
+    """Why nothing can be computed on a device, or an empty string."""
+    if library == "exec":
+        return "a program chooses its device itself, wanted cpu"
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:
+        return f"torch has no such device here: {str(error).strip().splitlines()[0]}"
+    return ""
+
+
+def _conventions(target: str, said: list[types.ModuleType]) -> frozenset[str]:
+    found = {each for module in said for each in getattr(module, "CONVENTIONS", ())}
+    if unknown := sorted(found - set(CONVENTIONS)):
+        raise UnusableImplementation(f"{target}: CONVENTIONS: got {unknown[0]!r}, wanted some of {', '.join(CONVENTIONS)}")
+    return frozenset(found)
+
+
+def _as_declared(target: str, modules: dict[str, types.ModuleType]) -> tuple[dict[str, types.ModuleType], dict[str, str]]:
+    """The modules with each function that is declared a variant in the place of that variant, and the list of them."""
+    declared: dict[str, str] = {}
+    found = {stem: types.ModuleType(stem) for stem in modules}
+    for stem, module in modules.items():
+        vars(found[stem]).update(vars(module))
+    for stem, module in modules.items():
+        for name, variant in getattr(module, "IMPLEMENTS", {}).items():
+            if variant is None:  # a helper, which only has the name of a function of the contract
+                vars(found[stem]).pop(name, None)
+                continue
+            method, _, function = variant.partition(".")
+            homes = [each for each in (method, f"{method}_variants", f"{method}_theory") if each in STEMS]
+            home = next((each for each in homes if callable(getattr(_reference(each), function, None))), None)
+            if home is None:
+                raise UnusableImplementation(
+                    f"{target}: IMPLEMENTS: got {variant!r} for {name}, wanted a function of the reference, "
+                    "such as keydiff.raw_mean_score"
+                )
+            if not callable(getattr(module, name, None)):
+                raise UnusableImplementation(f"{target}: IMPLEMENTS: {stem}.py has no function {name}")
+            delattr(found[stem], name)
+            setattr(found.setdefault(home, types.ModuleType(home)), function, getattr(module, name))
+            declared[f"{stem}.{name}"] = f"{home}.{function}"
+    return found, declared
+
+
+def _reference(stem: str) -> types.ModuleType:
+    return importlib.import_module(f"evictionary.reference.{stem}")
+
+
+def _load_package(target: str) -> tuple[dict[str, types.ModuleType], types.ModuleType]:
+    if target.split(".")[0] in OWN:
+        target = f"evictionary.{target}"
+    try:
+        package = importlib.import_module(target)
+    except ImportError as error:
+        raise UnusableImplementation(f"{target}: neither a folder, a .py file nor an importable package ({error})") from error
+    if not hasattr(package, "__path__"):
+        raise UnusableImplementation(f"{target}: a module, not a package; give its file (path/to/keydiff.py) instead")
+    provided = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    return {stem: _import(f"{target}.{stem}") for stem in STEMS if stem in provided}, package
+
+
+def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleType | None]:
+    if not path.exists():
+        raise UnusableImplementation(f"{path}: no such file or folder")
+    path = path.resolve()
+    if path.is_dir() and (path / "__init__.py").exists():
+        sys.path.insert(0, str(path.parent))
+        return _load_package(path.name)
+    files = [path] if path.is_file() else sorted(path.glob("*.py"))
+    files = [file for file in files if file.stem in STEMS]
+    if path.is_file() and not files:
+        raise UnusableImplementation(f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}")
+    sys.path.insert(0, str(path if path.is_dir() else path.parent))
+    modules = {}
+    for file in files:
+        # A name of its own: `keydiff` alone could shadow an installed module, and two implementations could collide.
+        name = f"_judged_{abs(hash(str(file)))}_{file.stem}"
+        try:
+            modules[file.stem] = import_file(name, file)
+        except (Exception, SystemExit) as error:
+            relative = isinstance(error, ImportError) and "relative import" in str(error)
+            advice = f"; it is a file of a package: judge the folder {file.parent}" * relative
+            raise UnusableImplementation(f"{file.name}: importing it raised {type(error).__name__}: {error}{advice}") from error
+    return modules, None
+
+
+def _import(name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise UnusableImplementation(f"{name}: importing it raised {type(error).__name__}: {error}") from error
+
+
+def _array_library(modules: dict[str, types.ModuleType]) -> str:
+    for module in modules.values():
+        for value in list(vars(module).values()):
+            home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            if isinstance(home, str) and home.split(".")[0] == "torch":
+                return "torch"
+            scope = getattr(value, "__globals__", {})
+            if any(isinstance(used, types.ModuleType) and used.__name__ == "torch" for used in list(scope.values())):
+                return "torch"
+    return "numpy"
+
+
+def _dtype(answer: Any) -> str:
+    """The floating-point dtype of an answer, or of the first entry that has one; empty where none has."""
+    if isinstance(answer, tuple):
+        return next(filter(None, map(_dtype, answer)), "")
+    name = str(getattr(answer, "dtype", "")).removeprefix("torch.")
+    return name if name in EPSILON else ""
+
+
+def to_numpy(value: Any) -> Any:
+    """What an implementation returned, as NumPy: floating point as float64, tuples entry by entry."""
+    if isinstance(value, tuple):
+        converted = [to_numpy(entry) for entry in value]
+        return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
+    if isinstance(value, np.ndarray):
+        return value.astype(np.float64) if value.dtype.kind == "f" else value
+    if type(value).__module__.split(".")[0] == "torch":
+        value = value.detach().cpu()
+        return value.double().numpy() if value.is_floating_point() else value.numpy()
+    return value

@@ -1,0 +1,226 @@
+"""A law: a test of one requirement, quantified over drawn inputs, that any implementation can be put to."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, reject, settings
+from hypothesis.strategies import SearchStrategy
+
+from evictionary.spec_tests.judge.degenerate import KINDS, MATHEMATICS, REFUSAL
+from evictionary.spec_tests.judge.domain import Domain, NothingToAsk, OutsideDomain
+
+SUITE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are given.
+
+    `statement` is what the paper prints in the `version` that was read, and `verdict` what became of it: definition, true, restored
+    (its text was lost), measured, or the grades of its errata. `mended` says what holds, where that is another or a narrower
+    statement. `no_law` says why a requirement has no law, where it has none. An equation has a `name`, and `tex`, the formula as
+    printed; `mended_tex` is the formula that holds, or of a definition the one that is used, where it differs.
+    """
+
+    id: str
+    paper: str
+    statement: str
+    where: str = ""
+    verdict: str = "definition"
+    no_law: str = ""
+    name: str = ""
+    tex: str = ""
+    mended: str = ""
+    mended_tex: str = ""
+    version: str = ""
+
+    @property
+    def source(self) -> str:
+        """The paper and the place in it."""
+        return f"{self.paper}, {self.where}" if self.where else self.paper
+
+
+def _read_requirements() -> dict[str, Requirement]:
+    found = {}
+    for path in sorted(SUITE.glob("*/requirements.toml")):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        of_all = {name: content.pop(name) for name in ("paper", "version") if name in content}
+        for identifier, fields in content.items():
+            found[identifier] = Requirement(id=identifier, **of_all, **fields)
+    return found
+
+
+REQUIREMENTS = _read_requirements()
+
+
+@functools.cache
+def suite_version() -> dict[str, str]:
+    """The version of the suite and a digest of its laws and of the mathematics that they compare with."""
+    digest = hashlib.sha256()
+    for folder in (SUITE, SUITE.parent / "reference"):
+        for path in sorted(folder.rglob("*.py")) + sorted(folder.rglob("*.toml")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    try:
+        number = version("evictionary")
+    except PackageNotFoundError:
+        number = "unknown"
+    return {"version": number, "sha256": digest.hexdigest()}
+
+
+@dataclass(frozen=True)
+class Law:
+    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself.
+
+    `path` is the file that it is written in, from the folder of the suite (`keydiff/test_keydiff.py`), empty for one that is in no
+    file of it; `name` is the stem of that file and the test: `test_keydiff::test_scores_are_cosines`.
+    """
+
+    requirement: Requirement
+    functions: tuple[str, ...]
+    name: str
+    sentence: str
+    why: str
+    check: Callable[..., None]
+    drawn: dict[str, SearchStrategy]
+    not_for: Callable[[Any], str]
+    kind: str = MATHEMATICS
+    brute_force: bool = False
+    examples: int = 0
+    path: str = ""
+
+    def missing(self, implementation: Any) -> tuple[str, str]:
+        """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason), or two empty strings."""
+        if reason := implementation.missing(self.functions):
+            return "not provided", reason
+        if reason := self.not_for(implementation):
+            return "not applicable", reason
+        if self.kind == REFUSAL and "unchecked" in implementation.conventions:
+            return "not applicable", "it checks no argument"
+        domain: Domain = implementation.domain
+        if self.brute_force and max(domain.min_length, domain.length_multiple_of) > 5:
+            return "not applicable", "it tries every choice among a few tokens, fewer than the domain allows"
+        return "", ""
+
+    def test(self, profile: settings | None = None) -> Callable[..., None]:
+        """The check quantified over its inputs, as hypothesis runs it; a new one each time, so that settings can differ.
+
+        profile, settings of hypothesis; without, those that were loaded.
+        """
+        if not self.drawn:
+            return self.check
+        quantified = given(**self.drawn)(self.check)
+        if self.examples:
+            profile = profile or settings()
+            few = max(1, self.examples * profile.max_examples // 50)
+            # What is large does not shrink to something that a person checks by hand.
+            profile = settings(profile, max_examples=few, phases=[Phase.explicit, Phase.generate])
+        return profile(quantified) if profile else quantified
+
+
+LAWS: dict[str, Law] = {}
+
+
+def load_laws() -> dict[str, Law]:
+    """Import every `test_*.py` of the suite and return the laws by name."""
+    import_all("test_*.py")
+    return LAWS
+
+
+def import_all(pattern: str) -> None:
+    """Import the files of the suite's folders whose names match."""
+    for path in sorted(SUITE.glob(f"*/{pattern}")):
+        importlib.import_module(f"evictionary.spec_tests.{path.parent.name}.{path.stem}")
+
+
+def judging_files(suite: Path = SUITE) -> list[Path]:
+    """The files of laws that judge an implementation; those about a paper end in `_paper`, `_tables` or are in `papers/`."""
+    found = sorted(suite.glob("*/test_*.py"), key=lambda path: path.stem)
+    return [path for path in found if not path.stem.endswith(("_paper", "_tables")) and path.parent.name != "papers"]
+
+
+# After so many inputs outside the domain, and none inside, a law is not applicable.
+ENOUGH_OUTSIDE = 30
+
+
+def law(
+    requirement: str,
+    *,
+    of: str | tuple[str, ...] = (),
+    why: str = "",
+    not_for: Callable[[Any], str] = lambda implementation: "",
+    kind: str = MATHEMATICS,
+    brute_force: bool = False,
+    examples: int = 0,
+    **drawn: SearchStrategy,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test function the law of a requirement.
+
+    With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample, a recomputed figure):
+    it takes no `impl`, runs once, and stands in a file `test_<stem>_paper.py`.
+
+    Args: requirement, an id of a `requirements.toml`; of, the function or functions of the implementation that the law calls (an
+    implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
+    not_for, given an implementation, says why the law does not apply to it (an empty string: it does); kind, one of mathematics,
+    edge (a degenerate input whose meaning is our decision) and refusal (bad input raises); brute_force, for a law that tries
+    every choice among few tokens; examples, for a law of long inputs: how many it draws where others draw 50; drawn, a hypothesis
+    strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments. The first line of its
+    docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement or kind.
+    """
+    functions = (of,) if isinstance(of, str) else of
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        path = Path(test.__code__.co_filename).resolve().relative_to(SUITE)
+        name = f"{path.stem}::{test.__name__}"
+
+        @functools.wraps(test)
+        def judging(impl: Any, **arguments: Any) -> None:
+            impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
+            impl.asking = kind
+            impl.drawn = impl.domain.fitted(arguments)
+            asked = -math.inf
+            past = list(impl.history) if examples else []
+            try:
+                test(impl, **impl.drawn)
+            except OutsideDomain as error:
+                impl.outside, asked = str(error), ENOUGH_OUTSIDE if error.always else 1
+                if not drawn or impl.outside_of[name] + asked >= ENOUGH_OUTSIDE:
+                    raise NothingToAsk(impl.outside) from None
+                reject()
+            finally:
+                impl.outside_of[name] += asked
+                if examples:  # 64 long inputs, which the history would hold, are gigabytes
+                    impl.history.clear()
+                    impl.history.extend(past)
+
+        check: Callable[..., None] = judging if functions else test
+        sentence = (test.__doc__ or test.__name__).strip().splitlines()[0]
+        if kind not in KINDS:
+            raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
+        LAWS[name] = Law(
+            REQUIREMENTS[requirement],
+            functions,
+            name,
+            sentence,
+            why,
+            check,
+            drawn,
+            not_for,
+            kind,
+            brute_force,
+            examples,
+            path.as_posix(),
+        )
+        return pytest.mark.law(LAWS[name])(LAWS[name].test())
+
+    return decorate

@@ -1,0 +1,73 @@
+"""One law on one implementation: passed, failed by an assertion of the law, failed by anything else, or without an end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as with_seed
+
+from evictionary.spec_tests.judge.implementation import Implementation
+from evictionary.spec_tests.judge.law import Law
+
+SECONDS = 60
+
+
+class TimedOut(BaseException):
+    """Not an Exception: hypothesis would try the input again."""
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimedOut in what stands inside if it takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimedOut
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def prepared(law: Law, *, max_examples: int, seed: int | None) -> Callable[..., None]:
+    """The test of a law with so many inputs, drawn from a seed or else always the same; it stores nothing."""
+    profile = settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        derandomize=seed is None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+        # Where the kill counts and not its smallest form, nothing is shrunk.
+        phases=[Phase.explicit, Phase.generate],
+    )
+    test = law.test(profile)
+    return test if seed is None or not law.drawn else with_seed(seed)(test)
+
+
+def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None) -> tuple[str, str]:
+    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out", the message)."""
+    test = prepared(law, max_examples=max_examples, seed=seed)
+    try:
+        with time_limit(SECONDS):
+            test(impl=implementation)
+    except TimedOut:
+        return "timed out", f"no verdict within {SECONDS} s"
+    except AssertionError as error:
+        return "killed", str(error)
+    except BaseException as error:
+        # pytest.raises reports "did not raise" with an exception of its own, which is an assertion all the same.
+        if type(error).__name__ == "Failed":
+            return "killed", str(error)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return "crashed", f"{type(error).__name__}: {error}"
+    return "passed", ""

@@ -1,0 +1,258 @@
+"""Laws of LagKV: attention as section 2.1 has it (LK-1 to LK-6), the recursion (LK-R) and the variants (LK-14 to LK-16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.spec_tests.judge.arithmetic import EPSILON
+from evictionary.spec_tests.judge.by_hand import causal_weights, require_equal, require_loops
+from evictionary.spec_tests.judge.cases import cases, seeded_cases, seeds
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
+from evictionary.spec_tests.lagkv.helpers import RETAINED, SCORE, caches, check_partitions, hundredths, lags, sinks
+
+PROJECT, WEIGHTS, OUTPUT, APPEND = (
+    "lagkv_theory.project",
+    "lagkv_theory.attention_weights",
+    "lagkv_theory.attention_output",
+    "lagkv.append",
+)
+STEP = "lagkv.step"
+LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = "lagkv_variants.local_score", "lagkv_variants.local_select", "lagkv_variants.norm_select"
+
+
+def streamed(impl, case, cuts, settings):
+    """Every state of the stream that takes the tokens in the chunks that `cuts` ends."""
+    states: list[Any] = []
+    start = 0
+    for stop in cuts:
+        last = states[-1] if states else None
+        states.append(impl.lagkv.step(last, case.keys[:, :, start:stop], case.values[:, :, start:stop], **settings))
+        start = stop
+    return states
+
+
+def drawn_cuts(length, seed):
+    generator = np.random.default_rng(seed)
+    inner = generator.random(max(0, length - 1)) < generator.choice([0.05, 0.3, 1.0])  # long chunks, short ones, single tokens
+    return [*(np.flatnonzero(inner) + 1).tolist(), length]
+
+
+def mask_of(positions, length):
+    kept = np.zeros((*positions.shape[:2], length), dtype=bool)
+    np.put_along_axis(kept, positions, True, axis=-1)
+    return kept
+
+
+@law("LK-1", of=PROJECT, case=seeded_cases(max_length=17), width=st.integers(1, 5), seed=seeds())
+def test_each_head_projects_with_its_own_matrices(impl, case, width, seed):
+    """Q, K and V are the states times W_Q, W_K and W_V, row by row."""
+    generator = np.random.default_rng(seed)
+    weights = [impl.round(generator.normal(size=(case.head_dim, width))) for _ in range(3)]
+    states = impl.round(case.keys)
+    got = impl.lagkv_theory.project(states, *weights)
+    for pick, matrix in enumerate(weights):
+        allowed = impl.allowance(PROJECT, states, *weights, pick=pick)
+        by_hand = (states[..., None] * matrix).sum(axis=-2)
+        require_loops(allowed.expected, by_hand, np.abs(states).max() * np.abs(matrix).sum())
+        allowed.check(got[pick], "QKV"[pick])
+
+
+@law("LK-2", of=OUTPUT, case=seeded_cases(max_length=17), seed=seeds())
+def test_heads_stand_side_by_side(impl, case, seed):
+    """Concat(A_i V_i) W_O is the sum over the heads of A_i V_i times that head's rows of W_O."""
+    generator = np.random.default_rng(seed)
+    batch, num_heads, length, width = case.values.shape
+    weights = impl.round(generator.dirichlet(np.ones(length), size=(batch, num_heads, 2)))
+    output_weight = impl.round(generator.normal(size=(num_heads * width, 3)))
+    values = impl.round(case.values)
+    allowed = impl.allowance(OUTPUT, weights, values, output_weight)
+    by_head = sum(weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads))
+    require_loops(allowed.expected, by_head, np.abs(values).max() * np.abs(output_weight).sum())
+    allowed.check(impl.lagkv_theory.attention_output(weights, values, output_weight), "the output")
+
+
+@law("LK-3", of=WEIGHTS, case=seeded_cases(max_length=17))
+def test_attention_weights_are_a_causal_softmax(impl, case):
+    """Row t is the softmax of q_t . k_j / sqrt(d_h) over j <= t, and zero after t."""
+    queries, keys = impl.round(case.next_keys), impl.round(case.keys)
+    allowed = impl.allowance(WEIGHTS, queries, keys)
+    got = impl.lagkv_theory.attention_weights(queries, keys)
+    allowed.check(got, "the weights")
+    require_equal(got[..., ~np.tri(case.length, dtype=bool)], 0, "a token attends to one after it")
+    require_loops(allowed.expected, causal_weights(queries, keys), np.abs(queries).max() * np.abs(keys).max())
+
+
+@law("LK-4", of=PROJECT, case=seeded_cases(max_length=17), seed=seeds())
+def test_a_new_token_projects_as_in_the_prompt(impl, case, seed):
+    """The q, k and v of the newest token are the last rows of Q, K and V: a projection sees one token at a time."""
+    generator = np.random.default_rng(seed)
+    weights = [impl.round(generator.normal(size=(case.head_dim, 3))) for _ in range(3)]
+    alone = impl.lagkv_theory.project(case.keys[:, :, -1:], *weights)
+    for pick, got in enumerate(alone):
+        allowed = impl.allowance(PROJECT, case.keys, *weights, pick=pick)
+        allowed.check(np.broadcast_to(got, (*got.shape[:2], 1, 3)), "the new row", allowed.expected[:, :, -1:])
+
+
+@law("LK-5", of=APPEND, case=cases())
+def test_new_tokens_come_after_the_cached_ones(impl, case):
+    """Cat[K : k] holds the cached tokens first, each unchanged; an empty cache is allowed."""
+    for cached in (case.keys, case.keys[:, :, :0]):
+        got = impl.lagkv.append(cached, case.next_keys)
+        wanted = impl.round(np.concatenate([cached, case.next_keys], axis=2))
+        require_equal(got, wanted, "the new tokens do not follow the cached ones unchanged")
+
+
+@law("LK-6", of=(WEIGHTS, APPEND), case=seeded_cases(min_length=2, max_length=17), seed=seeds())
+def test_cached_decoding_is_uncached_attention(impl, case, seed):
+    """The newest queries over the cache, themselves included, have the weights that they have in the whole matrix."""
+    allowed = impl.allowance(WEIGHTS, case.next_keys, case.keys)
+    new = int(np.random.default_rng(seed).integers(1, case.length))
+    cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
+    got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
+    allowed.check(got, "the weights of the newest queries", allowed.expected[:, :, -new:])
+
+
+@law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
+def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, seed):
+    """However the tokens come, each partition keeps its best floor(rL) tokens, judged against the whole next partition."""
+    cuts = drawn_cuts(case.length, seed)
+    end = streamed(impl, case, cuts, {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag})[-1]
+    kept = mask_of(end.positions, case.length)
+    if (kept.sum(axis=-1) != end.positions.shape[-1]).any() or (np.diff(end.positions, axis=-1) <= 0).any():
+        raise Violation("the positions of a head are not distinct and ascending", None, end.positions)
+    check_partitions(impl, kept, case, percent, sink, lag)
+
+
+@law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
+def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink, lag, seed):
+    """Row n holds the key and the value of the token at position n of that head, unchanged, after every step."""
+    cuts = drawn_cuts(case.length, seed)
+    for state in streamed(impl, case, cuts, {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}):
+        for got, states in ((state.keys, case.keys), (state.values, case.values)):
+            wanted = np.take_along_axis(impl.round(states), state.positions[..., None], axis=2)
+            require_equal(got, wanted, "a row of the stream is not the token at its position")
+
+
+@law("LK-R", of=(STEP, RETAINED), case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
+def test_an_evicted_token_never_returns(impl, case, percent, sink, lag, seed):
+    """After each step the cache is what it was, less some tokens, with the new ones; its length is that of LK-12."""
+    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
+    cuts = drawn_cuts(case.length, seed)
+    place = np.arange(case.length)
+    before, seen = np.zeros(case.keys.shape[:3], dtype=bool), 0
+    for stop, state in zip(cuts, streamed(impl, case, cuts, settings), strict=True):
+        kept = mask_of(state.positions, case.length)
+        if (kept & ~before & ((place < seen) | (place >= stop))).any():
+            raise Violation("a token returned, or one that has not come is kept", before, kept)
+        if int(state.seen) != stop or (kept.sum(axis=-1) != impl.lagkv.retained_length(stop, **settings)).any():
+            raise Violation(f"after {stop} tokens the cache is not retained_length({stop}) long", None, kept.sum(axis=-1))
+        before, seen = kept, stop
+
+
+@law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags)
+def test_the_chunks_of_the_paper_compress_one_partition_each(impl, case, percent, sink, lag):
+    """S + 2L tokens and then L at a time: after each full chunk one partition more is static, and at most L + remainder are not."""
+    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
+    cuts = sorted({min(case.length, stop) for stop in range(sink + 2 * lag, case.length + lag, lag)} | {case.length})
+    states = streamed(impl, case, cuts, settings)
+    kept_each = percent * lag // 100
+    for number, (stop, state) in enumerate(zip(cuts, states, strict=True), start=1):
+        if (stop - sink) % lag or stop < sink + 2 * lag:
+            continue
+        if int(state.static_length) != sink + number * kept_each or state.keys.shape[2] != sink + number * kept_each + lag:
+            raise Violation(f"after {stop} tokens {number} partitions are not compressed, the next one whole", None, state)
+
+
+@law("LK-R", of=STEP, case=caches, lag=lags)
+def test_a_step_leaves_the_stream_that_it_was_given(impl, case, lag):
+    """The step is pure: two continuations of one stream do not disturb each other."""
+    settings = {"keep_ratio": 0.5, "sink_size": 1, "lag_size": lag}
+    start = impl.lagkv.step(None, case.keys, case.values, **settings)
+    copies = start.keys.copy(), start.values.copy(), start.positions.copy()
+    first = impl.lagkv.step(start, case.next_keys, case.next_values, **settings)
+    impl.lagkv.step(start, -case.next_keys, case.next_values, **settings)
+    again = impl.lagkv.step(start, case.next_keys, case.next_values, **settings)
+    for got, wanted in zip((*start[:3], *first[:3]), (*copies, *again[:3]), strict=True):
+        require_equal(got, wanted, "a step changed the stream that it was given")
+
+
+@law("LK-R", of=STEP, kind="refusal", bad=st.sampled_from([("keep_ratio", -0.1), ("sink_size", -1), ("lag_size", 0)]))
+def test_what_does_not_fit_the_stream_is_refused(impl, bad):
+    """Bad settings raise ValueError naming the argument."""
+    states, settings = [np.ones((1, 2, 6, 3))] * 2, {"keep_ratio": 0.5, "sink_size": 1, "lag_size": 2}
+    stream = impl.lagkv.step(None, *states, **settings)
+    with impl.refuses(bad[0]):
+        impl.lagkv.step(stream, *states, **(settings | dict([bad])))
+
+
+@law("LK-14", of=LOCAL_SCORE, case=cases())
+def test_local_score_is_the_score_against_itself(impl, case):
+    """LocalKV takes minimum and maximum from the partition that it scores."""
+    allowed = impl.allowance(SCORE, case.keys, case.values, case.keys, case.values)
+    allowed.check(impl.lagkv_variants.local_score(case.keys, case.values), "the local score")
+
+
+@law("LK-15", of="lagkv.normalise", case=cases())
+def test_locally_normalised_values_fill_the_unit_interval(impl, case):
+    """Normalised by its own range, each channel that varies runs from 0 to 1."""
+    keys = impl.round(case.keys)
+    got = impl.lagkv.normalise(keys, keys)
+    varies = keys.max(axis=2) > keys.min(axis=2)
+    require_numbers(got, keys.shape, "the normalised keys")
+    # A quotient of equal numbers is exactly 1; a product with the reciprocal, as correct, is rounded once more.
+    slack = impl.allowance("lagkv.normalise", keys, keys).largest + EPSILON[impl.dtype]
+    if np.abs(got.min(axis=2)).max() > slack or np.abs(got.max(axis=2) - varies).max() > slack:
+        raise Violation("a channel does not run from 0 to 1", varies, got)
+
+
+@law("LK-14", of=LOCAL_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
+def test_local_selection_keeps_the_best_of_each_partition(impl, case, percent, sink, lag):
+    """LocalKV changes the score alone: sinks and window stay, the last partition is not compressed, though it could be scored."""
+    kept = impl.lagkv_variants.local_select(case.keys, case.values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    check_partitions(impl, kept, case, percent, sink, lag, path=LOCAL_SCORE, takes=2)
+
+
+@law("LK-15", of=LOCAL_SCORE)
+def test_the_local_range_is_not_the_next_one(impl):
+    """A token at the edge of its own partition but in the middle of the next one scores differently in the two."""
+    keys = np.array([[[[0.0, 0], [1, 0], [0, 1]]]])
+    following = np.array([[[[0.0, 0], [8, 1], [4, 0]]]])
+    local = impl.lagkv_variants.local_score(keys, keys)
+    lagged = impl.allowance(SCORE, keys, keys, following, following)
+    impl.allowance(LOCAL_SCORE, keys, keys).check(local, "the local score")
+    if np.abs(local - lagged.expected).max() < 1e-3:
+        raise Violation("the local score is that against the next partition", lagged.expected, local)
+
+
+@law("LK-16", of=NORM_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
+def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
+    """From the third layer on each partition keeps its floor(rL) keys of smallest norm; the values play no part."""
+    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
+    kept = impl.lagkv_variants.norm_select(case.keys, case.values, layer=2, **settings)
+    check_partitions(impl, kept, case, percent, sink, lag, path="knorm.score", takes=1)
+    if (impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], layer=2, **settings) != kept).any():
+        raise Violation("other values changed what is kept", kept, None)
+
+
+@law("LK-16", of=NORM_SELECT, case=caches, layer=st.integers(0, 4), skipped=st.integers(0, 4))
+def test_the_first_layers_keep_everything(impl, case, layer, skipped):
+    """Layers 0 and 1 are left whole, or as many as skipped_layers says; the layer after them is compressed."""
+    settings = {"keep_ratio": 0, "sink_size": 0, "lag_size": 2}
+    for given, first in (({}, 2), ({"skipped_layers": skipped}, skipped)):
+        kept = impl.lagkv_variants.norm_select(case.keys, case.values, layer=layer, **given, **settings)
+        if kept.all() != (layer < first or case.length < 4):
+            raise Violation(f"layer {layer} with the first {first} skipped", layer < first, kept)
+
+
+@law("LK-16", of=NORM_SELECT, kind="refusal", name=st.sampled_from(["layer", "keep_ratio", "lag_size"]))
+def test_bad_settings_of_the_variant_are_refused(impl, name):
+    """A negative layer and the bad settings of select raise ValueError naming the argument."""
+    settings = {"layer": 2, "keep_ratio": 0.5, "sink_size": 1, "lag_size": 2} | {
+        name: {"layer": -1, "keep_ratio": 1.5, "lag_size": 0}[name]
+    }
+    with impl.refuses(name):
+        impl.lagkv_variants.norm_select(np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)

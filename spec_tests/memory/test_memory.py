@@ -1,0 +1,297 @@
+"""Laws of every seam, whatever it computes: MEM-1 to MEM-7. They are about memory, where kernels go wrong.
+
+They put to the test each seam whose arguments `ARGUMENTS` knows how to make; the message names the function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.reference import attention, cache, momentkv
+from evictionary.spec_tests.judge.cases import KINDS, Case, seeds
+from evictionary.spec_tests.judge.implementation import ANY, Implementation, oracle, to_numpy
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.tolerance import Violation
+
+SMALL = st.builds(
+    Case,
+    kind=st.sampled_from(KINDS),
+    seed=seeds(),
+    batch=st.integers(1, 2),
+    num_kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2]),
+    length=st.sampled_from([1, 8, 17]),
+    head_dim=st.sampled_from([2, 8]),
+    value_dim=st.sampled_from([2, 8]),
+    num_queries=st.integers(1, 2),
+)
+PLAIN = st.builds(Case, seed=seeds(), batch=st.just(2), num_kv_heads=st.just(2), length=st.sampled_from([8, 17]))
+
+
+def mask(case: Case, shape: tuple[int, ...], share: float) -> np.ndarray:
+    return np.random.default_rng(case.seed).random(shape) < share
+
+
+SEAMS = ("score", "select", "compress", "attend", "top_k", "nucleus", "update")
+
+
+def moments_of(case: Case) -> momentkv.Moments:
+    empty = momentkv.no_moments(case.keys, case.values)
+    return momentkv.update(empty, case.next_keys, case.next_values, mask(case, case.keys.shape[:3], 0.5))
+
+
+def covariance(case: Case) -> np.ndarray:
+    factor = np.concatenate([case.queries, case.queries[..., ::-1] / 2], axis=2)
+    return np.swapaxes(factor, -1, -2) @ factor
+
+
+# How to make the argument of a name, from a case. A seam with another required argument is left to its own laws.
+ARGUMENTS: dict[str, Callable[[Case], Any]] = {
+    "keys": lambda case: case.keys,
+    "values": lambda case: case.values,
+    "next_keys": lambda case: case.next_keys,
+    "next_values": lambda case: case.next_values,
+    "queries": lambda case: case.queries,
+    "query": lambda case: case.queries[:, :, 0],
+    "sampled_queries": lambda case: np.repeat(case.queries, 3, axis=2) * np.arange(1, 3 * case.num_queries + 1)[:, None],
+    "scores": lambda case: case.keys[..., 0],
+    "budget": lambda case: max(1, case.length // 2),
+    "kept": lambda case: mask(case, case.keys.shape[:3], 0.5),
+    "cache": lambda case: cache.compress(case.keys, case.values, mask(case, case.keys.shape[:3], 0.7)),
+    "attention": lambda case: attention.softmax(case.keys[..., 0]),
+    "query_mean": lambda case: case.queries.mean(axis=2),
+    "query_covariance": covariance,
+    "moments": moments_of,
+    "evicted": lambda case: mask(case, case.keys.shape[:3], 0.5),
+    "p": lambda case: 0.9,
+    "keep_ratio": lambda case: 0.5,
+    "sink_size": lambda case: 1,
+    "lag_size": lambda case: 3,
+}
+
+
+def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and what it gives."""
+    for path in impl.asked_of_memory():
+        if path.split(".")[1] not in SEAMS:
+            continue
+        arguments = {}
+        for parameter in inspect.signature(oracle(path)).parameters.values():
+            if parameter.name in ARGUMENTS:
+                arguments[parameter.name] = impl.rounded(ARGUMENTS[parameter.name](case))
+            elif parameter.default is parameter.empty:
+                break
+        else:
+            try:
+                oracle(path)(**arguments)
+            except ValueError:  # this method wants something else of such a case, such as a query for each token
+                continue
+            if (numbers := answer(impl, path, arguments)) is not None:
+                yield path, arguments, numbers
+
+
+def answer(impl: Implementation, path: str, arguments: dict[str, Any]) -> Any:
+    """What a call gives, as NumPy; None where it fails or holds a NaN: the laws of its equation say so."""
+    try:
+        numbers = to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()}))
+    except Exception:
+        return None
+    return None if any(np.isnan(leaf).any() for leaf in leaves(numbers) if leaf.dtype.kind == "f") else numbers
+
+
+def function_of(impl: Implementation, path: str) -> Callable[..., Any]:
+    return impl.function(path)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The arrays of a value, tensors among them, tuples taken apart."""
+    if isinstance(value, tuple | list):
+        return [leaf for entry in value for leaf in leaves(entry)]
+    return [value] if hasattr(value, "shape") and hasattr(value, "dtype") else []
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    return all(
+        np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+        for one, other in zip(leaves(to_numpy(first)), leaves(to_numpy(second)), strict=True)
+    )
+
+
+def torch_only(impl: Implementation) -> str:
+    return "" if impl.array_library == "torch" else "NumPy manages this memory itself"
+
+
+def cuda_only(impl: Implementation) -> str:
+    return "" if impl.device.startswith("cuda") else f"there are no streams on {impl.device}"
+
+
+@law("MEM-1", of=ANY, case=SMALL)
+def test_inputs_are_left_alone(impl, case):
+    """No function writes into its inputs."""
+    for path, arguments, _ in callables(impl, case):
+        natives = {name: impl.native(value) for name, value in arguments.items()}
+        function_of(impl, path)(**natives)
+        for name, value in arguments.items():
+            if not same_bits(impl.native(value), natives[name]):
+                raise Violation(f"{path} changed its argument {name}", value, to_numpy(natives[name]))
+
+
+@law("MEM-2", of=ANY, case=SMALL)
+def test_outputs_are_memory_of_their_own(impl, case):
+    """Writing into a result never changes an input: also where every token is kept."""
+    for path, arguments, _ in callables(impl, case):
+        if "kept" in arguments:
+            arguments["kept"] = np.ones_like(arguments["kept"])
+        natives = {name: impl.native(value) for name, value in arguments.items()}
+        results = leaves(function_of(impl, path)(**natives))
+        for given in leaves(tuple(natives.values())):
+            for result in results:
+                if impl.array_library != "torch":
+                    shared = np.shares_memory(given, result)
+                else:
+                    shared = given.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+                if shared:
+                    raise Violation(f"a result of {path} shares memory with an argument")
+
+
+@law("MEM-3", of=ANY, case=SMALL)
+def test_the_same_call_gives_the_same_bits(impl, case):
+    """Two calls in a row with the same inputs agree to the last bit, and with an earlier one within rounding.
+
+    Between them other sizes were asked for, after which a compiler may use another program.
+    """
+    calls = list(callables(impl, case))
+    for path, arguments, first in reversed(calls):
+        again, at_once = (
+            to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})) for _ in range(2)
+        )
+        if not same_bits(again, at_once):
+            raise Violation(f"{path} gives other numbers the second time", again, at_once)
+        agree_within_rounding(impl, path, arguments, first, again, "gives other numbers after other calls")
+
+
+def transposed(impl: Implementation, native: Any) -> Any:
+    """The same numbers, stored with the second and third axis exchanged."""
+    if impl.array_library != "torch":
+        return np.ascontiguousarray(native.swapaxes(1, 2)).swapaxes(1, 2)
+    return native.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def sliced(impl: Implementation, native: Any) -> Any:
+    """The same numbers, every second one of a wider buffer whose rest is 77."""
+    shape = (*native.shape[:-1], 2 * native.shape[-1])
+    wide = np.full(shape, 77, native.dtype) if impl.array_library != "torch" else native.new_full(shape, 77)
+    wide[..., ::2] = native
+    return wide[..., ::2]
+
+
+@law("MEM-4", of=ANY, case=PLAIN, layout=st.sampled_from([transposed, sliced]))
+def test_strides_do_not_matter(impl, case, layout):
+    """Inputs stored in another order, or with gaps, give what contiguous ones give."""
+    for path, arguments, plain in callables(impl, case):
+        natives = {name: impl.native(value) for name, value in arguments.items()}
+        strided = {
+            name: layout(impl, value) if isinstance(arguments[name], np.ndarray) and value.ndim >= 3 else value
+            for name, value in natives.items()
+        }
+        agree_within_rounding(impl, path, arguments, plain, function_of(impl, path)(**strided))
+
+
+@law("MEM-4", of=ANY, case=PLAIN)
+def test_expanded_inputs_are_read_as_copies(impl, case):
+    """A batch that repeats one item without storing it twice (stride 0) gives what two stored copies give."""
+    for path, arguments, _ in callables(impl, case):
+        if any(isinstance(value, tuple) for value in arguments.values()):
+            continue
+        natives, expanded = {}, {}
+        for name, value in arguments.items():
+            natives[name] = expanded[name] = impl.native(value)
+            if isinstance(value, np.ndarray):
+                natives[name] = impl.native(np.concatenate([value[:1]] * 2))
+                one = impl.native(value[:1])
+                shape = (2, *one.shape[1:])
+                expanded[name] = np.broadcast_to(one, shape) if impl.array_library != "torch" else one.expand(shape)
+        repeated = {name: to_numpy(value) for name, value in natives.items()}
+        agree_within_rounding(impl, path, repeated, function_of(impl, path)(**natives), function_of(impl, path)(**expanded))
+
+
+def agree_within_rounding(
+    impl: Implementation,
+    path: str,
+    arguments: dict[str, Any],
+    plain: Any,
+    other: Any,
+    otherwise: str = "depends on how its inputs are stored",
+) -> None:
+    """Raise Violation unless two results agree within twice what one of them may be wrong by."""
+    if same_bits(plain, other):  # most often so, and the allowance is dear
+        return
+    several = isinstance(plain, tuple)
+    pairs = zip(leaves(to_numpy(plain)), leaves(to_numpy(other)), strict=True)
+    for place, (expected, got) in enumerate(pairs):
+        if expected.dtype.kind != "f":
+            wrong = expected.shape != got.shape or (expected != got).any()
+        else:
+            allowed = impl.allowance(path, pick=place if several else None, **arguments)
+            finite = np.isfinite(expected)
+            wrong = got.shape != expected.shape or (finite != np.isfinite(got)).any()
+            wrong = wrong or np.abs(got[finite] - expected[finite]).max(initial=0) > 2 * allowed.largest
+        if wrong:
+            raise Violation(f"{path} {otherwise}", expected, got)
+
+
+@law("MEM-5", of=ANY, case=SMALL, not_for=torch_only)
+def test_poisoned_memory_does_not_shine_through(impl, case):
+    """With every uninitialised tensor filled with NaN the results are the same: each element is written."""
+    torch = importlib.import_module("torch")
+    for path, arguments, plain in callables(impl, case):
+        natives = {name: impl.native(value) for name, value in arguments.items()}
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
+        try:
+            poisoned = to_numpy(function_of(impl, path)(**natives))
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        # A number may differ by a rounding: what is compiled is compiled anew in this mode.
+        agree_within_rounding(impl, path, arguments, plain, poisoned, "leaves elements of its result unwritten")
+
+
+@law("MEM-6", of=ANY, case=SMALL, not_for=cuda_only, why="a missing synchronisation shows on a GPU alone")
+def test_another_stream_gives_the_same_numbers(impl, case):
+    """A call queued on a stream of its own, behind other work, gives the same numbers."""
+    torch = importlib.import_module("torch")
+    for path, arguments, _ in callables(impl, case):
+        plain = to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()}))
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            busy = torch.randn(2048, 2048, device=impl.device)
+            for _ in range(8):
+                busy = busy @ busy / 2048
+            result = function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
+        stream.synchronize()
+        agree_within_rounding(impl, path, arguments, plain, result, "gives other numbers on another stream")
+
+
+@law("MEM-7", of=ANY, not_for=torch_only)
+def test_offsets_do_not_wrap_at_two_to_the_31(impl):
+    """Batch items 2^31 elements apart are read where they are. Only the pages that are touched take memory on a CPU."""
+    torch = importlib.import_module("torch")
+    case = Case(batch=2, num_kv_heads=2, length=8)
+    dtype = getattr(torch, impl.dtype)
+    for path, arguments, _ in callables(impl, case):
+        if "keys" not in arguments:
+            continue
+        natives = {name: impl.native(value) for name, value in arguments.items()}
+        keys = natives["keys"]
+        step = 2**31 + 64
+        far = torch.empty(step + keys[0].numel(), dtype=dtype, device=impl.device)
+        far = far.as_strided(keys.shape, (step, *keys.stride()[1:]))
+        far.copy_(keys)
+        plain = function_of(impl, path)(**natives)
+        agree_within_rounding(impl, path, arguments, plain, function_of(impl, path)(**{**natives, "keys": far}))

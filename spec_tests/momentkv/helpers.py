@@ -1,0 +1,179 @@
+"""What several files of the laws of momentkv use."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evictionary.reference import momentkv
+from evictionary.reference.momentkv import Moments
+from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.judge.by_hand import (
+    causal_weights,
+    for_each_reader,
+    over_group,
+)
+from evictionary.spec_tests.judge.cases import seeded_cases
+from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
+
+UPDATE, SCORE = "momentkv.update", "momentkv.score"
+
+
+# Whole numbers of few bits: their sums and products are exact in every dtype.
+short_cases = seeded_cases(max_length=17, kinds=("ties", "duplicate_keys"), head_dims=(2, 4), groups=(1, 2, 3))
+
+
+def some(case, seed, shape=None):
+    """A mask in which heads differ: one may hold everything, nothing, or some tokens."""
+    generator = np.random.default_rng(seed)
+    shape = shape or case.keys.shape[:3]
+    share = generator.choice([0.0, 0.4, 0.8, 1.0], size=(*shape[:-1], 1))
+    return generator.random(shape) < share
+
+
+def moments_of(keys, values, evicted):
+    return momentkv.update(momentkv.no_moments(keys, values), keys, values, evicted)
+
+
+def held(impl, moments):
+    """The moments, where the dtype under test can hold them; otherwise the case says nothing about the implementation."""
+    if not all(np.isfinite(impl.round(field)).all() for field in moments[1:]):
+        impl.unrepresentable()
+    return moments
+
+
+def situation(impl, case, seed):
+    """The arguments of score: the retained tokens are those of the case, the evicted ones some of its next partition."""
+    evicted = some(case, seed, case.next_keys.shape[:3])
+    moments = held(impl, moments_of(case.next_keys, case.next_values, evicted))
+    return case.queries[:, :, 0], case.keys, case.values, moments
+
+
+def whole(case):
+    """Keys, values and query as whole numbers from -2 to 2."""
+    return tuple(np.clip(np.round(array), -2, 2) for array in (case.keys, case.values, case.queries[:, :, 0]))
+
+
+def near(got, expected, allowed, what):
+    """Compare with numbers computed a second way, in loops, which round differently."""
+    require_numbers(got, expected.shape, what)
+    error = float(np.abs(got - expected).max())
+    if not allowed.covers((error - 1e-12 * max(1.0, float(np.abs(expected).max()))) / 2, 0):
+        raise Violation(f"{what} differs from the loops by {error:.3g}", expected, got)
+
+
+def recovering(impl, moments, pick):
+    """The allowance of recover where no quotient is exact by luck: n (S / n - vbar kbar^T) rounds where S - s_v kbar does not."""
+    third = moments._replace(**{name: getattr(moments, name) * 4 / 3 for name in Moments._fields[1:]})
+    allowed, other = (impl.allowance("momentkv.recover", each, pick=pick) for each in (moments, third))
+    return allowed.wider(other.largest, other.mean)
+
+
+def score_in_loops(query, keys, values, moments):
+    alpha = over_group(causal_weights(query[:, :, None], for_each_reader(keys, query))[:, :, 0], keys.shape[1])
+    scores = np.zeros(keys.shape[:3])
+    for item, head, token in np.ndindex(scores.shape):
+        count = int(moments.count[item, head])
+        key_sum, value_sum = moments.key_sum[item, head], moments.value_sum[item, head]
+        residual = values[item, head, token].copy()
+        if count:
+            centred = moments.value_key_sum[item, head] - np.outer(value_sum, key_sum) / count
+            residual -= value_sum / count + centred @ keys[item, head, token] / (count * keys.shape[-1] ** 0.5)
+        scores[item, head, token] = alpha[item, head, token] * np.linalg.norm(residual)
+    return scores
+
+
+def misfit(bad):
+    """Arguments of score and attend of which one does not fit the others."""
+    query, keys, values = np.ones((1, 4, 2)), np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5))
+    kept, moments = np.ones((1, 2, 3), dtype=bool), momentkv.no_moments(keys, values)
+    if bad == "kept":
+        kept = kept[:, :1]
+    elif bad == "moments":
+        moments = moments._replace(value_key_sum=np.swapaxes(moments.value_key_sum, -1, -2))
+    elif bad == "query":
+        query = query[..., :1]
+    elif bad == "heads":
+        query = query[:, :3]
+    else:
+        values = values[:, :, :2]
+    return query, keys, values, kept, moments
+
+
+def turn(query, keys, values, moments, seed):
+    """Channels of keys (with query and moments) exchanged and mirrored, and those of the values in another way."""
+    generator = np.random.default_rng(seed)
+    k_order, v_order = generator.permutation(keys.shape[-1]), generator.permutation(values.shape[-1])
+    k_sign, v_sign = (generator.choice([-1.0, 1.0], size=array.shape[-1]) for array in (keys, values))
+    turned = Moments(
+        moments.count,
+        moments.key_sum[..., k_order] * k_sign,
+        moments.value_sum[..., v_order] * v_sign,
+        moments.value_key_sum[..., v_order, :][..., k_order] * v_sign[:, None] * k_sign,
+    )
+    return query[..., k_order] * k_sign, keys[..., k_order] * k_sign, values[..., v_order] * v_sign, turned, v_order, v_sign
+
+
+def scale_values(impl, values, moments, factor):
+    """The values and their moments as the dtype holds them, and both multiplied by the factor, a power of two."""
+    values, moments = impl.round(values), Moments(moments.count, *(impl.round(field) for field in moments[1:]))
+    scaled = moments._replace(value_sum=moments.value_sum * factor, value_key_sum=moments.value_key_sum * factor)
+    return values, moments, values * factor, held(impl, scaled)
+
+
+ATTEND, PARTITION = "momentkv.attend", "momentkv.log_evicted_partition"
+
+
+def attending(impl, query, keys, values, kept, moments):
+    """The output and the error allowed on it: 1 - what_R, as equation 12 prints it, rounds at 1, however small the weight is."""
+    allowed = impl.allowance(ATTEND, query, keys, values, kept, moments)
+    of_each_query = Moments(*(field[:, :, None] for field in moments))
+    estimate = momentkv.approximate_evicted(query.reshape(*keys.shape[:2], -1, query.shape[-1]), of_each_query)
+    rounding = 2 * EPSILON[ACCUMULATOR[impl.dtype]] * float(np.abs(estimate).max(initial=0))
+    return allowed.wider(rounding)
+
+
+def attend_in_loops(query, keys, values, kept, moments):
+    batch, num_kv_heads, length, head_dim = keys.shape
+    group = query.shape[1] // num_kv_heads
+    output = np.zeros((batch, query.shape[1], values.shape[-1]))
+    for item, reader in np.ndindex(batch, query.shape[1]):
+        head = reader // group
+        q, count = query[item, reader], int(moments.count[item, head])
+        logits = {j: float(q @ keys[item, head, j]) / head_dim**0.5 for j in range(length) if kept[item, head, j]}
+        mean_logit = float(q @ moments.key_sum[item, head]) / (count * head_dim**0.5) if count else -np.inf
+        top = max([*logits.values(), mean_logit])
+        if top == -np.inf:
+            continue
+        numerator, denominator = np.zeros(values.shape[-1]), 0.0
+        for j, logit in logits.items():
+            numerator += np.exp(logit - top) * values[item, head, j]
+            denominator += np.exp(logit - top)
+        if count:
+            value_sum, key_sum = moments.value_sum[item, head], moments.key_sum[item, head]
+            centred = moments.value_key_sum[item, head] - np.outer(value_sum, key_sum) / count
+            estimate = count * np.exp(mean_logit - top)
+            numerator += estimate * (value_sum / count + centred @ q / (count * head_dim**0.5))
+            denominator += estimate
+        output[item, reader] = numerator / denominator
+    return output
+
+
+SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
+
+
+def prompt(case, seed, window=0):
+    """Queries of the last tokens of the case's prompt: a window of as many, or without a number of one, several, or all."""
+    generator = np.random.default_rng(seed)
+    window = window or int(generator.integers(1, case.keys.shape[2] + 1))
+    return generator.normal(size=(*case.queries.shape[:2], window, case.keys.shape[-1])), case.keys, case.values
+
+
+def scores_of_prompt(impl, queries, keys, values, chunk):
+    """The scores of a prompt and its attention alone, [B, H_kv, T]: query by query, then over each chunk."""
+    queries, keys, values = (impl.round(array) for array in (queries, keys, values))
+    mass = over_group(causal_weights(queries, for_each_reader(keys, queries)).mean(axis=2), keys.shape[1])
+    scores = mass * np.linalg.norm(values, axis=-1)
+    for start in range(0, keys.shape[2], chunk):
+        for numbers in (mass, scores):
+            numbers[..., start : start + chunk] = numbers[..., start : start + chunk].mean(axis=-1, keepdims=True)
+    return scores, mass

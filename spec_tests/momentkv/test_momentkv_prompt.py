@@ -1,0 +1,123 @@
+"""Laws of MomentKV's prompt as its section 5.1 has it: the heads of a layer share the budget (MK-P2)."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from evictionary.spec_tests.ada_kv.helpers import shared_by_hand, without
+from evictionary.spec_tests.judge.by_hand import require_equal
+from evictionary.spec_tests.judge.cases import seeded_cases, seeds
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
+from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.momentkv.helpers import SCORE_PROMPT, SELECT_PROMPT, prompt, scores_of_prompt
+
+no_sharing = without(SELECT_PROMPT, "floor_ratio")
+
+
+def check_shares(impl, states, budget_of, percent, **settings):
+    """Raise Violation unless the heads of a layer share a budget as they should; `budget_of` the protected tokens of a head."""
+    queries, keys, values = states
+    heads, length, chunk = keys.shape[1], keys.shape[2], settings.get("chunk_size", 4)
+    place = np.arange(length)
+    safe = (place < settings.get("sink_size", 1)) | (place >= length - queries.shape[2])
+    budget = min(length, budget_of(int(safe.sum())))
+    ones = np.ones((*keys.shape[:3], 1))
+    allowed, of_mass = (impl.allowance(SCORE_PROMPT, queries, keys, each, chunk_size=chunk) for each in (values, ones))
+    kept = impl.momentkv.select_prompt(queries, keys, values, budget, floor_ratio=percent / 100, **settings)
+    require_mask(kept, keys.shape[:3], "the selection")
+    if not kept[..., safe].all():
+        raise Violation("the first token or a token of the window is evicted in some head", safe, kept)
+    require_equal(kept.sum(axis=(1, 2)), heads * budget, "the heads of a layer keep another number of tokens than they share")
+    share = int(safe.sum()) + percent * (budget - int(safe.sum())) // 100
+    if (kept.sum(axis=-1) < share).any():
+        raise Violation("a head keeps fewer tokens than what is protected and its share of the rest", share, kept.sum(axis=-1))
+    scores, mass = scores_of_prompt(impl, queries, keys, values, chunk)
+    check_selection(
+        kept,
+        scores,
+        kept.sum(axis=-1),
+        slack=lambda: 2 * allowed.largest + 1e-12 * float(scores.max()),
+        protected=np.broadcast_to(safe, kept.shape),
+    )
+    for layer, counts in zip(mass, kept.sum(axis=-1), strict=True):
+        best = layer[shared_by_hand(layer, budget, percent / 100, np.broadcast_to(safe, layer.shape))].sum()
+        # The most attention that heads with these numbers of tokens can hold.
+        free = [sorted(head[~safe], reverse=True)[: count - int(safe.sum())] for head, count in zip(layer, counts, strict=True)]
+        held = layer[:, safe].sum() + sum(map(sum, free))
+        if held < best and held < best - 2 * (of_mass.largest + 1e-12) * heads * budget:
+            raise Violation("other shares of the budget hold more of the attention", best, held)
+
+
+@law(
+    "MK-P2",
+    of=SELECT_PROMPT,
+    not_for=no_sharing,
+    case=seeded_cases(min_length=5, max_length=33),
+    seed=seeds(),
+    spare=st.integers(0, 12),
+    percent=st.sampled_from([0, 20, 50, 100]),
+    settings=st.sampled_from([{}, {"sink_size": 3, "chunk_size": 2}]),
+)
+def test_heads_share_the_budget_and_each_keeps_its_first_token_and_its_window(impl, case, seed, spare, percent, settings):
+    """First token and window stay in every head; attention shares out the rest of H_kv * budget, the score chooses the tokens."""
+    check_shares(impl, prompt(case, seed), lambda safe: safe + spare, percent, **settings)
+
+
+@law("MK-P2", of=SELECT_PROMPT, not_for=no_sharing, examples=1, seed=seeds(), percent=st.sampled_from([20, 58, 29]))
+def test_heads_share_the_budgets_of_the_paper(impl, seed, percent):
+    """The same for a window of 32 tokens, chunks of 4 and budgets of 64 to 1,024; 58 of 100 is no number of binary digits."""
+    for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], batch=1, num_kv_heads=3):
+        states = prompt(case, seed, 32)
+        check_shares(impl, states, lambda safe, length=case.length: max(safe, length - 67), percent)
+
+
+@law("MK-P2", of=SELECT_PROMPT, not_for=no_sharing, examples=1, seed=seeds())
+def test_at_the_budgets_of_the_paper_attention_gets_the_free_places(impl, seed):
+    """Head 0 looks at half of its free tokens alone, head 1 at all tokens alike: these first, then those, then the others."""
+    for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], batch=1, num_kv_heads=2):
+        length, looked_at, free = case.length, (case.length - 36) // 8 * 4, case.length - 33
+        keys, query = np.zeros_like(case.keys), np.zeros((1, 2 * case.group, 32, case.head_dim))
+        keys[0, 0, :, 0], query[..., 0] = -20.0, case.head_dim**0.5
+        keys[0, 0, 4 : 4 + looked_at] = 0
+        places = 2 * (length - 67 - 33)
+        others = min(free, places - min(looked_at, places))
+        kept = impl.momentkv.select_prompt(query, keys, np.ones_like(case.values), length - 67, floor_ratio=0.0)
+        require_mask(kept, keys.shape[:3], "the selection")
+        require_equal(kept.sum(axis=-1), np.array([[33 + places - others, 33 + others]]), "the heads share a budget otherwise")
+
+
+@law(
+    "MK-P2",
+    of=SELECT_PROMPT,
+    not_for=no_sharing,
+    keen=st.integers(0, 1),
+    shares=st.sampled_from([(0.0, 4, 2), (0.5, 4, 2), (1.0, 3, 3)]),
+)
+def test_the_head_that_attends_to_the_free_tokens_gets_the_free_places(impl, keen, shares):
+    """Of two heads one looks at its free tokens alone: it gets both free places, though the values of the other are much longer."""
+    floor_ratio, more, fewer = shares
+    keys, values = np.zeros((1, 2, 6, 2)), np.ones((1, 2, 6, 2))
+    keys[0, keen, [0, 5], 0] = -20  # so the keen head gives 1/4 to each token between, the other 1/6 to every token
+    values[0, keen, :, 0] = [1, 1, 2, 4, 3, 1]
+    values[0, 1 - keen] = 40
+    query = np.zeros((1, 2, 1, 2))
+    query[..., 0] = 1
+    kept = impl.momentkv.select_prompt(query, keys, values, 3, chunk_size=1, floor_ratio=floor_ratio)
+    require_mask(kept, (1, 2, 6), "the selection")
+    expected = np.zeros((1, 2, 6), dtype=bool)
+    expected[0, keen, [0, 5, 3, 4][:more]] = expected[0, 1 - keen, [0, 5, 1][:fewer]] = True
+    require_equal(kept, expected, "the heads share the free places otherwise, or keep other tokens in them")
+
+
+@law("MK-P2", of=SELECT_PROMPT, kind="refusal", not_for=no_sharing, bad=st.sampled_from(["protected", "floor_ratio"]))
+def test_a_shared_prompt_that_does_not_fit_is_refused(impl, bad):
+    """A budget below the first token and the window, and a floor_ratio above 1, raise ValueError naming the argument."""
+    assume(impl.reads_numbers or bad != "protected")
+    states = np.ones((1, 2, 6, 2))
+    with impl.refuses(bad):
+        impl.momentkv.select_prompt(
+            states[:, :, :2], states, states, 2 if bad == "protected" else 4, floor_ratio=1.5 if bad == "floor_ratio" else 0.2
+        )

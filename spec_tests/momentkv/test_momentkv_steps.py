@@ -1,0 +1,199 @@
+"""Laws of MomentKV: a decoding step (MK-A1) and the prompt (MK-P)."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.reference import momentkv
+from evictionary.reference.momentkv import Moments
+from evictionary.spec_tests.judge.by_hand import require_equal
+from evictionary.spec_tests.judge.cases import KINDS, cases, seeded_cases, seeds
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
+from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.spec_tests.momentkv.helpers import (
+    SCORE,
+    SCORE_PROMPT,
+    SELECT_PROMPT,
+    attend_in_loops,
+    moments_of,
+    near,
+    prompt,
+    score_in_loops,
+    scores_of_prompt,
+    short_cases,
+    situation,
+    some,
+    whole,
+)
+
+ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
+
+
+def check_bookkeeping(impl, case, seed, budget):
+    """Raise Violation unless a step on whole numbers leaves the budget and sums up the others, and attends with those sums."""
+    keys, values, query = whole(case)
+    new_key, new_value = np.clip(np.round(case.next_keys[:, :, 0]), -2, 2), np.clip(np.round(case.next_values[:, :, 0]), -2, 2)
+    before = moments_of(keys, values, some(case, seed))  # of other tokens with the same numbers
+    step = impl.momentkv.decode_step(query, new_key, new_value, keys, values, before, budget)
+    output, left_keys, left_values, after = step
+    left, all_keys = min(keys.shape[2] + 1, budget), np.concatenate([keys, new_key[:, :, None]], axis=2)
+    all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
+    require_numbers(output, (*query.shape[:2], values.shape[-1]), "the output")
+    require_numbers(left_keys, (*keys.shape[:2], left, keys.shape[-1]), "the keys left")
+    if (np.asarray(after[0]) - before.count != keys.shape[2] + 1 - left).any():
+        raise Violation("the count did not grow by the tokens evicted", keys.shape[2] + 1 - left, after[0] - before.count)
+    sums = (all_keys.sum(axis=2), all_values.sum(axis=2), np.swapaxes(all_values, -1, -2) @ all_keys)
+    still = (left_keys.sum(axis=2), left_values.sum(axis=2), np.swapaxes(left_values, -1, -2) @ left_keys)
+    for name, had, total, kept_part, now in zip(Moments._fields[1:], before[1:], sums, still, after[1:], strict=True):
+        require_equal(now + kept_part, had + total, f"{name}: what is retained and what is summed up are not all tokens")
+    for item, head in np.ndindex(keys.shape[:2]):
+        rows = iter(np.concatenate([all_keys[item, head], all_values[item, head]], axis=-1).tolist())
+        if not all(row in rows for row in np.concatenate([left_keys[item, head], left_values[item, head]], axis=-1).tolist()):
+            raise Violation("the tokens left are not in position order, or a key lost its value", None, left_keys[item, head])
+    fresh = Moments(np.asarray(after[0]).astype(np.int64), *after[1:])
+    kept = np.ones(left_keys.shape[:3], dtype=bool)
+    allowed = impl.allowance(ATTEND, query, left_keys, left_values, kept, fresh)
+    allowed.check(output, "the output of the step")
+    near(output, attend_in_loops(query, left_keys, left_values, kept, fresh), allowed, "the output of the step")
+
+
+@law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))
+def test_a_step_ends_within_the_budget_and_attends_with_the_moments_of_its_end(impl, case, seed, budget):
+    """min(T + 1, L) tokens are left, in order; the moments are the sums of the others; the output is that of these moments."""
+    check_bookkeeping(impl, case, seed, budget)
+
+
+@law("MK-A1", of=STEP, examples=1, seed=seeds(), over=st.sampled_from([0, 3]))
+def test_steps_at_the_budgets_of_the_paper_lose_no_token(impl, seed, over):
+    """The same at budgets of 64 to 1,024 tokens, of a batch of three; one token goes, or several."""
+    for case in narrow(impl, seed, [budget + over for budget in BUDGETS]):
+        check_bookkeeping(impl, case, seed, max(1, case.length - over))
+
+
+def check_eviction(impl, case, seed):
+    """Raise Violation unless a step over the budget by one evicts one token of each head, and none that stays scores less."""
+    query, keys, values, moments = situation(impl, case, seed)
+    new_key, new_value = case.next_keys[:, :, 0], case.next_values[:, :, 0]
+    all_keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
+    all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
+    allowed = impl.allowance(SCORE, query, all_keys, all_values, moments)
+    exact = Moments(moments.count, *(impl.round(field) for field in moments[1:]))
+    expected = score_in_loops(impl.round(query), impl.round(all_keys), impl.round(all_values), exact)
+    slack = allowed.largest + 1e-12 * float(expected.max())
+    _, left_keys, left_values, _ = impl.momentkv.decode_step(query, new_key, new_value, keys, values, moments, keys.shape[2])
+    rounded = np.concatenate([impl.round(all_keys), impl.round(all_values)], axis=-1)
+    left = np.concatenate([left_keys, left_values], axis=-1)
+    require_numbers(left, (*keys.shape[:3], rounded.shape[-1]), "the tokens left")
+    for item, head in np.ndindex(keys.shape[:2]):
+        # The first row that differs is the evicted one, or one equal to it.
+        different = np.flatnonzero((rounded[item, head, :-1] != left[item, head]).any(axis=-1))
+        gone = int(different[0]) if different.size else keys.shape[2]
+        kept = np.arange(keys.shape[2] + 1) != gone
+        if not np.array_equal(rounded[item, head, kept], left[item, head]):
+            raise Violation("more than one token was changed or evicted", rounded[item, head], left[item, head])
+        check_selection(kept, expected[item, head], keys.shape[2], slack=slack, what="the step")
+
+
+@law("MK-A1", of=STEP, case=cases(kinds=KINDS), seed=seeds())
+def test_a_step_evicts_the_lowest_score(impl, case, seed):
+    """Over budget by one, each head evicts one token, the new one perhaps, and none that stays scores less."""
+    check_eviction(impl, case, seed)
+
+
+@law("MK-A1", of=STEP, examples=1, seed=seeds())
+def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
+    """The same at budgets of 64 to 1,024 tokens, of a batch of three; of values alike but for one, that one goes."""
+    for case in narrow(impl, seed):
+        check_eviction(impl, case, seed)
+        gone = np.random.default_rng(seed).integers(case.length + 1, size=case.keys.shape[:2])
+        values = np.ones((*gone.shape, case.length + 1, case.value_dim))
+        np.put_along_axis(values, gone[..., None, None], 0.25, axis=2)
+        keys, query, new = np.zeros_like(case.keys), case.queries[:, :, 0], np.zeros_like(case.keys[:, :, 0])
+        empty = momentkv.no_moments(keys, case.values)
+        step = impl.momentkv.decode_step(query, new, values[:, :, -1], keys, values[:, :, :-1], empty, case.length)
+        require_equal(step[2], np.ones_like(case.values), f"a longer value went from a cache of {case.length} tokens")
+
+
+@law("MK-A1", of=STEP)
+def test_each_eviction_is_scored_anew(impl):
+    """Of the values 1, 1.5, -1.25 at equal attention 1 goes first; then 1.5 is the nearer to its mean, and -1.25 stays."""
+    keys, values = np.zeros((1, 1, 3, 2)), np.array([[[[1.0], [1.5], [-1.25]]]])
+    step = impl.momentkv.decode_step(
+        np.zeros((1, 1, 2)), keys[:, :, 2], values[:, :, 2], keys[:, :, :2], values[:, :, :2], momentkv.no_moments(keys, values), 1
+    )
+    require_equal(step[2], values[:, :, 2:], "the second eviction does not follow from the moments after the first")
+
+
+@law("MK-A1", of=STEP, signs=st.lists(st.sampled_from([1.0, -1.0]), min_size=2, max_size=6))
+def test_of_equal_scores_the_earlier_token_stays(impl, signs):
+    """Values 2 and -2 at equal attention, nothing evicted: all scores are equal, and the last token goes."""
+    values = 2 * np.array(signs)[None, None, :, None]
+    keys = np.zeros((1, 1, len(signs), 2))
+    old, new = (..., slice(-1), slice(None)), (..., -1, slice(None))
+    empty = momentkv.no_moments(keys, values)
+    step = impl.momentkv.decode_step(np.zeros((1, 1, 2)), keys[new], values[new], keys[old], values[old], empty, len(signs) - 1)
+    require_equal(step[2], values[old], "of equal scores the later token was kept")
+
+
+@law("MK-A1", of=STEP, kind="refusal")
+def test_bad_steps_are_refused(impl):
+    """A budget of 0 raises ValueError naming the argument."""
+    keys, new = np.ones((1, 2, 3, 2)), np.ones((1, 2, 2))
+    with impl.refuses("budget"):
+        impl.momentkv.decode_step(new, new, new, keys=keys, values=keys, moments=momentkv.no_moments(keys, keys), budget=0)
+
+
+@law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
+def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, case, seed, chunk):
+    """alpha, causal within the window, is averaged over window and group; the products over each chunk, of 4 unless told."""
+    queries, keys, values = prompt(case, seed)
+    settings = {} if chunk is None else {"chunk_size": chunk}
+    chunk = chunk or 4
+    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, **settings)
+    got = impl.momentkv.score_prompt(queries, keys, values, **settings)
+    allowed.check(got, "the prompt score")
+    near(got, scores_of_prompt(impl, queries, keys, values, chunk)[0], allowed, "the prompt score")
+
+
+def check_prompt(impl, states, budget_of, **settings):
+    """Raise Violation unless the best tokens of a prompt stay, and all protected ones; `budget_of` their number."""
+    queries, keys, values = states
+    length, chunk = keys.shape[2], settings.get("chunk_size", 4)
+    safe = (np.arange(length) < settings.get("sink_size", 1)) | (np.arange(length) >= length - queries.shape[2])
+    protected, budget = np.broadcast_to(safe, keys.shape[:3]), min(length, budget_of(int(safe.sum())))
+    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk)
+    kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
+    require_mask(kept, keys.shape[:3], "the selection")
+    scores = scores_of_prompt(impl, queries, keys, values, chunk)[0]
+    slack = allowed.largest + 1e-12 * float(scores.max())
+    check_selection(kept, scores, budget, slack=slack, protected=protected)
+
+
+@law(
+    "MK-P",
+    of=SELECT_PROMPT,
+    case=seeded_cases(min_length=5, max_length=33),
+    seed=seeds(),
+    spare=st.integers(0, 12),
+    settings=st.sampled_from([{}, {"sink_size": 0}, {"sink_size": 3, "chunk_size": 2}, {"chunk_size": 1}]),
+)
+def test_the_prompt_keeps_its_first_token_and_its_window(impl, case, seed, spare, settings):
+    """Exactly the budget is kept: the first token (or as many as asked), those of the window, and the best of the others."""
+    check_prompt(impl, prompt(case, seed), lambda safe: safe + spare, **settings)
+
+
+@law("MK-P", of=SELECT_PROMPT, examples=1, seed=seeds())
+def test_prompts_at_the_budgets_of_the_paper_keep_their_best(impl, seed):
+    """The same for a window of 32 tokens, chunks of 4 and budgets of 64 to 1,024, of prompts that are 67 tokens longer."""
+    for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], group=2):
+        check_prompt(impl, prompt(case, seed, 32), lambda safe, length=case.length: max(safe, length - 67))
+
+
+@law("MK-P", of=SCORE_PROMPT, kind="refusal")
+def test_bad_prompts_are_refused(impl):
+    """A chunk of 0 raises ValueError naming the argument."""
+    states = np.ones((1, 2, 3, 2))
+    with impl.refuses("chunk_size"):
+        impl.momentkv.score_prompt(states[:, :, :2], states, states, chunk_size=0)

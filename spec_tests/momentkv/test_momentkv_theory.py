@@ -1,0 +1,469 @@
+"""Laws of the functions in momentkv_theory: each equation of sections 2, 3 and the appendices, against plain loops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.reference.momentkv_theory import Expansion, logits_of
+from evictionary.spec_tests.judge.arithmetic import EPSILON
+from evictionary.spec_tests.judge.by_hand import lengths
+from evictionary.spec_tests.judge.cases import Case, seeds
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.tolerance import Violation, allowance
+from evictionary.spec_tests.momentkv.helpers import near, some
+
+heads = st.builds(
+    Case,
+    kind=st.sampled_from(["normal", "ties", "duplicate_keys", "zero_keys", "cancelling_keys", "constant_channel", "tiny", "drift"]),
+    seed=seeds(),
+    num_kv_heads=st.integers(1, 2),
+    length=st.sampled_from([1, 2, 3, 7, 16, 33]),
+    head_dim=st.sampled_from([1, 2, 4, 9]),
+    value_dim=st.sampled_from([1, 2, 5]),
+)
+
+
+def one_query(impl, case):
+    """Query, keys and values of a case, as the dtype holds them; one query for each KV head."""
+    return impl.round(case.queries[:, :, 0]), impl.round(case.keys), impl.round(case.values)
+
+
+def halves(impl, case, seed):
+    """The same with a mask that keeps at least one token and evicts at least one; a case of one token is doubled."""
+    query, keys, values = one_query(impl, case)
+    if keys.shape[2] == 1:
+        keys, values = np.concatenate([keys, keys], axis=2), np.concatenate([values, -values], axis=2)
+    kept = some(case, seed, keys.shape[:3])
+    kept[..., 0], kept[..., -1] = True, False
+    return query, keys, values, kept
+
+
+def agrees(impl, function, *arguments, expected, pick=None, what=""):
+    """Within the allowance of the oracle's numbers, and near what the loops of the law give."""
+    path = f"momentkv_theory.{function}"
+    allowed = impl.allowance(path, *arguments, pick=pick)
+    got = impl.call(path, *arguments)
+    got = got if pick is None else got[pick]
+    allowed.check(got, what or function)
+    near(got, expected, allowed, what or function)
+
+
+def over_heads(function, *arrays):
+    """Apply a function of one head to every head."""
+    found = [
+        [function(*(array[item, head] for array in arrays)) for head in range(arrays[0].shape[1])]
+        for item in range(arrays[0].shape[0])
+    ]
+    return np.array(found)
+
+
+def weighted(query, keys, values, rows):
+    """Numerator and denominator of the attention of one head over some rows, term by term, and the largest logit."""
+    logits = [sum(q * k for q, k in zip(query, keys[row], strict=True)) / math.sqrt(len(query)) for row in rows]
+    top = max(logits)
+    numerator, denominator = np.zeros(values.shape[-1]), 0.0
+    for row, logit in zip(rows, logits, strict=True):
+        numerator = numerator + math.exp(logit - top) * values[row]
+        denominator += math.exp(logit - top)
+    return numerator, denominator, top
+
+
+def centre(query, keys):
+    return [float(query @ (key - keys.mean(axis=0))) / math.sqrt(len(query)) for key in keys]
+
+
+@law("MK-1", of="momentkv_theory.full_output", case=heads)
+def test_the_full_output_is_attention_over_all_tokens(impl, case):
+    """sum exp(s_i) v_i / Z."""
+    arguments = one_query(impl, case)
+
+    def by_hand(query, keys, values):
+        numerator, denominator, _ = weighted(query, keys, values, range(len(keys)))
+        return numerator / denominator
+
+    agrees(impl, "full_output", *arguments, expected=over_heads(by_hand, *arguments))
+
+
+@law("MK-2", of="momentkv_theory.sub_outputs", case=heads, seed=seeds())
+def test_the_sub_outputs_are_attention_over_each_set(impl, case, seed):
+    """f_R over the retained tokens alone and f_E over the evicted ones alone."""
+    query, keys, values, kept = halves(impl, case, seed)
+
+    def by_hand(wanted):
+        def one(query, keys, values, kept):
+            numerator, denominator, _ = weighted(query, keys, values, np.flatnonzero(kept == wanted))
+            return numerator / denominator
+
+        return one
+
+    for pick, wanted in enumerate((True, False)):
+        expected = over_heads(by_hand(wanted), query, keys, values, kept)
+        agrees(impl, "sub_outputs", query, keys, values, kept, pick=pick, expected=expected)
+
+
+@law("MK-2", of="momentkv_theory.sub_outputs", kind="refusal", keeps=st.booleans())
+def test_an_empty_set_has_no_output(impl, keeps):
+    """A row that keeps every token, or none, raises ValueError."""
+    states = np.ones((1, 1, 3, 2))
+    with impl.refuses("kept"):
+        impl.momentkv_theory.sub_outputs(np.ones((1, 1, 2)), states, states, np.full((1, 1, 3), keeps))
+
+
+@law("MK-3", of=("momentkv_theory.mass", "momentkv_theory.sub_outputs", "momentkv_theory.full_output"), case=heads, seed=seeds())
+def test_the_output_is_the_mixture_of_the_sub_outputs(impl, case, seed):
+    """w_R and w_E are the shares of the partition function, sum to 1, and w_R f_R + w_E f_E = f."""
+    query, keys, values, kept = halves(impl, case, seed)
+
+    def share(query, keys, values, kept):
+        _, retained, first = weighted(query, keys, values, np.flatnonzero(kept))
+        _, evicted, second = weighted(query, keys, values, np.flatnonzero(~kept))
+        return 1 / (1 + evicted / retained * math.exp(second - first))
+
+    expected = over_heads(share, query, keys, values, kept)
+    shares = [impl.allowance("momentkv_theory.mass", query, keys, kept, pick=pick) for pick in (0, 1)]
+    got = impl.momentkv_theory.mass(query, keys, kept)
+    for part, wanted, allowed, what in zip(got, (expected, 1 - expected), shares, ("w_R", "w_E"), strict=True):
+        allowed.check(part, what)
+        near(part, wanted, allowed, what)
+    outputs = impl.momentkv_theory.sub_outputs(query, keys, values, kept)
+    mixed = sum(part[..., None] * output for part, output in zip(got, outputs, strict=True))
+    slack = sum(allowed.largest for allowed in shares) * np.abs(values).max()
+    slack += sum(impl.allowance("momentkv_theory.sub_outputs", query, keys, values, kept, pick=pick).largest for pick in (0, 1))
+    full = impl.momentkv_theory.full_output(query, keys, values)
+    slack += impl.allowance("momentkv_theory.full_output", query, keys, values).largest
+    if np.abs(mixed - full).max() > slack + 1e-12 * max(1.0, np.abs(values).max()):
+        raise Violation("w_R f_R + w_E f_E is not f", full, mixed)
+
+
+vectors = st.lists(st.sampled_from([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0]), min_size=3, max_size=3).map(lambda row: np.array([row]))
+shares = st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.75, 1.0]).map(lambda share: np.array([share]))
+
+
+@law("MK-4", of="momentkv_theory.eviction_error", retained=vectors, evicted=vectors, share=shares)
+def test_the_eviction_error_is_mass_times_divergence(impl, retained, evicted, share):
+    """f - f_R = w_E (f_E - f_R), with f the mixture."""
+    expected = (1 - share) * retained + share * evicted - retained
+    agrees(impl, "eviction_error", retained, evicted, share, expected=expected)
+
+
+@law("MK-5", of="momentkv_theory.split_divergence", retained=vectors.filter(np.any), evicted=vectors)
+def test_the_divergence_splits_along_the_retained_output(impl, retained, evicted):
+    """Parallel part (|f_E| cos / |f_R| - 1) f_R and perpendicular part of length |f_E| sin; together f_E - f_R."""
+    size, other = np.linalg.norm(retained), np.linalg.norm(evicted)
+    cosine = float(retained[0] @ evicted[0]) / (size * other) if other else 0.0
+    parallel = (other / size * cosine - 1) * retained
+    agrees(impl, "split_divergence", retained, evicted, pick=0, expected=parallel, what="the parallel part")
+    agrees(
+        impl, "split_divergence", retained, evicted, pick=1, expected=evicted - retained - parallel, what="the perpendicular part"
+    )
+    perpendicular = impl.momentkv_theory.split_divergence(retained, evicted)[1]
+    slack = 4 * impl.allowance("momentkv_theory.split_divergence", retained, evicted, pick=1).largest + 1e-7
+    if abs(np.linalg.norm(perpendicular) - other * math.sqrt(max(0.0, 1 - cosine**2))) > slack:
+        raise Violation("the perpendicular part has not the length |f_E| sin(theta)", None, perpendicular)
+
+
+@law("MK-5", of="momentkv_theory.split_divergence", kind="refusal")
+def test_a_retained_output_of_zero_is_refused(impl):
+    """A zero f_R, which has no direction, raises ValueError."""
+    with impl.refuses("retained_output"):
+        impl.momentkv_theory.split_divergence(np.zeros((1, 3)), np.ones((1, 3)))
+
+
+@law("MK-6", of="momentkv_theory.squared_error", retained=vectors.filter(np.any), evicted=vectors, share=shares)
+def test_the_squared_error_follows_pythagoras(impl, retained, evicted, share):
+    """The two parts add up to w_E^2 |f_E - f_R|^2."""
+    expected = share**2 * sum((a - b) ** 2 for a, b in zip(evicted[0], retained[0], strict=True))
+    agrees(impl, "squared_error", retained, evicted, share, expected=expected)
+
+
+@law("MK-7", of="momentkv_theory.amplification", retained=vectors, evicted=vectors, share=shares)
+def test_the_relative_error_is_mass_times_amplification(impl, retained, evicted, share):
+    """w_E gamma = |f - f_R| / |f|, gamma = |f_E - f_R| / |f|."""
+    full = (1 - share) * retained + share * evicted
+    if np.linalg.norm(full) == 0:
+        return
+    expected = np.array([np.linalg.norm(evicted - retained) / np.linalg.norm(full)])
+    agrees(impl, "amplification", retained, evicted, share, expected=expected)
+    relative = float(np.linalg.norm(full - retained) / np.linalg.norm(full))
+    if np.abs(relative - share * expected).max() > 1e-12 * max(1.0, relative):
+        raise Violation("w_E gamma is not the relative error", relative, share * expected)
+
+
+@law("MK-13", of="momentkv_theory.shifted_softmax", case=heads, shift=st.sampled_from([-1024.0, -2.0, 0.5, 1024.0]))
+def test_a_shift_of_all_logits_changes_no_weight(impl, case, shift):
+    """softmax(s + c) = softmax(s)."""
+    logits = np.clip(np.round(case.keys * 4) / 4, -8, 8)
+    shift = math.copysign(min(abs(shift), 2.0), shift) if impl.dtype in ("float16", "bfloat16") else shift
+
+    def by_hand(logits):
+        weights = [[math.exp(value) for value in row] for row in logits]
+        return np.array([[value / sum(row) for value in row] for row in weights])
+
+    expected = over_heads(by_hand, logits)
+    agrees(impl, "shifted_softmax", logits, shift, expected=expected)
+
+
+def less_the_mean_logit(query, keys):
+    logits = logits_of(query, keys)
+    return logits - logits.mean(axis=-1, keepdims=True)
+
+
+def centring(impl, query, keys):
+    """The allowance of centred logits, whether the keys are centred or the logits."""
+    other = allowance(less_the_mean_logit, *impl.rounded((query, keys)), dtype=impl.dtype, unrepresentable=impl.unrepresentable)
+    return impl.allowance("momentkv_theory.centred_logits", query, keys).wider(other.largest, other.mean)
+
+
+@law("MK-14", of="momentkv_theory.centred_logits", case=heads)
+def test_centred_logits_are_distances_from_the_mean_logit(impl, case):
+    """delta_i = s_i - sbar."""
+    query, keys, _ = one_query(impl, case)
+    allowed, got = centring(impl, query, keys), impl.momentkv_theory.centred_logits(query, keys)
+    allowed.check(got, "the centred logits")
+    near(got, over_heads(centre, query, keys), allowed, "the centred logits")
+
+
+@law("MK-15", of="momentkv_theory.centred_logits", case=heads)
+def test_centred_logits_sum_to_zero(impl, case):
+    """For every query."""
+    query, keys, _ = one_query(impl, case)
+    allowed = centring(impl, query, keys)
+    total = impl.momentkv_theory.centred_logits(query, keys).sum(axis=-1)
+    if np.abs(total).max() > keys.shape[2] * (allowed.largest + 1e-15 * np.abs(allowed.expected).max()):
+        raise Violation("the centred logits do not sum to zero", 0.0, total)
+
+
+@law("MK-16", of="momentkv_theory.centred_output", case=heads)
+def test_centring_leaves_the_evicted_output_as_it_is(impl, case):
+    """The softmax of the centred logits over the values is f_E."""
+    query, keys, values = arguments = one_query(impl, case)
+    expected = impl.allowance("momentkv_theory.full_output", *arguments).expected
+    agrees(impl, "centred_output", query, keys, values, expected=expected)
+
+
+@law("MK-8", of=("momentkv_theory.centred_output", "momentkv_theory.sub_outputs"), case=heads, seed=seeds())
+def test_the_evicted_output_needs_only_centred_logits(impl, case, seed):
+    """The second of the sub-outputs of equation 2 is the centred softmax over the evicted tokens alone."""
+    query, keys, values, kept = halves(impl, case, seed)
+    evicted = impl.momentkv_theory.sub_outputs(query, keys, values, kept)[1]
+    slack = impl.allowance("momentkv_theory.sub_outputs", query, keys, values, kept, pick=1).largest
+    for item, head in np.ndindex(keys.shape[:2]):
+        gone = ~kept[item, head]
+        arguments = query[item, head], keys[item, head, gone], values[item, head, gone]
+        allowed = impl.allowance("momentkv_theory.centred_output", *arguments)
+        got = impl.momentkv_theory.centred_output(*arguments)
+        allowed.check(got, "f_E")
+        if np.abs(got - evicted[item, head]).max() > allowed.largest + slack + 1e-12 * max(1.0, np.abs(values).max()):
+            raise Violation("the centred softmax is not f_E", evicted[item, head], got)
+
+
+def terms_by_hand(query, keys, values) -> dict[str, Any]:
+    """Numerator and denominator of equation 26 and their parts, token by token."""
+    parts: dict[str, Any] = {
+        name: np.zeros(values.shape[-1]) for name in ("numerator", "mean_part", "linear_part", "numerator_remainder")
+    }
+    parts |= {"denominator": 0.0, "denominator_remainder": 0.0, "spread": 0.0, "largest_value": 0.0}
+    for delta, value in zip(centre(query, keys), values, strict=True):
+        rest = math.expm1(delta) - delta
+        parts["numerator"] = parts["numerator"] + math.exp(delta) * value
+        parts["mean_part"] = parts["mean_part"] + value
+        parts["linear_part"] = parts["linear_part"] + delta * value
+        parts["numerator_remainder"] = parts["numerator_remainder"] + rest * value
+        parts["denominator"] += math.exp(delta)
+        parts["denominator_remainder"] += rest
+        parts["spread"] = max(parts["spread"], abs(delta))
+        parts["largest_value"] = max(parts["largest_value"], math.sqrt(sum(x * x for x in value)))
+    return parts
+
+
+FIELDS = (
+    "spread",
+    "largest_value",
+    "denominator",
+    "denominator_remainder",
+    "numerator",
+    "mean_part",
+    "linear_part",
+    "numerator_remainder",
+)
+
+
+@law("MK-26", of="momentkv_theory.expansion", case=heads, name=st.sampled_from(FIELDS))
+def test_numerator_and_denominator_split_into_first_order_and_remainder(impl, case, name):
+    """A = n vbar + sum delta v + R_num and B = n + R_den."""
+    arguments = one_query(impl, case)
+    expected = over_heads(lambda *head: terms_by_hand(*head)[name], *arguments)
+    agrees(impl, "expansion", *arguments, pick=1 + FIELDS.index(name), expected=expected, what=name)
+
+
+def expanded(impl, case):
+    """The Expansion of a case, from the loops, and |fhat_E| = |mean part + linear part| / n."""
+    arguments = one_query(impl, case)
+    parts = {name: impl.round(over_heads(lambda *head, name=name: terms_by_hand(*head)[name], *arguments)) for name in FIELDS}
+    terms = Expansion(count=case.length, **parts)
+    return terms, lengths(terms.mean_part + terms.linear_part) / case.length
+
+
+def half_spread(terms):
+    return terms.spread**2 * np.exp(terms.spread) / 2
+
+
+@law("MK-17", of="momentkv_theory.remainder_bounds", case=heads)
+def test_the_bound_of_the_denominator_is_the_printed_number(impl, case):
+    """n sigma^2 e^sigma / 2."""
+    terms, _ = expanded(impl, case)
+    agrees(impl, "remainder_bounds", terms, pick=0, expected=case.length * half_spread(terms))
+
+
+@law("MK-18", of="momentkv_theory.remainder_bounds", case=heads)
+def test_the_bound_of_the_numerator_is_the_printed_number(impl, case):
+    """n sigma^2 V_max e^sigma / 2."""
+    terms, _ = expanded(impl, case)
+    agrees(impl, "remainder_bounds", terms, pick=1, expected=case.length * half_spread(terms) * terms.largest_value)
+
+
+@law("MK-27", of="momentkv_theory.inverse_to_first_order", case=heads)
+def test_the_inverse_to_first_order_is_the_printed_line(impl, case):
+    """A / n - A R_den / n^2."""
+    terms, n = expanded(impl, case)[0], case.length
+    expected = terms.numerator / n - terms.numerator * terms.denominator_remainder[..., None] / n**2
+    agrees(impl, "inverse_to_first_order", terms, expected=expected)
+
+
+@law("MK-28", of=("momentkv_theory.approximation_error", "momentkv_theory.approximation_error_exactly"), case=heads)
+def test_the_approximation_errors_are_their_lines(impl, case):
+    """R_num / n - A R_den / n^2 as printed, and (R_num - R_den fhat_E) / B exactly."""
+    terms, n = expanded(impl, case)[0], case.length
+    remainder = terms.denominator_remainder[..., None]
+    printed = terms.numerator_remainder / n - terms.numerator * remainder / n**2
+    agrees(impl, "approximation_error", terms, expected=printed)
+    approximate = (terms.mean_part + terms.linear_part) / n
+    exact = (terms.numerator_remainder - remainder * approximate) / terms.denominator[..., None]
+    agrees(impl, "approximation_error_exactly", terms, expected=exact)
+
+
+@law("MK-29", of="momentkv_theory.error_bound", case=heads)
+def test_the_lines_of_the_error_bound(impl, case):
+    """As printed; in the second line |A| / n is at most |fhat_E| + |R_num| / n, which is mended by one division by n less."""
+    terms, approximate = expanded(impl, case)
+    n, half = case.length, half_spread(terms)
+    second = half * (approximate + lengths(terms.numerator_remainder) / n)
+    first = lengths(terms.numerator_remainder) / n + lengths(terms.numerator) * np.abs(terms.denominator_remainder) / n**2
+    middle = half * terms.largest_value
+    for pick, expected in enumerate((first, middle + second / n, middle + second, half * (terms.largest_value + approximate))):
+        agrees(impl, "error_bound", terms, pick=pick, expected=expected, what=f"line {pick + 1}")
+
+
+@law("MK-30", of="momentkv_theory.geometric_bound", case=heads)
+def test_the_geometric_bound_is_the_printed_number(impl, case):
+    """|q|^2 / (2d) e^(|q| r_max / sqrt(d)) r_max^2 (V_max + |fhat_E|), r_max the largest distance of a key from their mean."""
+    arguments = one_query(impl, case)
+
+    def by_hand(query, keys, values):
+        terms, size, d = terms_by_hand(query, keys, values), math.hypot(*query), len(query)
+        furthest = max(math.dist(key, keys.mean(axis=0)) for key in keys)
+        approximate = math.hypot(*(terms["mean_part"] + terms["linear_part"])) / len(keys)
+        bound = size**2 / (2 * d) * math.exp(size * furthest / math.sqrt(d)) * furthest**2
+        return bound * (terms["largest_value"] + approximate)
+
+    agrees(impl, "geometric_bound", *arguments, expected=over_heads(by_hand, *arguments))
+
+
+@law("MK-19", of="momentkv_theory.linear_part", case=heads)
+def test_the_linear_part_is_a_product_with_the_covariance(impl, case):
+    """Stilde q / sqrt(d) = sum delta_i v_i."""
+    query, keys, values = one_query(impl, case)
+    covariance = impl.round(np.swapaxes(values, -1, -2) @ (keys - keys.mean(axis=2, keepdims=True)))
+
+    def by_hand(query, covariance):
+        return np.array([sum(entry * q for entry, q in zip(row, query, strict=True)) for row in covariance]) / math.sqrt(len(query))
+
+    agrees(impl, "linear_part", query, covariance, expected=over_heads(by_hand, query, covariance))
+
+
+@law("MK-31", of="momentkv_theory.log_partition", case=heads)
+def test_the_partition_function_and_its_lower_bound(impl, case):
+    """log Z_E, and log n + sbar, which is never above it."""
+    query, keys, values = one_query(impl, case)
+
+    def log_z(query, keys, values):
+        _, total, top = weighted(query, keys, values, range(len(keys)))
+        return top + math.log(total)
+
+    def bound(query, keys):
+        return math.log(len(keys)) + sum(float(query @ key) for key in keys) / len(keys) / math.sqrt(len(query))
+
+    agrees(impl, "log_partition", query, keys, pick=0, expected=over_heads(log_z, query, keys, values), what="log Z_E")
+    agrees(impl, "log_partition", query, keys, pick=1, expected=over_heads(bound, query, keys), what="log Zhat_E")
+
+
+@law("MK-32", of="momentkv_theory.partition_ratio", case=heads)
+def test_the_ratio_is_the_mean_of_the_exponentials(impl, case):
+    """Z_E / Zhat_E = (1/n) sum exp(delta_i)."""
+    query, keys, _ = one_query(impl, case)
+    expected = over_heads(lambda query, keys: sum(math.exp(delta) for delta in centre(query, keys)) / len(keys), query, keys)
+    agrees(impl, "partition_ratio", query, keys, expected=expected)
+
+
+@law("MK-34", of="momentkv_theory.logit_variance", case=heads)
+def test_the_logit_variance_is_a_quadratic_form(impl, case):
+    """q^T Sigma_k q / d = (1/n) sum delta_i^2, over n and not n - 1."""
+    query, keys, _ = one_query(impl, case)
+    expected = over_heads(lambda query, keys: sum(delta**2 for delta in centre(query, keys)) / len(keys), query, keys)
+    agrees(impl, "logit_variance", query, keys, expected=expected)
+
+
+eighths = st.integers(1, 64).map(lambda count: np.array([count / 8]))
+
+
+@law("MK-35", of="momentkv_theory.weight_bias", retained=eighths, estimate=eighths, excess=st.integers(0, 64))
+def test_the_weight_bias_is_the_difference_of_the_weights(impl, retained, estimate, excess):
+    """Two lines and the mended third are Z_R / (Z_R + Zhat_E) - Z_R / (Z_R + Z_E); the printed third is w_R / what_R of it."""
+    evicted = estimate * (1 + excess / 8)
+    expected = retained / (retained + estimate) - retained / (retained + evicted)
+    for pick in (0, 1, 3):
+        agrees(impl, "weight_bias", retained, evicted, estimate, pick=pick, expected=expected, what=f"line {pick + 1}")
+    printed = expected * (retained + estimate) / (retained + evicted)
+    agrees(impl, "weight_bias", retained, evicted, estimate, pick=2, expected=printed, what="line 3 as printed")
+
+
+@law("MK-36", of="momentkv_theory.estimated_evicted_weight", retained=eighths, estimate=eighths, excess=st.integers(0, 64))
+def test_the_estimated_weight_follows_from_the_true_one(impl, retained, estimate, excess):
+    """what_E = w_E rho / (w_R + w_E rho) = Zhat_E / (Z_R + Zhat_E)."""
+    evicted = estimate * (1 + excess / 8)
+    share, ratio = impl.round(evicted / (retained + evicted)), impl.round(estimate / evicted)
+    expected = share * ratio / (1 - share + share * ratio)
+    agrees(impl, "estimated_evicted_weight", share, ratio, expected=expected)
+    of_estimate = estimate / (retained + estimate)
+    if np.abs(of_estimate - expected).max() > 16 * EPSILON[impl.dtype]:  # mass and ratio were rounded to the dtype
+        raise Violation("it is not the weight of the estimate", of_estimate, expected)
+
+
+@law("MK-36", of="momentkv_theory.output_error", sides=st.tuples(vectors, vectors, vectors), share=shares, estimated=shares)
+def test_the_output_error_has_two_sources(impl, sides, share, estimated):
+    """f - fhat = w_E (f_E - fhat_E) + (w_E - what_E)(fhat_E - f_R)."""
+    retained, evicted, approximate = sides
+    agrees(impl, "output_error", *sides, share, estimated, pick=0, expected=share * (evicted - approximate))
+    agrees(impl, "output_error", *sides, share, estimated, pick=1, expected=(share - estimated) * (approximate - retained))
+    exact = (1 - share) * retained + share * evicted - (1 - estimated) * retained - estimated * approximate
+    if np.abs(sum(impl.momentkv_theory.output_error(*sides, share, estimated)) - exact).max() > 64 * EPSILON[impl.dtype]:
+        raise Violation("the two parts do not add up to f - fhat", exact, None)
+
+
+@law("MK-36S", of="momentkv_theory.largest_harmless_error", sides=st.tuples(vectors, vectors, vectors), share=shares, part=shares)
+def test_an_estimate_within_the_largest_harmless_error_never_hurts(impl, sides, share, part):
+    """|f_E - f_R|: no estimate at this distance from f_E, on any side, leaves a larger error than f_R does."""
+    retained, evicted, towards = sides
+    distance = lengths(evicted - retained)
+    agrees(impl, "largest_harmless_error", retained, evicted, expected=distance)
+    reach = impl.call("momentkv_theory.largest_harmless_error", retained, evicted) / np.maximum(lengths(towards), 1e-9)
+    slack = impl.allowance("momentkv_theory.largest_harmless_error", retained, evicted).largest + 1e-9
+    full, estimated = (1 - share) * retained + share * evicted, share * part
+    for approximate in (evicted + reach[..., None] * towards, evicted - reach[..., None] * towards):
+        error = lengths(full - (1 - estimated) * retained - estimated * approximate)
+        if (error > share * distance + slack).any():
+            raise Violation("the correction is worse than none", share * distance, error)

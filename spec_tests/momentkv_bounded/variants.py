@@ -1,0 +1,119 @@
+"""Corrections that are never worse, of other kinds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from evictionary.reference.momentkv_bounded import Bounds
+from evictionary.spec_tests.momentkv import variants as plain
+from evictionary.spec_tests.proof.planted import control
+from evictionary.spec_tests.shared.variants_attention import ALL
+
+STEM = "momentkv_bounded"
+
+
+def refuse_bounds(bounds, keys, values, count=None) -> None:
+    for name, field, states in zip(Bounds._fields, bounds, (keys, keys, values, values), strict=True):
+        if field.shape != (*states.shape[:-2], states.shape[-1]):
+            raise ValueError(f"bounds.{name}: got shape {tuple(field.shape)}, beside states of {tuple(states.shape)}")
+        if count is not None and not np.isfinite(np.asarray(field)[np.asarray(count) > 0]).all():
+            raise ValueError(f"bounds.{name}: got infinite bounds of evicted tokens")
+
+
+@control(f"{STEM}.update", dtypes=ALL)
+def head_by_head(bounds, keys, values, evicted):
+    """The evicted rows of each head gathered, the bounds before as two rows more."""
+    plain.refuse(keys, values, evicted=evicted)
+    refuse_bounds(bounds, keys, values)
+    after = Bounds(*(np.array(field) for field in bounds))
+    for place in np.ndindex(evicted.shape[:2]):
+        for states, (low, high) in ((keys, after[:2]), (values, after[2:])):
+            rows = states[place][evicted[place]]
+            low[place] = np.vstack([low[place], rows]).min(axis=0)
+            high[place] = np.vstack([high[place], rows]).max(axis=0)
+    return after
+
+
+def by_reader(query, keys, values, kept, moments, bounds):
+    """For each query head, one after the other: f_R, MomentKV's output, the least and the largest possible output."""
+    plain.refuse(keys, values, moments, query, kept=kept)
+    refuse_bounds(bounds, keys, values, moments.count)
+    root, group = math.sqrt(keys.shape[-1]), query.shape[1] // keys.shape[1]
+    for item, reader in np.ndindex(*query.shape[:2]):
+        place, q = (item, reader // group), query[item, reader]
+        logits, rows = keys[place][kept[place]] @ q / root, values[place][kept[place]]
+        top = logits.max(initial=-np.inf)
+        weights = np.exp(logits - top)
+        total = weights.sum()
+        retained = weights @ rows / total if total else np.zeros_like(rows, shape=rows.shape[1:])
+        count = int(moments.count[place])
+        if not count:
+            yield retained, retained, retained, retained
+            continue
+        mean_key, mean = moments.key_sum[place] / count, moments.value_sum[place] / count
+        slope = moments.value_key_sum[place] / count - np.outer(mean, mean_key)
+        key_low, key_high, low, high = (field[place] for field in bounds)
+        # The corners that the signs of the query choose.
+        least = np.where(q > 0, key_low, key_high) @ q / root
+        largest = np.where(q > 0, key_high, key_low) @ q / root
+        mean_logit, spread = mean_key @ q / root, largest - least
+        # Each end of the chord by its share of the way, the larger one as 1.
+        ahead = min(1.0, max(0.0, (largest - mean_logit) / spread)) if spread > 0 else 0.0
+        excess = max(1 - ahead + ahead * np.exp(-spread), np.exp(mean_logit - largest))
+        # The retained mass beside that of the evicted tokens.
+        with np.errstate(over="ignore", divide="ignore"):
+            light = 1 / (1 + total / count * np.exp(top - mean_logit)) if total else 1.0
+            heavy = 1 / (1 + total / count * np.exp(top - largest) / excess) if total else 1.0
+        inner = np.minimum(np.maximum(mean, low), high)
+        radius = np.sqrt((high - inner) * (inner - low)) * np.sinh(min(spread / 2, 40.0))
+        ends = np.maximum(low, inner - radius), np.minimum(high, inner + radius)
+        products = [(1 - weight) * retained + weight * end for weight in (light, heavy) for end in ends]
+        corrected = (1 - light) * retained + light * (mean + slope @ q / root)
+        yield retained, corrected, np.minimum(products[0], products[2]), np.maximum(products[1], products[3])
+
+
+def gathered(outputs, query, values):
+    return np.array(list(outputs), dtype=values.dtype).reshape(*query.shape[:2], values.shape[-1])
+
+
+@control(f"{STEM}.attend")
+def nearest_output(query, keys, values, kept, moments, bounds):
+    """The output itself moved into the box of outputs, one query head after the other, the weights as quotients."""
+    parts = by_reader(query, keys, values, kept, moments, bounds)
+    return gathered((np.minimum(np.maximum(paper, low), high) for _, paper, low, high in parts), query, values)
+
+
+@control(f"{STEM}.attend_certified")
+def worst_corner(query, keys, values, kept, moments, bounds):
+    """The worst corner of the box picked by the sign of the correction."""
+
+    def outputs():
+        for retained, paper, low, high in by_reader(query, keys, values, kept, moments, bounds):
+            step = np.minimum(np.maximum(paper, low), high) - retained
+            gain = step @ (np.where(step > 0, low, high) - retained)
+            share = min(1.0, 2 * gain / (step @ step)) if gain > 0 else 0.0
+            yield np.minimum(np.maximum(retained + share * step, low), high)
+
+    return gathered(outputs(), query, values)
+
+
+@control(f"{STEM}.update", array_library="torch", dtypes=ALL)
+def torch_by_order(bounds, keys, values, evicted):
+    """torch: the tokens sorted in each channel, those that stay put at the end."""
+    plain.refuse(keys, values, evicted=evicted)
+    refuse_bounds(bounds, keys, values)
+    stays = ~evicted[..., None]
+    ends = [
+        pick(field, states.masked_fill(stays, worst).sort(dim=2, descending=worst < 0).values[:, :, 0])
+        for field, states, pick, worst in zip(
+            bounds,
+            (keys, keys, values, values),
+            (torch.minimum, torch.maximum) * 2,
+            (math.inf, -math.inf) * 2,
+            strict=True,
+        )
+    ]
+    return Bounds(*ends)

@@ -1,0 +1,228 @@
+"""Laws against mutants: who kills whom. `python -m evictionary.spec_tests.proof.matrix` writes the matrix, as JSON and a page.
+
+A mutant is killed only by an assertion of a law. A crash, a hang or a law that found nothing to judge is not a kill and is counted
+apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
+from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import ANY
+from evictionary.spec_tests.judge.law import Law, load_laws, suite_version
+from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
+from evictionary.store import put, table
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CONTROLS = DOCS / "controls.json"
+
+
+def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
+    """The laws that call the mutant's function, of one requirement or of all; those of its own requirement come first."""
+    found = [law for law in load_laws().values() if mutant.of in law.functions or ANY in law.functions]
+    found = [law for law in found if requirement is None or law.requirement.id == requirement]
+    return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
+
+
+def row(name: str, max_examples: int) -> dict[str, Any]:
+    """One mutant against every law that calls its function."""
+    mutant = load_mutants()[name]
+    implementation = mutant.implementation()
+    laws = [law for law in laws_for(mutant) if not law.missing(implementation)[0]]
+    outcomes = {law.name: outcome(law, implementation, max_examples=max_examples)[0] for law in laws}
+    mine = [law for law in laws if law.requirement.id == mutant.killed_by]
+    if all(outcomes[law.name] == "passed" for law in mine):
+        # A mistake that few inputs show gets a longer look before it counts as a survivor, as in the tests.
+        outcomes |= {law.name: outcome(law, implementation, max_examples=20 * max_examples)[0] for law in mine}
+    own = {outcomes[law.name] for law in mine}
+    verdict = next((word for word in ("killed", "timed out", "crashed") if word in own), "survived")
+    return {
+        "mutant": name,
+        "of": mutant.of,
+        "killed_by": mutant.killed_by,
+        "misconception": mutant.misconception,
+        "verdict": verdict,
+        "laws": outcomes,
+    }
+
+
+def _controls() -> list[str]:
+    """What the last run of the correct variants found, as a paragraph; nothing where there was none."""
+    if not CONTROLS.exists():
+        return []
+    content = json.loads(CONTROLS.read_text(encoding="utf-8"))
+    mended = content.get("mended", [])
+    silent = f", beside {len(mended)} that were mended, each silent when run again" if mended else ""
+    how = ["as it is, with the laws and variants of that time."]
+    if "long_every" in content:
+        how = [
+            "as it is and bare: without checks of its arguments, inside a domain that kernel authors write;",
+            f"laws of long inputs are asked at one of {content['long_every']} seeds.",
+        ]
+    return [
+        "",
+        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, a",
+        f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law,",
+        *how,
+        f"{len(content['alarms'])} alarms in {content['runs']} runs{silent}",
+        f"(`python -m evictionary.spec_tests.proof.matrix --controls {content['seeds']}`).",
+        *(["Laws and variants have changed since that run."] if content.get("suite") != suite_version() else []),
+        "",
+        *(f"- {alarm}" for alarm in content["alarms"]),
+        *(f"- Mended: {alarm}" for alarm in mended),
+    ]
+
+
+def page(rows: list[dict[str, Any]], max_examples: int) -> str:
+    """The matrix as Markdown: what was planted, whether its own requirement kills it, and how many of its laws do."""
+    verdicts = Counter(entry["verdict"] for entry in rows)
+    lines = [
+        "# Kill matrix",
+        "",
+        "Each planted mistake against every law that calls its function. A kill is an assertion of a law of the requirement that",
+        "the mistake names; crashes and hangs are counted apart. `python -m evictionary.spec_tests.proof.matrix` made this page,",
+        f"with {max_examples} inputs a law (twenty times as many where none of its own laws saw the mistake);",
+        "the whole matrix goes to `build/kill_matrix.json`.",
+        "",
+        ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",
+        *_controls(),
+        "",
+    ]
+    cells = []
+    for entry in rows:
+        kills = sorted(name.split("::")[1] for name, word in entry["laws"].items() if word == "killed")
+        shown = "<br>".join(kills[:3]) + (f"<br>and {len(kills) - 3} more" if len(kills) > 3 else "")
+        total = f"{len(kills)} of {len(entry['laws'])}"
+        cells.append((f"`{entry['of']}`", entry["misconception"], entry["killed_by"], entry["verdict"], f"{total}: {shown}"))
+    lines.append(table(["function", "planted mistake", "must die by", "outcome", "laws that kill it"], cells))
+    return "\n".join(lines) + "\n"
+
+
+# What kernel authors accept; a seed takes one of them, in turn.
+DOMAINS = (
+    {"head_dim": (64, 128)},
+    {"head_dim": (128,), "length_multiple_of": 16, "batch": (1,)},
+    {"head_dim": (64,), "group": (1, 4, 8), "min_length": 16},
+)
+
+
+# Laws of long inputs take most of the time: they are asked at each so many-th seed. A prime, so that they meet every dtype and
+# domain, which seeds take in turn.
+LONG_EVERY = 23
+
+
+def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = False) -> list[str]:
+    """The laws that a correct variant fails at one seed, each with what it said; none is what they are for.
+
+    bare is the variant as a kernel author writes it: it checks no argument, takes some sizes only, and owes the mathematics alone.
+    """
+    control = load_controls()[name]
+    implementation = control.implementation(dtype)
+    if bare:
+        implementation.domain |= Domain.read(DOMAINS[seed % len(DOMAINS)])
+    found = []
+    with unchecked() if bare else nullcontext():
+        for law in load_laws().values():
+            if control.of not in law.functions or law.missing(implementation)[0] or (bare and law.kind != MATHEMATICS):
+                continue
+            if law.kind == EDGE and not control.edges:
+                continue
+            if law.examples and seed % LONG_EVERY:
+                continue
+            word, message = outcome(law, implementation, max_examples=max_examples, seed=seed)
+            outside = bare and word == "crashed" and bool(implementation.outside)
+            implementation.outside = ""
+            if word != "passed" and not outside:
+                found.append(f"{name} at {dtype}, seed {seed}{', bare' * bare}: {law.name} {word}: {message}")
+    return found
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """The correct variants without their checks, each of which is a function `refuse...`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [module for name, module in sys.modules.items() if re.match(r"evictionary\.spec_tests\.\w+\.variants", name)]:
+            for name in [name for name in vars(module) if name.startswith("refuse")]:
+                patch.setattr(module, name, lambda *args, **kwargs: None)
+        yield
+
+
+def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
+    """Run every correct variant over the seeds, as it is and bare; print each alarm at once, write docs/controls.json.
+
+    Returns how many alarms there were. Each seed takes one of the dtypes that the variant claims, in turn. A run that was stopped
+    goes on with the next seed, unless laws, variants or their number of inputs have changed since.
+    """
+    from joblib import Parallel, delayed
+    from rich.console import Console
+    from rich.progress import track
+
+    controls = sorted(load_controls().items())
+    of = {
+        "schema": "evictionary/controls/2",
+        "suite": suite_version(),
+        "controls": len(controls),
+        "max_examples": max_examples,
+        "long_every": LONG_EVERY,
+    }
+    stored = json.loads(CONTROLS.read_text(encoding="utf-8")) if CONTROLS.exists() else {}
+    goes_on = {name: stored.get(name) for name in of} == of
+    first, found = (stored["seeds"], stored["alarms"]) if goes_on else (0, [])
+    of["mended"] = stored.get("mended", []) if goes_on else []  # written by hand
+    console = Console()
+    with Parallel(n_jobs=jobs, batch_size=4) as parallel:
+        for seed in track(range(first, seeds), description=f"seeds from {first}", console=console):
+            runs = [(name, control.dtypes[seed % len(control.dtypes)], seed, max_examples) for name, control in controls]
+            both = [delayed(alarms)(*run, bare=bare) for run in runs for bare in (False, True)]
+            for line in [line for lines in parallel(both) for line in lines]:
+                found.append(line)
+                console.print(line, markup=False, soft_wrap=True)
+            content = of | {"seeds": seed + 1, "runs": 2 * (seed + 1) * len(controls), "alarms": found}
+            # After each seed, and whole: a run that is stopped keeps what it had.
+            put(CONTROLS, json.dumps(content, indent=1) + "\n")
+    console.print(f"{len(found)} alarms in {seeds} seeds of {len(controls)} correct variants, {max_examples} inputs a law")
+    return bool(found)
+
+
+def main() -> None:
+    from joblib import Parallel, delayed
+    from rich.progress import track
+
+    parser = argparse.ArgumentParser(
+        description="Run every planted mistake against every law; write build/kill_matrix.json and docs/kill_matrix.md."
+    )
+    parser.add_argument("--max-examples", type=int, help="inputs that each law draws (default 30, and 4 for --controls)")
+    parser.add_argument("--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    arguments = parser.parse_args()
+    if arguments.controls:
+        raise SystemExit(run_controls(arguments.controls, arguments.max_examples or 4, arguments.jobs))
+    max_examples = arguments.max_examples or 30
+    names = sorted(load_mutants())
+    work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, max_examples) for name in names)
+    rows = list(track(work, total=len(names), description="mutants"))
+    content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
+    whole = DOCS.parent / "build" / "kill_matrix.json"
+    whole.parent.mkdir(exist_ok=True)
+    whole.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+    (DOCS / "kill_matrix.md").write_text(page(rows, max_examples), encoding="utf-8")
+    survivors = [entry["mutant"] for entry in rows if entry["verdict"] != "killed"]
+    print("not killed: " + ", ".join(survivors) if survivors else f"all {len(rows)} killed by their own laws")
+    raise SystemExit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What is planted to measure the laws: wrong implementations that must die, and correct ones on which no law may raise an alarm.
+
+A mutant is a mistake that people make, with the requirement that must kill it and the misconception behind it; when an
+implementation fails with the numbers of a mutant, the report names that mistake. A control is correct but different.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import tomllib
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from evictionary.reference.checks import arrays
+from evictionary.reference.contract import CONTRACT, arguments
+from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import STEMS, Implementation, oracle, to_numpy
+from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, import_all
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong implementation of the function `of`; `killed_by` is the requirement whose laws must kill it.
+
+    It is written as a function, or as the right one with `edits`: pairs of a text of its source and what stands there instead.
+    One that is right up to some size says it in `above`: "4,096 tokens".
+    """
+
+    name: str
+    of: str
+    killed_by: str
+    misconception: str
+    written: Callable[..., Any] | None = None
+    array_library: str = "numpy"
+    edits: tuple[tuple[str, str], ...] = ()
+    edited: str = ""  # the function whose source is edited, where that is not `of`
+    above: str = ""
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """What is called in the place of the right function."""
+        return self.written or edited(self.of, self.edited or self.of, self.edits)
+
+    def implementation(self, dtype: str | None = None) -> Implementation:
+        """The reference with this one function replaced, judged at a dtype: without one at float64, and float32 for torch."""
+        in_torch = self.array_library == "torch"
+        fields = {"array_library": self.array_library, "dtype": dtype or ("float32" if in_torch else "float64")}
+        return replaced(f"mutant {self.name}", {self.of: self.function}, **fields)
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(
+    of: str, *, killed_by: str, misconception: str, array_library: str = "numpy", above: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Plant the decorated function as a wrong `of`; the misconception completes "your numbers equal those of: ..."."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"{of.split('.')[0]}.{function.__name__}"
+        _plant(Mutant(name, of, killed_by, misconception, function, array_library, above=above))
+        return function
+
+    return decorate
+
+
+def _plant(mutant: Mutant) -> None:
+    if mutant.killed_by not in REQUIREMENTS:
+        raise KeyError(f"{mutant.name}: killed_by={mutant.killed_by!r} is no requirement")
+    if mutant.name in MUTANTS:
+        raise KeyError(f"{mutant.name}: planted twice")
+    MUTANTS[mutant.name] = mutant
+
+
+def load_mutants() -> dict[str, Mutant]:
+    """Read every file `mutants*`, functions (.py) and edits (.toml), and return the mutants by name."""
+    import_all("mutants*.py")
+    _plant_edits()
+    return MUTANTS
+
+
+@functools.cache
+def _plant_edits() -> None:
+    for path in sorted(SUITE.glob("*/mutants*.toml")):
+        for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
+            was, now = entry.pop("was"), entry.pop("is")
+            edits = tuple(zip(was, now, strict=True)) if isinstance(was, list) else ((was, now),)
+            _plant(Mutant(f"{entry['of'].split('.')[0]}.{name}", edited=entry.pop("in", ""), edits=edits, **entry))
+
+
+def edited_source(path: str, edits: tuple[tuple[str, str], ...]) -> str:
+    """The source of the function `path` of the reference, with the edits made.
+
+    Raises ValueError where a text to be replaced does not stand in it exactly once.
+    """
+    source = inspect.getsource(oracle(path))
+    for was, now in edits:
+        if source.count(was) != 1:
+            raise ValueError(f"{path}: got {source.count(was)} places of {was!r}, wanted exactly one to edit")
+        source = source.replace(was, now)
+    return source
+
+
+def copied(
+    function: Callable[..., Any], code: types.CodeType | None = None, scope: dict[str, Any] | None = None
+) -> types.FunctionType:
+    """A function of a module once more; with other code, or with other globals."""
+    assert isinstance(function, types.FunctionType)
+    scope = function.__globals__ if scope is None else scope
+    copy = types.FunctionType(code or function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+    """The function `of` of the reference where the source of the function `path`, itself or one that it calls, is edited."""
+    module, target = (importlib.import_module(f"evictionary.reference.{each.split('.')[0]}") for each in (of, path))
+    source = edited_source(path, edits)
+    # The functions of the module once more, with globals of their own: what calls the edited function finds it.
+    scope = dict(vars(module))
+    for name, member in vars(module).items():
+        if isinstance(member, types.FunctionType) and member.__globals__ is vars(module):
+            scope[name] = copied(member, scope=scope)
+    if target is module:
+        exec("from __future__ import annotations\n" + source, scope)
+    else:
+        own = dict(vars(target))
+        exec("from __future__ import annotations\n" + source, own)
+        scope[path.split(".")[1]] = own[path.split(".")[1]]
+    return np.errstate(all="ignore")(scope[of.split(".")[1]])  # a mistake dies by its numbers, not by a warning
+
+
+def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a right or a wrong function gives for a copy of the arguments, or the exception that it raises."""
+    try:
+        with np.errstate(all="ignore"):
+            return function(**copy.deepcopy(arguments))  # some planted mistakes write into their inputs
+    except Exception as error:
+        return error
+
+
+def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any) -> Implementation:
+    """The reference as an implementation to judge, with some functions (`stem.function`) replaced.
+
+    The reference takes no tensors: a replacement that computes with torch is judged alone.
+    """
+    alone = fields.get("array_library") == "torch"
+    modules = {}
+    for stem in sorted({path.split(".")[0] for path in functions}) if alone else STEMS:
+        modules[stem] = types.ModuleType(stem)
+        if not alone:
+            vars(modules[stem]).update(vars(importlib.import_module(f"evictionary.reference.{stem}")))
+    for path, function in functions.items():
+        stem, attribute = path.split(".")
+        setattr(modules[stem], attribute, function)
+    return Implementation(name, modules, **fields)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A correct implementation of the function `of`, computing with NumPy or torch, at each of the dtypes that it claims.
+
+    It owes every law, or without `edges` all but those of our decisions on degenerate inputs.
+    """
+
+    name: str
+    of: str
+    array_library: str
+    dtypes: tuple[str, ...]
+    function: Callable[..., Any]
+    max_length: int | None = None
+    edges: bool = True
+
+    def implementation(self, dtype: str) -> Implementation:
+        """This one function, judged alone at a dtype; what else its laws call comes from the reference."""
+        fields = {"array_library": self.array_library, "dtype": dtype, "domain": Domain(max_length=self.max_length)}
+        return replaced(f"control {self.name}", {self.of: refusing(self.of, self.function)}, **fields)
+
+
+def refusing(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A right variant that refuses what does not fit its line of the contract: what it writes otherwise is the mathematics."""
+    if path not in CONTRACT:
+        return function
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(oracle(path)).bind(*args, **kwargs).arguments
+        arrays(path, *(to_numpy(given.get(argument.name)) for argument in arguments(path)))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+CONTROLS: dict[str, Control] = {}
+
+
+def control(
+    of: str,
+    *,
+    array_library: str = "numpy",
+    dtypes: tuple[str, ...] = ("float64",),
+    max_length: int | None = None,
+    edges: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as a correct `of`.
+
+    max_length, for one whose memory or time is their square; edges is false for one that decides degenerate inputs otherwise.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"{of.split('.')[0]}.{function.__name__}"
+        if name in CONTROLS:
+            raise KeyError(f"{name}: registered twice")
+        CONTROLS[name] = Control(name, of, array_library, dtypes, function, max_length, edges)
+        return function
+
+    return decorate
+
+
+def load_controls() -> dict[str, Control]:
+    """Import every file `variants*.py` and return the controls by name."""
+    import_all("variants*.py")
+    return CONTROLS

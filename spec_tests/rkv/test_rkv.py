@@ -1,0 +1,338 @@
+"""Laws of R-KV: RK-1 to RK-6."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.spec_tests.judge.arithmetic import EPSILON
+from evictionary.spec_tests.judge.by_hand import (
+    directions,
+    logit_error,
+    require_equal,
+    require_loops,
+    require_near,
+    rounding,
+    softmax_slack,
+    width,
+    window_above_all,
+)
+from evictionary.spec_tests.judge.cases import cases, long_cases, prompt_queries, seeded_cases, seeds, shares
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.sizes import narrow
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation, check_selection
+
+SIMILARITIES, LATEST, REDUNDANCY, IMPORTANCE, SCORE = (
+    f"rkv.{name}" for name in ("similarities", "without_latest", "redundancy", "importance", "score")
+)
+RELEASED = "rkv_variants.released_score"
+windows = st.sampled_from([1, 2, 3, 8])
+kernels = st.sampled_from([1, 3, 7])
+
+
+def scored(impl, queries, keys, *, path=SCORE, **settings):
+    """The scores, infinite in a window that scores more than all tokens before it, as it may by any number."""
+    return window_above_all(impl.call(path, queries, keys, **settings), keys, settings.get("window_size", 8))
+
+
+def cosines(keys):
+    """The cosines of the keys of one head, [T, T], 0 for a key with itself."""
+    rows = directions(keys)
+    return np.array([[0.0 if i == j else float(rows[i] @ rows[j]) for j in range(len(rows))] for i in range(len(rows))])
+
+
+def counted(similarity, threshold=0.5, otherwise=()):
+    """The redundancy of one head, row by row: what each key says of the others, its latest similar one left out.
+
+    otherwise is what a row without a similar key leaves out: nothing, or token 0.
+    """
+    totals = np.zeros(len(similarity))
+    for row in similarity:
+        similar = [place for place, cosine in enumerate(row) if cosine > threshold] or otherwise
+        totals += [0.0 if similar and place == similar[-1] else cosine for place, cosine in enumerate(row)]
+    powers = np.exp(totals / len(similarity))
+    return powers / powers.sum()
+
+
+def by_hand(keys):
+    """The redundancy of keys [B, H, T, D], and the number of rows in which rounding may decide whether two keys are similar."""
+    found, doubtful = np.zeros(keys.shape[:3]), 0
+    for place in np.ndindex(keys.shape[:2]):
+        similarity = cosines(keys[place])
+        found[place] = counted(similarity)
+        doubtful = max(doubtful, int((np.abs(similarity - 0.5) < 1e-4).any(axis=-1).sum()))
+    return found, doubtful
+
+
+def with_doubt(impl, allowed: Allowance, keys, share=1.0) -> Allowance:
+    """The allowance where two keys may be similar or not: each such row moves one column mean by at most 1/T."""
+    expected, doubtful = by_hand(keys)
+    if EPSILON[impl.dtype] > 1e-4:  # in half precision an implementation may round the cosines too
+        doubtful = keys.shape[2]
+    slack = share * float(expected.max()) * np.expm1(2 * doubtful / keys.shape[2])
+    return allowed.wider(slack)
+
+
+@law("RK-1", of=SIMILARITIES, case=cases())
+def test_similarities_are_cosines_without_the_diagonal(impl, case):
+    """S_ij = cos(k_i, k_j) for two keys, 0 for a key with itself; also computed pair by pair."""
+    allowed = impl.allowance(SIMILARITIES, case.keys)
+    allowed.check(impl.rkv.similarities(case.keys), "the similarities")
+    keys = impl.round(case.keys)
+    for place in np.ndindex(keys.shape[:2]):
+        require_loops(allowed.expected[place], cosines(keys[place]))
+
+
+@law("RK-2", of=LATEST, rows=st.lists(st.lists(st.integers(-4, 4), min_size=4, max_size=4), min_size=4, max_size=4))
+def test_each_row_loses_its_latest_similar_key_alone(impl, rows):
+    """Of cosines in quarters, those above 1/2 are similar: the last of them in each row becomes 0, and nothing else."""
+    similarity = np.array(rows) / 4
+    expected = similarity.copy()
+    for row in expected:
+        similar = np.flatnonzero(row > 0.5)
+        row[similar[-1:]] = 0
+    require_equal(impl.rkv.without_latest(similarity), expected, "other cosines are left out than the latest above 1/2")
+
+
+@law("RK-3", of=REDUNDANCY, case=cases())
+def test_redundancy_is_the_softmax_of_the_column_means(impl, case):
+    """What the other keys say of a key, its latest similar one left out of each row; also counted row by row."""
+    allowed = impl.allowance(REDUNDANCY, case.keys)
+    keys = impl.round(case.keys)
+    expected, doubtful = by_hand(keys)
+    if not doubtful:
+        require_loops(allowed.expected, expected)
+    with_doubt(impl, allowed, keys).check(impl.rkv.redundancy(case.keys), "the redundancy")
+
+
+@law("RK-3", of=REDUNDANCY)
+def test_the_latest_of_three_copies_is_the_least_redundant(impl):
+    """Of three equal keys each row forgives the latest of the others: the column means are 2/3, 1/3 and 0, the row means equal."""
+    got = impl.rkv.redundancy(np.array([[[[2.0, 0], [2, 0], [2, 0]]]]))
+    powers = np.exp(np.array([2, 1, 0]) / 3)
+    allowed = impl.allowance(REDUNDANCY, np.array([[[[2.0, 0], [2, 0], [2, 0]]]]))
+    allowed.check(got, "the redundancy of three copies", (powers / powers.sum())[None, None])
+
+
+@law("RK-3", of=REDUNDANCY)
+def test_two_copies_forgive_each_other(impl):
+    """Each of two equal keys is the other's latest similar key, so that neither is redundant: all three keys have 1/3."""
+    keys = np.array([[[[4.0, 0], [0, 1], [4, 0]]]])
+    impl.allowance(REDUNDANCY, keys).check(impl.rkv.redundancy(keys), "the redundancy", np.full((1, 1, 3), 1 / 3))
+
+
+@law("RK-3", of=REDUNDANCY)
+def test_a_row_without_a_similar_key_loses_nothing(impl):
+    """Cosines of at most 1/2 all count, that with token 0 too: (1, 0), (0, 1) and (-1, 0) have the means -1/3, 0 and -1/3."""
+    keys = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]])
+    powers = np.exp([-1 / 3, 0, -1 / 3])
+    impl.allowance(REDUNDANCY, keys).check(impl.rkv.redundancy(keys), "the redundancy", (powers / powers.sum())[None, None])
+
+
+@law("RK-3", of=REDUNDANCY, threshold=st.sampled_from([0.5, 0.7, 0.9]))
+def test_the_threshold_is_the_callers(impl, threshold):
+    """(4, 3) has the cosines 0.8 and 0.6 with the axes; above the threshold they are forgiven, (4, 3) itself the later axis."""
+    keys = np.array([[[[1.0, 0], [0, 8], [4, 3]]]])
+    means = {0.5: [0.8 / 3, 0, 0], 0.7: [0, 0.6 / 3, 0.6 / 3], 0.9: [0.8 / 3, 0.6 / 3, 1.4 / 3]}
+    powers = np.exp(means[threshold])
+    allowed = impl.allowance(REDUNDANCY, keys, threshold=threshold)
+    allowed.check(impl.rkv.redundancy(keys, threshold=threshold), "the redundancy", (powers / powers.sum())[None, None])
+
+
+@law("RK-3", of=REDUNDANCY, case=seeded_cases(kinds=("normal", "drift", "sinks")), seed=seeds())
+def test_the_length_of_a_key_does_not_count(impl, case, seed):
+    """Each key may be rescaled by a power of two; the redundancies of a head sum to 1."""
+    allowed = with_doubt(impl, impl.allowance(REDUNDANCY, case.keys), impl.round(case.keys))
+    factors = 2.0 ** np.random.default_rng(seed).integers(-3, 4, size=(*case.keys.shape[:3], 1))
+    got = impl.rkv.redundancy(impl.round(case.keys) * factors)
+    allowed.check(got, "the redundancy of the rescaled keys")
+    if np.abs(got.sum(axis=-1) - 1).max() > case.length * allowed.largest + 1e-12:
+        raise Violation("the redundancies of a head do not sum to 1", 1.0, got.sum(axis=-1))
+
+
+def before_and_window(case, seed, window_size):
+    """Queries of every token and the window, less than the tokens."""
+    return prompt_queries(case, seed), min(window_size, case.keys.shape[2] - 1)
+
+
+def check_importance(impl, case, seed, window_size, kernel_size):
+    """Raise Violation unless the importance is that of plain loops."""
+    queries, window = before_and_window(case, seed, window_size)
+    allowed = impl.allowance(IMPORTANCE, queries, case.keys, window_size=window, kernel_size=kernel_size)
+    got = impl.rkv.importance(queries, case.keys, window_size=window, kernel_size=kernel_size)
+    allowed.check(got, "the importance")
+    keys, heads = impl.round(case.keys), case.keys.shape[1]
+    group = queries.shape[1] // heads
+    for item, head in np.ndindex(keys.shape[:2]):
+        before = keys[item, head, :-window]
+        received = np.zeros(len(before))
+        for place in range(-window, 0):
+            rows = [before @ queries[item, head * group + g, place] / keys.shape[-1] ** 0.5 for g in range(group)]
+            logits = np.max(rows, axis=0)
+            powers = np.exp(logits - logits.max())
+            received += powers / powers.sum() / window
+        reach = kernel_size // 2
+        expected = [received[max(0, t - reach) : t + reach + 1].max() for t in range(len(before))]
+        require_loops(allowed.expected[item, head], np.array(expected), 1 + np.abs(keys).max())
+
+
+@law("RK-4", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
+def test_importance_is_the_attention_of_the_largest_logit_of_a_group(impl, case, seed, window_size, kernel_size):
+    """Largest logit of the group, softmax over the tokens before the window, mean over it, largest neighbour; also by loops."""
+    check_importance(impl, case, seed, window_size, kernel_size)
+
+
+@law("RK-4", of=IMPORTANCE, examples=1, seed=seeds())
+def test_importance_by_the_window_of_the_public_code(impl, seed):
+    """The same by 8 queries and 7 neighbours over 64 to 1,024 tokens, of a batch of three."""
+    for case in narrow(impl, seed, group=2):
+        check_importance(impl, case, seed, 8, 7)
+
+
+@law("RK-4", of=IMPORTANCE)
+def test_the_attention_within_the_window_is_not_counted(impl):
+    """A window token that would get all the attention takes none: zero keys before it share it equally."""
+    keys = np.array([[[[0.0], [0], [64], [64]]]])
+    queries, settings = np.array([[[[64.0], [64.0]]]]), {"window_size": 2, "kernel_size": 1}
+    allowed = impl.allowance(IMPORTANCE, queries, keys, **settings)
+    allowed.check(impl.rkv.importance(queries, keys, **settings), "the importance", np.array([[[0.5, 0.5]]]))
+
+
+@law("RK-5", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
+def test_the_score_weighs_importance_against_redundancy(impl, case, seed, window_size, share):
+    """lambda I - (1 - lambda) R before the window, more than all of it in the window, and top-k keeps the window."""
+    queries, length = prompt_queries(case, seed), case.keys.shape[2]
+    settings = {"window_size": window_size, "importance_share": share}
+    allowed = with_doubt(impl, impl.allowance(SCORE, queries, case.keys, **settings), impl.round(case.keys), 1 - share)
+    got = scored(impl, queries, case.keys, **settings)
+    allowed.check(got, "the score")
+    window = np.broadcast_to(np.arange(length) >= length - window_size, got.shape)
+    if not np.isinf(got[window]).all() or np.isinf(got[~window]).any():
+        raise Violation("the window does not score more than all tokens before it, or one of these is infinite", window, got)
+    budget = min(length, window_size + int(share * length))
+    check_selection(impl.selection.top_k(got, budget), allowed.expected, budget, slack=allowed.largest, protected=window)
+
+
+@law("RK-5", of=SCORE)
+def test_the_defaults_are_those_of_the_public_code(impl):
+    """Of 16 tokens, zero keys: the last 8 are kept, each other has the attention 1/8 and the redundancy 1/16."""
+    states = np.ones((1, 1, 16, width(impl))), np.zeros((1, 1, 16, width(impl)))
+    expected = np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None]
+    impl.allowance(SCORE, *states).check(scored(impl, *states), "the score", expected)
+
+
+@law("RK-5", of=SCORE)
+def test_a_peak_lifts_three_neighbours_to_each_side(impl):
+    """A token that gets all the attention lends it to the three tokens on each side of it: a kernel of 7."""
+    keys = np.zeros((1, 1, 20, 1))
+    keys[0, 0, 5] = 64
+    got = scored(impl, np.full((1, 1, 20, 1), 64.0), keys, importance_share=1.0)[0, 0, :12]
+    require_equal(got.round(6), np.array([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0.0]), "other tokens share the attention of a peak")
+
+
+@law("RK-5", of=SCORE)
+def test_query_head_h_reads_kv_head_h_over_g(impl):
+    """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
+    keys, queries = np.zeros((1, 2, 3, width(impl))), np.zeros((1, 4, 1, width(impl)))
+    keys[0, :, 0, 0] = 16
+    queries[0, 2:, :, 0] = 16
+    got = scored(impl, queries, keys, window_size=1, kernel_size=1, importance_share=1.0)[..., :2]
+    if np.abs(got - [[[0.5, 0.5], [1, 0]]]).max() > 2e-3:
+        raise Violation("a query head reads another KV head than h // G", [[[0.5, 0.5], [1, 0]]], got)
+
+
+BAD = [("window_size", 0), ("window_size", 1.5), ("kernel_size", 4), ("kernel_size", 0), ("importance_share", 1.5)]
+
+
+@law("RK-5", of=SCORE, kind="refusal", bad=st.sampled_from(BAD))
+def test_bad_settings_are_refused(impl, bad):
+    """An empty window, an even kernel or a share beyond 1 raise ValueError."""
+    with impl.refuses(bad[0]):
+        impl.rkv.score(np.ones((1, 1, 5, 2)), np.ones((1, 1, 5, 2)), **({"window_size": 2, "kernel_size": 3} | dict([bad])))
+
+
+@law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(kinds=("duplicate_keys",), lengths=(1025, 767), head_dims=(64, 80)))
+def test_copies_among_a_thousand_keys_are_counted(impl, case):
+    """Each of a few distinct keys stands hundreds of times: every copy resembles all but the latest, which is forgiven."""
+    expected = of_copies(impl.round(case.keys))
+    error = 64 * EPSILON[impl.dtype]
+    Allowance(expected, error * expected.max(), error * expected.mean()).check(impl.rkv.redundancy(case.keys), "the redundancy")
+
+
+@law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(lengths=(1025, 767), head_dims=(64, 80)))
+def test_only_the_latest_of_a_thousand_copies_is_forgiven(impl, case):
+    """The first half of the keys points one way, the second another: each row forgives the last key of its half, and that key the
+    one before."""
+    keys, count = np.zeros((1, case.num_kv_heads, case.length, case.head_dim)), case.length
+    half = count // 2
+    sizes = 2.0 ** (np.arange(count) % 3)
+    keys[..., :half, 0], keys[..., half:, 1] = sizes[:half], sizes[half:]
+    means = np.where(np.arange(count) < half, half - 1, count - half - 1) / count
+    for end, copies in ((half, half), (count, count - half)):
+        means[end - 2 : end] = (copies - 2) / count, 0
+    expected = np.broadcast_to(np.exp(means) / np.exp(means).sum(), keys.shape[:3])
+    require_near(impl.rkv.redundancy(keys), expected, rounding(impl) * expected, "the redundancy of copies")
+
+
+def of_copies(keys):
+    """The redundancy of keys [B, H, T, D] of which a few distinct ones are copies, row by row."""
+    found = np.zeros(keys.shape[:3])
+    for place in np.ndindex(keys.shape[:2]):
+        rows = directions(keys[place])
+        similarity = rows @ rows.T
+        np.fill_diagonal(similarity, 0)
+        found[place] = counted(similarity)
+    return found
+
+
+@law("RK-4", of=IMPORTANCE, examples=2, case=long_cases(groups=(8, 2, 1), lengths=(16_385, 4097)))
+def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
+    """Of thousands of tokens: the softmax of the largest logits of the group, and the largest of three neighbours to each side."""
+    queries, keys = impl.round(case.queries), impl.round(case.keys)
+    by_head = queries.reshape(*keys.shape[:2], -1, keys.shape[-1])
+    logits = (by_head @ np.swapaxes(keys[:, :, :-1], -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1])
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    padded = np.pad(powers / powers.sum(axis=-1, keepdims=True), ((0, 0), (0, 0), (3, 3)))
+    expected = np.max([padded[..., shift : shift + logits.shape[-1]] for shift in range(7)], axis=0)
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    require_near(impl.rkv.importance(queries, keys, window_size=1), expected, slack, "the importance of a long prompt")
+
+
+@law(
+    "RK-5", of=SCORE, examples=2, case=long_cases(kinds=("duplicate_keys",), groups=(8, 1), lengths=(1025, 767), head_dims=(64, 80))
+)
+def test_a_thousand_tokens_have_their_scores(impl, case):
+    """0.07 of the attention of the last query less 0.93 of the redundancy, which counts the last token too."""
+    keys = impl.round(case.keys)
+    attended = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1)
+    expected = 0.07 * attended.expected - 0.93 * (repeated := of_copies(keys))[..., :-1]
+    got = scored(impl, case.queries, case.keys, window_size=1)
+    require_equal(got[..., -1:], np.inf, "the last token does not score more than those before it")
+    slack = 0.07 * attended.largest + 64 * EPSILON[impl.dtype] * float(repeated.max() + np.abs(expected).max())
+    require_near(got[..., :-1], expected, slack, "the score")
+
+
+@law("RK-6", of=RELEASED, case=cases(min_length=3), seed=seeds(), share=shares())
+def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case, seed, share):
+    """The redundancy counted row by row, token 0 left out of the rows without a similar key; the importance as in RK-4."""
+    queries, keys = prompt_queries(case, seed), impl.round(case.keys)
+    settings = {"window_size": 2, "kernel_size": 3, "importance_share": share}
+    allowed = with_doubt(impl, impl.allowance(RELEASED, queries, case.keys, **settings), keys)
+    allowed.check(scored(impl, queries, case.keys, path=RELEASED, **settings), "the score")
+    if by_hand(keys)[1]:
+        return
+    attended = impl.allowance(IMPORTANCE, queries, case.keys, window_size=2, kernel_size=3).expected
+    for place in np.ndindex(keys.shape[:2]):
+        redundancy = counted(cosines(keys[place]), otherwise=(0,))
+        require_loops(allowed.expected[place][:-2], share * attended[place] - (1 - share) * redundancy[:-2])
+
+
+@law("RK-6", of=RELEASED)
+def test_the_released_code_finds_token_0_the_least_redundant(impl):
+    """(1, 0), (0, 1), (-1, 0): no two are similar, so no row counts token 0, and the means are 0, 0 and -1/3."""
+    keys, queries = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]]), np.zeros((1, 1, 1, 2))
+    settings = {"window_size": 1, "kernel_size": 1, "importance_share": 0.0}
+    powers = np.exp([0, 0, -1 / 3])
+    expected = np.append(-(powers / powers.sum())[:2], np.inf)[None, None]
+    got = scored(impl, queries, keys, path=RELEASED, **settings)
+    impl.allowance(RELEASED, queries, keys, **settings).check(got, "the score", expected)

@@ -1,0 +1,186 @@
+"""Laws of SnapKV: SN-1."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.spec_tests.judge.by_hand import (
+    causal_weights,
+    for_each_reader,
+    logit_error,
+    over_group,
+    require_equal,
+    require_loops,
+    require_near,
+    rounding,
+    softmax_slack,
+    window_above_all,
+)
+from evictionary.spec_tests.judge.cases import (
+    cases,
+    long_cases,
+    long_rows,
+    paper_cases,
+    prompt_queries,
+    seeded_cases,
+    seeds,
+    shares,
+)
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.tolerance import Violation, allowance, check_selection
+
+SCORE, POOL = "snapkv.score", "snapkv.average_pool"
+windows = st.sampled_from([1, 2, 3, 8, 32])
+kernels = st.sampled_from([1, 3, 5, 7])
+
+
+def scored(impl, queries, keys, **settings):
+    """The scores, infinite in a window that scores more than all tokens before it, as it may by any number."""
+    return window_above_all(impl.snapkv.score(queries, keys, **settings), keys, settings.get("window_size", 32))
+
+
+@law("SN-1", of=SCORE, case=cases(), seed=seeds(), window_size=windows, kernel_size=kernels)
+def test_score_is_the_pooled_attention_of_the_window(impl, case, seed, window_size, kernel_size):
+    """Causal attention of the last queries on the tokens before the window, averaged and pooled; also computed query by query."""
+    queries, settings = prompt_queries(case, seed), {"window_size": window_size, "kernel_size": kernel_size}
+    allowed = impl.allowance(SCORE, queries, case.keys, **settings)
+    allowed.check(scored(impl, queries, case.keys, **settings), "the score")
+    keys, before, reach = impl.round(case.keys), max(0, case.keys.shape[2] - window_size), kernel_size // 2
+    weights = causal_weights(queries[:, :, before:], for_each_reader(keys, queries))
+    received = over_group(weights.mean(axis=2), keys.shape[1])[..., :before]
+    for token in range(before):
+        pooled = received[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
+        require_loops(allowed.expected[..., token], pooled, 1 + np.abs(keys).max())
+
+
+@law("SN-1", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
+def test_the_window_is_kept(impl, case, seed, window_size, share):
+    """The last tokens score more than all others, and with a budget of the window's size or more top-k keeps them all."""
+    queries, length = prompt_queries(case, seed), case.keys.shape[2]
+    scores = scored(impl, queries, case.keys, window_size=window_size)
+    window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
+    if not np.isinf(scores[window]).all() or not np.isfinite(scores[~window]).all():
+        raise Violation("the window does not score more than all tokens before it, or one of these is infinite", window, scores)
+    budget = min(length, window_size + int(share * length))
+    allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
+    kept = impl.selection.top_k(scores, budget)
+    check_selection(kept, allowed.expected, budget, slack=lambda: allowed.largest, protected=window)
+
+
+@law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds(), window_size=st.integers(1, 4))
+def test_queries_before_the_window_do_not_count(impl, case, seed, window_size):
+    """Earlier queries may be anything, or absent; the window's are enough."""
+    queries = prompt_queries(case, seed)
+    window = min(window_size, case.length)
+    allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
+    queries[:, :, :-window] *= -4
+    allowed.check(scored(impl, queries, case.keys, window_size=window_size), "the score with other earlier queries")
+    alone = scored(impl, queries[:, :, -window:], case.keys, window_size=window_size)
+    allowed.check(alone, "the score of the window's queries alone")
+
+
+@law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds())
+def test_scores_are_shares_of_attention(impl, case, seed):
+    """From 0 to 1; without pooling those before the window sum to less than 1 by what the window looks at itself."""
+    queries = prompt_queries(case, seed)
+    allowed = impl.allowance(SCORE, queries, case.keys, window_size=2, kernel_size=1)
+    before = scored(impl, queries, case.keys, window_size=2, kernel_size=1)[..., :-2]
+    if before.min() < 0 or before.sum(axis=-1).max() > 1 + case.length * allowed.largest:
+        raise Violation("the scores before the window are negative or sum to more than 1", 1.0, before)
+
+
+@law("SN-1", of=SCORE)
+def test_the_defaults_are_a_window_of_32_and_a_kernel_of_7(impl):
+    """Of 40 zero keys each of the first 8 receives the mean of 1/9 .. 1/40, pooled over 4, 5, 6, 7, 7, 6, 5 and 4 of them."""
+    got = scored(impl, np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
+    allowed = impl.allowance(SCORE, np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
+    share = sum(1 / seen for seen in range(9, 41)) / 32
+    expected = share * np.array([4, 5, 6, 7, 7, 6, 5, 4]) / 7
+    if not np.isinf(got[0, 0, 8:]).all() or np.isinf(got[0, 0, :8]).any():
+        raise Violation("the window is not the last 32 tokens", 32, got)
+    if np.abs(got[0, 0, :8] - expected).max() > allowed.largest + 1e-12:
+        raise Violation("the scores are not the pooled share of each query", expected, got[0, 0, :8])
+
+
+@law("SN-1", of=SCORE)
+def test_query_head_h_reads_kv_head_h_over_g(impl):
+    """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
+    keys, queries = np.zeros((1, 2, 3, 2)), np.zeros((1, 4, 1, 2))
+    keys[0, :, 0, 0] = 16
+    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
+    got = scored(impl, queries, keys, window_size=1, kernel_size=1)[..., :2]
+    if np.abs(got - [[[1 / 3, 1 / 3], [1, 0]]]).max() > 2e-3:
+        raise Violation("a query head reads another KV head than h // G", [[[1 / 3, 1 / 3], [1, 0]]], got)
+
+
+@law("SN-1", of=SCORE)
+def test_the_window_does_not_leak_into_its_neighbours(impl):
+    """A window token that gets all the attention raises no score before it: only the tokens before the window are pooled."""
+    keys = np.array([[[[0.0], [0], [0], [64], [0]]]])
+    got = scored(impl, np.array([[[[64.0], [64.0]]]]), keys, window_size=2, kernel_size=3)
+    if np.abs(got[..., :3]).max() > 1e-6:
+        raise Violation("a token beside the window scores for its neighbour in the window", 0.0, got)
+
+
+@law("SN-1", of=POOL, weights=st.lists(st.integers(0, 16), min_size=1, max_size=12), kernel_size=kernels)
+def test_pooling_is_the_mean_of_the_neighbours(impl, weights, kernel_size):
+    """The mean over kernel_size tokens around each, zeros beyond both ends; the number of tokens stays."""
+    weights, reach = np.array(weights) / 16, kernel_size // 2
+
+    def of_shares(weights):
+        shares = np.pad(weights, reach) * (1 / kernel_size)
+        return np.lib.stride_tricks.sliding_window_view(shares, kernel_size, axis=-1, subok=True).sum(axis=-1)
+
+    # Dividing each weight is as good as dividing their sum, which alone is exact where the sum is a multiple of the kernel.
+    allowed, shared = impl.allowance(POOL, weights, kernel_size), allowance(of_shares, impl.round(weights), dtype=impl.dtype)
+    allowed = allowed.wider(shared.largest, shared.mean)
+    by_hand = [weights[max(0, token - reach) : token + reach + 1].sum() / kernel_size for token in range(weights.size)]
+    allowed.check(impl.snapkv.average_pool(weights, kernel_size), "the pooled weights", np.array(by_hand))
+
+
+@law(
+    "SN-1",
+    of=SCORE,
+    kind="refusal",
+    bad=st.sampled_from([("window_size", 0), ("window_size", 1.5), ("kernel_size", 4), ("kernel_size", 0)]),
+)
+def test_bad_settings_are_refused(impl, bad):
+    """An empty window or a kernel that is not odd raise ValueError."""
+    with impl.refuses(bad[0]):
+        impl.snapkv.score(np.ones((1, 1, 5, 2)), np.ones((1, 1, 5, 2)), **({"window_size": 2, "kernel_size": 3} | dict([bad])))
+
+
+@law("SN-1", of=SCORE, examples=1, case=paper_cases(groups=(2, 1)))
+def test_the_window_scores_all_of_128k_tokens(impl, case):
+    """The same of the longest prompts that papers use."""
+    check_long_prompt(impl, case)
+
+
+@law("SN-1", of=SCORE, examples=3, case=long_cases(groups=(4, 1), lengths=(16_385, 4097, 8191)))
+def test_the_window_scores_all_of_a_long_prompt(impl, case):
+    """Over thousands of tokens before the window: the mean attention of its 32 queries, pooled over 7 neighbours."""
+    check_long_prompt(impl, case)
+
+
+def check_long_prompt(impl, case):
+    shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
+    drawn, keys = np.random.default_rng(case.seed).normal(size=shape), impl.round(case.keys)
+    for size in (1.0, 2.0**-6):  # weights of all sizes, and weights nearly alike, whose sum half precision still holds
+        queries = impl.round(size * drawn)
+        weights = causal_weights(queries, for_each_reader(keys, queries))[..., :-32]
+        received = over_group(weights.mean(axis=2), case.num_kv_heads)
+        expected = np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])
+        slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+        got = scored(impl, queries, keys)
+        require_near(got[..., :-32], expected, slack, "the score of a long prompt")
+        require_equal(got[..., -32:], np.inf, "a token of the window does not score more than those before it")
+
+
+@law("SN-1", of=POOL, examples=5, case=long_rows(("ties", "duplicate_keys", "normal")), kernel_size=kernels)
+def test_long_rows_are_pooled_across_every_tile(impl, case, kernel_size):
+    """Each of thousands of tokens is averaged with its neighbours, wherever a tile may end."""
+    weights = impl.round(np.abs(case.keys[..., 0]))
+    expected = np.array([[np.convolve(head, np.ones(kernel_size), mode="same") for head in weights[0]]]) / kernel_size
+    slack = rounding(impl, kernel_size) * expected
+    require_near(impl.snapkv.average_pool(weights, kernel_size), expected, slack, "the pooled weights")

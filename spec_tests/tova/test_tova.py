@@ -1,0 +1,141 @@
+"""Laws of TOVA: TO-1."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from evictionary.spec_tests.judge.by_hand import (
+    causal_weights,
+    for_each_reader,
+    logit_error,
+    looking,
+    neighbours,
+    require_equal,
+    require_loops,
+    require_near,
+    require_totals,
+    rounding,
+    softmax_slack,
+    weights_in_parts,
+)
+from evictionary.spec_tests.judge.cases import SPLIT_LENGTHS, cases, long_cases, paper_cases, seeded_cases, seeds, shares
+from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.tolerance import Violation, check_selection
+
+SCORE = "tova.score"
+
+
+def last_queries(case):
+    """The queries of the case, as many as fit its tokens."""
+    return case.queries[:, :, : case.keys.shape[2]]
+
+
+def mean_weights(queries, keys):
+    """The attention of one query of each head on long keys [1, H_kv, T, D], mean over the heads, once for each KV head."""
+    by_head = queries[0, :, 0].reshape(keys.shape[1], -1, keys.shape[3])
+    mean = np.mean([weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)], axis=0)
+    return np.broadcast_to(mean, keys.shape[:3])
+
+
+@law("TO-1", of=SCORE, case=cases())
+def test_score_is_the_mean_attention_of_the_last_query(impl, case):
+    """softmax(q K^T / sqrt(D)) of the last query, averaged over all query heads of the layer; also computed head by head."""
+    queries = last_queries(case)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    allowed.check(impl.tova.score(queries, case.keys), "the score")
+    last, keys = impl.round(queries[:, :, -1:]), impl.round(case.keys)
+    by_hand = causal_weights(last, for_each_reader(keys, last)).mean(axis=1)
+    require_loops(allowed.expected, np.repeat(by_hand, keys.shape[1], axis=1), 1 + np.abs(keys).max() * np.abs(last).max())
+
+
+@law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=shares())
+def test_the_layer_keeps_one_set(impl, case, share):
+    """Every KV head has the same scores, which sum to 1, and so keeps the same tokens; none of them is protected."""
+    queries = last_queries(case)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    scores = impl.tova.score(queries, case.keys)
+    require_totals(scores, 1, allowed, "the scores")
+    require_equal(scores, np.broadcast_to(scores[:, :1], scores.shape), "KV heads have different scores")
+    budget = max(1, int(share * case.length))
+    check_selection(impl.selection.top_k(scores, budget), allowed.expected, budget, slack=lambda: allowed.largest)
+
+
+@law("TO-1", of=SCORE, case=seeded_cases(), seed=seeds())
+def test_only_the_last_query_counts(impl, case, seed):
+    """Earlier queries may be anything, or absent."""
+    queries = last_queries(case)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    other = np.random.default_rng(seed).normal(size=queries.shape)
+    other[:, :, -1] = queries[:, :, -1]
+    allowed.check(impl.tova.score(other, case.keys), "the score with other earlier queries")
+    allowed.check(impl.tova.score(queries[:, :, -1:], case.keys), "the score of the last query alone")
+
+
+@law("TO-1", of=SCORE, case=seeded_cases(), seed=seeds())
+def test_scores_move_with_their_tokens(impl, case, seed):
+    """Permuting the tokens permutes the scores; permuting the query heads of a group, or the batch, changes no score."""
+    queries = last_queries(case)
+    allowed = impl.allowance(SCORE, queries, case.keys)
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(case.length)
+    allowed.check(impl.tova.score(queries, case.keys[:, :, order]), "the permuted score", allowed.expected[:, :, order])
+    heads = np.concatenate([head * case.group + generator.permutation(case.group) for head in range(case.num_kv_heads)])
+    allowed.check(impl.tova.score(queries[:, heads], case.keys), "the score with the query heads of a group exchanged")
+    backwards = np.arange(case.batch)[::-1]
+    swapped = impl.tova.score(queries[backwards], case.keys[backwards])
+    allowed.check(swapped, "the score of the batch in reverse", allowed.expected[backwards])
+
+
+@law("TO-1", of=SCORE)
+def test_query_head_h_reads_kv_head_h_over_g(impl):
+    """Heads 0 and 1 find token 0 in KV head 0, heads 2 and 3 find token 2 in KV head 1; the other heads' keys hold nothing."""
+    keys = 16 * np.array([[[[1.0, 0], [0, 0], [0, 1]], [[1, 0], [0, 0], [0, 1]]]])
+    queries = 16 * np.array([[[[1.0, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]])
+    keys[0, 0, 2], keys[0, 1, 0] = 0, 0
+    got = impl.tova.score(queries, keys)
+    if np.abs(got - [0.5, 0, 0.5]).max() > 1e-3:
+        raise Violation("a query head reads another KV head than h // G", [0.5, 0, 0.5], got)
+
+
+@law("TO-1", of=SCORE, size=st.sampled_from([1.0, 1e4]))
+def test_large_logits_and_single_tokens_are_finite(impl, size):
+    """Logits of 1e4 give the best token all of the weight; one token has a score of 1; zero vectors share equally."""
+    queries = np.full((1, 1, 1, 4), np.sqrt(size))
+    sharp = impl.tova.score(queries, np.sqrt(size) * np.array([[[[1.0] * 4, [-1.0] * 4]]]))
+    if not 0.85 < sharp[0, 0, 0] <= 1 or not 0 <= sharp[0, 0, 1] < 0.15:
+        raise Violation("the better token does not have the weight", [1, 0], sharp)
+    require_near(impl.tova.score(queries, queries), np.ones((1, 1, 1)), rounding(impl), "the score of a single token")
+    shared = impl.tova.score(queries, np.zeros((1, 1, 4, 4)))
+    require_near(shared, np.full((1, 1, 4), 0.25), rounding(impl), "the score of each of four equal keys")
+
+
+@law("TO-1", of=SCORE, examples=1, case=paper_cases(groups=(4, 1)))
+def test_the_last_query_scores_all_of_128k_tokens(impl, case):
+    """The same of the longest prompts that papers use."""
+    check_long_prompt(impl, case)
+
+
+@law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16, 4, 1), lengths=SPLIT_LENGTHS))
+def test_the_last_query_scores_all_of_a_long_prompt(impl, case):
+    """Over thousands of tokens the weights of each query head are normalised together, and averaged over all heads."""
+    check_long_prompt(impl, case)
+
+
+def check_long_prompt(impl, case):
+    queries, keys = impl.round(case.queries[:, :, -1:]), impl.round(case.keys)
+    expected = mean_weights(queries, keys)
+    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    got = impl.tova.score(queries, keys)
+    require_near(got, expected, slack, "the score of a long prompt")
+    # Where rounded logits leave a single weight no digit, the errors of thousands cancel.
+    require_near(got.sum(axis=-1), np.ones(keys.shape[:2]), rounding(impl, case.length), "the sum of the scores")
+
+
+@law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16,), lengths=SPLIT_LENGTHS))
+def test_no_split_of_a_long_prompt_is_lost(impl, case):
+    """Each query head shares its weight among a few neighbouring tokens; the heads find them from the first token to the last."""
+    queries, keys = looking(case, *neighbours(case))
+    queries = queries[:, :, None]
+    expected = mean_weights(queries, keys)
+    require_near(impl.tova.score(queries, keys), expected, rounding(impl) * expected.max(), "the score of a long prompt")

@@ -1,0 +1,50 @@
+"""Correct TOVAs of other kinds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from evictionary.spec_tests.proof.planted import control
+from evictionary.spec_tests.shared.variants_attention import ALL, NUMPY, refuse, streamed, torch_weights, widened
+
+SCORE = "tova.score"
+
+
+@control(SCORE, dtypes=NUMPY)
+def tiled(queries, keys):
+    """Tiles of 16 tokens with a running maximum and sum; the heads added one by one from the last."""
+    refuse(queries, keys)
+    weights = streamed(queries[:, :, -1:], keys)[:, :, 0]
+    total = sum(weights[:, reader] for reader in reversed(range(queries.shape[1])))
+    return np.repeat((total / queries.shape[1])[:, None], keys.shape[1], axis=1)
+
+
+@control(SCORE, dtypes=NUMPY)
+def tokens_first(queries, keys):
+    """A permuted layout, the normaliser as a log-sum-exp."""
+    refuse(queries, keys)
+    by_token = np.ascontiguousarray(keys.transpose(2, 0, 1, 3))
+    last = queries[:, :, -1].reshape(keys.shape[0], keys.shape[1], -1, keys.shape[3])
+    logits = np.einsum("tbhd,bhgd->tbhg", by_token, last / keys.dtype.type(math.sqrt(keys.shape[-1])))
+    top = logits.max(axis=0)
+    weights = np.exp(logits - top - np.log(np.exp(logits - top).sum(axis=0)))
+    scores = np.einsum("tbhg->bt", weights) / queries.shape[1]
+    return np.repeat(scores[:, None], keys.shape[1], axis=1)
+
+
+@control(SCORE, array_library="torch", dtypes=ALL)
+def torch_in_float32(queries, keys):
+    """torch, computing at least in float32, one score for the layer expanded over its heads."""
+    refuse(queries, keys)
+    scores = widened(queries[:, :, -1:], keys)[:, :, 0].mean(dim=1, keepdim=True)
+    return scores.to(keys.dtype).expand(-1, keys.shape[1], -1)
+
+
+@control(SCORE, array_library="torch", dtypes=("float32", "float16", "bfloat16"))
+def torch_rounding_each_step(queries, keys):
+    """torch in the dtype of the keys throughout, as eager code does it: the mean of each group, then of the KV heads."""
+    refuse(queries, keys)
+    groups = torch_weights(queries[:, :, -1:], keys)[:, :, 0].unflatten(1, (keys.shape[1], -1)).mean(dim=2)
+    return groups.mean(dim=1, keepdim=True).repeat(1, keys.shape[1], 1)

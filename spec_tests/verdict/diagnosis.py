@@ -1,0 +1,143 @@
+"""Which planted mistake an implementation makes: the one whose numbers it gives, where larger inputs leave no other.
+
+On the smallest input many mistakes coincide: a mean over too few tokens and one with wrong weights may be the same number.
+So the law is asked again, of larger inputs, and a mistake is named only where it is the only one that is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+
+from evictionary.spec_tests.judge.arithmetic import EPSILON
+from evictionary.spec_tests.judge.degenerate import MATHEMATICS
+from evictionary.spec_tests.judge.domain import NothingToAsk
+from evictionary.spec_tests.judge.implementation import Call, Implementation, oracle
+from evictionary.spec_tests.judge.law import LAWS, Law
+from evictionary.spec_tests.judge.process import ProgramFailed
+from evictionary.spec_tests.proof.planted import Mutant, answer, load_mutants
+
+# How many inputs are drawn to tell mistakes apart, and how many of the largest calls are compared.
+DRAWN, COMPARED = 24, 8
+# Numbers among the arguments of a call: with fewer, mistakes coincide; with more, comparing takes long.
+LEAST, MOST = 24, 2**15
+# How many laws more are asked where one leaves several mistakes.
+OTHER_LAWS = 3
+
+
+def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
+    """The planted mistakes that give this implementation's numbers, for each function that the failing example called: one or none.
+
+    A few answers may differ: where a sum cancels, two programs with one mistake disagree in the noise.
+    """
+    calls = [call for call in implementation.calls if call.result is not None]
+    wrong = [call for call in calls if differs(oracle(call.function), call, implementation.dtype)]
+    suspects: dict[str, list[Mutant]] = {}
+    for mutant in load_mutants().values():
+        if law.examples and not mutant.above:
+            continue  # on a long input only mistakes of size are tried: the others show on short ones
+        own = [call for call in wrong if call.function == mutant.of]
+        # A reference that was changed has no place for some edits: such a mistake is not named.
+        with suppress(ValueError):
+            if own and not any(differs(mutant.function, call, implementation.dtype) for call in own):
+                suspects.setdefault(mutant.of, []).append(mutant)
+    if not suspects:
+        return []
+    if law.examples or law.kind != MATHEMATICS:
+        # A long input tells mistakes apart. A degenerate or a bad one has one cause, of several that an implementation may have.
+        return [mutants[0] for mutants in suspects.values() if len(mutants) == 1]
+    shown = set()
+    for asked in [law, *_others(law, suspects, implementation)]:
+        larger = _larger(asked, implementation, suspects)
+        for function, mutants in suspects.items():
+            calls = larger.get(function, [])
+            # Where the answer is right, many mistakes give it too: a mistake has to give the wrong ones, of two inputs at least.
+            own = [call for call in calls if differs(oracle(function), call, implementation.dtype)]
+            suspects[function] = [
+                mutant for mutant in mutants if all(_agrees(mutant.function, each, implementation.dtype) for each in (calls, own))
+            ]
+            if len(own) > 1:
+                shown.add(function)
+        if all(not mutants or (len(mutants) == 1 and function in shown) for function, mutants in suspects.items()):
+            break
+    return [mutants[0] for function, mutants in suspects.items() if len(mutants) == 1 and function in shown]
+
+
+def _others(law: Law, suspects: dict[str, list[Mutant]], implementation: Implementation) -> list[Law]:
+    """A few more laws of the same functions: one law may draw no input at which two mistakes differ."""
+    numeric = [each for each in LAWS.values() if each.drawn and not each.examples and each.kind == MATHEMATICS]
+    same = [each for each in numeric if each is not law and set(suspects) & set(each.functions)]
+    found = [each for each in same if not each.brute_force and not each.missing(implementation)[0]]
+    return sorted(found, key=lambda each: each.requirement.id != law.requirement.id)[:OTHER_LAWS]
+
+
+def _larger(law: Law, implementation: Implementation, functions: Container[str]) -> dict[str, list[Call]]:
+    """The largest calls that the law makes of each of these functions, and of those before them, and the largest wrong ones."""
+    asked = replace(implementation, calls=[], history=deque(implementation.history, maxlen=1024), drawn={})
+
+    def ask(**arguments: Any) -> None:
+        try:
+            law.check(asked, **arguments)
+        except Exception:
+            return  # it fails, or cannot be asked this: its calls are recorded
+
+    if law.drawn:
+        quietly = settings(
+            max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None, derandomize=True
+        )
+        # If nothing can be drawn, or a program dies, the earlier calls have to do.
+        with suppress(Exception, NothingToAsk, ProgramFailed):
+            quietly(given(**law.drawn)(ask))()
+    answered = (call for call in asked.history if call.result is not None and call.function in functions)
+    sized = [(numbers_in(tuple(call.arguments.values())), call) for call in answered]
+    found: dict[str, list[Call]] = {}
+    wrong: dict[str, list[Call]] = {}
+    for size, call in sorted(sized, key=lambda one: -one[0]):
+        # A call of plain numbers has no size that could be too small.
+        if size and not LEAST <= size <= MOST:
+            continue
+        if len(calls := found.setdefault(call.function, [])) < COMPARED:
+            calls.append(call)
+        # A mistake that few inputs show may show on none of the largest.
+        elif len(wrong.setdefault(call.function, [])) < COMPARED and differs(oracle(call.function), call, implementation.dtype):
+            wrong[call.function].append(call)
+    for function, calls in wrong.items():
+        found[function] += calls
+    return found
+
+
+def numbers_in(value: Any) -> int:
+    """How many numbers an argument has, those in a tuple among them."""
+    return sum(map(numbers_in, value)) if isinstance(value, tuple) else value.size if isinstance(value, np.ndarray) else 0
+
+
+def _agrees(function: Callable[..., Any], calls: list[Call], dtype: str) -> bool:
+    return sum(not differs(function, call, dtype) for call in calls) >= 0.75 * len(calls)
+
+
+def differs(function: Callable[..., Any], call: Call, dtype: str) -> bool:
+    """Whether a function gives another answer than the call got, by more than the dtype explains."""
+    numbers = answer(function, call.arguments)
+    return isinstance(numbers, Exception) or _unlike(call.result, numbers, dtype)
+
+
+def _unlike(got: Any, other: Any, dtype: str) -> bool:
+    """Whether two results differ by more than the dtype explains; tuples entry by entry."""
+    if isinstance(got, tuple) or isinstance(other, tuple):
+        if not isinstance(got, tuple) or not isinstance(other, tuple) or len(got) != len(other):
+            return True
+        return any(_unlike(mine, theirs, dtype) for mine, theirs in zip(got, other, strict=True))
+    got, other = np.asarray(got), np.asarray(other)
+    if got.shape != other.shape:
+        return True
+    if got.dtype.kind != "f" or other.dtype.kind != "f":
+        return not np.array_equal(got, other)
+    # The mutant computes in float64: the numbers agree to what the dtype can hold.
+    size = np.abs(other[np.isfinite(other)]).max(initial=0)
+    return not np.allclose(got, other, rtol=0, atol=64 * EPSILON[dtype] * size, equal_nan=True)

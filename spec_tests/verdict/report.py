@@ -1,0 +1,261 @@
+"""The sentence of a failing law: what does not hold, the smallest input, the misconception that it matches, and a repro."""
+
+from __future__ import annotations
+
+import shlex
+import traceback
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from evictionary.spec_tests.judge.arithmetic import EPSILON
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.degenerate import REFUSAL
+from evictionary.spec_tests.judge.implementation import ANY, Implementation
+from evictionary.spec_tests.judge.law import LAWS, Law
+from evictionary.spec_tests.judge.process import PREFIX, ProgramFailed
+from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.watch import NotAsked
+from evictionary.spec_tests.proof.planted import Mutant
+from evictionary.spec_tests.verdict.diagnosis import misconceptions, numbers_in
+
+_MOST_LINES = 10  # of an input
+_MOST_PRINTED = 128  # numbers in an argument of a program that makes a call again
+
+
+def sentence(law: Law, implementation: Implementation, error: BaseException, matches: list[Mutant] | None = None) -> str:
+    """Say what does not hold, for which input, and how to see it again; matches are the mistakes to name, if they are known."""
+    matches = misconceptions(law, implementation) if matches is None else matches
+    requirement = law.requirement
+    lines = [
+        f"{requirement.id} does not hold for {_functions(law)} of {implementation}",
+        f"  the law         {law.sentence}",
+        f"  the equation    {requirement.statement} ({requirement.source})",
+        *([f"  what holds      {requirement.mended}"] if requirement.mended else []),
+    ]
+    calls = implementation.calls
+    if isinstance(error, Violation):
+        lines.append(f"  what is wrong   {error.message}")
+        if error.expected is not None:
+            lines.append("  expected        " + indented(_show(error.expected)))
+        if error.got is not None:
+            lines.append("  got             " + indented(_show(error.got)))
+        if worst := _worst(error.expected, error.got):
+            lines.append(f"  worst           {worst}")
+    else:
+        lines.append(f"  what is wrong   {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        lines.append(f"  raised in       {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}")
+    if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
+        lines.append(
+            f"  the dtype       it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in its own"
+        )
+    for match in matches:
+        above = f", right up to {match.above}" if match.above else ""
+        lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
+    if calls:
+        small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
+        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + indented(_shortened(arguments(calls[-1].arguments))))
+    if calls and (program := repro(law, implementation)):
+        lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
+    elif calls and implementation.drawn:
+        drawn = ", ".join(
+            f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray)
+        )
+        lines.append(f"  made of         {drawn}")
+    return "\n".join([*lines, _alone(law, implementation)])
+
+
+def _alone(law: Law, implementation: Implementation) -> str:
+    return f"  this law alone  evictionary judge {_named(implementation.origin)} --law {law.name.partition('::')[2]}"
+
+
+def _functions(law: Law) -> str:
+    return " and ".join(law.functions).replace(ANY, "the functions")
+
+
+def unanswered(law: Law, subject: Any, what: str, line: str = "") -> str:
+    """Say why a law has no answer; line is where the implementation was, if that is known."""
+    judged = isinstance(subject, Implementation)
+    lines = [
+        f"{law.requirement.id} has no answer of {f'{_functions(law)} of ' * judged}{subject}",
+        f"  the law         {law.sentence}",
+        f"  what is wrong   {what}",
+        *([f"  it was at       {line}"] if line else []),
+        *([_alone(law, subject)] if judged else []),
+    ]
+    return "\n".join(lines)
+
+
+def unanswerable(implementation: Implementation, error: BaseException) -> tuple[str, str] | None:
+    """Why an error is no answer to a law, and where it was raised; None for one that says something of the mathematics."""
+    if isinstance(error, ProgramFailed | NotAsked):
+        return str(error), ""
+    if isinstance(error, SystemExit):
+        what = f"it ended the process: sys.exit({error.code!r})"
+    elif isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate memory" in str(error):
+        arrays = [each for call in implementation.calls[-1:] for each in call.arguments.values() if isinstance(each, np.ndarray)]
+        tokens = max((each.shape[-2] for each in arrays if each.ndim > 1), default=0)
+        what = f"out of memory at {tokens:,} tokens: declare `max_length` (DOMAIN or --domain) if it takes fewer"
+    else:
+        return None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return what, f"{frame.filename}:{frame.lineno}, {frame.name}"
+
+
+def _named(origin: str) -> str:
+    """What was judged, as the command line names it."""
+    program = origin.removeprefix(PREFIX)
+    return shlex.quote(origin) if program == origin else f"--exec {shlex.quote(program)}"
+
+
+def repro(law: Law, implementation: Implementation) -> str:
+    """A program that makes the last recorded call again and prints it beside the reference.
+
+    Where it would be a page of numbers, since a law made a large input of its case, the program asks the law again; it is empty
+    where that is a page of numbers too.
+    """
+    call = implementation.calls[-1]
+    path = call.function
+    arguments = ", ".join(key if place < call.positional else f"{key}={key}" for place, key in enumerate(call.arguments))
+    cases = {key: value for key, value in implementation.drawn.items() if isinstance(value, Case)}
+    literals = {
+        key: _from_case(value, cases, implementation) or ("" if numbers_in(value) > _MOST_PRINTED else _literal(value))
+        for key, value in call.arguments.items()
+    }
+    if not all(literals.values()):
+        return _asking(law, implementation)
+    if any("case." in literal for literal in literals.values()):
+        case = [f"case = {next(iter(cases.values()))!r}"]
+    else:
+        case = []
+    return "\n".join(
+        [
+            "import numpy as np",
+            *(["from evictionary.spec_tests.judge.cases import Case"] if case else []),
+            *sorted({line for value in call.arguments.values() for line in _imports(value)}),
+            *(["from numpy import inf, nan"] if any(_has_no_literal(value) for value in call.arguments.values()) else []),
+            "from evictionary.spec_tests.judge.implementation import load, oracle",
+            *case,
+            *(f"{key} = {literal}" for key, literal in literals.items() if "impl." not in literal),
+            _loading(implementation),
+            *(f"{key} = {literal}" for key, literal in literals.items() if "impl." in literal),
+            _expecting(law, f'oracle("{path}")({arguments})'),
+            f'print("got     ", impl.{path}({arguments}))',
+        ]
+    )
+
+
+def _asking(law: Law, implementation: Implementation) -> str:
+    """A program that asks a law again with what it had drawn, and prints the last call of that function beside the reference."""
+    drawn = {name: value.item() if isinstance(value, np.generic) else value for name, value in implementation.drawn.items()}
+    if law.name not in LAWS or not all(map(_is_stated, drawn.values())):
+        return ""
+    path = implementation.calls[-1].function
+    stated = ", ".join(f"{name}={value!r}" for name, value in drawn.items())
+    odd = "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
+    return f"""\
+{odd}from contextlib import suppress
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.implementation import load, oracle
+from evictionary.spec_tests.judge.law import load_laws
+{_loading(implementation)}
+with suppress(Exception):
+    load_laws()["{law.name}"].check(impl, {stated})
+call = [call for call in impl.calls if call.function == "{path}"][-1]
+args, kwargs = call.given
+{_expecting(law, "oracle(call.function)(*args, **kwargs)")}
+print("got     ", impl.{path}(*args, **kwargs))"""
+
+
+def _loading(implementation: Implementation) -> str:
+    return f'impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")'
+
+
+def _expecting(law: Law, call: str) -> str:
+    """The line that prints what is expected; of a law of refusals that is the error."""
+    line = f'print("expected", {call})'
+    if law.kind != REFUSAL:
+        return line
+    return f'try:\n    {line}\nexcept ValueError as error:\n    print("expected a ValueError:", error)'
+
+
+def _is_stated(value: Any) -> bool:
+    """Whether the repr of a value makes it again."""
+    return isinstance(value, Case | bool | int | float | str | None) or (
+        isinstance(value, list | tuple) and all(map(_is_stated, value))
+    )
+
+
+def _from_case(value: Any, cases: dict[str, Case], implementation: Implementation) -> str:
+    """`impl.round(case.keys)` where a large array is one of the drawn case, so that nobody reads ten thousand numbers."""
+    if not isinstance(value, np.ndarray) or value.size <= 64:
+        return ""
+    for case in cases.values():
+        for name in ("keys", "values", "next_keys", "next_values", "queries"):
+            array = implementation.round(getattr(case, name))
+            if np.array_equal(array, value):
+                return f"impl.round(case.{name})"
+            if name == "queries" and array.ndim == 4 and np.array_equal(array[:, :, 0], value):
+                return "impl.round(case.queries[:, :, 0])"
+    return ""
+
+
+def _has_no_literal(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind == "f" and not np.isfinite(value).all()
+
+
+def _imports(value: Any) -> list[str]:
+    """The line that `_literal` needs for a named tuple or a fraction."""
+    if isinstance(value, Fraction):
+        return ["from fractions import Fraction"]
+    return [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = ", ".join(f"{key}={_literal(entry)}" for key, entry in zip(value._fields, value, strict=True))
+        return f"{type(value).__name__}({fields})"
+    if isinstance(value, np.ndarray):
+        dtype = "" if value.dtype == np.float64 else f", dtype=np.{value.dtype.name}"
+        return f"np.array({value.tolist()}{dtype}).reshape({value.shape})"
+    return repr(value)
+
+
+def _worst(expected: Any, got: Any) -> str:
+    """Where two arrays too large to be read differ most, and by what."""
+    both = isinstance(expected, np.ndarray) and isinstance(got, np.ndarray) and expected.shape == got.shape
+    if not both or got.size <= 60 or not {expected.dtype.kind, got.dtype.kind} <= set("fiub"):
+        return ""
+    with np.errstate(invalid="ignore"):
+        apart = np.where(expected == got, 0, np.abs(np.subtract(got, expected, dtype=np.float64)))
+    apart[np.isnan(apart)] = np.inf
+    at = np.unravel_index(int(apart.argmax()), apart.shape)
+    place = ", ".join(map(str, at))
+    return f"at [{place}]: expected {expected[at]!s}, got {got[at]!s}; {np.count_nonzero(apart)} of {apart.size} differ"
+
+
+def _shortened(text: str) -> str:
+    """The first lines of an input: the program that makes the call again has all of it."""
+    first, more = text.split("\n")[:_MOST_LINES], text.count("\n") + 1 - _MOST_LINES
+    return "\n".join([*first, *([f"... {more} lines more"] if more > 0 else [])])
+
+
+def arguments(given: dict[str, Any]) -> str:
+    """The arguments of a call, a line each; of large arrays the ends."""
+    return "\n".join(f"{name} = {_show(value)}" for name, value in given.items())
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "\n".join(f"{name} = {_show(entry)}" for name, entry in zip(value._fields, value, strict=True))
+    if isinstance(value, np.ndarray):
+        with np.printoptions(precision=9, suppress=True, threshold=60, edgeitems=3, linewidth=110):
+            return f"{value!s}" + (f"   shape {value.shape}" if value.size > 1 else "")
+    return str(value)
+
+
+def indented(text: str) -> str:
+    """The lines after the first, moved to the column of the first."""
+    return text.replace("\n", "\n" + " " * 18)

@@ -1,0 +1,324 @@
+"""The verdict: by requirement, one column for each implementation, and the files that carry it elsewhere.
+
+Three classes of law are told apart. *mathematics* is what the equation says on generic inputs, and the exit code is that of these
+laws; *edge* is a degenerate input whose meaning is our decision; *refusal* is bad input that must raise. One cause, one failure:
+what depends on a requirement that fails is not judged.
+
+`--report FOLDER` writes `conformance.json` (the schema is docs/conformance.md, its version is in the file), `junit.xml` and
+`badge.json` (one line, in the format of shields.io endpoints).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evictionary.spec_tests.judge.degenerate import EDGE, KINDS, MATHEMATICS, REFUSAL
+from evictionary.spec_tests.judge.implementation import Implementation
+from evictionary.spec_tests.judge.law import REQUIREMENTS, suite_version
+from evictionary.spec_tests.judge.watch import NO_MORE
+from evictionary.spec_tests.verdict.coverage import functions as functions_by_requirement
+
+SCHEMA = "evictionary/conformance/2"
+# The column of the laws that are about a paper, not about an implementation.
+PAPER = "the papers themselves"
+MOST_NAMED = 12
+UNCOUNTED = " (counted only with --strict)"
+
+JUDGED = pytest.StashKey[list[Implementation]]()
+FOUND: pytest.StashKey[Verdict] = pytest.StashKey()
+# (requirement, column, "not provided" or "not applicable", the reason)
+LEFT_OUT = pytest.StashKey[list[tuple[str, str, str, str]]]()
+
+
+def identifier(implementation: Implementation) -> str:
+    """What stands behind the name of a test for the implementation that it judges."""
+    return f"{implementation.name}-{implementation.dtype}"
+
+
+class BadExpectation(ValueError):
+    """A file of expected failures that cannot be read; the message names the line."""
+
+
+def read_expected(path: Path) -> dict[str, str]:
+    """A file of expected failures: on each line an id or a law, and why. Blank lines and what follows a # do not count."""
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        name, _, reason = line.partition("#")[0].strip().partition(" ")
+        if name and not reason.strip():
+            raise BadExpectation(f"{path}, line {number}: {name} has no reason, wanted one behind it")
+        if name:
+            found[name] = reason.strip()
+    return found
+
+
+@functools.cache
+def requirements_of(function: str) -> frozenset[str]:
+    """The requirements that a function of the reference writes: its docstring begins with them."""
+    return frozenset(name for name, written in functions_by_requirement().items() if function in written)
+
+
+def _count(number: int, one: str, several: str) -> str:
+    """`1 law holds`, `2 laws hold`, and nothing for none."""
+    return f"{number} law{'s' * (number > 1)} {one if number == 1 else several}" if number else ""
+
+
+def _by_kind(entries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The entries of each class of law that has some."""
+    entries = list(entries)
+    return [(kind, found) for kind in KINDS if (found := [entry for entry in entries if entry["kind"] == kind])]
+
+
+class Verdict:
+    """What the laws said, gathered from the reports of one run: a list of law outcomes for each requirement and column."""
+
+    def __init__(self, terminal: Any, config: pytest.Config, expected: dict[str, str] | None = None) -> None:
+        self.judged = config.stash[JUDGED]
+        self.expected = expected or {}
+        self.strict = config.getoption("strict")
+        self.laws: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self.others = self.other_failures = 0
+        self.reasons: dict[tuple[str, str], tuple[str, str]] = {}
+        for outcome in ("passed", "failed", "error"):
+            for result in terminal.stats.get(outcome, []):
+                properties = dict(getattr(result, "user_properties", []))
+                self.others += "law" not in properties
+                if outcome != "passed" and ("law" not in properties or properties["law"][1] == PAPER):
+                    self.other_failures += 1
+                if "law" not in properties or (result.when != "call" and not result.failed):
+                    continue
+                requirement, column, name, kind, functions = properties["law"]
+                if reason := properties.get("not applicable"):
+                    self.reasons.setdefault((requirement, column), ("not applicable", reason))
+                    continue
+                entry = {"law": name, "kind": kind, "functions": functions, "outcome": "pass" if outcome == "passed" else "fail"}
+                if entry["outcome"] == "fail":
+                    entry["message"] = str(result.longrepr)
+                if "unanswered" in properties:
+                    entry["unanswered"] = properties["unanswered"]
+                self.laws.setdefault((requirement, column), []).append(entry)
+        for requirement, column, verdict, reason in config.stash.get(LEFT_OUT, []):
+            self.reasons.setdefault((requirement, column), (verdict, reason))
+        for implementation in self.judged:
+            for function, variant in implementation.variants.items():
+                for requirement in requirements_of(function):
+                    self.reasons[requirement, str(implementation)] = ("variant", f"{function} is declared to be {variant}")
+        self.columns = [str(implementation) for implementation in self.judged]
+        if any(column == PAPER for _, column in self.laws):
+            self.columns.append(PAPER)
+        self._expect()
+        for column in self.columns:
+            self._excuse(column)
+
+    def _expect(self) -> None:
+        """Turn the failures that were foretold into such."""
+        self.unmatched = set(self.expected)
+        for (requirement, _), entries in self.laws.items():
+            for entry in entries:
+                name = entry["law"].partition("::")[2]
+                if entry["outcome"] == "fail" and (matched := {requirement, name} & set(self.expected)):
+                    self.unmatched -= matched
+                    entry["outcome"], entry["reason"] = "expected failure", self.expected[matched.pop()]
+
+    def _excuse(self, column: str) -> None:
+        """A law that needs a function whose own requirement fails is not judged; nor is an edge whose mathematics fails."""
+        place = {name: index for index, name in enumerate(REQUIREMENTS)}
+        failed = {name for (name, each), _ in self.laws.items() if each == column and self._failing(name, column, MATHEMATICS)}
+        for name in failed | {name for name, each in self.laws if each == column}:
+            for entry in self.laws[name, column]:
+                if entry["outcome"] != "fail" or entry["kind"] == REFUSAL:
+                    continue
+                own = [requirements_of(function) for function in entry["functions"]]
+                causes = {cause for ids in own for cause in ids & failed if cause != name}
+                if any(name in ids for ids in own):
+                    causes = {cause for cause in causes if place[cause] < place[name]}
+                if entry["kind"] == EDGE and name in failed:
+                    causes.add(name)
+                if causes:
+                    entry["outcome"], entry["reason"] = "not judged", f"{min(causes, key=place.__getitem__)} fails"
+
+    def _failing(self, requirement: str, column: str, kind: str) -> list[dict[str, Any]]:
+        entries = self.laws.get((requirement, column), [])
+        return [entry for entry in entries if entry["kind"] == kind and entry["outcome"] == "fail"]
+
+    def _counts(self, entry: dict[str, Any]) -> bool:
+        """Whether an outcome is a failure that counts: of mathematics, with strict of any class of law, and always no answer."""
+        return entry["outcome"] == "fail" and (self.strict or entry["kind"] == MATHEMATICS or "unanswered" in entry)
+
+    def unanswered_with(self, text: str) -> str:
+        """Why the first law has no answer whose reason holds a text; empty where there is none."""
+        reasons = [entry.get("unanswered", "") for entries in self.laws.values() for entry in entries]
+        return next((reason for reason in reasons if text in reason), "")
+
+    def in_a_line(self, required: list[str]) -> tuple[bool, str]:
+        """Whether the verdict is good, and why; an empty line where nothing was judged."""
+        entries = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
+        own = [entry for column, entry in entries if column != PAPER]
+        silent = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" in entry]
+        wrong = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" not in entry]
+        reasons = [
+            *(_count(len(of), f"of {kind} fails", f"of {kind} fail") for kind, of in _by_kind(filter(self._counts, wrong))),
+            _count(len(silent), "has no answer", "have no answer"),
+            f"{self.other_failures} other failures" if self.other_failures else "",
+            f"{len(missing)} of the required are not provided" if (missing := self.missing(required)) else "",
+        ]
+        if any(reasons):
+            return False, f"FAIL: {', '.join(filter(None, reasons))}"
+        reasons = [
+            _count(sum(entry["outcome"] == "pass" for _, entry in entries), "holds", "hold"),
+            *(_count(len(of), f"of {kind} fails", f"of {kind} fail") + UNCOUNTED for kind, of in _by_kind(wrong)),
+            _count(sum(entry["outcome"] == "not judged" for entry in own), "is not judged", "are not judged"),
+            _count(sum(entry["outcome"] == "expected failure" for entry in own), "fails as expected", "fail as expected"),
+        ]
+        return True, f"PASS: {', '.join(filter(None, reasons))}" if entries else ""
+
+    def of(self, requirement: str, column: str, kind: str = "") -> tuple[str, str]:
+        """(pass, fail, expected failure, not judged, not applicable, not provided, variant or "", how many laws or why)."""
+        laws = [entry for entry in self.laws.get((requirement, column), []) if kind in ("", entry["kind"])]
+        if not laws:
+            return ("", "") if (requirement, column) in self.laws else self.reasons.get((requirement, column), ("", ""))
+        for word in ("fail", "not judged", "expected failure"):
+            if bad := [entry for entry in laws if entry["outcome"] == word]:
+                return word, bad[0].get("reason", f"{len(bad)} of {len(laws)} laws")
+        return "pass", f"{len(laws)} laws" if len(laws) > 1 else "1 law"
+
+    def missing(self, required: list[str]) -> list[str]:
+        """Say what `--require` asks for and an implementation does not provide."""
+        wanted = list(REQUIREMENTS) if "all" in required else required
+        return [
+            f"{requirement} is required of {column}: {reason}"
+            for column in self.columns
+            for requirement in wanted
+            for verdict, reason in [self.of(requirement, column)]
+            if verdict == "not provided"
+        ]
+
+    def write_table(self, terminal: Any) -> None:
+        """One row for each requirement that the run touched; the reasons stand below."""
+        rows = [name for name in REQUIREMENTS if any(self.of(name, column)[0] for column in self.columns)]
+        if not rows:
+            return
+        terminal.section("verdict by requirement")
+        width = max(22, *(len(column) + 2 for column in self.columns))
+        terminal.write_line(f"{'':10}" + "".join(f"{column:{width}}" for column in self.columns))
+        for name in rows:
+            terminal.write(f"{name:10}")
+            for column in self.columns:
+                verdict, detail = self.of(name, column)
+                failing = [kind for kind in KINDS if self._failing(name, column, kind)]
+                shown = f"{verdict} ({detail})" if verdict in ("pass", "fail", "not judged") else verdict or "-"
+                if verdict == "fail" and MATHEMATICS not in failing:
+                    shown = f"{' and '.join(failing)} only: {detail}"
+                bad = verdict == "fail" and MATHEMATICS in failing
+                terminal.write(f"{shown:{width}}", green=verdict == "pass", red=bad, yellow=verdict != "pass" and not bad)
+            terminal.write_line("")
+        for (requirement, column), (verdict, reason) in sorted(self.reasons.items()):
+            if (requirement, column) not in self.laws and verdict != "not provided":
+                terminal.write_line(f"{requirement:10}{verdict} by {column}: {reason}", yellow=True)
+        absent = Counter(column for (name, column), (verdict, _) in self.reasons.items() if verdict == "not provided")
+        for column, count in absent.items():
+            terminal.write_line(f"{column} does not provide the functions of {count} requirements", yellow=True)
+
+    def write_summary(self, terminal: Any) -> None:
+        """What a kernel author reads in ten seconds, and the first failure whole."""
+        for one in self.judged:
+            column = str(one)
+            terminal.write_line("")
+            terminal.write_line(column, bold=True)
+            functions = one.functions()
+            named = ", ".join(functions) if len(functions) <= MOST_NAMED else f"{len(functions)} functions, which --json names"
+            terminal.write_line(f"  {'judged as':15}{named}")
+            for kind in KINDS:
+                words: dict[str, list[str]] = {}
+                for name in REQUIREMENTS:
+                    verdict, detail = self.of(name, column, kind)
+                    if verdict and (name, column) in self.laws:
+                        shown = f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name
+                        words.setdefault(verdict, []).append(shown)
+                if not words:
+                    continue
+                line = [f"{len(words['pass'])} hold"] if "pass" in words else []
+                line += [f"{len(words[word])} {word}: {', '.join(words[word])}" for word in words if word != "pass"]
+                own = [each for (_, at), found in self.laws.items() if at == column for each in found if each["kind"] == kind]
+                uncounted = "fail" in words and not any(map(self._counts, own))
+                shown = f"  {kind:15}{'; '.join(line)}{UNCOUNTED * uncounted}"
+                terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
+            for word in ("not applicable", "variant"):
+                found = {name: why for (name, each), (said, why) in self.reasons.items() if each == column and said == word}
+                found = {name: why for name, why in found.items() if (name, column) not in self.laws}
+                for why in dict.fromkeys(found.values()):
+                    names = ", ".join(name for name in found if found[name] == why)
+                    terminal.write_line(f"  {word:15}{names}: {why}", yellow=True)
+        order = list(REQUIREMENTS)
+        failures = [
+            # Of one requirement a report that names the mistake comes first: it says most.
+            (
+                not self._counts(entry),
+                NO_MORE in entry["message"],
+                KINDS.index(entry["kind"]),
+                order.index(name),
+                "\n  misconception" not in entry["message"],
+                entry["law"],
+                entry["message"],
+            )
+            for (name, _), entries in self.laws.items()
+            for entry in entries
+            if entry["outcome"] == "fail"
+        ]
+        if failures:
+            uncounted, *_, message = min(failures)
+            terminal.section("the first failure" + UNCOUNTED * uncounted)
+            terminal.write_line(message)
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of conformance.json."""
+        return {"schema": SCHEMA, "suite": suite_version(), "implementations": [self._column(one) for one in self.judged]}
+
+    def _column(self, implementation: Implementation) -> dict[str, Any]:
+        column = str(implementation)
+        requirements: dict[str, dict[str, Any]] = {}
+        for name, requirement in REQUIREMENTS.items():
+            verdict, detail = self.of(name, column)
+            if verdict:
+                requirements[name] = {
+                    "verdict": verdict,
+                    "reason": "" if verdict in ("pass", "fail") else detail,
+                    "kinds": {kind: self.of(name, column, kind)[0] for kind in KINDS if self.of(name, column, kind)[0]},
+                    "statement": requirement.statement,
+                    "source": requirement.source,
+                    "laws": sorted(self.laws.get((name, column), []), key=lambda entry: entry["law"]),
+                }
+        words = ("pass", "fail", "expected failure", "not judged", "not provided", "not applicable", "variant")
+        counts = Counter(entry["verdict"] for entry in requirements.values())
+        return {
+            "name": implementation.name,
+            "array_library": implementation.array_library,
+            "device": implementation.device,
+            "dtype": implementation.dtype,
+            "domain": implementation.domain.said(),
+            "conventions": sorted(implementation.conventions),
+            "functions": implementation.functions(),
+            "counts": {word: counts[word] for word in words},
+            "requirements": requirements,
+        }
+
+    def write_files(self, folder: Path) -> None:
+        """Write conformance.json and badge.json; pytest itself writes junit.xml beside them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = self.as_json()
+        (folder / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        passed = sum(column["counts"]["pass"] for column in content["implementations"])
+        failed = sum(column["counts"]["fail"] for column in content["implementations"])
+        badge = {
+            "schemaVersion": 1,
+            "label": "evictionary",
+            "message": f"{passed} of {passed + failed} requirements",
+            "color": "red" if failed else "green",
+        }
+        (folder / "badge.json").write_text(json.dumps(badge) + "\n", encoding="utf-8")
