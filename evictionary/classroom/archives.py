@@ -26,6 +26,7 @@ class BadSubmission(Exception):
 
 
 def require(holds: object, why: str) -> None:
+    """Raise BadSubmission for this reason unless something holds."""
     if not holds:
         raise BadSubmission(why)
 

@@ -1,6 +1,7 @@
 """What the grader asks beside the laws of the suite, written as laws."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Step
 
+must = functools.partial(require, error=Violation)
 OWN = "grader::"  # what the names of these laws begin with
 
 
@@ -227,21 +229,16 @@ def _rows(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Chec
             return
         answers = [impl.child.call(step.name, int(each)) for each in np.random.default_rng(seed).integers(2**31, size=2)]
         for answer in answers:
-            require(
-                isinstance(answer, tuple | list),
-                f"{step.name} returned one {type(answer).__name__}, wanted a list of rows",
-                Violation,
-            )
+            must(isinstance(answer, tuple | list), f"{step.name} returned one {type(answer).__name__}, wanted a list of rows")
             rows = [_row(each, MOST_SCORES) for each in answer]
-            require(
+            must(
                 sum(len(scores) for scores, _, _ in rows) <= MOST_SCORES,
                 f"{step.name} returned more than {MOST_SCORES} scores, wanted at most so many",
-                Violation,
             )
             _require(bank, missing=wanted.difference(*(_shown(bank, row) for row in rows)), others=set())
         fixed = [one for one, other in zip(*answers, strict=False) if np.array_equal(one[0], other[0])]
         told = f"{step.name} returned the same scores for two seeds, wanted rows drawn with the seed"
-        require(len(fixed) != len(answers[0]), told, Violation)
+        must(len(fixed) != len(answers[0]), told)
         small = {name for name in wanted if not bank[name].above}
         drawn = [
             row
@@ -262,29 +259,23 @@ def _require(bank: dict[str, Mutant], missing: set[str], others: set[str]) -> No
         for word, names in (("what does not show", missing), ("what shows too", others))
         if names
     ]
-    require(not told, "\n".join(told), Violation)
+    must(not told, "\n".join(told))
 
 
 def _row(answer: Any, longest: int) -> Row:
     """A student's row: scores, budget, and protected tokens or None. Raises Violation unless top_k takes it."""
-    require(
-        isinstance(answer, tuple | list) and len(answer) in (2, 3),
-        "a row is (scores, budget) or (scores, budget, protected)",
-        Violation,
-    )
+    must(isinstance(answer, tuple | list) and len(answer) in (2, 3), "a row is (scores, budget) or (scores, budget, protected)")
     scores, budget, protected = (*answer, None)[:3]
-    require(
+    must(
         isinstance(scores, np.ndarray) and scores.ndim == 1 and scores.dtype.kind == "f" and not np.isnan(scores).any(),
         "scores: wanted an array [T] of floats, none of them NaN",
-        Violation,
     )
-    require(0 < len(scores) <= longest, f"scores: got {len(scores)}, wanted 1 to {longest}", Violation)
-    require(
+    must(0 < len(scores) <= longest, f"scores: got {len(scores)}, wanted 1 to {longest}")
+    must(
         isinstance(budget, int | np.integer) and 0 < budget <= len(scores),
         f"budget: got {str(budget)[:40]}, wanted a whole number from 1 to {len(scores)}",
-        Violation,
     )
-    require(
+    must(
         protected is None
         or (
             isinstance(protected, np.ndarray)
@@ -292,7 +283,6 @@ def _row(answer: Any, longest: int) -> Row:
             and protected.sum() <= budget
         ),
         "protected: wanted a boolean array of the shape of scores, with at most as many True as the budget",
-        Violation,
     )
     return scores.astype(np.float64), int(budget), protected
 

@@ -52,38 +52,41 @@ class Order:
         return hashlib.sha256(b"evictionary/" + self.secret).hexdigest()[:16]
 
 
-def find(
-    paths: Sequence[Path], file: str, output: Path | None = None, leave_out: Callable[[Path], None] = lambda path: None
-) -> dict[str, Handed]:
-    """The submissions by student: each path itself, or the entries of a folder with more than the assignment's `file`.
+def find(paths: Sequence[Path], file: str, output: Path | None = None) -> tuple[dict[str, Handed], list[Path]]:
+    """The submissions by student, and the entries of a folder that are none.
 
-    leave_out is called with each entry of a folder that is no submission. Hidden entries and the folder `output` are skipped.
-    A student with two submissions has none: the result of that student says why. Raises UsageError if a path does not exist.
+    A submission is a path itself, or an entry of a folder with more than the assignment's `file`. Hidden entries and the folder
+    `output` are skipped. A student with two submissions has none: the result of that student says why. Raises UsageError if a path
+    does not exist.
     """
     found: dict[str, Handed] = {}
+    left_out: list[Path] = []
     for path in paths:
         require(path.exists(), f"submission: got {path}, wanted a file or folder that exists")
-        for each in _entries(path.resolve(), file, output, leave_out) if path.is_dir() else [path]:
+        for each in _entries(path.resolve(), file, output, left_out) if path.is_dir() else [path]:
             student = submissions.student_of(each)
             earlier = found.get(student)
             if earlier is None:
                 found[student] = each
             elif _is_mistaken(each):
-                leave_out(each)
+                left_out.append(each)
             else:
                 twice = "more than one submission has this name"
                 told = earlier if isinstance(earlier, str) else f"{twice}: {visible(earlier.name)}"
                 found[student] = f"{told}, {visible(each.name)}"
     require(found, f"submission: got none, wanted {submissions.KINDS}")
-    return found
+    return found, left_out
 
 
 def _is_mistaken(path: Path) -> bool:
     return path.name.endswith(tuple(submissions.MISTAKEN)) and not path.is_dir()
 
 
-def _entries(folder: Path, file: str, output: Path | None, leave_out: Callable[[Path], None]) -> list[Path]:
-    """The submissions of a folder, or the folder itself if the assignment's file is all that it holds of them."""
+def _entries(folder: Path, file: str, output: Path | None, left_out: list[Path]) -> list[Path]:
+    """The submissions of a folder, or the folder itself if the assignment's file is all that it holds of them.
+
+    What else it holds is added to left_out.
+    """
     grades = output and os.path.realpath(output)
     found: list[Path] = []
     others: list[Path] = []
@@ -94,8 +97,7 @@ def _entries(folder: Path, file: str, output: Path | None, leave_out: Callable[[
     found.sort(key=_is_mistaken)
     if [each.name for each in found if not _is_mistaken(each)] == [Path(file).name] and not found[0].is_dir():
         return [folder]
-    for each in others:
-        leave_out(each)
+    left_out.extend(others)
     return found
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import pickle

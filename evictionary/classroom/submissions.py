@@ -15,10 +15,9 @@ from pathlib import Path
 
 from evictionary import __version__
 from evictionary.classroom import archives
-from evictionary.classroom.archives import BadSubmission
+from evictionary.classroom.archives import BadSubmission, require
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
-from evictionary.errors import require
 from evictionary.spec_tests.judge.remote import ended
 
 READ_SECONDS = 60  # of waiting; the reader limits its own processor time
@@ -97,9 +96,9 @@ def _content(path: Path, name: str) -> bytes:
     """The bytes of the file `name`. The path is that file by any name, an archive, or a folder with one of them."""
     place = _place(path, name)
     for each in (path, place):
-        require(not each.is_symlink(), f"{visible(each.name)} is a symbolic link", BadSubmission)
+        require(not each.is_symlink(), f"{visible(each.name)} is a symbolic link")
     instead = _instead(path) if path.is_dir() else ""
-    require(place.is_file(), f"there is no file {visible(place.name)}{instead}", BadSubmission)
+    require(place.is_file(), f"there is no file {visible(place.name)}{instead}")
     if place.suffix == Path(name).suffix:
         return _read_file(place)
     if place.name.endswith(ARCHIVES):
@@ -145,7 +144,7 @@ def _read_file(path: Path) -> bytes:
 
 def _require_size(path: Path, largest: int) -> None:
     size = path.stat().st_size
-    require(size <= largest, f"{visible(path.name)} has {size} bytes, more than {largest}", BadSubmission)
+    require(size <= largest, f"{visible(path.name)} has {size} bytes, more than {largest}")
 
 
 def _from_archive(path: Path, name: str) -> bytes:
@@ -158,7 +157,7 @@ def _from_archive(path: Path, name: str) -> bytes:
         raise BadSubmission(f"{told} within {READ_SECONDS} s") from None
     ending = ended(done.returncode, archives.CPU_SECONDS)
     why = clean(done.stdout.decode("utf-8", "replace")) or f"{told}: its reader ended with {ending}"
-    require(done.returncode == 0, why, BadSubmission)
+    require(done.returncode == 0, why)
     return done.stdout
 
 

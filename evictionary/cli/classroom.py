@@ -182,7 +182,7 @@ def _judged(chosen: "Assignment", judged: "Judgement", path: Path, again: str) -
 
 
 def _hidden(chosen: "Assignment", cases: int) -> str:
-    """What the grader asks more than `check`."""
+    """The hidden cases of the grader, in a sentence."""
     from evictionary.classroom.grading import GRADE_EXAMPLES
 
     if chosen.contest:
@@ -303,7 +303,7 @@ def grade(
         if student is not None:
             found = {_as_id(student): _of_one(submission or [])}
         elif submission:
-            found = classes.find(submission, chosen.file, output, left_out.append)
+            found, left_out = classes.find(submission, chosen.file, output)
         if left_out:
             told = f"Left out, because a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}"
             messages.print(told, style="yellow", markup=False)

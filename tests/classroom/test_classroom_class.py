@@ -92,7 +92,7 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     grades, done = tmp_path / "grades", []
     wrong = "def score(keys):\n    return keys[..., 0]\n"
     files = {"folder/keydiff.py": SOLUTION, "wrong.py": wrong, "broken.zip": "no archive", "twice.py": "", "twice.zip": ""}
-    one, found = order(1, ("gradescope",)), classes.find([handed_in(tmp_path / "in", files)], "keydiff.py")
+    one, (found, _) = order(1, ("gradescope",)), classes.find([handed_in(tmp_path / "in", files)], "keydiff.py")
     first = {grade["student"]: grade for grade in classes.run(one, found, grades, 2, done.append)}
     assert {student: grade["score"] for student, grade in first.items()} == {"broken": 0, "folder": 100, "wrong": 0, "twice": 0}
     assert sorted(done) == sorted(found) == ["broken", "folder", "twice", "wrong"]
@@ -176,10 +176,10 @@ REFUSED = {
 
 
 def test_what_students_hand_in(tmp_path: Path) -> None:
-    folder, left_out, read = handed_in(tmp_path / "in", FILES), [], {}
+    folder, read = handed_in(tmp_path / "in", FILES), {}
     for link, target in (("mallory", "eve"), ("loop", "loop")):
         (folder / link).symlink_to(folder / target)
-    found = classes.find([folder], "keydiff.py", folder / "grades", left_out.append)
+    found, left_out = classes.find([folder], "keydiff.py", folder / "grades")
     for student, path in found.items():
         assert submissions.is_id(student)
         (tmp_path / "grades" / student).mkdir(parents=True)
@@ -192,7 +192,7 @@ def test_what_students_hand_in(tmp_path: Path) -> None:
     assert named <= set(read) and len(read) == len(REFUSED) + len(named) + len(ODD_NAMES) - 1
     assert [path.name for path in left_out] == ["essay.docx", "bob.ipynb"]
     # A folder with one assignment's file is one submission.
-    assert classes.find([folder / "eve"], "keydiff.py") == {"eve": folder / "eve"}
+    assert classes.find([folder / "eve"], "keydiff.py") == ({"eve": folder / "eve"}, [])
 
 
 def test_what_the_instructor_is_told_of_names() -> None:

@@ -272,5 +272,5 @@ def test_a_wrong_kernel_loses_its_step(mistake: str) -> None:
     step, was, instead, told = KERNELS[mistake]
     assert was in KERNEL
     one = alone("kernel", step, laws=alone("kernel", step).steps[0].laws[:1])
-    line = judged(one, KERNEL.replace(was, instead) if was else KERNEL + instead, examples=3, explain=False).lines[-1]
+    line = judged(one, KERNEL.replace(was, instead) if was else KERNEL + instead, examples=10, explain=False).lines[-1]
     assert (line.verdict, told in line.message) == ("failed", True)
