@@ -75,9 +75,8 @@ def test_every_target_of_make_exists() -> None:
 
 
 def test_the_readme_quotes_the_code_that_runs() -> None:
-    code = [(ROOT / path).read_text() for path in ("reference/keydiff.py", "spec_tests/keydiff/test_keydiff.py")]
-    quoted = [block for block in blocks(README, "python") if re.match(r"@law|def \w+\(.*np\.ndarray", block)]
-    assert len(quoted) == 2 and all(any(block in text for text in code) for block in quoted)
+    (quoted,) = [block for block in blocks(README, "python") if re.match(r"def \w+\(.*np\.ndarray", block)]
+    assert quoted in (ROOT / "reference" / "keydiff.py").read_text(encoding="utf-8")
 
 
 def test_a_command_that_is_not_there_is_seen() -> None:
@@ -105,12 +104,12 @@ def test_every_program_runs(page: Path, tiny_for_embedded: Path, capsys: pytest.
     assert programs
     for program in programs:
         exec(compile(program, page.name, "exec"), {})
-    assert " of " in capsys.readouterr().out or page != README
+    assert " MiB -> " in capsys.readouterr().out or page != README
 
 
 def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:
     chosen = [command for command in commands(README) if command.startswith(("evictionary run", "evictionary methods"))]
-    assert len(chosen) == 4
+    assert chosen
     for command in chosen:
         result = CliRunner().invoke(app, shlex.split(command)[1:])
         assert result.exit_code == 0, (command, result.output)
