@@ -1,6 +1,7 @@
 """Three kinds of errors; the command line turns UsageError into exit code 2 and the other two into 1."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class UsageError(ValueError):
@@ -15,7 +16,16 @@ class InstallError(RuntimeError):
     """The embedded model could not be downloaded, checked or converted."""
 
 
-def require(holds: object, message: str, error: type[Exception] = UsageError) -> None:
+def require(holds: object, message: str, error: Callable[[str], Exception] = UsageError) -> None:
     """Raise the error with this message unless something holds."""
     if not holds:
         raise error(message)
+
+
+@contextmanager
+def usage(message: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raise UsageError with this message and the reason where one of these errors is raised inside."""
+    try:
+        yield
+    except errors as error:
+        raise UsageError(f"{message}: {getattr(error, 'strerror', None) or error}") from None

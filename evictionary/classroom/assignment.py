@@ -1,7 +1,5 @@
 """An assignment: a folder of tutorials/assignments/ with handout, starter file, assignment.toml and the instructor's note."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import re
@@ -15,7 +13,7 @@ from jsonschema.exceptions import best_match
 
 from evictionary.classroom import ASSIGNMENTS, formats, names
 from evictionary.classroom.child import Limits
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require, usage
 
 
 @dataclass(frozen=True)
@@ -98,26 +96,21 @@ class Assignment:
 
 def load(name: str, folder: Path | None = None) -> Assignment:
     """Read an assignment. Raises UsageError if no assignment of the folder has that name, and for a mistake in its file."""
-    if name not in names(folder):
-        wanted = ", ".join(names(folder)) or "a folder with an assignment.toml in it"
-        raise UsageError(f"assignment: got {name!r}, wanted one of {wanted}")
+    known = ", ".join(names(folder)) or "a folder with an assignment.toml in it"
+    require(name in names(folder), f"assignment: got {name!r}, wanted one of {known}")
     folder = (folder or ASSIGNMENTS).resolve() / name
     where = f"{name}/assignment.toml"
-    try:
+    with usage(f"{where}: wanted a TOML file", ValueError, OSError):
         content: dict[str, Any] = tomllib.loads((folder / "assignment.toml").read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{where}: wanted a TOML file: {error}") from None
     if wrong := best_match(formats.validator("assignment").iter_errors(content)):
         raise UsageError(f"{where}{_told(wrong, content)}")
-    steps = tuple(_step(given) for given in content.pop("step"))
-    one = Assignment(name=name, folder=folder, steps=steps, **content)
+    steps = []
+    for given in content.pop("step"):
+        typed: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
+        steps.append(Step(**typed))
+    one = Assignment(name=name, folder=folder, steps=tuple(steps), **content)
     _require_whole(one)
     return one
-
-
-def _step(given: dict[str, Any]) -> Step:
-    typed: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
-    return Step(**typed)
 
 
 def _told(wrong: ValidationError, content: dict[str, Any]) -> str:
@@ -138,29 +131,26 @@ def _require_whole(one: Assignment) -> None:
     from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
     from evictionary.spec_tests.proof.planted import load_mutants
 
-    def require(holds: object, where: str, got: object, wanted: str) -> None:
-        if not holds:
-            raise UsageError(f"{one.name}/assignment.toml{where}: got {got!r}, wanted {wanted}")
+    def must(holds: object, where: str, got: object, wanted: str) -> None:
+        require(holds, f"{one.name}/assignment.toml{where}: got {got!r}, wanted {wanted}")
 
-    require(one.starter.is_file(), ": starter.py", "none beside it", "the file that `evictionary start` writes")
+    must(one.starter.is_file(), ": starter.py", "none beside it", "the file that `evictionary start` writes")
     earlier: list[str] = []
     for step in one.steps:
         where, laws = f", step {step.name!r}: ", load_laws() if step.laws else {}
-        require(step.name not in earlier, where + "name", step.name, "a name that no other step has")
-        require(step.requirement in REQUIREMENTS, where + "requirement", step.requirement, "the id of a requirement, such as KD-8")
-        require(step.laws or step.check or one.contest, where + "laws", [], "at least one law, or a check")
+        must(step.name not in earlier, where + "name", step.name, "a name that no other step has")
+        must(step.requirement in REQUIREMENTS, where + "requirement", step.requirement, "the id of a requirement, such as KD-8")
+        must(step.laws or step.check or one.contest, where + "laws", [], "at least one law, or a check")
         for law in step.laws:
             near = difflib.get_close_matches(law, laws, 1, 0) if law not in laws else []
-            require(law in laws, where + "laws", law, f"a law of the suite, such as {''.join(near)}")
+            must(law in laws, where + "laws", law, f"a law of the suite, such as {''.join(near)}")
         for need in step.needs:
-            require(need in earlier, where + "needs", need, f"a step before it: {', '.join(earlier) or 'there is none'}")
+            must(need in earlier, where + "needs", need, f"a step before it: {', '.join(earlier) or 'there is none'}")
         for mistake in step.catches:
-            require(
-                mistake in load_mutants(), where + "catches", mistake, "a planted mistake, such as selection.lanes_past_the_end"
-            )
+            wanted = "a planted mistake, such as selection.lanes_past_the_end"
+            must(mistake in load_mutants(), where + "catches", mistake, wanted)
         try:
-            if step.check:
-                checks.law(step, one.stem, {}, 0)
+            step.check and checks.law(step, one.stem, {}, 0)
         except KeyError:
-            require(False, where + "check", step.check, "a check of the grader that this stem has")
+            must(False, where + "check", step.check, "a check of the grader that this stem has")
         earlier.append(step.name)

@@ -1,7 +1,5 @@
 """The reference of a method as one file that imports only NumPy: what a student hands in who has it right."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

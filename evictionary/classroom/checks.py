@@ -1,8 +1,7 @@
 """What the grader asks beside the laws of the suite, written as laws."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.classroom.child import StudentError
+from evictionary.errors import require
 from evictionary.spec_tests.judge.by_hand import for_each_reader, require_equal
 from evictionary.spec_tests.judge.cases import Case, seeded_cases, seeds
 from evictionary.spec_tests.judge.implementation import Implementation, oracle
@@ -22,6 +22,7 @@ from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Step
 
+must = functools.partial(require, error=Violation)
 OWN = "grader::"  # what the names of these laws begin with
 
 
@@ -36,7 +37,7 @@ class Check:
     examples: int = 0
 
 
-def law(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Law:
+def law(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Law:
     """The law of a step's `check`, for the file `stem` of a student with these constants. Raises KeyError where there is none."""
     one = CHECKS[step.check]
     found = one if isinstance(one, Check) else one(step, stem, constants, seed)
@@ -51,7 +52,7 @@ def law(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Law:
     return replace(own, examples=found.examples)
 
 
-def _constants(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
+def _constants(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:
     """The defaults of the student's functions: the student's own constants, or those of the paper."""
     functions, check = {
         "lagkv": (("lagkv.retained_length", "lagkv.select"), _lagkv_defaults),
@@ -153,7 +154,7 @@ def _at_a_size(stem: str, case: Case) -> list[Asked]:
     raise KeyError(stem)
 
 
-def _sizes(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
+def _sizes(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:
     """The functions that the file has, beside the oracle, at the sizes of a model; a mask has to be that of the oracle."""
 
     def check(impl: Implementation, seed: int) -> None:
@@ -212,7 +213,7 @@ MOST_SCORES = 2**18  # in the rows of a judge
 Row = tuple[np.ndarray, int, np.ndarray | None]
 
 
-def _rows(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
+def _rows(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:
     """Check that the student's rows of scores show the mistakes that the step names, on copies of top_k that have them.
 
     A row alone shows these, and no other mistake that begins above a size; the rows of a judge, which are many, show all of them.
@@ -228,16 +229,16 @@ def _rows(step: Step, stem: str, constants: dict[str, Any], seed: int) -> Check:
             return
         answers = [impl.child.call(step.name, int(each)) for each in np.random.default_rng(seed).integers(2**31, size=2)]
         for answer in answers:
-            if not isinstance(answer, tuple | list):
-                raise Violation(f"{step.name} returned one {type(answer).__name__}, wanted a list of rows")
+            must(isinstance(answer, tuple | list), f"{step.name} returned one {type(answer).__name__}, wanted a list of rows")
             rows = [_row(each, MOST_SCORES) for each in answer]
-            if sum(len(scores) for scores, _, _ in rows) > MOST_SCORES:
-                raise Violation(f"{step.name} returned more than {MOST_SCORES} scores, wanted at most so many")
+            must(
+                sum(len(scores) for scores, _, _ in rows) <= MOST_SCORES,
+                f"{step.name} returned more than {MOST_SCORES} scores, wanted at most so many",
+            )
             _require(bank, missing=wanted.difference(*(_shown(bank, row) for row in rows)), others=set())
         fixed = [one for one, other in zip(*answers, strict=False) if np.array_equal(one[0], other[0])]
         told = f"{step.name} returned the same scores for two seeds, wanted rows drawn with the seed"
-        if len(fixed) == len(answers[0]):
-            raise Violation(told)
+        must(len(fixed) != len(answers[0]), told)
         small = {name for name in wanted if not bank[name].above}
         drawn = [
             row
@@ -258,27 +259,31 @@ def _require(bank: dict[str, Mutant], missing: set[str], others: set[str]) -> No
         for word, names in (("what does not show", missing), ("what shows too", others))
         if names
     ]
-    if told:
-        raise Violation("\n".join(told))
+    must(not told, "\n".join(told))
 
 
 def _row(answer: Any, longest: int) -> Row:
     """A student's row: scores, budget, and protected tokens or None. Raises Violation unless top_k takes it."""
-    if not isinstance(answer, tuple | list) or len(answer) not in (2, 3):
-        raise Violation("a row is (scores, budget) or (scores, budget, protected)")
+    must(isinstance(answer, tuple | list) and len(answer) in (2, 3), "a row is (scores, budget) or (scores, budget, protected)")
     scores, budget, protected = (*answer, None)[:3]
-    if not isinstance(scores, np.ndarray) or scores.ndim != 1 or scores.dtype.kind != "f" or np.isnan(scores).any():
-        raise Violation("scores: wanted an array [T] of floats, none of them NaN")
-    if not 0 < len(scores) <= longest:
-        raise Violation(f"scores: got {len(scores)}, wanted 1 to {longest}")
-    if not isinstance(budget, int | np.integer) or not 0 < budget <= len(scores):
-        raise Violation(f"budget: got {str(budget)[:40]}, wanted a whole number from 1 to {len(scores)}")
-    if protected is not None and (
-        not isinstance(protected, np.ndarray)
-        or (protected.shape, protected.dtype) != (scores.shape, np.dtype(bool))
-        or protected.sum() > budget
-    ):
-        raise Violation("protected: wanted a boolean array of the shape of scores, with at most as many True as the budget")
+    must(
+        isinstance(scores, np.ndarray) and scores.ndim == 1 and scores.dtype.kind == "f" and not np.isnan(scores).any(),
+        "scores: wanted an array [T] of floats, none of them NaN",
+    )
+    must(0 < len(scores) <= longest, f"scores: got {len(scores)}, wanted 1 to {longest}")
+    must(
+        isinstance(budget, int | np.integer) and 0 < budget <= len(scores),
+        f"budget: got {str(budget)[:40]}, wanted a whole number from 1 to {len(scores)}",
+    )
+    must(
+        protected is None
+        or (
+            isinstance(protected, np.ndarray)
+            and (protected.shape, protected.dtype) == (scores.shape, np.dtype(bool))
+            and protected.sum() <= budget
+        ),
+        "protected: wanted a boolean array of the shape of scores, with at most as many True as the budget",
+    )
     return scores.astype(np.float64), int(budget), protected
 
 

@@ -1,8 +1,7 @@
 """The parent's side of a child process that runs one student file: start it, call its functions, watch the time, end it."""
 
-from __future__ import annotations
-
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -30,13 +29,10 @@ def closed(site: Path) -> list[str]:
     """Folders that a child may never read: the clone that holds this file, and the installed package."""
     project = Path(worker.__file__).resolve().parents[2]
     folders = {site.resolve(), project, Path(sysconfig.get_path("purelib", vars={"base": sys.base_prefix})).resolve()}
-    found = [each for folder in folders if folder.is_dir() for each in folder.iterdir() if _is_banned(each.name)]
+    entries = [each for folder in folders if folder.is_dir() for each in folder.iterdir()]
+    found = [each for each in entries if re.split("[.-]", each.name)[0] in BANNED]
     # Installed, this file lies beside NumPy, which the child needs.
     return sorted(str(each) for each in [*found, *([] if project == site.resolve() else [project])])
-
-
-def _is_banned(name: str) -> bool:
-    return name.split(".")[0].split("-")[0] in BANNED
 
 
 def visible(text: Any) -> str:
@@ -108,7 +104,7 @@ class Child:
         self.walls: dict[str, Any] = {}
         self.is_late = False
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> "Child":
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(self.path.parent)}
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment |= {"TRITON_INTERPRET": "1"} if self.setup["interpret"] else {}

@@ -1,11 +1,8 @@
 """A class: several processes grade many submissions, with progress; finished grades are not computed again."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io
-import json
 import multiprocessing
 import os
 import re
@@ -14,7 +11,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +26,7 @@ from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.classroom.judgement import Judgement, Line, empty
 from evictionary.classroom.submissions import Handed
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require, usage
 
 
 @dataclass(frozen=True)
@@ -55,86 +52,85 @@ class Order:
         return hashlib.sha256(b"evictionary/" + self.secret).hexdigest()[:16]
 
 
-def find(
-    paths: Sequence[Path], file: str, output: Path | None = None, leave_out: Callable[[Path], None] = lambda path: None
-) -> dict[str, Handed]:
-    """The submissions by student: each path itself, or the entries of a folder with more than the assignment's `file`.
+def find(paths: Sequence[Path], file: str, output: Path | None = None) -> tuple[dict[str, Handed], list[Path]]:
+    """The submissions by student, and the entries of a folder that are none.
 
-    leave_out is called with each entry of a folder that is no submission; hidden entries and the folder `output` are skipped. Two
-    submissions of one name are none: the result of that student says why. Raises UsageError if a path does not exist.
+    A submission is a path itself, or an entry of a folder with more than the assignment's `file`. Hidden entries and the folder
+    `output` are skipped. A student with two submissions has none: the result of that student says why. Raises UsageError if a path
+    does not exist.
     """
     found: dict[str, Handed] = {}
+    left_out: list[Path] = []
     for path in paths:
-        if not path.exists():
-            raise UsageError(f"submission: got {path}, wanted a file or folder that exists")
-        for each in _entries(path.resolve(), file, output, leave_out) if path.is_dir() else [path]:
+        require(path.exists(), f"submission: got {path}, wanted a file or folder that exists")
+        for each in _entries(path.resolve(), file, output, left_out) if path.is_dir() else [path]:
             student = submissions.student_of(each)
-            if student in found and _is_mistaken(each):
-                leave_out(each)
-            elif student in found:
-                earlier = found[student]
-                told = earlier if isinstance(earlier, str) else f"more than one submission has this name: {visible(earlier.name)}"
-                found[student] = f"{told}, {visible(each.name)}"
-            else:
+            earlier = found.get(student)
+            if earlier is None:
                 found[student] = each
-    if not found:
-        raise UsageError(f"submission: got none, wanted {submissions.KINDS}")
-    return found
+            elif _is_mistaken(each):
+                left_out.append(each)
+            else:
+                twice = "more than one submission has this name"
+                told = earlier if isinstance(earlier, str) else f"{twice}: {visible(earlier.name)}"
+                found[student] = f"{told}, {visible(each.name)}"
+    require(found, f"submission: got none, wanted {submissions.KINDS}")
+    return found, left_out
 
 
 def _is_mistaken(path: Path) -> bool:
     return path.name.endswith(tuple(submissions.MISTAKEN)) and not path.is_dir()
 
 
-def _entries(folder: Path, file: str, output: Path | None, leave_out: Callable[[Path], None]) -> list[Path]:
-    """The submissions of a folder, or the folder itself if the assignment's file is all that it holds of them."""
-    others: list[Path] = []
+def _entries(folder: Path, file: str, output: Path | None, left_out: list[Path]) -> list[Path]:
+    """The submissions of a folder, or the folder itself if the assignment's file is all that it holds of them.
+
+    What else it holds is added to left_out.
+    """
+    grades = output and os.path.realpath(output)
     found: list[Path] = []
+    others: list[Path] = []
     for each in sorted(folder.iterdir()):
-        if each.name.startswith((".", "__")) or (output is not None and os.path.realpath(each) == os.path.realpath(output)):
-            continue
-        is_one = each.is_dir() or each.is_symlink() or each.name.endswith(submissions.ENDINGS) or _is_mistaken(each)
-        (found if is_one else others).append(each)
+        if not each.name.startswith((".", "__")) and os.path.realpath(each) != grades:
+            is_one = each.is_dir() or each.is_symlink() or each.name.endswith(submissions.ENDINGS) or _is_mistaken(each)
+            (found if is_one else others).append(each)
     found.sort(key=_is_mistaken)
     if [each.name for each in found if not _is_mistaken(each)] == [Path(file).name] and not found[0].is_dir():
         return [folder]
-    for each in others:
-        leave_out(each)
+    left_out.extend(others)
     return found
 
 
 def grade_one(order: Order, student: str, path: Handed) -> dict[str, Any]:
     """Grade one submission: return the content of grade.json, also when the grading fails."""
-    assignment = order.loaded
-    settings, notes = _settings(order, student, path)
-    digest = ""
+    (settings, notes), digest = _settings(order, student, path), ""
     try:
-        source = submissions.read(path, assignment)
-        digest = hashlib.sha256(source).hexdigest()
-        judgement = _judge(order, assignment, source, settings)
+        source = submissions.read(path, order.loaded)
+        judgement = _judge(order, order.loaded, source, settings["constants"])
         judgement.notes = [*notes, *submissions.oddities(source), *judgement.notes]
+        digest = hashlib.sha256(source).hexdigest()
     except submissions.BadSubmission as error:
-        judgement = empty(assignment, clean(error))
+        judgement = empty(order.loaded, clean(error))
     except Exception as error:
-        return _failed(order, settings, student, path, error)
+        judgement = _failed(order, error)
     return _as_json(order, settings, student, path, digest, judgement)
 
 
-def _judge(order: Order, assignment: Assignment, source: bytes, settings: dict[str, Any]) -> Judgement:
+def _judge(order: Order, assignment: Assignment, source: bytes, constants: dict[str, float]) -> Judgement:
     return grading.judge(
         source,
         assignment,
         secret=order.secret,
         examples=order.examples,
-        constants=settings["constants"],
+        constants=constants,
         origin=assignment.file,
         seconds=order.seconds,
     )
 
 
-def _failed(order: Order, settings: dict[str, Any], student: str, path: Handed, error: Exception) -> dict[str, Any]:
+def _failed(order: Order, error: Exception) -> Judgement:
     why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
-    return _as_json(order, settings, student, path, "", empty(order.loaded, why))
+    return empty(order.loaded, why)
 
 
 def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any], list[str]]:
@@ -180,9 +176,8 @@ OUTSIDE = "# This runs the student's code with your rights, outside of the walls
 
 def _within_walls(message: str, order: Order) -> str:
     """A message for a grade, which an instructor may follow: the command of a law runs in a child, and the script is named."""
-    message = re.sub(
-        r"evictionary judge (\S+) --law (\S+)", rf"evictionary grade \1 --assignment {order.assignment} --law \2", message
-    )
+    inside = rf"evictionary grade \1 --assignment {order.assignment} --law \2"
+    message = re.sub(r"evictionary judge (\S+) --law (\S+)", inside, message)
     return message.replace("to see it again, run\n", "to see it again, run (this runs the student's code with your rights)\n")
 
 
@@ -196,14 +191,16 @@ def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
         laws = tuple(each for each in step.laws if law in (each, each.rpartition("::")[2]))
         if laws or law == step.check:
             judged = replace(step, laws=laws, check="" if laws else step.check, needs=())
-            try:
-                source = submissions.read(path, one)
-            except submissions.BadSubmission as error:
-                raise UsageError(f"submission: {clean(error)}") from None
-            line = _judge(order, replace(one, steps=(judged,)), source, _settings(order, student, path)[0]).lines[0]
+            constants = _settings(order, student, path)[0]["constants"]
+            line = _judge(order, replace(one, steps=(judged,)), _readable(path, one), constants).lines[0]
             return replace(line, message=_within_walls(line.message, order))
     known = sorted({each.rpartition("::")[2] for step in one.steps for each in (*step.laws, step.check) if each})
     raise UsageError(f"--law: got {law!r}, wanted one of {', '.join(known)}")
+
+
+def _readable(path: Handed, assignment: Assignment) -> bytes:
+    with usage("submission", submissions.BadSubmission):
+        return submissions.read(path, assignment)
 
 
 def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, int, Judgement]]:
@@ -211,16 +208,12 @@ def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, i
 
     Raises UsageError if the answer cannot be read, or the reference has no method of that name.
     """
-    one = order.loaded
-    settings: dict[str, Any] = {"constants": {}}
-    if solution is None and one.stem not in bundle.STEMS:
-        raise UsageError(f"submission: got none, wanted a right answer to {one.name}, for the reference has no {one.stem}")
-    try:
-        right = bundle.bundled(one.stem).encode() if solution is None else submissions.read(solution, one)
-    except submissions.BadSubmission as error:
-        raise UsageError(f"submission: {clean(error)}") from None
-    yield "the reference" if solution is None else "the right answer", one.max_score, _judge(order, one, right, settings)
-    yield "the starter file", 0, _judge(order, one, one.starter.read_bytes(), settings)
+    one, name = order.loaded, "the reference" if solution is None else "the right answer"
+    wanted = f"submission: got none, wanted a right answer to {one.name}, for the reference has no {one.stem}"
+    require(solution is not None or one.stem in bundle.STEMS, wanted)
+    right = bundle.bundled(one.stem).encode() if solution is None else _readable(solution, one)
+    yield name, one.max_score, _judge(order, one, right, {})
+    yield "the starter file", 0, _judge(order, one, one.starter.read_bytes(), {})
 
 
 def run(
@@ -232,40 +225,38 @@ def run(
     """
     waiting = {}
     for student, path in found.items():
-        done = _stored(order, student, path, output)
-        if done is None:
-            waiting[student] = path
-        else:
+        if done := _stored(order, student, path, output):
             advance(student)
             yield done
+        else:
+            waiting[student] = path
 
-    def failed(student: str, error: Exception) -> dict[str, Any]:
-        return _failed(order, _settings(order, student, found[student])[0], student, found[student], error)
-
-    def finish(grade: dict[str, Any]) -> dict[str, Any]:
-        try:
-            formats.write(grade, output / grade["student"], list(order.formats))
-        except OSError:  # the folder cannot be written
-            raise
-        except Exception as error:
-            grade = failed(grade["student"], error)
-            formats.write(grade, output / grade["student"], list(order.formats))
-        advance(grade["student"])
-        return grade
+    def written(student: str, result: dict[str, Any] | Exception) -> dict[str, Any]:
+        """Write a grade, or why there is none. What cannot be written in a format of a platform is a failure of the grader."""
+        path = found[student]
+        if isinstance(result, Exception):
+            result = _as_json(order, _settings(order, student, path)[0], student, path, "", _failed(order, result))
+        formats.write(result, output / student, list(order.formats))
+        return result
 
     alone = ((student, grade_one(order, student, path)) for student, path in waiting.items())
     for student, result in alone if jobs == 1 else _in_processes(order, waiting, jobs):
-        yield finish(failed(student, result) if isinstance(result, Exception) else result)
+        try:
+            grade = written(student, result)
+        except OSError:  # the folder cannot be written
+            raise
+        except Exception as error:
+            grade = written(student, error)
+        advance(student)
+        yield grade
 
 
 def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
     """The grade of each student, or what ended its process. A process that dies breaks its pool: the others go on, each alone."""
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
-    futures: dict[Future[dict[str, Any]], str] = {}
     lost = []
     try:
-        for student, path in waiting.items():
-            futures[pool.submit(grade_one, order, student, path)] = student
+        futures = {pool.submit(grade_one, order, student, path): student for student, path in waiting.items()}
         for future in as_completed(futures):
             student, error = futures[future], future.exception()
             if isinstance(error, BrokenProcessPool) and len(waiting) > 1:
@@ -291,17 +282,16 @@ def _leave_interrupts() -> None:
 
 
 def _stored(order: Order, student: str, path: Handed, output: Path) -> dict[str, Any] | None:
+    """The grade in a student's folder, if it has all files and was made from the same file with the same settings."""
     try:
-        grade = json.loads((output / student / "grade.json").read_text(encoding="utf-8"))
-        formats.validator("grade").validate(grade)
+        grade = formats.read(output / student / formats.GRADE)
         digest = hashlib.sha256(submissions.read(path, order.loaded)).hexdigest()
     except Exception:  # no grade, or a damaged one: the submission is graded
         return None
     wanted = _settings(order, student, path)[0] | {"source_sha256": digest}
     same = all(grade[key] == value for key, value in wanted.items())
     has_files = all((output / student / formats.FORMATS[name][0]).exists() for name in order.formats)
-    is_judged = not grade["error"] and not formats.blocked(grade)
-    return grade if same and has_files and is_judged else None
+    return grade if same and has_files and not grade["error"] and not formats.blocked(grade) else None
 
 
 def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -354,12 +344,9 @@ def _no_formula(text: str) -> str:
 def written(folder: Path) -> list[dict[str, Any]]:
     """The grades that are written in a folder of grades. Raises UsageError for a damaged one, and if there is none."""
     grades = []
-    for path in sorted(folder.glob("*/grade.json")):
-        try:
-            grades.append(json.loads(path.read_text(encoding="utf-8")))
-            formats.validator("grade").validate(grades[-1])
-        except (ValueError, ValidationError) as error:
-            raise UsageError(f"grades: {path} is no grade of this version: {clean(error)}") from None
-    if not grades:
-        raise UsageError(f"grades: got {folder}, wanted a folder that `evictionary grade` wrote, with a folder for each student")
+    for path in sorted(folder.glob(f"*/{formats.GRADE}")):
+        with usage(f"grades: {path} is no grade of this version", ValueError, ValidationError):
+            grades.append(formats.read(path))
+    wanted = "wanted a folder that `evictionary grade` wrote, with a folder for each student"
+    require(grades, f"grades: got {folder}, {wanted}")
     return grades

@@ -1,7 +1,5 @@
 """grade.json, the one canonical result, and the files derived from it: Gradescope, Classroom 50, JUnit and Markdown."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,9 +13,9 @@ from xml.etree import ElementTree
 from jsonschema import Draft202012Validator, validators
 
 from evictionary.classroom.child import visible
-from evictionary.store import table
+from evictionary.store import put, table
 
-SCHEMA = "evictionary/grade/4"
+SCHEMA, GRADE = "evictionary/grade/4", "grade.json"
 SCHEMAS = Path(__file__).parent / "schemas"
 _TYPES = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
 _Strict = validators.extend(Draft202012Validator, type_checker=_TYPES)
@@ -157,9 +155,14 @@ def write(grade: dict[str, Any], folder: Path, formats: list[str]) -> None:
     for name in formats:
         file, derive = FORMATS[name]
         (folder / file).write_text(derive(grade), encoding="utf-8")
-    temporary = folder / "grade.json.part"
-    temporary.write_text(json.dumps(grade, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / "grade.json")
+    put(folder / GRADE, json.dumps(grade, indent=1) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A grade.json. Raises ValueError or ValidationError for a damaged one."""
+    grade = json.loads(path.read_text(encoding="utf-8"))
+    validator("grade").validate(grade)
+    return dict(grade)
 
 
 def _named(line: dict[str, Any], key: str) -> str:

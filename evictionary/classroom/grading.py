@@ -1,11 +1,8 @@
 """Checks the laws on one submission: oracle, seeds and verdict stay in the parent, the student's code runs in a child process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import pickle
@@ -74,13 +71,11 @@ def judge(
         path.write_bytes(source)
         path.parent.chmod(0o755)
         path.chmod(0o644)
-        run = ByLaws(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
-        if assignment.contest:
-            _contest().judge(run, result)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
-                run.judge_steps(result, explained=not explain)
+        kind = _contest().Contest if assignment.contest else ByLaws
+        run = kind(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
+            run.judge_steps(result, explained=not explain)
     if run.tried:
         result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
     for line in result.lines:
@@ -168,10 +163,10 @@ class _Judged(Implementation):
             with super().refuses(pattern):
                 yield
         except Violation as error:
-            if not isinstance(error.expected, str):  # it says something else than how the input was refused
-                raise
-            words = " or ".join(repr(word) for word in pattern.split("|"))
-            raise Violation(error.message, "a ValueError" + (f" with {words} in its message" if words else "")) from None
+            if isinstance(error.expected, str):  # it says how the input was refused
+                words = " or ".join(repr(word) for word in pattern.split("|"))
+                error.expected = "a ValueError" + (f" with {words} in its message" if words else "")
+            raise
 
 
 def _overflows(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray) -> bool:
@@ -197,17 +192,18 @@ class ByLaws(Run):
     """A submission that is judged by laws, a step after another."""
 
     unloadable: str = ""  # why the file cannot even be imported
+    explained: bool = False  # whether a failure has been explained
     is_slow: bool = False  # a step has run out of time twice
 
     def judge_steps(self, result: Judgement, explained: bool) -> None:
         """Judge the steps in their order, each where those that it needs have passed."""
-        verdicts: dict[str, str] = {}
+        self.explained, verdicts = explained, dict[str, str]()
         for step, line in zip(self.assignment.steps, result.lines, strict=True):
             missing = [name for name in step.needs if verdicts.get(name) != "passed"]
             if missing:
                 line.reason = f"needs {', '.join(missing)} first"
             elif not self.unloadable:
-                explained = self.judge(step, line, result, explained)
+                self.judge(step, line, result)
             verdicts[step.name] = line.verdict
         if self.unloadable:
             for line in (each for each in result.lines if not each.laws):
@@ -215,8 +211,8 @@ class ByLaws(Run):
             told = f"{self.unloadable}. No step is judged before it can."
             result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=self.unloadable, message=told))
 
-    def judge(self, step: Step, line: Line, result: Judgement, explained: bool) -> bool:
-        """Judge one step; returns whether a failure has been explained by now.
+    def judge(self, step: Step, line: Line, result: Judgement) -> None:
+        """Judge one step, and explain the first failure.
 
         A step that runs out of time is judged once more with three times as much time, because the machine may have been busy.
         """
@@ -224,12 +220,11 @@ class ByLaws(Run):
         if late and not self.is_slow:
             line.laws, line.reason, line.message = {}, "", ""
             failing, self.is_slow = self._try(step, line, result, patience=3)
-        if failing is None or explained:
-            return explained
-        # In another child, because this takes more calls than judging; the verdict does not depend on this child.
-        with contextlib.suppress(Exception, TimedOut), self.child(patience=3) as child:
-            self.explain(failing, self.implementation(child, step), line, step)
-        return True
+        if failing is not None and not self.explained:
+            self.explained = True
+            # In another child, because this takes more calls than judging; the verdict does not depend on this child.
+            with contextlib.suppress(Exception, TimedOut), self.child(patience=3) as child:
+                self.explain(failing, self.implementation(child, step), line, step)
 
     def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
         """Check the laws of a step on a child; returns the first law that fails, and whether the time ran out."""
@@ -293,13 +288,12 @@ class ByLaws(Run):
         try:
             with time_limit(SECONDS):
                 self.drawn(law, step, shrinks=True).check(implementation)
+            line.message = f"{line.message}\n{TWO_ANSWERS}"
+            return
         except (KeyboardInterrupt, TimedOut):
             raise
         except BaseException as error:
             told = _told(error)
-        else:
-            line.message = f"{line.message}\n{TWO_ANSWERS}"
-            return
         matches = misconceptions(law, implementation)
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
         lines = _plain(report.sentence(law, implementation, told, matches)).splitlines()
@@ -307,8 +301,7 @@ class ByLaws(Run):
         hidden = ("classroom/", "this law alone") if law.name.startswith(checks.OWN) else ("classroom/",)
         line.message = "\n".join(each for each in lines if not any(part in each for part in hidden))
         line.message += _hint(told, law) if not matches else ""
-        calls = implementation.calls
-        line.repro = report.repro(law, implementation) if calls else ""
+        line.repro = report.repro(law, implementation) if implementation.calls else ""
         if line.repro and self.assignment.interpret:
             line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
         line.misconceptions = [match.misconception for match in matches]
@@ -321,11 +314,10 @@ def _plain(message: str) -> str:
 
 def _stated(law: Law, implementation: Implementation, message: str) -> str:
     """The law that fails, what is wrong, and the input of the last call if it is short; nothing smaller has been looked for."""
-    lines = [f"  the law         {law.sentence}", f"  what is wrong   {message}"]
     given = implementation.calls[-1].arguments if implementation.calls else {}
-    if 0 < numbers_in(tuple(given.values())) <= MOST_SHOWN:
-        lines.insert(1, f"  an input        {report.indented(report.arguments(given))}")
-    return "\n".join(lines)
+    is_short = 0 < numbers_in(tuple(given.values())) <= MOST_SHOWN
+    shown = f"  an input        {report.indented(report.arguments(given))}\n" if is_short else ""
+    return f"  the law         {law.sentence}\n{shown}  what is wrong   {message}"
 
 
 TWO_ANSWERS = (

@@ -1,7 +1,5 @@
 """The inputs of a grading: as many for each law as it asks for; they depend on a seed and on nothing else."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,6 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.errors import Flaky
 
+from evictionary.errors import require
 from evictionary.spec_tests.judge.implementation import Implementation
 from evictionary.spec_tests.judge.law import Law
 
@@ -51,7 +50,6 @@ def decided_by(seed: int, law: Law, count: int, *, shrinks: bool = False) -> Law
                 raise
             if accepted == count:
                 return
-        if not accepted:
-            raise RuntimeError(f"{law.name}: got no input of {10 * count} that it accepts")
+        require(accepted, f"{law.name}: got no input of {10 * count} that it accepts", RuntimeError)
 
     return replace(law, check=check, drawn={})

@@ -1,7 +1,5 @@
 """What becomes of one submission: its judgement, a line for each step, and the run that leads to it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import types

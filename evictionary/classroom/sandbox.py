@@ -4,8 +4,6 @@ The child loads this file by its path, so that it imports the standard library a
 calls.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -6,8 +6,6 @@ child and all its threads, and no code in the child can remove the filter. `prog
 BPF); `sandbox.py` installs it.
 """
 
-from __future__ import annotations
-
 import platform
 import struct
 import sys

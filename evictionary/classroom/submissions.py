@@ -1,13 +1,10 @@
 """Opens a submission (a file, a folder or an archive) and takes only the assignment's file out of it."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tokenize
@@ -18,9 +15,10 @@ from pathlib import Path
 
 from evictionary import __version__
 from evictionary.classroom import archives
-from evictionary.classroom.archives import BadSubmission
+from evictionary.classroom.archives import BadSubmission, require
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
+from evictionary.spec_tests.judge.remote import ended
 
 READ_SECONDS = 60  # of waiting; the reader limits its own processor time
 MANIFEST = "evictionary.json"
@@ -60,14 +58,7 @@ def student_of(path: Path) -> str:
 def packed_id(path: Path) -> str | None:
     """The id that `submit --student` packed: from an archive, a folder that holds one, or one that a platform has unpacked."""
     try:
-        packed = _packed(path, MANIFEST)
-        if (packed / MANIFEST).is_file() and not (packed / MANIFEST).is_symlink():
-            content = _read_file(packed / MANIFEST)
-        elif packed.name.endswith(ARCHIVES) and not packed.is_symlink():
-            content = _from_archive(packed, MANIFEST)
-        else:
-            return None
-        found = json.loads(content)["student"]
+        found = json.loads(_content(path, MANIFEST))["student"]
     except Exception:  # no manifest, or one that a stranger wrote; `read` says what is wrong with an archive
         return None
     return found if isinstance(found, str) and is_id(found) else None
@@ -91,38 +82,37 @@ def personal_id(path: Handed, student: str, roster: Collection[str] = ()) -> tup
     return name, f"the archive says {packed!r}, and {why} {name!r}"
 
 
-def _packed(path: Path, name: str) -> Path:
-    """The archive in a folder that holds one and no file of that name, as course platforms store an upload; or the path itself."""
-    if not path.is_dir():
-        return path
-    packed = [each for each in path.iterdir() if each.name.endswith(ARCHIVES) and each.name[0] != "."]
-    return packed[0] if len(packed) == 1 and not os.path.lexists(path / name) else path
-
-
 def read(path: Handed, assignment: Assignment) -> bytes:
     """The bytes of the assignment's file, from a folder, an archive, a folder with one archive, or the file itself.
 
     Raises BadSubmission for links, paths that leave the archive, too large files, and where there is nothing to read.
     """
-    name = Path(assignment.file).name
     if isinstance(path, str):
         raise BadSubmission(path)
-    if path.is_symlink():
-        raise BadSubmission(f"{visible(path.name)} is a symbolic link")
-    instead = ""
-    if path.is_dir():
-        packed, instead = _packed(path, name), _instead(path)
-        path = path / name if packed == path else packed
-        if path.is_symlink():
-            raise BadSubmission(f"{visible(path.name)} is a symbolic link")
-    if not path.is_file():
-        raise BadSubmission(f"there is no file {visible(path.name)}{instead}")
-    if path.name.endswith(".py"):
-        return _read_file(path)
-    if path.name.endswith(ARCHIVES):
-        return _from_archive(path, name)
-    told = next((told for ending, told in MISTAKEN.items() if path.name.endswith(ending)), "")
-    raise BadSubmission(f"{visible(path.name)} {told.format(name=name)}" if told else f"{visible(path.name)}: wanted {KINDS}")
+    return _content(path, Path(assignment.file).name)
+
+
+def _content(path: Path, name: str) -> bytes:
+    """The bytes of the file `name`. The path is that file by any name, an archive, or a folder with one of them."""
+    place = _place(path, name)
+    for each in (path, place):
+        require(not each.is_symlink(), f"{visible(each.name)} is a symbolic link")
+    instead = _instead(path) if path.is_dir() else ""
+    require(place.is_file(), f"there is no file {visible(place.name)}{instead}")
+    if place.suffix == Path(name).suffix:
+        return _read_file(place)
+    if place.name.endswith(ARCHIVES):
+        return _from_archive(place, name)
+    told = next((told.format(name=name) for ending, told in MISTAKEN.items() if place.name.endswith(ending)), "")
+    raise BadSubmission(f"{visible(place.name)} {told}" if told else f"{visible(place.name)}: wanted {KINDS}")
+
+
+def _place(path: Path, name: str) -> Path:
+    """Where a file is in a folder: the only archive of a folder without the file, as platforms store an upload, or the file."""
+    if not path.is_dir():
+        return path
+    packed = [each for each in path.iterdir() if each.name.endswith(ARCHIVES) and each.name[0] != "."]
+    return packed[0] if len(packed) == 1 and not os.path.lexists(path / name) else path / name
 
 
 def _instead(folder: Path) -> str:
@@ -148,26 +138,26 @@ def oddities(source: bytes) -> list[str]:
 
 
 def _read_file(path: Path) -> bytes:
-    size = path.stat().st_size
-    if size > archives.LARGEST_FILE:
-        raise BadSubmission(f"{visible(path.name)} has {size} bytes, more than {archives.LARGEST_FILE}")
+    _require_size(path, archives.LARGEST_FILE)
     return path.read_bytes()
+
+
+def _require_size(path: Path, largest: int) -> None:
+    size = path.stat().st_size
+    require(size <= largest, f"{visible(path.name)} has {size} bytes, more than {largest}")
 
 
 def _from_archive(path: Path, name: str) -> bytes:
     """The file of an archive, read by a process of its own: nothing that an archive does to its reader is done to the grader."""
-    size = path.stat().st_size
-    if size > archives.LARGEST_ARCHIVE:
-        raise BadSubmission(f"{visible(path.name)} has {size} bytes, more than {archives.LARGEST_ARCHIVE}")
-    command = [sys.executable, "-I", "-S", "-B", archives.__file__, str(path), name]
+    _require_size(path, archives.LARGEST_ARCHIVE)
+    command, told = [sys.executable, "-I", "-S", "-B", archives.__file__, str(path), name], "the archive cannot be read"
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=READ_SECONDS)
     except subprocess.TimeoutExpired:
-        raise BadSubmission(f"the archive cannot be read within {READ_SECONDS} s") from None
-    if done.returncode < 0:
-        raise BadSubmission(f"the archive cannot be read: {signal.Signals(-done.returncode).name} ended its reader")
-    if done.returncode:
-        raise BadSubmission(done.stdout.decode("utf-8", "replace") or "the archive cannot be read: its reader ended")
+        raise BadSubmission(f"{told} within {READ_SECONDS} s") from None
+    ending = ended(done.returncode, archives.CPU_SECONDS)
+    why = clean(done.stdout.decode("utf-8", "replace")) or f"{told}: its reader ended with {ending}"
+    require(done.returncode == 0, why)
     return done.stdout
 
 
@@ -183,9 +173,8 @@ def pack(assignment: Assignment, work: Path, output: Path, student: str | None =
         "assignment": assignment.name,
         "suite": __version__,
         "files": {name: hashlib.sha256(content).hexdigest()},
+        **({} if student is None else {"student": student}),
     }
-    if student is not None:
-        manifest["student"] = student
     with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(name, content)
         archive.writestr(MANIFEST, json.dumps(manifest, indent=1) + "\n")

@@ -5,8 +5,6 @@ and `sandbox.py`. It imports the standard library, these and, if the assignment 
 verdicts stay in the parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,19 +4,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from evictionary.cli.console import (
     AsJson,
     ModelName,
-    as_json_if,
     exit_codes,
     measuring,
     options_in,
     require_writable,
+    show,
     text_of,
     whole,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 app = typer.Typer()
 
@@ -59,8 +60,10 @@ def calibrate(
         text = text_of("--text-file", text_file)
         require_writable(output)
         settings = options_in(recipe or [])
-        if settings and train_gates is None:
-            raise UsageError(f"--recipe: got {', '.join(settings)} without a training, wanted --train-gates STEPS too")
+        require(
+            not settings or train_gates is not None,
+            f"--recipe: got {', '.join(settings)} without a training, wanted --train-gates STEPS too",
+        )
         from evictionary.cache.calibration import write
         from evictionary.evaluation import gate_training
         from evictionary.evaluation.calibration import MOST, of_text
@@ -78,6 +81,6 @@ def calibrate(
                 layers[layer]["gates"] = gates
             found |= {"model": model} | gate_training.summary(chosen, trained)
         write(loaded, layers, output)
-    if not as_json_if(as_json, found, None):
-        gates_trained = f"; {found['retrieval_heads']} of {found['heads']} heads keep all tokens" if chosen else ""
-        typer.echo(f"{output}: {found['layers']} layers, from {found['tokens']} tokens{gates_trained}")
+    gates_trained = f"; {found['retrieval_heads']} of {found['heads']} heads keep all tokens" if chosen else ""
+    told = f"{output}: {found['layers']} layers, from {found['tokens']} tokens{gates_trained}"
+    show(as_json, found, [Text(told)], indent=None)

@@ -4,23 +4,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
-    as_json_if,
     carry_out,
     exit_codes,
     given_names,
     messages,
     plain_table,
     require_folder,
+    show,
     whole_number,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 app = typer.Typer()
 
@@ -82,15 +81,13 @@ def claims(
         messages.print("intervals, pictures and pages", style="italic")
         result = experiment.report(plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}")
         experiment.write(result, output)
-    if not as_json_if(as_json, result | {"output": str(output)}):
-        Console().print(_table(result))
-        Console().print(f"Numbers, pictures and a page for each paper: [bold]{output}[/]")
+    pages = f"Numbers, pictures and a page for each paper: [bold]{output}[/]"
+    show(as_json, result | {"output": str(output)}, [_table(result), pages])
 
 
 def _paper_and_count(text: str) -> tuple[str, int]:
     paper, _, count = text.partition("=")
-    if not count.isdecimal():
-        raise UsageError(f"--seeds-of: got {text!r}, wanted a paper and a number, such as gvote=4")
+    require(count.isdecimal(), f"--seeds-of: got {text!r}, wanted a paper and a number, such as gvote=4")
     return paper, int(count)
 
 

@@ -1,35 +1,33 @@
-"""The commands `evictionary start`, `check`, `submit` and `grade`."""
-
-from __future__ import annotations
+"""The commands `evictionary start`, `check`, `submit`, `grade` and `gradebook`."""
 
 import csv
+import itertools
 import json
 import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from evictionary.classroom import names
 from evictionary.cli.console import (
     AsJson,
-    as_json_if,
     exit_codes,
     messages,
     names_in,
     plain_table,
     progress,
+    show,
     whole_number,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require, usage
 
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Assignment
@@ -51,12 +49,8 @@ MOST_SHOWN = 10
 COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow", "blocked": "yellow"}
 
 
-@contextmanager
-def _writing(argument: str, path: Path, wanted: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{argument}: got {path}, wanted {wanted}: {error.strerror}") from None
+FOLDER = "a folder that can be written"
+UNUSABLE = "wanted a file that the grader accepts"
 
 
 @app.command(epilog="Example: [bold]evictionary start keydiff[/]")
@@ -75,29 +69,25 @@ def start(
         chosen = load(assignment, assignments)
         path = work / chosen.file
         student = _who(work, student)
-        if path.exists():
-            raise UsageError(f"assignment: {path} exists already and may hold your work; move it away to begin anew")
-        with _writing("--work", work, "a folder that can be written"):
+        require(not path.exists(), f"assignment: {path} exists already and may hold your work; move it away to begin anew")
+        with usage(f"--work: got {work}, wanted {FOLDER}", OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(chosen.starter_for(student), encoding="utf-8")
             if student:
                 (work / WHO).write_text(student + "\n", encoding="utf-8")
     handout = chosen.folder / "README.md"
     told = {"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}
-    if as_json_if(as_json, told, None):
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/]."
-    )
-    console.print(f"The handout: {escape(str(handout))}")
-    if chosen.library == "numpy":
-        wants_float64 = any(step.check != "rows" for step in chosen.steps)
-        also = " Arrays come in float64, and results must be float64 too." if wants_float64 else ""
-        console.print(f"Only NumPy is there.{also}")
-    if missing := lacking(chosen):
-        console.print(f"Here `check` cannot judge it: {missing}", style="yellow", markup=False)
-    console.print(f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]")
+    missing = lacking(chosen)
+    wants_float64 = any(step.check != "rows" for step in chosen.steps)
+    only = "Only NumPy is there." + (" Arrays come in float64, and results must be float64 too." if wants_float64 else "")
+    parts = [
+        f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/].",
+        f"The handout: {escape(str(handout))}",
+        only if chosen.library == "numpy" else "",
+        missing and Text(f"Here `check` cannot judge it: {missing}", "yellow"),
+        f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]",
+    ]
+    show(as_json, told, parts, indent=None, soft_wrap=True)
 
 
 @app.command(epilog="Example: [bold]evictionary check keydiff[/]")
@@ -115,106 +105,99 @@ def check(
     """
     with exit_codes():
         from evictionary.classroom import grading, submissions
-        from evictionary.classroom.assignment import load
 
-        chosen = load(assignment, assignments)
-        path = _started(work, chosen, assignments)
-        student = _who(work, student)
-        try:
+        chosen, path, student = _begun(assignment, assignments, work, student)
+        with usage(f"assignment: got {path}, {UNUSABLE}", submissions.BadSubmission):
             source = submissions.read(path, chosen)
-        except submissions.BadSubmission as error:
-            raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
         constants = chosen.constants_of(student) if student else {}
         # A quarter of the grader's time limit: a student does not wait for minutes on an endless loop.
         drawn = secrets.randbelow(10**6) if seed is None else seed
         judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4, check_seed=drawn)
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
-    if not as_json_if(as_json, judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}):
-        _print(chosen, judged, path, f"{_command('check', chosen, work, assignments)} --seed {drawn}")
-        _print_rest(chosen, hidden, path)
     is_blocked = any(line.verdict == "blocked" for line in judged.lines)
-    if chosen.interpret and not is_blocked and not as_json:
-        _print_time(chosen, path)
+    again = f"{_command('check', chosen, work, assignments)} --seed {drawn}"
+    time = _time(chosen, path) if chosen.interpret and not is_blocked else ()
+    parts = itertools.chain(_judged(chosen, judged, path, again), [_hidden(chosen, hidden)], time)
+    show(as_json, judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}, parts)
     if judged.score < chosen.max_score:
         raise typer.Exit(2 if is_blocked else 1)
 
 
-def _started(work: Path, chosen: Assignment, assignments: Path | None) -> Path:
-    path = work / chosen.file
-    if not path.is_file():
-        begin = _command("start", chosen, work, assignments)
-        raise UsageError(f"--work: got {work}, wanted a folder with {chosen.file}; `{begin}` writes it")
-    return path
+def _begun(assignment: str, assignments: Path | None, work: Path, student: str | None) -> "tuple[Assignment, Path, str | None]":
+    """An assignment, the student's file and id. Raises UsageError where `start` has not written the file."""
+    from evictionary.classroom.assignment import load
+
+    chosen = load(assignment, assignments)
+    begin = _command("start", chosen, work, assignments)
+    require((work / chosen.file).is_file(), f"--work: got {work}, wanted a folder with {chosen.file}; `{begin}` writes it")
+    return chosen, work / chosen.file, _who(work, student)
 
 
 def _who(work: Path, student: str | None) -> str | None:
     """The id of --student, or the one that `start` wrote down. Raises UsageError for one that no folder can have."""
-    from evictionary.classroom import submissions
-
     if student is None and (work / WHO).is_file():
         student = (work / WHO).read_text(encoding="utf-8", errors="replace").strip()
-    if student is not None and not submissions.is_id(student):
-        raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder of its own")
+    return student if student is None else _as_id(student)
+
+
+def _as_id(student: str) -> str:
+    from evictionary.classroom import submissions
+
+    told = f"--student: got {student!r}, wanted an id that can be the name of a folder of its own"
+    require(submissions.is_id(student), told)
     return student
 
 
-def _command(name: str, chosen: Assignment, work: Path, assignments: Path | None) -> str:
+def _command(name: str, chosen: "Assignment", work: Path, assignments: Path | None) -> str:
     """The command to type next, with the folders of this command."""
     options = ("" if work == Path("work") else f" --work {work}") + (f" --assignments {assignments}" if assignments else "")
     return f"evictionary {name} {chosen.name}{options}"
 
 
-def _print(chosen: Assignment, judged: Judgement, path: Path, again: str) -> None:
-    console = Console(highlight=False)
+def _judged(chosen: "Assignment", judged: "Judgement", path: Path, again: str) -> Iterator[Any]:
+    """The points of each step, and the first failure in full; its script is written beside the student's file."""
     table = plain_table("step", "requirement", "points", "verdict", right=("points",), title=chosen.title)
     for line in judged.lines:
         verdict = f"[{COLOURS[line.verdict]}]{line.verdict}[/]"
         shown = f"{verdict}, {escape(line.reason)}" if line.verdict in ("not judged yet", "blocked") or chosen.contest else verdict
         table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
-    console.print(table)
-    console.print(f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s")
-    blocked = next((line.reason for line in judged.lines if line.verdict == "blocked"), "")
-    if blocked:
-        console.print(f"Not judged: {blocked}", style="yellow", markup=False, soft_wrap=True)
+    yield table
+    yield f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s"
+    if blocked := next((line.reason for line in judged.lines if line.verdict == "blocked"), ""):
+        yield Text(f"Not judged: {blocked}", "yellow")
     first = next((line for line in judged.lines if line.verdict == "failed"), None)
     if first is None:
         return
-    console.print(f"\n[bold]First failure: {first.name}[/]")
-    console.print(first.message or first.reason, markup=False, soft_wrap=True)
-    if first.read:
-        console.print(f"  to read         {first.read}", markup=False)
+    yield f"\n[bold]First failure: {first.name}[/]"
+    yield Text(first.message or first.reason)
+    yield first.read and Text(f"  to read         {first.read}")
     if first.repro:
         script = path.parent / f"see_{path.stem}.py"
         try:
             script.write_text(first.repro + "\n", encoding="utf-8")
+            yield Text(f"  as a script     {script}")
         except OSError as error:
-            console.print(f"  as a script     not written: {error}", markup=False)
-        else:
-            console.print(f"  as a script     {script}", markup=False, soft_wrap=True)
-    console.print(f"  the same inputs {again}", markup=False, soft_wrap=True)
+            yield Text(f"  as a script     not written: {error}")
+    yield Text(f"  the same inputs {again}")
 
 
-def _print_rest(chosen: Assignment, hidden: int, path: Path) -> None:
+def _hidden(chosen: "Assignment", cases: int) -> str:
+    """The hidden cases of the grader, in a sentence."""
     from evictionary.classroom.grading import GRADE_EXAMPLES
 
-    console = Console(highlight=False)
-    laws = sum(len(step.laws) for step in chosen.steps)
-    if laws:
-        each = GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps)
-        console.print(
-            f"\nThe grader checks the same {laws} laws on your file with up to {each} secret inputs each: "
-            f"up to {hidden} hidden cases, and no hidden rule."
-        )
-    elif chosen.contest:
-        console.print("\nThe grader asks about five longer texts; nobody knows their numbers and places beforehand.")
+    if chosen.contest:
+        return "\nThe grader asks about five longer texts; nobody knows their numbers and places beforehand."
+    laws, each = sum(len(step.laws) for step in chosen.steps), GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps)
+    told = f"\nThe grader checks the same {laws} laws on your file with up to {each} secret inputs each: "
+    return f"{told}up to {cases} hidden cases, and no hidden rule." if laws else ""
 
 
-def _print_time(chosen: Assignment, path: Path) -> None:
-    """Print how long the kernel takes if there is a GPU, or how it fails there; neither is graded."""
+def _time(chosen: "Assignment", path: Path) -> Iterator[str | Text]:
+    """How long the kernel takes if there is a GPU, or how it fails there; neither is graded."""
     import torch
 
     if not torch.cuda.is_available():
-        Console().print("No GPU here: the kernel ran in Triton's interpreter and was not timed.")
+        yield "No GPU here: the kernel ran in Triton's interpreter and was not timed."
         return
     from evictionary.classroom import child, grading
     from evictionary.spec_tests.judge.remote import Gone
@@ -223,7 +206,7 @@ def _print_time(chosen: Assignment, path: Path) -> None:
         told = f"{grading.gpu_milliseconds(chosen, path):.4f} ms for 65,536 tokens of 8 heads."
     except (child.StudentError, Gone, RuntimeError, ValueError) as error:
         told = f"the kernel fails, although the interpreter runs it: {child.clean(error)}"
-    Console().print(f"On {torch.cuda.get_device_name()}: {told}", markup=False, soft_wrap=True)
+    yield Text(f"On {torch.cuda.get_device_name()}: {told}")
 
 
 @app.command(epilog="Example: [bold]evictionary submit keydiff[/]")
@@ -238,26 +221,21 @@ def submit(
     """Pack the archive to hand in: your file and a manifest, and nothing else."""
     with exit_codes():
         from evictionary.classroom import submissions
-        from evictionary.classroom.assignment import load
 
-        chosen = load(assignment, assignments)
+        chosen, path, student = _begun(assignment, assignments, work, student)
         target = output or Path(f"{chosen.name}.zip")
-        path = _started(work, chosen, assignments)
-        student = _who(work, student)
-        if target.suffix != ".zip":
-            raise UsageError(f"--output: got {target}, wanted a name that ends in .zip")
-        try:
-            with _writing("--output", target, "a file in a folder that can be written"):
-                packed = submissions.pack(chosen, work, target, student)
-        except submissions.BadSubmission as error:
-            raise UsageError(f"assignment: got {path}, wanted a file that the grader accepts: {error}") from None
+        require(target.suffix == ".zip", f"--output: got {target}, wanted a name that ends in .zip")
+        with (
+            usage(f"assignment: got {path}, {UNUSABLE}", submissions.BadSubmission),
+            usage(f"--output: got {target}, wanted a file in {FOLDER}", OSError),
+        ):
+            packed = submissions.pack(chosen, work, target, student)
     is_begun = path.read_text(encoding="utf-8", errors="replace") != chosen.starter_for(student)
     if not is_begun:
         messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False, soft_wrap=True)
     told = {"assignment": chosen.name, "archive": str(target), "files": packed, "begun": is_begun}
-    if as_json_if(as_json, told, None):
-        return
-    Console(highlight=False, soft_wrap=True).print(f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in.")
+    said = f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in."
+    show(as_json, told, [said], indent=None, soft_wrap=True)
 
 
 @app.command(epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]")
@@ -303,7 +281,8 @@ def grade(
 
     A run that was stopped goes on where it stopped if you repeat the command with the same seed file.
     """
-    with exit_codes():
+    goes_on = "the finished grades are written, and the same command goes on from there"
+    with exit_codes(goes_on if seed_file else "without a --seed-file the next run begins anew"):
         from evictionary.classroom import classes, submissions
         from evictionary.classroom import formats as written
         from evictionary.classroom.assignment import load
@@ -312,67 +291,54 @@ def grade(
         chosen = load(assignment, assignments)
         wanted = names_in(formats) or list(written.FORMATS)
         for name in wanted:
-            if name not in written.FORMATS:
-                raise UsageError(f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}")
+            require(name in written.FORMATS, f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}")
         for argument, count in (("--jobs", jobs), ("--examples", examples)):
-            if count is not None and count < 1:
-                raise UsageError(f"{argument}: got {count}, wanted at least 1")
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise UsageError(f"--seconds: got {seconds}, wanted more than 0")
-        if roster is not None and not personal:
-            raise UsageError("--roster: got it alone, wanted it with --personal")
-        if not submission and not try_it:
-            raise UsageError(f"submission: got none, wanted {submissions.KINDS}")
-        ids = _roster(roster) if roster else frozenset()
+            require(count is None or count >= 1, f"{argument}: got {count}, wanted at least 1")
+        require(seconds is None or 0 < seconds < math.inf, f"--seconds: got {seconds}, wanted more than 0")
+        require(roster is None or personal, "--roster: got it alone, wanted it with --personal")
+        require(submission or try_it, f"submission: got none, wanted {submissions.KINDS}")
+        ids = _roster(roster) if roster else frozenset[str]()
         left_out: list[Path] = []
-        if student is None:
-            found = classes.find(submission, chosen.file, output, left_out.append) if submission else {}
-        else:
-            found = {student: _of_one(student, submission or [])}
+        found: dict[str, Handed] = {}
+        if student is not None:
+            found = {_as_id(student): _of_one(submission or [])}
+        elif submission:
+            found, left_out = classes.find(submission, chosen.file, output)
         if left_out:
-            messages.print(
-                f"Left out, because a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}",
-                style="yellow",
-                markup=False,
-            )
+            told = f"Left out, because a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}"
+            messages.print(told, style="yellow", markup=False)
         missing = _missing_walls(without_walls)
         secret = os.urandom(32) if try_it else _secret(seed_file)
         order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds, ids, assignments)
-        if (try_it or law) and len(found) > 1:
-            raise UsageError(f"submission: got {len(found)}, wanted a single one")
-        tried, judged, result = [], None, {}
+        require(len(found) <= 1 or not (try_it or law), f"submission: got {len(found)}, wanted a single one")
         if try_it:
             tried = list(classes.tried(order, *found.values()))
         elif law:
-            judged = classes.by_one_law(order, *found.popitem(), law)
+            line = classes.by_one_law(order, *found.popitem(), law)
         else:
-            result = _graded(order, found, output, jobs, seed_file is not None, missing, left_out)
-    if tried:
-        raise typer.Exit(_print_tried(tried, as_json))
-    if judged is not None:
-        told = judged.message or f"{judged.verdict}: {judged.reason or judged.title}"
-        typer.echo(json.dumps(asdict(judged), indent=1) if as_json else told)
-        raise typer.Exit({"passed": 0, "blocked": 2}.get(judged.verdict, 1))
-    _print_class(result, output, as_json)
+            result = _graded(order, found, output, jobs, missing, left_out)
+    if try_it:
+        found_out = [{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried]
+        show(as_json, found_out, itertools.chain(*(_tried(*each) for each in tried)))
+        raise typer.Exit(0 if all(judged.score == wanted for _, wanted, judged in tried) else 1)
+    if law:
+        show(as_json, asdict(line), [Text(line.message or f"{line.verdict}: {line.reason or line.title}")])
+        raise typer.Exit({"passed": 0, "blocked": 2}.get(line.verdict, 1))
+    show(as_json, result, _class(result, output))
 
 
 def _graded(
-    order: Order, found: dict[str, Handed], output: Path, jobs: int, goes_on: bool, missing: list[str], left_out: list[Path]
+    order: "Order", found: "dict[str, Handed]", output: Path, jobs: int, missing: list[str], left_out: list[Path]
 ) -> dict[str, Any]:
-    """Grade the class and write what it comes to; returns the summary. Raises typer.Exit after Ctrl-C."""
+    """Grade the class and write what it comes to; returns the summary."""
     from evictionary.classroom import classes
 
-    with _writing("--output", output, "a folder that can be written"):
+    with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
         output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with progress() as (plan, advance):
         plan(len(found))
-        grades: list[dict[str, Any]] = []
-        try:
-            grades.extend(classes.run(order, found, output, jobs, lambda name: advance(name)))
-        except KeyboardInterrupt:
-            messages.print(f"Stopped. {_GO_ON if goes_on else _BEGIN_ANEW}", style="yellow")
-            raise typer.Exit(130) from None
+        grades = list(classes.run(order, found, output, jobs, advance))
     return _sum_up(grades, output, missing, [str(path) for path in left_out], time.monotonic() - started)
 
 
@@ -385,49 +351,37 @@ def gradebook(
     with exit_codes():
         from evictionary.classroom import classes
 
-        result = _sum_up(classes.written(grades), grades)
-    _print_class(result, grades, as_json)
+        result = _sum_up(classes.written(grades), grades, [], [], 0)
+    show(as_json, result, _class(result, grades))
 
 
-def _sum_up(
-    grades: list[dict[str, Any]], output: Path, missing: Sequence[str] = (), left_out: Sequence[str] = (), seconds: float = 0
-) -> dict[str, Any]:
+def _sum_up(grades: list[dict[str, Any]], output: Path, missing: list[str], left_out: list[str], seconds: float) -> dict[str, Any]:
     """Write what the grades of a class come to; returns the summary."""
     from evictionary.classroom import classes, submissions
 
     result = classes.summary(grades)
     walls = sorted({*result["walls_missing"], *missing})
-    result |= {"left_out": list(left_out), "walls_missing": walls, "seconds": round(seconds, 1)}
-    with _writing("--output", output, "a folder that can be written"):
+    result |= {"left_out": left_out, "walls_missing": walls, "seconds": round(seconds, 1)}
+    with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
         (output / submissions.SUMMARY).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (output / submissions.GRADEBOOK).write_text(classes.gradebook(grades), encoding="utf-8")
     return result
 
 
-def _print_tried(tried: list[tuple[str, int, Judgement]], as_json: bool) -> int:
-    """Print whether an assignment gives all points to a right answer and none to its starter file; returns the exit code."""
-    told = [{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried]
-    for name, wanted, judged in () if as_json_if(as_json, told) else tried:
-        is_right = judged.score == wanted
-        Console().print(f"{name}: {judged.score} points, wanted {wanted}", style="green" if is_right else "red", markup=False)
-        for line in judged.lines if not is_right else []:
-            Console().print(f"  {line.name}: {line.verdict}, {line.points} of {line.max_points} {line.reason}", markup=False)
-    return 0 if all(judged.score == wanted for _, wanted, judged in tried) else 1
+def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:
+    """Whether a file has the points that an assignment should give it, and if not, what became of each step."""
+    is_right = judged.score == wanted
+    yield Text(f"{name}: {judged.score} points, wanted {wanted}", "green" if is_right else "red")
+    for line in judged.lines if not is_right else []:
+        yield Text(f"  {line.name}: {line.verdict}, {line.points} of {line.max_points} {line.reason}")
 
 
 def _roster(path: Path) -> frozenset[str]:
-    try:
+    with usage(f"--roster: got {path}, wanted a text file with one id in each line", OSError, ValueError, csv.Error):
         rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
-    except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"--roster: got {path}, wanted a text file with one id in each line: {error}") from None
     ids = frozenset(row[0].strip() for row in rows if row and row[0].strip())
-    if not ids:
-        raise UsageError(f"--roster: got {path} without an id, wanted one in each line")
+    require(ids, f"--roster: got {path} without an id, wanted one in each line")
     return ids
-
-
-_GO_ON = "The finished grades are written; the same command goes on from there."
-_BEGIN_ANEW = "Without a --seed-file the next run begins anew."
 
 
 def _missing_walls(without: bool) -> list[str]:
@@ -437,26 +391,20 @@ def _missing_walls(without: bool) -> list[str]:
     walls = child.walls_here()
     harm = [f"no {name}: it could {what}" for name, what in child.OPEN.items() if not walls.get(name)]
     told = f"A student's code has too few walls around it on this machine ({'; '.join(harm)})."
-    if harm and not without:
-        raise UsageError(
-            f"--without-walls: {told} Nothing was run. Grade each submission in a container of its own "
-            "(the page of that name in the documentation), or give --without-walls if there is nothing here to lose"
-        )
+    require(
+        not harm or without,
+        f"--without-walls: {told} Nothing was run. Grade each submission in a container of its own "
+        "(the page of that name in the documentation), or give --without-walls if there is nothing here to lose",
+    )
     if harm:
         messages.print(told, style="yellow", markup=False)
     return [name for name, stands in walls.items() if not stands]
 
 
-def _of_one(student: str, paths: list[Path]) -> Path:
+def _of_one(paths: list[Path]) -> Path:
     """The single submission of a student who is named; whatever it holds, there will be a result for it."""
-    from evictionary.classroom import submissions
-
-    if len(paths) != 1:
-        raise UsageError(f"--student: got one id for {len(paths)} submissions, wanted a single submission")
-    if not submissions.is_id(student):
-        raise UsageError(f"--student: got {student!r}, wanted an id that can be the name of a folder of its own")
-    if not paths[0].exists():
-        raise UsageError(f"submission: got {paths[0]}, wanted a file or folder that exists")
+    require(len(paths) == 1, f"--student: got one id for {len(paths)} submissions, wanted a single submission")
+    require(paths[0].exists(), f"submission: got {paths[0]}, wanted a file or folder that exists")
     return paths[0].resolve() if paths[0].is_dir() else paths[0]
 
 
@@ -468,43 +416,35 @@ def _secret(seed_file: Path | None) -> bytes:
     if seed_file is None:
         messages.print("No --seed-file: the seeds are new, and a second run will have others.", style="yellow")
         return os.urandom(32)
-    try:
+    with usage(f"--seed-file: got {seed_file}, wanted a file that can be read", OSError):
         secret = seed_file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"--seed-file: got {seed_file}, wanted a file that can be read: {error.strerror}") from None
-    if len(secret.strip()) < 8:
-        raise UsageError(f"--seed-file: got {seed_file} with {len(secret)} bytes, wanted at least 8 secret bytes")
+    require(len(secret.strip()) >= 8, f"--seed-file: got {seed_file} with {len(secret)} bytes, wanted at least 8 secret bytes")
     return secret
 
 
-def _print_class(result: dict[str, Any], output: Path, as_json: bool) -> None:
-    if as_json_if(as_json, result):
-        return
-    console = Console(highlight=False)
+def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
+    """The summary of a class for people: the distribution of the points, the steps, and what the instructor should know."""
     count, largest = result["submissions"], max(result["distribution"].values())
     title = f"{count} submission" + "s" * (count != 1)
     table = plain_table("points", "submissions", "", right=("points", "submissions"), title=title)
     for points, count in result["distribution"].items():
         table.add_row(str(points), str(count), "█" * max(1, round(40 * count / largest)))
-    console.print(table)
+    yield table
     for name, counts in result["steps"].items():
-        console.print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
+        yield f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items())
     for mistake, count in result["misconceptions"].items():
-        console.print(f"{count} of the submissions: {mistake}", style="dim", markup=False)
-    to_know = {
-        f"{result['errors']} could not be judged; the error in grade.json says why: {{}}": result["unjudged"],
-        "Blocked, and to be graded on another machine: {}; the verdict in grade.json says why": result["blocked"],
-        "Handed in under an id that another one has too: {}": result["one_id"],
-        "Names that differ only in capitals, spaces or accents: {}": [repr(name) for name in result["alike"]],
-    }
-    warnings = [text.format(_few(names)) for text, names in to_know.items() if names]
+        yield Text(f"{count} of the submissions: {mistake}", "dim")
     notes = [f"{student}: {'; '.join(each)}" for student, each in result["notes"].items()]
-    warnings += notes[:MOST_SHOWN]
-    if len(notes) > MOST_SHOWN:
-        warnings.append(f"Notes on {len(notes) - MOST_SHOWN} more are in summary.json.")
-    if result["walls_missing"]:
-        missing = ", ".join(result["walls_missing"])
-        warnings.append(f"Walls missing here: {missing}. The page on isolation says what is open then.")
-    for text in warnings:
-        console.print(text, style="yellow", markup=False, soft_wrap=True)
-    console.print(f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]")
+    more, missing = len(notes) - MOST_SHOWN, ", ".join(result["walls_missing"])
+    to_know = {
+        f"{result['errors']} could not be judged; the error in grade.json says why: {{}}": _few(result["unjudged"]),
+        "Blocked, and to be graded on another machine: {}; the verdict in grade.json says why": _few(result["blocked"]),
+        "Handed in under an id that another one has too: {}": _few(result["one_id"]),
+        "Names that differ only in capitals, spaces or accents: {}": _few([repr(name) for name in result["alike"]]),
+        "{}": "\n".join(notes[:MOST_SHOWN]),
+        "Notes on {} more are in summary.json.": str(more) if more > 0 else "",
+        "Walls missing here: {}. The page on isolation says what is open then.": missing,
+    }
+    for text, named in to_know.items():
+        yield named and Text(text.format(named), "yellow")
+    yield f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]"

@@ -1,29 +1,28 @@
 """Shared by the commands: options, messages, exit codes, progress."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from evictionary.errors import InstallError, MethodError, UsageError
+from evictionary import store
+from evictionary.errors import InstallError, MethodError, UsageError, require, usage
 
-if TYPE_CHECKING:
-    from evictionary.store import Line, Plan, Progress
-
-messages = Console(stderr=True)
+messages, out = Console(stderr=True), Console(highlight=False)
 
 
 def reader(kind: type, wanted: str) -> Callable[[str], Any]:
@@ -51,11 +50,14 @@ DaskCluster = Annotated[
     typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
-
-
 ModelName = Annotated[
     str, typer.Option("--model", help="A Hugging Face name, a local folder, or 'embedded' for SmolLM2-135M-Instruct.")
 ]
+# What a method is given in a cache.
+Ratio = Annotated[float, typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1).")]
+Budget = Annotated[int | None, whole_number("Tokens to keep in each head, instead of the ratio.")]
+Options = Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")]
+RandomSeed = Annotated[int, whole_number("The seed for methods that draw random numbers.")]
 
 
 @contextmanager
@@ -88,11 +90,16 @@ def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
     raise typer.Exit(code)
 
 
-def as_json_if(asked: bool, found: Any, indent: int | None = 1) -> bool:
-    """Print a result as JSON if that is asked for; returns whether it was."""
-    if asked:
+def show(as_json: bool, found: Any, parts: Iterable[Any], *, indent: int | None = 1, soft_wrap: bool = False) -> None:
+    """Print a result as JSON, or its parts for people, one below the other, without those that are empty.
+
+    A string may have markup. A Text is printed as it is, in lines of any length; with soft_wrap the strings are too.
+    """
+    if as_json:
         typer.echo(json.dumps(found, indent=indent))
-    return asked
+        return
+    for part in filter(None, parts):
+        out.print(part, soft_wrap=soft_wrap or isinstance(part, Text))
 
 
 def plain_table(*columns: str, right: Container[str] = (), **named: Any) -> Table:
@@ -129,25 +136,21 @@ def options_in(pairs: list[str]) -> dict[str, Any]:
     options = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals or not name.strip():
-            raise UsageError(f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
+        require(equals and name.strip(), f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
         options[name.strip()] = value.strip()
     return options
 
 
 def text_of(argument: str, path: Path) -> str:
     """The text of a file. Raises UsageError, naming the argument, for one that cannot be read as UTF-8."""
-    try:
+    with usage(f"{argument}: got {path}, wanted a readable UTF-8 text file", OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{argument}: got {path}, wanted a readable UTF-8 text file: {error}") from None
 
 
 def given_names(argument: str, texts: list[str] | None) -> list[str] | None:
     """The names that an option was given, or None without the option. Raises UsageError for an option without any name."""
     names = names_in(texts)
-    if texts and not names:
-        raise UsageError(f"{argument}: got {','.join(texts)!r}, wanted at least one name")
+    require(not texts or names, f"{argument}: got {','.join(texts or [])!r}, wanted at least one name")
     return names
 
 
@@ -160,14 +163,15 @@ def numbers_in(argument: str, texts: list[str]) -> list[float]:
 
 
 def require_writable(output: Path) -> None:
-    if output.is_dir() or not can_write_into(output.resolve().parent):
-        raise UsageError(f"--output: got {output}, wanted a file in a folder that exists and can be written")
+    require(
+        not output.is_dir() and can_write_into(output.resolve().parent),
+        f"--output: got {output}, wanted a file in a folder that exists and can be written",
+    )
 
 
 def require_seed(seed: int) -> None:
     """Raise UsageError for a seed that no generator takes."""
-    if not 0 <= seed < 2**31:
-        raise UsageError(f"--seed: got {seed}, wanted a whole number from 0 to {2**31 - 1}")
+    require(0 <= seed < 2**31, f"--seed: got {seed}, wanted a whole number from 0 to {2**31 - 1}")
 
 
 def can_write_into(folder: Path) -> bool:
@@ -182,8 +186,7 @@ def can_write_into(folder: Path) -> bool:
 def require_folder(output: Path) -> None:
     """Raise UsageError, before hours of work, if the folder `output` cannot be made or written."""
     existing = next(folder for folder in (output.resolve(), *output.resolve().parents) if folder.exists())
-    if not can_write_into(existing):
-        raise UsageError(f"--output: got {output}, wanted a folder that can be written, or made")
+    require(can_write_into(existing), f"--output: got {output}, wanted a folder that can be written, or made")
 
 
 LOG_SECONDS = 30.0
@@ -191,62 +194,46 @@ LOG_SECONDS = 30.0
 
 
 @contextmanager
-def progress() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
-    """Progress on stderr, as (plan, advance): the number of steps, then what each step is about to do."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+def _bar(first: str, *columns: ProgressColumn) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, or lines where that is a log file, as a function of a text and the steps that are done and planned."""
+    with Progress(*columns, console=messages, transient=True) as bar:
+        task, told = bar.add_task(first, total=None), time.monotonic()
 
-    columns = (TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=messages, transient=True) as bar:
-        task = bar.add_task("preparing", total=None, completed=-1)
-        log = _log()
+        def tell(text: str, done: int, total: int) -> None:
+            nonlocal told
+            bar.update(task, completed=done, total=total, description=text)
+            if not messages.is_terminal and time.monotonic() - told >= LOG_SECONDS:
+                told = time.monotonic()
+                messages.print(f"{done} of {total}: {text}", markup=False, soft_wrap=True)
 
-        def advance(text: str) -> None:
-            bar.update(task, advance=1, description=text)
-            step = bar.tasks[task]
-            log(f"{step.completed:.0f} of {step.total or 0:.0f}: {text}")
-
-        yield lambda steps: bar.update(task, total=steps), advance
+        yield tell
 
 
 @contextmanager
-def measuring() -> Iterator[Callable[[Progress], None]]:
+def progress() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
+    """Progress on stderr, as (plan, advance): the number of steps, then what each step is about to do."""
+    columns = TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with _bar("preparing", *columns) as tell:
+        done, planned = itertools.count(), list[int]()
+        yield planned.append, lambda text: tell(text, next(done), sum(planned))
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[store.Progress], None]]:
     """Progress on stderr of measurements that are shared out, with the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
+    with _bar("loading the model", TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()) as tell:
 
-    with Bar(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), console=messages, transient=True) as bar:
-        task = bar.add_task("loading the model", total=None)
-        log = _log()
-
-        def advance(progress: Progress) -> None:
-            seconds = progress.seconds_left
-            left = f"{seconds / 60:.0f} min left" if seconds > 90 else f"{seconds:.0f} s left"
-            bar.update(task, completed=progress.done, total=progress.total, description=f"{progress.text}; {left}")
-            log(f"{progress.done} of {progress.total}: {progress.text}; {left}")
+        def advance(at: store.Progress) -> None:
+            left = f"{at.seconds_left / 60:.0f} min" if at.seconds_left > 90 else f"{at.seconds_left:.0f} s"
+            tell(f"{at.text}; {left} left", at.done, at.total)
 
         yield advance
 
 
-def carry_out(plan: Plan, output: Path, jobs: int, dask: str | None) -> list[Line]:
+def carry_out(plan: store.Plan, output: Path, jobs: int, dask: str | None) -> list[store.Line]:
     """Measure what the folder lacks of a plan, with progress, and return all its lines."""
-    from evictionary import store
-
     with measuring() as advance:
         return store.run(plan, output, jobs=jobs, dask=dask, advance=advance)
-
-
-def _log() -> Callable[[str], None]:
-    """What prints a line of progress on stderr where that is a log file, if the line before it is old enough."""
-    told = time.monotonic()
-
-    def log(line: str) -> None:
-        nonlocal told
-        if not messages.is_terminal and time.monotonic() - told >= LOG_SECONDS:
-            told = time.monotonic()
-            messages.print(line, markup=False, soft_wrap=True)
-
-    return log
 
 
 def mebibytes(nbytes: float) -> str:

@@ -1,18 +1,16 @@
 """The command `evictionary demo`."""
 
-from __future__ import annotations
-
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from evictionary.cli.console import (
     AsJson,
     ModelName,
-    as_json_if,
     exit_codes,
     given_names,
     mebibytes,
@@ -21,6 +19,7 @@ from evictionary.cli.console import (
     progress,
     require_seed,
     require_writable,
+    show,
     whole_number,
 )
 
@@ -63,31 +62,27 @@ def demo(
             )
             advance("writing the report")
             experiment.write(result, output)
-    if not as_json_if(as_json, result.as_json() | {"report": str(output)}):
-        Console().print(_demo_table(result))
-        for name, reason in result.left_out.items():
-            Console().print(f"Left out: {name} {reason}", style="dim", markup=False)
-        Console().print(f"The report, with pictures of which tokens survive: [bold]{output}[/]")
+    left_out = [Text(f"Left out: {name} {reason}", "dim") for name, reason in result.left_out.items()]
+    report = f"The report, with pictures of which tokens survive: [bold]{output}[/]"
+    show(as_json, result.as_json() | {"report": str(output)}, [_demo_table(result), *left_out, report])
 
 
-def _demo_table(result: Result) -> Table:
+def _demo_table(result: "Result") -> Table:
     numbers = ("removed", "KV MiB", "right", "|h - h_c|", "rel.", "sec.")
     title = "A number in a long text, asked for after compression"
     table = plain_table("method", *numbers, right=numbers, title=title, collapse_padding=True)
-    previous = result.rows[0].label
-    for row in result.rows:
-        if row.label != previous:
-            table.add_section()
-            previous = row.label
-        each = row.summary()
-        colour = {each["of"]: "green", 0: "red"}.get(each["right"], "yellow")
-        table.add_row(
-            row.label,
-            row.asked,
-            f"{mebibytes(each['bytes_before'])} → {mebibytes(each['bytes_after'])}",
-            f"[{colour}]{each['right']}/{each['of']}[/]",
-            f"{each['error']:.1f}",
-            f"{each['relative_error']:.3f}",
-            f"{each['seconds']:.2f}",
-        )
+    for _, rows in itertools.groupby(result.rows, lambda row: row.label):
+        for row in rows:
+            each = row.summary()
+            colour = {each["of"]: "green", 0: "red"}.get(each["right"], "yellow")
+            table.add_row(
+                row.label,
+                row.asked,
+                f"{mebibytes(each['bytes_before'])} → {mebibytes(each['bytes_after'])}",
+                f"[{colour}]{each['right']}/{each['of']}[/]",
+                f"{each['error']:.1f}",
+                f"{each['relative_error']:.3f}",
+                f"{each['seconds']:.2f}",
+            )
+        table.add_section()
     return table

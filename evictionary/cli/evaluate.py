@@ -1,30 +1,31 @@
 """The command `evictionary eval`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.table import Table
 
 from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
-    as_json_if,
     carry_out,
     escaped,
     exit_codes,
     messages,
     names_in,
     numbers_in,
+    out,
     plain_table,
     require_folder,
     require_seed,
+    show,
     whole_number,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 app = typer.Typer()
 
@@ -85,20 +86,20 @@ def evaluate(
     Exits with 1 if a method failed on a prompt; all other measurements go on.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
-        if samples < 1:
-            raise UsageError(f"--samples: got {samples}, wanted at least 1")
+        require(samples >= 1, f"--samples: got {samples}, wanted at least 1")
         require_seed(seed)
         kept = [_whole("--budgets", number) for number in numbers_in("--budgets", budgets)] if budgets else []
         removed = numbers_in("--ratios", ratios) if ratios else [] if kept else [0.25, 0.5, 0.75]
         sizes = [_whole("--lengths", number) for number in numbers_in("--lengths", lengths)]
         asked = parse_methods(methods) if methods else None
         require_folder(output)
+        from evictionary.evaluation import demo
         from evictionary.evaluation import report as eval_report
         from evictionary.evaluation import run as evaluation
 
         plan = evaluation.Plan(
             model=model,
-            methods=asked or _all_methods(),
+            methods=asked or [(name, demo.options_of(name)) for name in demo.default_methods()[0]],
             tasks=names_in(tasks) or [],
             lengths=sizes,
             seeds=range(seed, seed + samples),
@@ -109,9 +110,9 @@ def evaluate(
         found = eval_report.write(lines, output)
     if format is Format.MARKDOWN and not as_json:
         typer.echo(eval_report.markdown(found["rows"]))
-    elif not as_json_if(as_json or format is Format.JSON, found | {"output": str(output)}):
-        _print_tables(found["rows"])
-        Console().print(f"Everything measured, plots and a report: [bold]{output}[/]")
+    else:
+        written = f"Everything measured, plots and a report: [bold]{output}[/]"
+        show(as_json or format is Format.JSON, found | {"output": str(output)}, [*_tables(found["rows"]), written])
     for failure in found["failures"]:
         text = escaped(f"{failure['label']}, {failure['count']} times: {failure['error']}")
         messages.print(f"[bold red]failed[/] {text}", soft_wrap=True, highlight=False)
@@ -128,42 +129,31 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     for part in ",".join(texts).split(","):
         left, equals, value = part.strip().partition("=")
         name, colon, option = left.rpartition(":") if equals else (left, ":", "")
-        if not colon and not found:
-            raise UsageError(
-                f"--methods: got {part.strip()!r} first, wanted a method's name before its options: lagkv:lag_size=128"
-            )
+        require(
+            colon or found, f"--methods: got {part.strip()!r} first, wanted a method's name before its options: lagkv:lag_size=128"
+        )
         if colon and left:
             found.append((name.strip(), {}))
         if equals:
             found[-1][1][option.strip()] = value.strip()
-    if not found:
-        raise UsageError(f"--methods: got {','.join(texts)!r}, wanted at least one name")
+    require(found, f"--methods: got {','.join(texts)!r}, wanted at least one name")
     return found
 
 
-def _all_methods() -> list[tuple[str, dict[str, Any]]]:
-    """The methods that the demo runs by default, with the demo's options."""
-    from evictionary.evaluation import demo
-
-    return [(name, demo.options_of(name)) for name in demo.default_methods()[0]]
-
-
 def _whole(argument: str, number: float) -> int:
-    if not number.is_integer():
-        raise UsageError(f"{argument}: got {number}, wanted a whole number of tokens")
+    require(number.is_integer(), f"{argument}: got {number}, wanted a whole number of tokens")
     return int(number)
 
 
-def _print_tables(rows: list[dict[str, Any]]) -> None:
-    """Print the results of each length (methods by tasks), split into tables no wider than the terminal."""
+def _tables(rows: list[dict[str, Any]]) -> Iterator[Table | str]:
+    """The results of each length (methods by tasks), split into tables no wider than the terminal."""
     from evictionary.evaluation import report as eval_report
 
-    console = Console()
     for length in dict.fromkeys(row["length"] for row in rows):
         names, table = eval_report.pivot([row for row in rows if row["length"] == length])
-        room = console.width - 25 - max(len(row["label"]) for row in table)
+        room = out.width - 25 - max(len(row["label"]) for row in table)
         columns = max(2, room // 13)
-        console.print(f"{length} tokens: partial score (share of exact answers, or perplexity)", style="italic")
+        yield f"[italic]{length} tokens: partial score (share of exact answers, or perplexity)[/]"
         for start in range(0, len(names), columns):
             here = slice(start, start + columns)
             is_last = here.stop >= len(names)
@@ -173,5 +163,5 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
                 cells = [*map(eval_report.cell_text, row["cells"][here]), *[eval_report.number(row["mean"])] * is_last]
                 asked = row["asked"].removesuffix(" removed").removesuffix(" kept")
                 shown.add_row(row["label"], asked, eval_report.percent(row["removed"]), *cells)
-            console.print(shown)
-        console.print(eval_report.doubt([row for row in rows if row["length"] == length]), style="italic", highlight=False)
+            yield shown
+        yield f"[italic]{eval_report.doubt([row for row in rows if row['length'] == length])}[/]"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import exit_codes, number, options_in, require_seed, whole_number
+from evictionary.cli.console import Budget, Options, RandomSeed, Ratio, exit_codes, options_in, require_seed, whole_number
 
 app = typer.Typer()
 
@@ -17,11 +17,9 @@ app = typer.Typer()
 def export(
     folder: Annotated[Path, typer.Argument(help="The folder to write; the folder of a model will do.")],
     method: Annotated[str, typer.Option(help="A method's name, or a composition: snapkv+ada_kv, keydiff+moments.")] = "keydiff",
-    compression_ratio: Annotated[
-        float, typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1).")
-    ] = 0.5,
-    budget: Annotated[int | None, whole_number("Tokens to keep in each head, instead of the ratio.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")] = None,
+    compression_ratio: Ratio = 0.5,
+    budget: Budget = None,
+    option: Options = None,
     every: Annotated[
         int | None,
         whole_number(
@@ -29,7 +27,7 @@ def export(
             "with momentkv each token."
         ),
     ] = None,
-    seed: Annotated[int, whole_number("The seed for methods that draw random numbers.")] = 0,
+    seed: RandomSeed = 0,
 ) -> None:
     """Write a folder for model.generate(custom_generate=FOLDER): users of transformers evict without a line of their own."""
     with exit_codes(extra="model"):

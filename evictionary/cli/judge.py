@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from evictionary.cli.console import AsJson, exit_codes, given_names, messages, number, require_folder
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 
 app = typer.Typer()
 MEMORY = "memory"
@@ -70,13 +70,9 @@ def judge(
     nothing to judge.
     """
     with exit_codes(extra="torch"):
-        if (path is None) == (command is None):
-            raise UsageError(f"path: got {path} and --exec {command}, wanted one of the two")
-        if not timeout > 0:
-            raise UsageError(f"--timeout: got {timeout:g}, wanted more than 0 seconds")
-        if path is not None and path.endswith((".py", "/")) and not Path(path).exists():
-            raise UsageError(f"{path}: no such file or folder")
-        judged = [f"--impl={path}" if command is None else f"--exec={command}", f"--call-timeout={timeout}"]
+        require((path is None) != (command is None), f"path: got {path} and --exec {command}, wanted one of the two")
+        require(timeout > 0, f"--timeout: got {timeout:g}, wanted more than 0 seconds")
+        require(path is None or not path.endswith((".py", "/")) or Path(path).exists(), f"{path}: no such file or folder")
         if report is not None:
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))
@@ -85,13 +81,16 @@ def judge(
         with tempfile.TemporaryDirectory() as temporary:
             folder = report or Path(temporary)
             # With an equals sign: pytest takes what stands alone for a path of tests, and loads the conftest.py beside it.
-            options = [*judged, f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"]
-            options += [f"--domain={each}" for each in domain or []]
-            options += [f"--method={each}" for each in names if MEMORY not in names]
-            options += [f"--dtype={dtype}"] if dtype else []
-            options += [f"--expected-failures={expected_failures}"] if expected_failures else []
-            options += ["--strict"] if strict else []
-            options += [f"-k={law}"] if law else []
+            options = [
+                f"--impl={path}" if command is None else f"--exec={command}",
+                f"--call-timeout={timeout}",
+                *[f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"],
+                *[f"--domain={each}" for each in domain or []],
+                *[f"--method={each}" for each in names if MEMORY not in names],
+                *[f"--{name}={value}" for name, value in {"dtype": dtype, "expected-failures": expected_failures}.items() if value],
+                *(["--strict"] if strict else []),
+                *([f"-k={law}"] if law else []),
+            ]
             jobs = jobs or (min(2, os.cpu_count() or 1) if device == "cpu" and not law else 1)
             options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"]
             if jobs > 1:
@@ -102,8 +101,7 @@ def judge(
                 typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
             if report and verdict.is_file():
                 messages.print(f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False)
-        if code not in (0, 1):
-            raise UsageError(f"path: nothing of {path or command} was judged; the lines above say why")
+        require(code in (0, 1), f"path: nothing of {path or command} was judged; the lines above say why")
     raise typer.Exit(code)
 
 

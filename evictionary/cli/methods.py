@@ -1,10 +1,9 @@
 """The command `evictionary methods`."""
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from evictionary.cli.console import AsJson, as_json_if
+from evictionary.cli.console import AsJson, show
 
 app = typer.Typer()
 
@@ -27,8 +26,6 @@ def methods(as_json: AsJson = False) -> None:
     from evictionary.methods.catalogue import RANDOM, describe, names
 
     found = [describe(name) for name in [*names(), RANDOM]]
-    if as_json_if(as_json, found):
-        return
     table = Table.grid(padding=(0, 2))
     for each in found:
         paper = f"arXiv {each['paper']}; " if each["paper"] else ""
@@ -37,6 +34,5 @@ def methods(as_json: AsJson = False) -> None:
         table.add_row("", f"[dim]{paper}{', '.join(each['seams'])}{options}[/]")
     for name, meaning in ADDITIONS.items():
         table.add_row(f"[bold]+{name}[/]", meaning)
-    console = Console()
-    console.print(table)
-    console.print("\nMethods compose: a method, then allocators, then moments: snapkv+pyramid_kv+ada_kv or keydiff+moments.")
+    composing = "\nMethods compose: a method, then allocators, then moments: snapkv+pyramid_kv+ada_kv or keydiff+moments."
+    show(as_json, found, [table, composing])

@@ -1,31 +1,32 @@
 """The command `evictionary run`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from evictionary.cli.console import (
     AsJson,
+    Budget,
     ModelName,
-    as_json_if,
+    Options,
+    RandomSeed,
+    Ratio,
     exit_codes,
     mebibytes,
-    number,
     options_in,
     progress,
     require_seed,
+    show,
     text_of,
     whole_number,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 if TYPE_CHECKING:
     from evictionary.cache.evicting_cache import EvictingCache
-    from evictionary.evaluation.questions import Answer
+    from evictionary.methods.method import Method
 
 app = typer.Typer()
 FULL, AUTO = "full cache", "auto"
@@ -46,11 +47,9 @@ def run(
             "what cost least in our study of one small model at the nearest ratio."
         ),
     ] = "keydiff",
-    compression_ratio: Annotated[
-        float, typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1).")
-    ] = 0.5,
-    budget: Annotated[int | None, whole_number("Tokens to keep in each head, instead of the ratio.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")] = None,
+    compression_ratio: Ratio = 0.5,
+    budget: Budget = None,
+    option: Options = None,
     every: Annotated[
         int | None,
         whole_number(
@@ -59,7 +58,7 @@ def run(
         ),
     ] = None,
     max_new_tokens: Annotated[int, whole_number("The longest answer, in tokens.")] = 64,
-    seed: Annotated[int, whole_number("The seed for methods that draw random numbers.")] = 0,
+    seed: RandomSeed = 0,
     full: Annotated[bool, typer.Option(help="Answer from the full cache too, and show both answers.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -69,10 +68,8 @@ def run(
         text = text_of("--prompt-file", prompt_file)
         require_seed(seed)
         for each in question:
-            if not each.strip():
-                raise UsageError("question: got no text, wanted a text")
-        if max_new_tokens < 1:
-            raise UsageError(f"--max-new-tokens: got {max_new_tokens}, wanted at least 1")
+            require(each.strip(), "question: got no text, wanted a text")
+        require(max_new_tokens >= 1, f"--max-new-tokens: got {max_new_tokens}, wanted at least 1")
         from evictionary.cache.arguments import checked
         from evictionary.cache.evicting_cache import EvictingCache
         from evictionary.evaluation.questions import ask, prefill, tokenize
@@ -81,8 +78,9 @@ def run(
 
         why = None
         if method == AUTO:
-            if budget is not None:
-                raise UsageError(f"--budget: got {budget} with --method auto, wanted a --compression-ratio: the study has ratios")
+            require(
+                budget is None, f"--budget: got {budget} with --method auto, wanted a --compression-ratio: the study has ratios"
+            )
             method, why = recommended(compression_ratio)
 
         chosen, options, _ = checked(method, compression_ratio, options, budget, every)
@@ -93,7 +91,7 @@ def run(
         caches = {chosen.name: EvictingCache(loaded, chosen, compression_ratio, options, budget, every=every, seed=seed)}
         if full:
             caches[FULL] = EvictingCache(loaded, method=None)
-        answers: dict[str, list[Answer]] = {name: [] for name in caches}
+        answers: dict[str, list[str]] = {name: [] for name in caches}
         with progress() as (plan, advance):
             plan(len(caches) * (1 + len(question)))
             for name, cache in caches.items():
@@ -101,13 +99,13 @@ def run(
                 prefill(loaded, context_ids, cache, every if name != FULL else None)
                 if name != FULL:
                     before, after = cache.nbytes_full, cache.nbytes
-                    note = "; ".join(said for said in (why, _note(cache)) if said) or None
+                    note = "; ".join(said for said in (why, _note(cache, chosen)) if said) or None
                 for index, (_, question_ids) in enumerate(asked):
                     advance(f"{name}: question {index + 1} of {len(question)}")
-                    answers[name].append(ask(loaded, tokenizer, cache, question_ids, max_new_tokens))
+                    answers[name].append(ask(loaded, tokenizer, cache, question_ids, max_new_tokens).text)
         cache = caches[chosen.name]
         both = [
-            {"question": each} | ({"full_answer": answers[FULL][index].text} if full else {}) | {"answer": own.text}
+            {"question": each} | ({"full_answer": answers[FULL][index]} if full else {}) | {"answer": own}
             for index, (each, own) in enumerate(zip(question, answers[chosen.name], strict=True))
         ]
     found = {
@@ -125,43 +123,33 @@ def run(
         "note": note,
         "answers": both,
     }
-    if not as_json_if(as_json, found):
-        _print_run(cache, both, note, before, after)
+    kept = f"{cache.tokens_kept:.5g} of {cache.get_seq_length()} tokens kept in each head"
+    told = [f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB", Text(note or "", "yellow")]
+    for one in both:
+        full_answer = Text(f"full cache: {one['full_answer']}" if full else "", "dim")
+        told += [
+            Text(f"\n{one['question']}", "bold"),
+            full_answer,
+            Text(f"{chosen.name}: {one['answer']}" if full else one["answer"]),
+        ]
+    show(as_json, found, told, soft_wrap=True)
 
 
-def _print_run(cache: EvictingCache, answers: list[dict[str, str]], note: str | None, before: int, after: int) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    assert cache.method is not None
-    kept, seen = cache.tokens_kept, cache.get_seq_length()
-    sizes = f"{mebibytes(before)} MiB became {mebibytes(after)} MiB"
-    console.print(f"{cache.method.name}: {kept:.5g} of {seen} tokens kept in each head, {sizes}")
-    if note:
-        console.print(note, style="yellow", markup=False)
-    for each in answers:
-        console.print(f"\n{each['question']}", style="bold", markup=False)
-        if "full_answer" in each:
-            console.print(f"full cache: {each['full_answer']}", style="dim", markup=False)
-            console.print(f"{cache.method.name}: {each['answer']}", markup=False)
-        else:
-            console.print(each["answer"], markup=False)
-
-
-def _note(cache: EvictingCache) -> str | None:
+def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
     """Where more is kept than was asked for: the reason, or a sentence that says by how much; otherwise None."""
-    length = cache.get_seq_length()
     from evictionary.methods.method import tokens_to_keep
 
+    length = cache.get_seq_length()
     asked = tokens_to_keep(length, cache.compression_ratio, cache.budget)
-    assert cache.method is not None
     if cache.tokens_kept <= asked or asked == length:
         return None
     if cache.tokens_kept < length:
-        own = "own_budget" in cache.method.traits
+        own = "own_budget" in chosen.traits
         why = "it sets its own budget" if own else "no partition is shared, and the sinks and the last partition stay whole"
-        if not own and "recursive" not in cache.method.traits:
+        if not own and "recursive" not in chosen.traits:
             why = "what it protects, or reads in one block, is more than that"
-        return f"{cache.method.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"
-    reason = cache.method.why_nothing_removed(length, cache.options)
-    known = ", ".join(f"{name}={value}" for name, value in (cache.method.options | cache.options).items())
+        return f"{chosen.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"
+    reason = chosen.why_nothing_removed(length, cache.options)
+    known = ", ".join(f"{name}={value}" for name, value in (chosen.options | cache.options).items())
     advice = f"; smaller options may help (now {known}): --option name=value" if known else ""
-    return f"Nothing was removed: {reason or f'{cache.method.name} chose to keep every token'}{advice}"
+    return f"Nothing was removed: {reason or f'{chosen.name} chose to keep every token'}{advice}"

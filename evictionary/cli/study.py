@@ -4,22 +4,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
-    as_json_if,
     carry_out,
     exit_codes,
     given_names,
     numbers_in,
     require_folder,
     require_seed,
+    show,
     whole_number,
 )
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 app = typer.Typer()
 
@@ -55,8 +54,7 @@ def study(
     stopped goes on where it stopped if you repeat the command. With the defaults it takes four to thirteen hours of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
-        if samples < FEWEST:
-            raise UsageError(f"--samples: got {samples}, wanted at least {FEWEST}: an interval of fewer prompts says nothing")
+        require(samples >= FEWEST, f"--samples: got {samples}, wanted at least {FEWEST}: an interval of fewer prompts says nothing")
         require_seed(seed)
         removed = numbers_in("--ratios", ratios)
         names = given_names("--methods", methods)
@@ -73,13 +71,10 @@ def study(
         )
         lines = carry_out(plan, output, jobs, dask)
         found = experiment.write(lines, output)
-    if as_json_if(as_json, found | {"output": str(output)}):
-        return
-    console = Console()
-    for entry in found["recommended"]:
-        low, high = entry["interval"]
-        console.print(
-            f"{100 * entry['ratio']:g}% removed: [bold]{entry['method']}[/] costs least, {entry['cost']:.3f} nats a token "
-            f"({low:.3f} to {high:.3f}); {len(entry['as_good'])} others cannot be told from it"
-        )
-    console.print(f"Table, picture and every measurement: [bold]{output}[/]")
+    best = [
+        f"{100 * entry['ratio']:g}% removed: [bold]{entry['method']}[/] costs least, {entry['cost']:.3f} nats a token "
+        f"({entry['interval'][0]:.3f} to {entry['interval'][1]:.3f}); {len(entry['as_good'])} others cannot be told from it"
+        for entry in found["recommended"]
+    ]
+    written = f"Table, picture and every measurement: [bold]{output}[/]"
+    show(as_json, found | {"output": str(output)}, [*best, written])

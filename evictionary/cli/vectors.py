@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from evictionary.cli.console import AsJson, as_json_if, exit_codes, given_names, progress, require_folder
-from evictionary.errors import UsageError
+from evictionary.cli.console import AsJson, exit_codes, given_names, progress, require_folder, show
+from evictionary.errors import require, usage
 
 app = typer.Typer()
 
@@ -33,38 +32,29 @@ def vectors(
     with exit_codes():
         from evictionary.spec_tests.verdict import vectors as made
 
-        if (output is None) == (check is None):
-            raise UsageError(f"--output: got {output} and --check {check}, wanted one of the two")
+        require((output is None) != (check is None), f"--output: got {output} and --check {check}, wanted one of the two")
         if check is not None:
-            try:
+            with usage("--check", ValueError):
                 problems = made.check(check)
-            except ValueError as error:
-                raise UsageError(f"--check: {error}") from None
         elif output is not None:
-            if output.exists() and not (output / made.INDEX).is_file() and not _is_empty(output):
-                raise UsageError(f"--output: got {output}, which holds other things, wanted a new folder or one of vectors")
+            require(
+                not output.exists() or (output / made.INDEX).is_file() or (output.is_dir() and not any(output.iterdir())),
+                f"--output: got {output}, which holds other things, wanted a new folder or one of vectors",
+            )
             require_folder(output)
             names = given_names("--method", methods)
             laws = made.laws_of(names)
-            if unknown := [name for name in names or [] if not made.laws_of([name])]:
-                known = ", ".join(dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()))
-                raise UsageError(f"--method: got {unknown[0]!r}, wanted some of {known}")
+            known = ", ".join(dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()))
+            for name in names or []:
+                require(made.laws_of([name]), f"--method: got {name!r}, wanted some of {known}")
             with progress() as (plan, advance):
                 plan(len(laws) + len({law.requirement.id for law in laws}))
                 index = made.write(made.generate(laws, advance), output)
-    console = Console(highlight=False, soft_wrap=True)
     if check is not None:
-        if not as_json_if(as_json, {"folder": str(check), "problems": problems}):
-            console.print("\n".join(problems) or f"{check}: every file is as {made.INDEX} says")
+        told = "\n".join(problems) or f"{check}: every file is as {made.INDEX} says"
+        show(as_json, {"folder": str(check), "problems": problems}, [told], soft_wrap=True)
         raise typer.Exit(1 if problems else 0)
-    if as_json_if(as_json, index):
-        return
     entries = [entry for entry in index["files"].values() if "cases" in entry]
-    console.print(
-        f"{sum(entry['cases'] for entry in entries)} cases of {len(entries)} requirements, which catch "
-        f"{sum(entry['mistakes'] for entry in entries)} planted mistakes: [bold]{output}[/]"
-    )
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+    cases, mistakes = (sum(entry[name] for entry in entries) for name in ("cases", "mistakes"))
+    told = f"{cases} cases of {len(entries)} requirements, which catch {mistakes} planted mistakes: [bold]{output}[/]"
+    show(as_json, index, [told], soft_wrap=True)

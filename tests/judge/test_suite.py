@@ -201,5 +201,5 @@ def test_bad_options_are_refused(arguments: list[str], wanted: str) -> None:
 
 def test_a_run_of_other_tests_alone_is_no_judgement() -> None:
     asked = ("-k", "version_and_help")
-    assert "nothing was judged" not in judge("spec_tests/memory/test_memory.py", "tests/test_cli.py", *asked, code=0)
+    assert "nothing was judged" not in judge("spec_tests/memory/test_memory.py", "tests/cli/test_cli.py", *asked, code=0)
     judge("spec_tests/memory/test_memory.py", *asked, code=5)

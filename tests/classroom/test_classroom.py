@@ -1,18 +1,15 @@
 """The classroom: the assignments, what a student is told, the grader's files, and that the grader grades."""
 
-from __future__ import annotations
-
-import importlib.util
 import pickle
 import re
 import runpy
-import shutil
 import sys
-import tracemalloc
+import types
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import classroom_styles
 import numpy as np
@@ -20,26 +17,12 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 from sampling import sampled
-from tools.grader import (
-    EVERY_FORMAT,
-    SOLUTION,
-    alone,
-    as_json,
-    child_of,
-    invoke,
-    judged,
-    line_of,
-    packed,
-    right,
-    verdicts,
-    with_another,
-    written,
-)
-from tools.synthetic import NUMPY, bundled
+from tools.commands import invoke
+from tools.grader import EVERY_FORMAT, KERNEL, NUMPY, SOLUTION, alone, bundled, child_of, judged, line_of, verdicts, written
 
 from evictionary import store
 from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, contest, formats, grading, submissions
+from evictionary.classroom import classes, contest, formats, grading
 from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import empty
@@ -49,40 +32,6 @@ from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.proof.planted import load_mutants
-
-KERNEL = """
-import torch
-import triton
-import triton.language as tl
-
-
-@triton.jit
-def score_keys(keys, scores, tokens, channels, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    head = tl.program_id(0)
-    rows, columns = tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
-    inside = (rows[:, None] < tokens) & (columns[None, :] < channels)
-    tile = tl.load(keys + head * tokens * channels + rows[:, None] * channels + columns[None, :], mask=inside, other=0.0)
-    largest = tl.max(tl.abs(tile), axis=1)
-    tile = tile / tl.where(largest > 0, largest, 1.0)[:, None]
-    norms = tl.sqrt(tl.sum(tile * tile, axis=1))
-    units = tile / tl.where(norms > 0, norms, 1.0)[:, None]
-    anchor = tl.sum(units, axis=0)
-    length = tl.sqrt(tl.sum(anchor * anchor))
-    anchor = anchor / tl.where(length > 0, length, 1.0)
-    tl.store(scores + head * tokens + rows, -tl.sum(units * anchor[None, :], axis=1), mask=rows < tokens)
-
-
-def score(keys):
-    if keys.ndim < 2 or 0 in keys.shape or not keys.isfinite().all():
-        raise ValueError("keys: wanted finite numbers and no empty axis")
-    keys = keys.contiguous()
-    tokens, channels = keys.shape[-2:]
-    scores = torch.empty(keys.shape[:-1])
-    sizes = triton.next_power_of_2(tokens), triton.next_power_of_2(channels)
-    score_keys[(scores.numel() // tokens,)](keys, scores, tokens, channels, *sizes)
-    return scores
-"""
-
 
 # The assignments
 
@@ -124,6 +73,7 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
     one = assignments.load(name)
     right = bundled(one.stem)
     result = judged(name, right)
+    # What the attacks on the oracle are after is worth having: reading it is all that stands between them and full marks.
     assert result.score == 100, [line.message for line in result.lines if line.message]
     # The same file, whose functions raise: whoever graded the reference in the student's place would not notice.
     names = re.findall(r"^def (\w+)", one.starter.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -136,10 +86,6 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
 @pytest.mark.slow
 def test_a_triton_kernel_is_graded_in_the_interpreter() -> None:
     assert judged("kernel", KERNEL, examples=1).score == 100
-    plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
-    without = judged("kernel", plain, examples=1, explain=False)
-    assert without.score == 0
-    assert without.lines[0].laws["grader::score"] == "crashed"
 
 
 @pytest.mark.slow
@@ -223,65 +169,6 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
     assert (noisy.score, noisy.leaderboard) == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "function", "body", "told"),
-    [
-        (
-            *("expected_attention", "statistics", "query_statistics", "(*args): return right(*args)[0]"),
-            "query_statistics returned one ndarray, wanted a tuple of 2 arrays",
-        ),
-        ("momentkv", "sums", "update", "(*args): return tuple(right(*args))", "wanted Moments(count, key_sum"),
-    ],
-)
-def test_an_answer_of_too_few_parts_loses_its_step_and_no_other(name: str, step: str, function: str, body: str, told: str) -> None:
-    line = line_of(name, step, with_another(function, body, right(name)))
-    assert line.verdict == "failed"
-    assert told in line.message
-    assert "smallest input" in line.message
-    assert len(line.laws) == len(alone(name, step).steps[0].laws)
-
-
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ("return right(keys).astype(np.float32)", "score returned float32, wanted float64, the dtype of its input"),
-        ("return right(keys).tolist()", "score returned a list of 1, wanted one array or number"),
-        ("return right(keys)[..., None]", "score returned shape (1, 1, 1, 1), wanted (1, 1, 1)"),
-        # With the expected numbers of a longer input, this would be gigabytes.
-        ("return np.zeros((10**6, 1, 1, 1), np.float16)", "score returned shape (1000000, 1, 1, 1), wanted (1, 1, 1)"),
-        (
-            "return np.zeros((10**7, 1, 1, 1), np.float16)",
-            "bytes, more than 4194304)",
-        ),
-    ],
-)
-def test_a_student_is_told_what_an_answer_is_and_what_is_wanted(body: str, told: str) -> None:
-    tracemalloc.start()
-    line = line_of("keydiff", "score", with_another("score", f"(keys):\n    {body}"))
-    largest = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert told in line.message
-    assert largest < 2**27
-
-
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ("raise ValueError('hmm')", "bad input raises ValueError: hmm"),
-        ("return np.zeros(keys.shape[:-1])", "bad input is accepted in silence"),
-    ],
-)
-def test_a_student_is_told_the_words_of_a_refusal(body: str, told: str) -> None:
-    message = line_of("keydiff", "edges", f"import numpy as np\n\n\ndef score(keys):\n    {body}\n", "bad_shapes").message
-    assert told in message
-    assert "a ValueError with 'keys' in its message" in message
-    assert "site-packages" not in message
-
-
-def test_another_array_library_is_named() -> None:
-    assert "torch: this assignment is for NumPy only" in judged("keydiff", "import torch\n", explain=False).lines[0].reason
-
-
 WHOLE_MATRIX = """
 import numpy as np
 
@@ -312,12 +199,9 @@ def test_a_step_may_draw_more_inputs_than_others() -> None:
 
 
 def test_what_fails_in_explaining_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise ZeroDivisionError
-
     source = SOLUTION.replace("return unit(keys).mean(axis=-2)", "return keys.mean(axis=-2)")
     before = judged("keydiff", source, explain=False)
-    monkeypatch.setattr(grading.ByLaws, "explain", fail)
+    monkeypatch.setattr(grading.ByLaws, "explain", Mock(side_effect=ZeroDivisionError))
     assert verdicts(judged("keydiff", source)) == verdicts(before)
 
 
@@ -349,7 +233,7 @@ def test_code_that_hangs_has_one_second_try_in_all(monkeypatch: pytest.MonkeyPat
     assert waits == [10, 30, 10, 10, 10, 10]
 
 
-def test_a_seed_draws_the_same_inputs_whatever_is_loaded(tmp_path: Path) -> None:
+def test_a_seed_draws_the_same_inputs_whatever_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     law = next(law for law in load_laws().values() if law.functions)
 
     def drawn() -> list[int]:
@@ -360,15 +244,11 @@ def test_a_seed_draws_the_same_inputs_whatever_is_loaded(tmp_path: Path) -> None
 
     before = drawn()
     assert len(set(before)) > 190
-    path = tmp_path / "numbers_of_mine.py"
-    path.write_text("\n".join(f"N{n} = {10**9 + n}" for n in range(200)), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("numbers_of_mine", path)
-    assert spec is not None and spec.loader is not None
-    sys.modules["numbers_of_mine"] = importlib.util.module_from_spec(spec)
-    try:
-        assert drawn() == before
-    finally:
-        del sys.modules["numbers_of_mine"]
+    path = written(tmp_path, "\n".join(f"N{n} = {10**9 + n}" for n in range(200)), "numbers_of_mine.py")
+    module = types.ModuleType("numbers_of_mine")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "numbers_of_mine", module)
+    assert drawn() == before
 
 
 def test_a_law_counts_the_inputs_that_it_accepts_and_fails_with_the_smallest() -> None:
@@ -486,15 +366,9 @@ def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> Non
     assert (points(1), points(2)) == (45, 0)
 
 
-def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
-    written(tmp_path, "def score(keys):\n    return keys[..., 0]\n", "keydiff.py")
-    arguments = ("check", "keydiff", "--work", tmp_path)
-    assert as_json(*arguments)["check_seed"] != as_json(*arguments)["check_seed"]
-    assert f"evictionary check keydiff --work {tmp_path} --seed 7" in invoke(*arguments, "--seed", 7).stdout
-
-
-def wrong_style(name: str, mistake: str) -> classroom_styles.Submission:
-    return next(each for each in classroom_styles.submissions(name) if each.wrong == mistake)
+def wrong_style(name: str, mistake: str) -> str:
+    (one,) = (each for each in classroom_styles.submissions(name) if each.wrong == mistake)
+    return one.source
 
 
 def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
@@ -507,45 +381,16 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake", ["a_launch_that_never_happens", "a_launch_whose_scores_are_left", "a_launch_that_is_multiplied_by_zero"]
+    "mistake", ["", "a_launch_that_never_happens", "a_launch_whose_scores_are_left", "a_launch_that_is_multiplied_by_zero"]
 )
 def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
-    result = judged("kernel", wrong_style("kernel", mistake).source, examples=1, explain=False)
-    assert result.score == 0
-    assert result.lines[0].laws["grader::score"] == "crashed"
-    assert "a kernel has to compute with the keys" in result.lines[0].message
+    plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
+    result = judged("kernel", wrong_style("kernel", mistake) if mistake else plain, examples=1, explain=False)
+    assert (result.score, result.lines[0].laws["grader::score"]) == (0, "crashed")
+    assert not mistake or "a kernel has to compute with the keys" in result.lines[0].message
 
 
 # What a student is told
-
-
-COUNTED = "(keys, calls=[]): calls.append(1); return right(keys) + "
-LOOSE = "(keys, values, **named): return right(keys, values, **named) & (named['sink_size'] > 3)"
-REFUSED = 'except ValueError as error:\n    print("expected a ValueError:", error)\nprint("got'
-
-
-@pytest.mark.parametrize(
-    ("name", "step", "source", "law", "told"),
-    [
-        (
-            "keydiff",
-            "anchor",
-            with_another("anchor", "(keys): return right(keys) * (1 + 1e-9)"),
-            "",
-            "(norm + 1e-12) or a step in float32",
-        ),
-        ("keydiff", "anchor", with_another("anchor", f"{COUNTED}(len(calls) > 6)"), "", "two answers to one input"),
-        ("keydiff", "anchor", with_another("anchor", f"{COUNTED}(len(calls) == 3)"), "", "two answers to one input"),
-        ("keydiff", "edges", "def score(keys):\n    return keys.sum(-1)\n", "bad_shapes", REFUSED),
-        # The law calls select, which is wrong, and then retained_length, which is right.
-        ("lagkv", "select", with_another("select", LOOSE, right("lagkv")), "retained_length", "impl.lagkv.select(keys, values, "),
-    ],
-)
-def test_what_went_wrong_is_explained_in_plain_words(name: str, step: str, source: str, law: str, told: str) -> None:
-    line = line_of(name, step, source, law, examples=4)
-    assert told in line.message + line.repro
-    assert "Flaky" not in line.message
-    assert "impl.lagkv.retained_length" not in line.message
 
 
 def test_time_in_the_queue_of_the_processors_is_not_the_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,10 +415,7 @@ def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("name", ["kernel", "contest"])
 def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> Any:
-        raise InstallError("no index")
-
-    monkeypatch.setattr(contest, "load_model", absent)
+    monkeypatch.setattr(contest, "load_model", Mock(side_effect=InstallError("no index")))
     monkeypatch.setattr(grading.importlib.util, "find_spec", lambda module: None if module == "triton" else object())
     order = classes.Order(name, b"a secret", 1, EVERY_FORMAT)
     (grade,) = classes.run(order, {"ada": written(tmp_path)}, tmp_path / "grades", 1)
@@ -588,37 +430,6 @@ def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path
         told = "this machine has no triton, which the assignment needs: pip install 'evictionary[torch]'"
         assert f"Not judged: {told}" in checked.stdout and "GPU" not in checked.stdout
         assert told in invoke("start", name, "--work", tmp_path / "other").stdout
-
-
-def test_the_id_of_a_student_is_that_of_the_archive(tmp_path: Path) -> None:
-    work, archive = ("--work", written(tmp_path / "work", SOLUTION, "keydiff.py").parent), tmp_path / "keydiff (1).zip"
-    assert invoke("submit", "keydiff", *work, "--output", archive, "--student", "a/b").exit_code == 2
-    assert invoke("submit", "keydiff", *work, "--output", archive, "--student", "ada").exit_code == 0
-    (tmp_path / "upload").mkdir()
-    alike = shutil.copy(archive, tmp_path / "upload" / "x.zip").parent
-    stranger = packed(tmp_path / "eve.zip", {submissions.MANIFEST: '{"student": "../ada"}'})
-    for path, name, wanted in (
-        (archive, "keydiff (1)", ("ada",)),
-        (alike, "upload", ("ada",)),
-        (written(tmp_path, name="Ada (1).py"), "Ada (1)", ("Ada", "")),
-        (stranger, "eve", ("eve", "")),
-    ):
-        assert submissions.personal_id(path, name)[: len(wanted)] == wanted
-    grades = [{"personal_id": each, "student": f"{each}{place}"} for place, each in enumerate(("ada", "ada", "bob"))]
-    whole = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0, "notes": []}
-    assert classes.summary([whole | grade for grade in grades])["one_id"] == ["ada0", "ada1"]
-
-
-def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reading starts a process."""
-    one, archive, asked = assignments.load("lagkv"), tmp_path / "ada.zip", []
-    submissions.pack(one, written(tmp_path, name="lagkv.py").parent, archive, "ada")
-    read = submissions._from_archive
-    monkeypatch.setattr(submissions, "_from_archive", lambda path, name: asked.append(name) or read(path, name))
-    monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
-    grade = classes.grade_one(classes.Order("lagkv", b"a secret", 1, (), personal=True), "upload (1)", archive)
-    assert (grade["personal_id"], grade["constants"]) == ("ada", one.constants_of("ada"))
-    assert sorted(asked) == [submissions.MANIFEST, "lagkv.py"]
 
 
 @pytest.mark.parametrize(
