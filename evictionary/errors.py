@@ -1,6 +1,7 @@
 """Three kinds of errors; the command line turns UsageError into exit code 2 and the other two into 1."""
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -29,3 +30,9 @@ def usage(message: str, *errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         raise UsageError(f"{message}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def did_you_mean(got: str, known: Iterable[str]) -> str:
+    """A known name like the one that was given, as ` (did you mean keydiff?)`; empty where none is close."""
+    close = difflib.get_close_matches(got, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -19,5 +19,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     here = early_config.invocation_params.dir
     places = [(here / each.split("::")[0]).resolve() for each in early_config.known_args_namespace.file_or_dir] or [here]
     asked = asked or (early_config.rootpath == SUITE.parent and any(each.startswith("--profile") for each in args))
+    if not asked and not early_config.known_args_namespace.file_or_dir and _asks_its_laws(early_config, args):
+        asked = True
     if asked or any(SUITE in (place, *place.parents) or place in SUITE.parents for place in places):
         early_config.pluginmanager.import_plugin(PLUGIN)
+
+
+def _asks_its_laws(config: pytest.Config, args: list[str]) -> bool:
+    """Add the laws of the functions that the project's pyproject.toml names; its own tests stay."""
+    from evictionary.spec_tests.judge import project
+
+    try:
+        found = project.options(config.rootpath / project.FILE)
+    except project.BadProject as error:
+        raise pytest.UsageError(str(error)) from None
+    if found:
+        args += [*found, *(config.getini("testpaths") or [str(config.invocation_params.dir)])]
+    return bool(found)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Unsatisfiable
 
+from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.apart import described
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, NothingToAsk
@@ -145,6 +146,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _work_apart(config: pytest.Config) -> bool:
     """Whether workers of pytest-xdist ask the laws; where nothing is said of processes, one is made to."""
     options = config.option
+    if options.impl[0].endswith(project.FILE) and not getattr(options, "numprocesses", None):
+        return False  # a project's own tests run where they always run
     if not hasattr(options, "numprocesses") or options.usepdb or options.trace or options.collectonly:
         return False
     if options.numprocesses is None and options.dist == "no":

@@ -23,7 +23,7 @@ MEMORY = "memory"
 def judge(
     path: Annotated[
         str | None,
-        typer.Argument(show_default=False, help="A package, a folder of files as in reference/, or one such file."),
+        typer.Argument(show_default=False, help="A package, a folder of files as in reference/, one such file, or pyproject.toml."),
     ] = None,
     command: Annotated[
         str | None,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, did_you_mean
 from evictionary.evaluation import passkey
 from evictionary.evaluation.questions import tokenize
 
@@ -82,9 +82,7 @@ class Task:
 def get(name: str) -> Task:
     """The task of that name. Raises UsageError for an unknown one."""
     if name not in TASKS:
-        close = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageError(f"tasks: got {name!r}{hint}, wanted some of {', '.join(TASKS)}")
+        raise UsageError(f"tasks: got {name!r}{did_you_mean(name, TASKS)}, wanted some of {', '.join(TASKS)}")
     return TASKS[name]
 
 

@@ -1,6 +1,5 @@
 """Finds methods: by name in `optimized/` and `reference/`, in a user's file, or composed of several."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from evictionary.errors import UsageError, require
+from evictionary.errors import UsageError, did_you_mean, require
 from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.catalogue import INPUTS, RANDOM
@@ -66,9 +65,9 @@ def _resolve_one(method: str) -> Method:
         f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}",
     )
     if method not in known:
-        close = difflib.get_close_matches(method, known, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageError(f"method: got {method!r}{hint}, wanted one of {', '.join(known)}, or path/to/file.py")
+        raise UsageError(
+            f"method: got {method!r}{did_you_mean(method, known)}, wanted one of {', '.join(known)}, or path/to/file.py"
+        )
     if method != RANDOM and importlib.util.find_spec(f"evictionary.optimized.{method}"):
         optimized = importlib.import_module(f"evictionary.optimized.{method}")
         if catalogue.entry(optimized):

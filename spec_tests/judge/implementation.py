@@ -20,6 +20,7 @@ import numpy as np
 
 from evictionary import reference
 from evictionary.source import import_file
+from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
@@ -113,15 +114,8 @@ class Implementation:
 
     def functions(self) -> list[str]:
         """The functions of `reference` that this implementation provides, as `stem.function`."""
-        return [
-            f"{stem}.{name}"
-            for stem in STEMS
-            if stem in self.modules and stem not in NOT_SEAMS
-            for name, value in vars(importlib.import_module(f"evictionary.reference.{stem}")).items()
-            if isinstance(value, types.FunctionType)
-            and value.__module__ == f"evictionary.reference.{stem}"
-            and callable(getattr(self.modules[stem], name, None))
-        ]
+        found = (path.split(".") for path in contract_functions(tuple(self.modules)))
+        return [f"{stem}.{name}" for stem, name in found if callable(getattr(self.modules[stem], name, None))]
 
     def asked_of_memory(self) -> list[str]:
         """The functions that laws of memory ask: those of the files of `methods`, or all."""
@@ -310,6 +304,17 @@ class _Stem:
         return call
 
 
+def contract_functions(stems: tuple[str, ...] = STEMS) -> list[str]:
+    """The functions that an implementation can provide, of these files of `reference/`."""
+    return [
+        f"{stem}.{name}"
+        for stem in STEMS
+        if stem in stems and stem not in NOT_SEAMS
+        for name, value in vars(_reference(stem)).items()
+        if isinstance(value, types.FunctionType) and value.__module__ == f"evictionary.reference.{stem}"
+    ]
+
+
 def _require_gpu(path: str, error: Exception) -> None:
     """Raise NotAsked where a function raised because it needs a GPU and this machine has none."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
@@ -345,6 +350,12 @@ def load(
             name, modules, package = program.modules()
         except ProgramFailed as error:
             raise UnusableImplementation(f"{target}: {error}") from None
+    elif path.name == project.FILE:
+        try:
+            modules, package = project.modules(path, frozenset(contract_functions()))
+        except project.BadProject as error:
+            raise UnusableImplementation(str(error)) from None
+        name = path.resolve().parent.name
     elif path.suffix == ".py" or path.is_dir():
         modules, package = _load_path(path)
         name = path.stem

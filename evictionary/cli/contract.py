@@ -1,0 +1,117 @@
+"""The commands `evictionary contract` and `evictionary new`: what a function takes and gives, and a file to begin with."""
+
+import inspect
+import re
+import types
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evictionary.cli.console import AsJson, as_json_if, exit_codes, messages
+from evictionary.errors import UsageError, did_you_mean
+
+app = typer.Typer()
+AXES = {
+    "B": "batch",
+    "H_kv": "key-value heads",
+    "H_q": "query heads",
+    "T": "tokens",
+    "M": "queries",
+    "D": "channels of a key",
+    "D_v": "channels of a value",
+    "L": "tokens of a partition",
+}
+
+
+def described(path: str) -> dict[str, Any]:
+    """What the contract says of a function. Raises UsageError for a function that it does not have."""
+    from evictionary.reference.contract import CONTRACT, arguments
+    from evictionary.spec_tests.judge.implementation import contract_functions, oracle
+    from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+
+    known = contract_functions()
+    if path not in known:
+        raise UsageError(f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}")
+    function = oracle(path)
+    text = inspect.getdoc(function) or ""
+    head = inspect.getsource(function).partition('"""')[0].rstrip().removesuffix(" r").rstrip().removesuffix("r").rstrip()
+    laws = [law for law in load_laws().values() if path in law.functions]
+    ids = re.findall(r"[A-Z]+-\w+", text.partition("\n")[0]) or dict.fromkeys(law.requirement.id for law in laws)
+    listed = arguments(path) if path in CONTRACT else ()
+    return {
+        "function": path,
+        "signature": re.sub(r"^@.*\n", "", head),
+        "says": text,
+        "axes": {each.name: [*each.axes] for each in listed if each.axes},
+        "dtypes": ["float64", "float32", "float16", "bfloat16"],
+        "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids if name in REQUIREMENTS},
+        "laws": len(laws),
+    }
+
+
+@app.command(epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract keydiff.score --json[/]")
+def contract(
+    function: Annotated[str | None, typer.Argument(show_default=False, help="Such as keydiff.score; without it, a list.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a function takes and gives: signature, axes, dtypes, equations, number of laws (property tests)."""
+    with exit_codes():
+        from evictionary.spec_tests.judge.implementation import contract_functions
+
+        found = described(function) if function else {}
+    if as_json_if(as_json, found or contract_functions()):
+        return
+    if not function:
+        typer.echo("\n".join(contract_functions()))
+        return
+    named = {axis: AXES[axis] for axes in found["axes"].values() for axis in axes if axis in AXES}
+    lines = [found["signature"], "", found["says"], ""]
+    lines += [f"{name}: [{', '.join(axes)}]" for name, axes in found["axes"].items()]
+    lines += ["axes: " + ", ".join(f"{axis} {meaning}" for axis, meaning in named.items())] if named else []
+    lines += [f"{name}: {text}" for name, text in found["equations"].items()]
+    typer.echo("\n".join([*lines, f"dtypes: {', '.join(found['dtypes'])}", f"{found['laws']} laws"]))
+
+
+@app.command(epilog="Example: [bold]evictionary new keydiff.score lagkv.score --folder my_kernels[/]")
+def new(
+    functions: Annotated[list[str], typer.Argument(help="The functions that you want to write, such as keydiff.score.")],
+    folder: Annotated[Path, typer.Option(help="Where the files go.")] = Path("my_kernels"),
+) -> None:
+    """Write a folder with a file for each method: the signatures are right, and you write the bodies."""
+    with exit_codes():
+        texts: dict[str, list[dict[str, Any]]] = {}
+        for each in functions:
+            texts.setdefault(f"{each.split('.')[0]}.py", []).append(described(each))
+        if there := [name for name in texts if (folder / name).exists()]:
+            raise UsageError(f"--folder: {folder / there[0]} exists; it is not written over")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, found in texts.items():
+            (folder / name).write_text(_file(found, folder), encoding="utf-8")
+            messages.print(f"wrote {folder / name}: write the body, then run evictionary judge {folder}", highlight=False)
+
+
+def _file(found: list[dict[str, Any]], folder: Path) -> str:
+    from evictionary.spec_tests.judge.implementation import oracle
+
+    imports = sorted({line for each in found for line in _imports(each["signature"], oracle(each["function"]))})
+    bodies = []
+    for each in found:
+        says = each["says"].replace("\n", "\n    ").replace("\n    \n", "\n\n")
+        bodies.append(f'{each["signature"]}\n    r"""{says}\n    """\n    raise NotImplementedError\n')
+    head = f'"""`evictionary judge {folder}` says whether these functions are right."""\n\n'
+    return head + "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
+
+
+def _imports(signature: str, function: Any) -> list[str]:
+    """The imports that a signature needs: NumPy, typing, and classes and constants of the reference."""
+    found = []
+    for name in set(re.findall(r"\b[A-Za-z_]\w*", signature)):
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            found.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
+        elif value is not None and not callable(value):
+            found.append(f"from {function.__module__} import {name}")
+        elif isinstance(value, type):
+            found.append(f"from {value.__module__} import {name}")
+    return found

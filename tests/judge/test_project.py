@@ -1,0 +1,105 @@
+"""A project names its functions in pyproject.toml: `pytest` asks their laws beside its tests, and `judge` asks the same."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from evictionary.spec_tests.judge import project
+from evictionary.spec_tests.judge.implementation import contract_functions
+
+PROJECT = """
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+
+[tool.evictionary.functions]
+"keydiff.score" = "my_kernels.scores:keydiff"
+"""
+KEYDIFF = """
+import numpy as np
+
+
+def keydiff(keys):
+    unit = keys / np.maximum(np.linalg.norm(keys, axis=-1, keepdims=True), 1e-30)
+    anchor = unit.mean(axis=-2, keepdims=True)
+    return -(unit * anchor).sum(axis=-1) / np.maximum(np.linalg.norm(anchor, axis=-1), 1e-30)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    for name in ("my_kernels", "tests"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "my_kernels" / "scores.py").write_text(KEYDIFF)
+    (tmp_path / "tests" / "test_own.py").write_text("def test_own():\n    assert True\n")
+    return tmp_path
+
+
+def run(folder, *command):
+    return subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True)
+
+
+def test_pytest_asks_the_laws_beside_the_tests_of_the_project(folder):
+    done = run(folder, "pytest", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout
+    assert "mathematics    5 hold" in done.stdout and "PASS: " in done.stdout
+    (passed,) = [line for line in done.stdout.splitlines() if " passed" in line]
+    laws = int(done.stdout.rpartition("PASS: ")[2].split()[0])
+    assert int(passed.split()[0]) == laws + 1  # and the test of its own
+
+
+def test_a_wrong_function_fails_the_run(folder):
+    (folder / "my_kernels" / "scores.py").write_text(KEYDIFF.replace("return -", "return "))
+    done = run(folder, "pytest", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 1 and "FAIL: " in done.stdout
+
+
+def test_a_file_that_is_named_is_all_that_is_run(folder):
+    done = run(folder, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_own.py")
+    assert done.returncode == 0 and "1 passed" in done.stdout and "PASS" not in done.stdout
+
+
+def test_judge_takes_the_pyproject_of_a_project(folder):
+    done = run(folder, "evictionary", "judge", "pyproject.toml", "--profile", "quick", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["implementations"][0]["functions"] == ["keydiff.score"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('"keydiff.scor" = "my_kernels.scores:keydiff"', "keydiff.scor: no such function"),
+        ('"keydiff.score" = "my_kernels.scores"', "wanted a module and a function"),
+        ('"keydiff.score" = "my_kernels.scores:nothing"', "importing my_kernels.scores:nothing raised AttributeError"),
+        ('"keydiff.score" = 3', "got 3, wanted a module and a function"),
+    ],
+    ids=["function", "place", "attribute", "number"],
+)
+def test_a_table_that_cannot_be_used_names_its_key(folder, line, message):
+    (folder / "pyproject.toml").write_text(f"[tool.evictionary.functions]\n{line}\n")
+    with pytest.raises(project.BadProject, match=r"pyproject.toml: tool.evictionary.functions: ") as raised:
+        project.modules(folder / "pyproject.toml", frozenset(contract_functions()))
+    assert message in str(raised.value)
+    assert "ERROR" in (done := run(folder, "pytest", "-q")).stderr and done.returncode == 4
+
+
+def test_a_key_that_is_unknown_is_named(folder):
+    (folder / "pyproject.toml").write_text('[tool.evictionary]\ndtypes = ["float32"]\n')
+    with pytest.raises(project.BadProject, match=r"tool.evictionary.dtypes: got .* wanted one of functions"):
+        project.options(folder / "pyproject.toml")
+
+
+def test_a_contract_and_a_folder_to_begin_with(tmp_path):
+    found = json.loads(run(tmp_path, "evictionary", "contract", "keydiff.score", "--json").stdout)
+    assert found["axes"] == {"keys": ["...", "T", "D"]} and list(found["equations"]) == ["KD-8"] and found["laws"] > 20
+    assert run(tmp_path, "evictionary", "contract").stdout.split() == contract_functions()
+    assert "did you mean keydiff.score" in run(tmp_path, "evictionary", "contract", "keydif.score").stderr
+    assert run(tmp_path, "evictionary", "new", *contract_functions()).returncode == 0
+    for path in (tmp_path / "my_kernels").glob("*.py"):
+        compile(path.read_text(), path.name, "exec")
+    done = run(tmp_path, "evictionary", "judge", "my_kernels", "--method", "knorm", "--profile", "quick")
+    assert "NotImplementedError" in done.stdout and done.returncode == 1
+    again = run(tmp_path, "evictionary", "new", "keydiff.score")
+    assert again.returncode == 2 and "is not written over" in again.stderr
