@@ -5,6 +5,7 @@ where a program reads or writes outside a tensor, where two programs touch the s
 an operation has an undefined result. It says nothing of time and of how a GPU schedules programs.
 """
 
+import atexit
 import contextlib
 import functools
 from importlib.metadata import PackageNotFoundError, version
@@ -73,6 +74,7 @@ def begin() -> None:
         COUNTED["unchecked"] += 1
 
     harness.execute, memory.Memory.load = counting, loaded
+    atexit.register(_SESSION.close)
     _SESSION.enter_context(sanitize.session(on_stop=STOPPED.append, on_unchecked=unchecked, inductor_lookback=False))
 
 
