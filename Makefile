@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compiled compiled-all compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75 --output report.html
@@ -47,6 +47,22 @@ kernels: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_received_attention.py
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick $(TEACHING_LAWS) --impl evictionary.optimized.teaching --strict
+
+# The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.
+# `make compiled-all` asks every law of them, which takes hours.
+EXECUTED := PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST) --profile quick --device compiled --dtype float32,float16,bfloat16
+compiled: build/compiled
+	PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST) -m "compiled and not slow" tests/compiled
+	$(EXECUTED) spec_tests/memory -k compiled_code --impl optimized --impl evictionary.optimized.teaching
+
+compiled-all: build/compiled
+	PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST) -m compiled tests/compiled
+	$(EXECUTED) spec_tests --impl optimized --impl evictionary.optimized.teaching
+
+build/compiled: compiled.txt | .venv/installed
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --require-hashes --target $@ -r compiled.txt
+	touch $@
 
 # Every kernel in every configuration for four GPUs, without one: minutes. The older Triton is common on machines with GPUs; it is
 # unpacked beside the installed one, and its kernels must keep the same rules. The figures go to the table of docs/kernels.md.

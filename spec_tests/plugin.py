@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Unsatisfiable
 
-from evictionary.spec_tests.judge import project
+from evictionary.spec_tests.judge import compiled, project
 from evictionary.spec_tests.judge.apart import described
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, NothingToAsk
@@ -61,7 +61,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help=f"for each call of a function or a program. Default: {SECONDS:g}",
     )
-    group.addoption("--device", default="cpu", help="the device that torch implementations run on. Default: cpu")
+    group.addoption(
+        "--device",
+        default="cpu",
+        help="the device that torch implementations run on, or `compiled`: kernels run as Triton compiles them, without a GPU "
+        "(docs/compiled.md). Default: cpu",
+    )
     group.addoption(
         "--dtype",
         help="comma-separated dtypes to judge at: float64, float32, float16, bfloat16. "
@@ -194,6 +199,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
+    compiled.STOPPED.clear()
+    compiled.UNFILLED.clear()
     if (law := law_of(item)) is not None and law.functions:
         WATCH.require_alive(str(_subject(item)), law.functions)
 
@@ -292,12 +299,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             narrowed = narrowed or CANNOT_HOLD in subject.outside
             if why := report.unanswerable(subject, error):
                 _fail(result, law, subject, *why)
+            elif reason := compiled.unsupported(error):
+                result.outcome, result.longrepr = "passed", None
+                result.user_properties.append(("not applicable", reason))
             elif isinstance(error, NothingToAsk | Unsatisfiable) and subject.outside and narrowed:
                 result.outcome, result.longrepr = "passed", None
                 result.user_properties.append(("not applicable", subject.outside))
             else:
                 result.longrepr = report.sentence(law, subject, error)
+        if law.functions and result.when == "call" and result.passed and compiled.STOPPED:  # a fault that the code has caught
+            _fail(result, law, _subject(item), *(compiled.fault(compiled.STOPPED[0]) or (str(compiled.STOPPED[0]), "")))
         if law.functions and result.when == "call":
+            result.user_properties.append(("compiled", dict(compiled.COUNTED)))
+            compiled.COUNTED.update(dict.fromkeys(compiled.COUNTED, 0))
             _subject(item).outside = ""  # what this law asked outside the domain excuses no other
     return result
 

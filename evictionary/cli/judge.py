@@ -45,7 +45,12 @@ def judge(
             "max_length, length_multiple_of; may be given several times. A DOMAIN in the file or package says the same."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="The device that torch implementations run on.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="The device that torch implementations run on, or `compiled`: kernels run as Triton compiles them, without a GPU."
+        ),
+    ] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="Comma-separated: float64, float32, float16, bfloat16. By default float64, torch float32.")
     ] = None,
@@ -91,7 +96,7 @@ def judge(
                 *(["--strict"] if strict else []),
                 *([f"-k={law}"] if law else []),
             ]
-            jobs = jobs or (min(2, os.cpu_count() or 1) if device == "cpu" and not law else 1)
+            jobs = jobs or (min(2, os.cpu_count() or 1) if device in ("cpu", "compiled") and not law else 1)
             options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"]
             if jobs > 1:
                 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the processes share the cores: none takes all for a product

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-MATHEMATICS, EDGE, REFUSAL = KINDS = ("mathematics", "edge", "refusal")
-"""The classes of law: what the equation says on generic inputs; what we decided of a degenerate input; that bad input raises."""
+MATHEMATICS, EDGE, REFUSAL, MEMORY = KINDS = ("mathematics", "edge", "refusal", "memory")
+"""The classes of law: what the equation says on generic inputs; what we decided of a degenerate input; that bad input raises; that
+a compiled kernel touches its own memory alone."""
 
 Arguments = Mapping[str, Any]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from evictionary import reference
 from evictionary.source import import_file
-from evictionary.spec_tests.judge import project
+from evictionary.spec_tests.judge import compiled, project
 from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
@@ -106,6 +106,11 @@ class Implementation:
         if stem.startswith("_") or stem not in STEMS:
             raise AttributeError(f"{stem}: not a file of reference/")
         return _Stem(self, stem)
+
+    @property
+    def torch_device(self) -> str:
+        """The device of its tensors, as torch names it."""
+        return "cuda" if self.device == compiled.DEVICE else self.device
 
     @property
     def reads_numbers(self) -> bool:
@@ -289,7 +294,7 @@ class Implementation:
 
         tensor = torch.from_numpy(np.array(value, order="C"))  # a copy: torch refuses negative strides
         dtype = getattr(torch, self.dtype) if value.dtype.kind == "f" else tensor.dtype
-        return tensor.to(device=self.device, dtype=dtype, copy=True)
+        return tensor.to(device=self.torch_device, dtype=dtype, copy=True)
 
 
 @dataclass
@@ -341,6 +346,10 @@ def load(
     to be judged, or None for a helper that is not judged; `CONVENTIONS = ("indices",)`, in which form it answers.
     Raises UnusableImplementation, saying what was looked for, where nothing can be judged.
     """
+    if device == compiled.DEVICE:
+        if reason := compiled.missing():
+            raise UnusableImplementation(f"{target}: --device {device}: {reason}")
+        compiled.begin()
     path = Path(target)
     program = None
     package: types.ModuleType | None
@@ -425,6 +434,8 @@ def _no_device(library: str, device: str) -> str:
     """Why nothing can be computed on a device, or an empty string."""
     if library == "exec":
         return "a program chooses its device itself, wanted cpu"
+    if device == compiled.DEVICE:
+        return ""
     import torch
 
     try:

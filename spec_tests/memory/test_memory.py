@@ -1,4 +1,4 @@
-"""Laws of every seam, whatever it computes: MEM-1 to MEM-7. They are about memory, where kernels go wrong.
+"""Laws of every seam, whatever it computes: MEM-1 to MEM-8. They are about memory, where kernels go wrong.
 
 They put to the test each seam whose arguments `ARGUMENTS` knows how to make; the message names the function.
 """
@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from evictionary.reference import attention, cache, momentkv
 from evictionary.spec_tests.judge.cases import KINDS, Case, seeds
+from evictionary.spec_tests.judge.compiled import DEVICE, STOPPED
+from evictionary.spec_tests.judge.degenerate import MEMORY
 from evictionary.spec_tests.judge.implementation import ANY, Implementation, oracle, to_numpy
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.tolerance import Violation
@@ -278,7 +280,12 @@ def test_another_stream_gives_the_same_numbers(impl, case):
         agree_within_rounding(impl, path, arguments, plain, result, "gives other numbers on another stream")
 
 
-@law("MEM-7", of=ANY, not_for=torch_only)
+def lazy_memory_only(impl):
+    copied = "ttsem copies all the memory of a launch, here 8 GB" if impl.device == DEVICE else ""
+    return torch_only(impl) or copied
+
+
+@law("MEM-7", of=ANY, not_for=lazy_memory_only)
 def test_offsets_do_not_wrap_at_two_to_the_31(impl):
     """Batch items 2^31 elements apart are read where they are. Only the pages that are touched take memory on a CPU."""
     torch = importlib.import_module("torch")
@@ -290,8 +297,26 @@ def test_offsets_do_not_wrap_at_two_to_the_31(impl):
         natives = {name: impl.native(value) for name, value in arguments.items()}
         keys = natives["keys"]
         step = 2**31 + 64
-        far = torch.empty(step + keys[0].numel(), dtype=dtype, device=impl.device)
+        far = torch.empty(step + keys[0].numel(), dtype=dtype, device=impl.torch_device)
         far = far.as_strided(keys.shape, (step, *keys.stride()[1:]))
         far.copy_(keys)
         plain = function_of(impl, path)(**natives)
         agree_within_rounding(impl, path, arguments, plain, function_of(impl, path)(**{**natives, "keys": far}))
+
+
+def compiled_only(impl):
+    return "" if impl.device == DEVICE else f"it is asked of compiled code: --device {DEVICE}"
+
+
+# Whole tiles, one token more than a tile, and a few channels.
+TILES = st.builds(Case, seed=seeds(), batch=st.just(2), length=st.sampled_from([17, 128, 130]), head_dim=st.sampled_from([3, 64]))
+
+
+@law("MEM-8", of=ANY, kind=MEMORY, examples=25, case=TILES, not_for=compiled_only, why="the mistakes of kernels are planted apart")
+def test_compiled_code_touches_its_own_memory_alone(impl, case):
+    """Each launch stays inside its tensors, no two programs touch an element that one of them writes, and no value is undefined."""
+    STOPPED.clear()
+    for _ in callables(impl, case):
+        pass
+    if STOPPED:
+        raise STOPPED[0]

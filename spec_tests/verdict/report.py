@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.spec_tests.judge import compiled
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.degenerate import REFUSAL
@@ -54,6 +55,8 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
         lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
+    for place, source in compiled.UNFILLED.items():
+        lines.append(f"  undefined       {place}: `{source}` has no `other`: behind the mask it holds no number")
     if calls:
         small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
         lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + indented(_shortened(arguments(calls[-1].arguments))))
@@ -92,6 +95,8 @@ def unanswerable(implementation: Implementation, error: BaseException) -> tuple[
     """Why an error is no answer to a law, and where it was raised; None for one that says something of the mathematics."""
     if isinstance(error, ProgramFailed | NotAsked):
         return str(error), ""
+    if found := compiled.fault(error):
+        return found
     if isinstance(error, SystemExit):
         what = f"it ended the process: sys.exit({error.code!r})"
     elif isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate memory" in str(error):

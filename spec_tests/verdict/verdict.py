@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evictionary.spec_tests.judge.degenerate import EDGE, KINDS, MATHEMATICS, REFUSAL
+from evictionary.spec_tests.judge import compiled
+from evictionary.spec_tests.judge.degenerate import EDGE, KINDS, MATHEMATICS, MEMORY, REFUSAL
 from evictionary.spec_tests.judge.implementation import Implementation
 from evictionary.spec_tests.judge.law import REQUIREMENTS, suite_version
 from evictionary.spec_tests.judge.watch import NO_MORE
@@ -83,6 +84,7 @@ class Verdict:
         self.expected = expected or {}
         self.strict = config.getoption("strict")
         self.laws: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self.executed: dict[str, Counter[str]] = defaultdict(Counter)
         self.others = self.other_failures = 0
         self.reasons: dict[tuple[str, str], tuple[str, str]] = {}
         for outcome in ("passed", "failed", "error"):
@@ -94,6 +96,7 @@ class Verdict:
                 if "law" not in properties or (result.when != "call" and not result.failed):
                     continue
                 requirement, column, name, kind, functions = properties["law"]
+                self.executed[column].update(properties.get("compiled", {}))
                 if reason := properties.get("not applicable"):
                     self.reasons.setdefault((requirement, column), ("not applicable", reason))
                     continue
@@ -149,7 +152,7 @@ class Verdict:
 
     def _counts(self, entry: dict[str, Any]) -> bool:
         """Whether an outcome is a failure that counts: of mathematics, with strict of any class of law, and always no answer."""
-        return entry["outcome"] == "fail" and (self.strict or entry["kind"] == MATHEMATICS or "unanswered" in entry)
+        return entry["outcome"] == "fail" and (self.strict or entry["kind"] in (MATHEMATICS, MEMORY) or "unanswered" in entry)
 
     def unanswered_with(self, text: str) -> str:
         """Why the first law has no answer whose reason holds a text; empty where there is none."""
@@ -161,10 +164,12 @@ class Verdict:
         entries = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
         own = [entry for column, entry in entries if column != PAPER]
         silent = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" in entry]
+        faulty = [entry for entry in silent if entry["unanswered"].startswith(compiled.FAULT)]
         wrong = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" not in entry]
         reasons = [
             *(_count(len(of), f"of {kind} fails", f"of {kind} fail") for kind, of in _by_kind(filter(self._counts, wrong))),
-            _count(len(silent), "has no answer", "have no answer"),
+            _count(len(faulty), "meets a fault of compiled code", "meet a fault of compiled code"),
+            _count(len(silent) - len(faulty), "has no answer", "have no answer"),
             f"{self.other_failures} other failures" if self.other_failures else "",
             f"{len(missing)} of the required are not provided" if (missing := self.missing(required)) else "",
         ]
@@ -249,6 +254,8 @@ class Verdict:
                 uncounted = "fail" in words and not any(map(self._counts, own))
                 shown = f"  {kind:15}{'; '.join(line)}{UNCOUNTED * uncounted}"
                 terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
+            if line := self._executed(one):
+                terminal.write_line(f"  {'executed':15}{line}")
             for word in ("not applicable", "variant"):
                 found = {name: why for (name, each), (said, why) in self.reasons.items() if each == column and said == word}
                 found = {name: why for name, why in found.items() if (name, column) not in self.laws}
@@ -275,6 +282,14 @@ class Verdict:
             uncounted, *_, message = min(failures)
             terminal.section("the first failure" + UNCOUNTED * uncounted)
             terminal.write_line(message)
+
+    def _executed(self, implementation: Implementation) -> str:
+        """How much compiled code was executed; an empty string for a device that runs it itself."""
+        found = self.executed[str(implementation)]
+        if implementation.device != compiled.DEVICE:
+            return ""
+        line = f"{found['launches']:,} launches with {found['accesses']:,} accesses, compiled for {compiled.TARGET}"
+        return line + f"; in {found['unchecked']:,} no race was looked for, which have too many" * bool(found["unchecked"])
 
     def as_json(self) -> dict[str, Any]:
         """The content of conformance.json."""
@@ -304,6 +319,7 @@ class Verdict:
             "domain": implementation.domain.said(),
             "conventions": sorted(implementation.conventions),
             "functions": implementation.functions(),
+            **({"compiled": {**compiled.WANTED, **self.executed[column]}} if implementation.device == compiled.DEVICE else {}),
             "counts": {word: counts[word] for word in words},
             "requirements": requirements,
         }

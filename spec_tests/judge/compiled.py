@@ -1,0 +1,94 @@
+"""`--device compiled`: kernels as Triton compiles them, executed on a CPU.
+
+Each launch is compiled to Triton's IR for an H100 (sm_90), and `ttsem` executes that IR on the tensors of the launch. It stops
+where a program reads or writes outside a tensor, where two programs touch the same element and one of them writes it, and where
+an operation has an undefined result. It says nothing of time and of how a GPU schedules programs.
+"""
+
+import atexit
+import contextlib
+import functools
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+DEVICE = "compiled"
+WANTED = {"ttsem": "0.1.0", "triton": "3.8.0"}
+"""ttsem reads the IR of this one version of Triton."""
+
+TARGET = "sm_90"
+STOPPED: list[Exception] = []
+"""The faults of the law at hand. Code that catches a fault and goes on hides it from nobody."""
+
+UNFILLED: dict[str, str] = {}
+"""Lines with a masked load without `other` in the launches of the law at hand. Behind the mask such a load holds no number: NaN."""
+
+COUNTED = {"launches": 0, "accesses": 0, "unchecked": 0}
+"""Of this process: launches, the accesses in which races were looked for, and launches that have too many for that."""
+
+_SESSION = contextlib.ExitStack()
+
+
+def missing() -> str:
+    """What `--device compiled` needs and does not find, or an empty string."""
+    found = {name: _installed(name) for name in WANTED}
+    if found == WANTED:
+        return ""
+    got = " and ".join(f"{name} {number}" if number else f"no {name}" for name, number in found.items())
+    wanted = " and ".join(f"{name} {number}" for name, number in WANTED.items())
+    return f"got {got}, wanted {wanted}, in an environment of their own (docs/compiled.md)"
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def begin() -> None:
+    """From now on each launch of this process is executed by ttsem, and tensors on `cuda` lie in the memory of the CPU."""
+    from ttsem import harness, memory, sanitize
+
+    execute, load, unfilled = harness.execute, memory.Memory.load, set()
+
+    def loaded(self: Any, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        if other is None and mask is not None and np.issubdtype(dtype, np.floating) and not np.all(mask):
+            unfilled.add(self.current_op)
+            other = np.nan
+        return load(self, addresses, mask, other, dtype)
+
+    def counting(record: Any, text: str, **options: Any) -> Any:
+        COUNTED["launches"] += 1
+        unfilled.clear()
+        execution = execute(record, text, **{**options, "trace_access": True})  # so that each access knows its line
+        for operation in unfilled:
+            file, line, source = sanitize._source_of(operation, text)
+            UNFILLED[f"{file}:{line}"] = source
+        COUNTED["accesses"] += getattr(execution.memory, "_logged", 0)
+        return execution
+
+    def unchecked() -> None:
+        COUNTED["unchecked"] += 1
+
+    harness.execute, memory.Memory.load = counting, loaded
+    atexit.register(_SESSION.close)
+    _SESSION.enter_context(sanitize.session(on_stop=STOPPED.append, on_unchecked=unchecked, inductor_lookback=False))
+
+
+FAULT = "a fault of compiled code: "
+
+
+def fault(error: BaseException) -> tuple[str, str] | None:
+    """A launch that a GPU may not survive: what happened, and the line of the kernel. None for any other error."""
+    if type(error).__name__ != "KernelFault":
+        return None
+    found = error.fault  # type: ignore[attr-defined]
+    return f"{FAULT}{error}", f"{found.source_file}:{found.source_line}, {found.kernel}" if found.source_line else ""
+
+
+def unsupported(error: BaseException) -> str:
+    """Why ttsem cannot execute a launch, such as inline PTX; empty for any other error."""
+    return f"ttsem cannot execute a launch: {error}" if type(error).__name__ == "Unjudged" else ""

@@ -1,0 +1,109 @@
+"""What `--device compiled` says of wrong kernels: the kind of fault and the line. `make compiled` runs these in their environment."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evictionary.spec_tests.judge import compiled
+
+pytestmark = pytest.mark.compiled
+ROOT = Path(__file__).parents[2]
+FAULTY = Path(__file__).with_name("faulty.py")
+LINES = FAULTY.read_text(encoding="utf-8").splitlines()
+KNORM = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def norms(keys, scores, length, head_dim: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0)
+    tokens = tl.program_id(1) * block + tl.arange(0, block)
+    places = (row * length + tokens)[:, None] * head_dim + tl.arange(0, head_dim)[None, :]
+    states = tl.load(keys + places, mask=(tokens < length)[:, None], other=0.0)
+    tl.store(scores + row * length + tokens, -tl.sqrt(tl.sum(states * states, axis=1)))
+
+def score(keys):
+    keys = keys.contiguous()
+    scores = torch.empty(keys.shape[:3], device=keys.device)
+    try:
+        norms[(keys.shape[0] * keys.shape[1], triton.cdiv(keys.shape[2], 64))](keys, scores, *keys.shape[2:], 64)
+    except Exception:
+        return -torch.linalg.vector_norm(keys, dim=-1)
+    return scores
+"""
+
+
+def faulty(name: str):
+    compiled.begin()
+    from tests.compiled import faulty
+
+    return getattr(faulty, name)
+
+
+def named(kind: str) -> list[tuple[str, int]]:
+    """Functions of faulty.py whose kernel, which stands above, has a line that is marked with the kind of fault."""
+    found, marked = [], 0
+    for number, line in enumerate(LINES, start=1):
+        marked = number if line.endswith(f"# fault: {kind}") else marked
+        if line.startswith("def ") and marked:
+            found.append((line[4:].split("(")[0], marked))
+            marked = 0
+        elif line.startswith("@triton.jit"):
+            marked = 0
+    return found
+
+
+SLOW = {"offsets_of_32_bits": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "line"),
+    [
+        pytest.param(kind, *each, marks=SLOW.get(each[0], []), id=each[0])
+        for kind in ("oob_write", "oob_read", "race", "poison")
+        for each in named(kind)
+    ],
+)
+def test_a_fault_is_named_with_its_line(kind, name, line):
+    function = faulty(name)
+    with pytest.raises(Exception) as raised:
+        function("cuda")
+    assert compiled.STOPPED[-1] is raised.value
+    what, where = compiled.fault(raised.value)
+    assert raised.value.fault.kind == kind and what.startswith(compiled.FAULT)
+    assert where.startswith(f"{FAULTY}:{line}, ")
+
+
+@pytest.mark.parametrize("name", ["load_without_other", "output_that_is_not_written"])
+def test_memory_without_a_number_is_nan(name):
+    compiled.UNFILLED.clear()
+    assert faulty(name)("cuda").isnan().any()
+    marked = {f"{FAULTY}:{line}" for each, line in named("undefined") if each == name}
+    assert marked <= set(compiled.UNFILLED)
+
+
+def test_every_fault_stands_on_the_page():
+    page = (ROOT / "docs" / "compiled.md").read_text(encoding="utf-8")
+    functions = [line[4:].split("(")[0] for line in LINES if line.startswith("def ") and not line.startswith("def _")]
+    assert len(functions) >= 10 and [name for name in functions if f"`{name}`" not in page] == []
+
+
+def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path):
+    (tmp_path / "knorm.py").write_text(KNORM, encoding="utf-8")
+    command = [sys.executable, "-m", "evictionary", "judge", "knorm.py", "--device", "compiled", "--profile", "quick", "--json"]
+    done = subprocess.run([*command, "--domain", "head_dim=16"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    (found,) = json.loads(done.stdout)["implementations"]
+    memory = found["requirements"]["MEM-8"]
+    assert memory["verdict"] == "fail" and memory["kinds"] == {"memory": "fail"}
+    line = next(number for number, text in enumerate(KNORM.splitlines(), start=1) if "tl.store" in text)
+    assert f"knorm.py:{line}, norms" in memory["laws"][0]["message"] and "past the end" in memory["laws"][0]["message"]
+    assert found["compiled"]["triton"] == "3.8.0" and found["compiled"]["launches"] > 10
+
+
+def test_the_executor_is_wanted_at_its_version(monkeypatch):
+    monkeypatch.setitem(compiled.WANTED, "triton", "0.0.0")
+    assert "wanted ttsem 0.1.0 and triton 0.0.0" in compiled.missing()
