@@ -9,7 +9,8 @@ import torch
 from evictionary.reference import attention, gvote, keydiff, lagkv, momentkv
 from evictionary.spec_tests.judge.arithmetic import EPSILON, Rounded, round_to
 from evictionary.spec_tests.judge.cases import KINDS, Case
-from evictionary.spec_tests.judge.tolerance import Violation, allowance, check_selection, forget
+from evictionary.spec_tests.judge.compare import selects
+from evictionary.spec_tests.judge.tolerance import Violation, allowance, forget
 
 DTYPES = sorted(EPSILON)
 
@@ -100,19 +101,19 @@ def test_the_arithmetic_survives_numpy_functions() -> None:
 def test_selections_are_judged_by_scores_not_by_positions() -> None:
     row = np.array([[3.0, 1, 1, 0]])
     for kept in ([True, True, False, False], [True, False, True, False]):
-        check_selection(np.array([kept]), row, 2)
+        selects(np.array([kept]), row, 2)
     for kept in ([True, False, False, True], [True, True, True, False], [False, True, True, False]):
         with pytest.raises(Violation):
-            check_selection(np.array([kept]), row, 2)
-    check_selection(np.array([[True, False, False, True]]), row, 2, slack=0.5)
+            selects(np.array([kept]), row, 2)
+    selects(np.array([[True, False, False, True]]), row, 2, slack=0.5)
     with pytest.raises(Violation):
-        check_selection(np.array([[1, 1, 0, 0]]), row, 2)
+        selects(np.array([[1, 1, 0, 0]]), row, 2)
     for padded in (-np.inf, 0.0):  # a kept -inf beside an evicted number passed once
         with pytest.raises(Violation, match="inf more" if padded else "1 more"):
-            check_selection(np.array([[True, True, False]]), np.array([[np.inf, padded, 1.0]]), 2, slack=0.1)
-    check_selection(np.array([[True, True, False]]), np.array([[np.inf, -np.inf, -np.inf]]), 2)
+            selects(np.array([[True, True, False]]), np.array([[np.inf, padded, 1.0]]), 2, slack=0.1)
+    selects(np.array([[True, True, False]]), np.array([[np.inf, -np.inf, -np.inf]]), 2)
     with pytest.raises(Violation):
-        check_selection(np.array([[True, True, False, False]]), row, 2, protected=np.array([[False, False, False, True]]))
+        selects(np.array([[True, True, False, False]]), row, 2, protected=np.array([[False, False, False, True]]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,25 +1,10 @@
 """Laws of DropKV: DK-1 and DK-2."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.expected_attention_theory import removal_error
-from evictionary.spec_tests.judge.by_hand import (
-    causal_weights,
-    for_each_reader,
-    lengths,
-    over_group,
-    require_equal,
-    require_loops,
-    width,
-    window_above_all,
-)
-from evictionary.spec_tests.judge.cases import cases, long_cases, prompt_queries, seeded_cases, seeds, shares
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.sizes import narrow
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection
+from evictionary.spec_tests.judge.prelude import *
 
 SCORE = "dropkv.score"
 windows = st.sampled_from([1, 2, 3, 8, 32])
@@ -59,7 +44,7 @@ def test_the_score_is_the_error_of_brute_force_removal(impl, case, seed):
     logits = queries[:, :, -1:] @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
     changes = over_group(removed(logits, values)[:, :, 0] ** 2, case.num_kv_heads)
     size = float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max()))
-    require_loops(allowed.expected[..., :-1], changes[..., :-1], 100 * size)
+    loops(allowed.expected[..., :-1], changes[..., :-1], 100 * size)
 
 
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=3, kinds=("normal", "drift")), seed=seeds())
@@ -82,8 +67,12 @@ def test_a_token_with_all_the_attention_is_not_free(impl):
     keys = np.array([[[[0.0], [16], [0]]]])
     values = np.array([[[[1.0, 1], [4, 5], [1, 1]]]])
     got = scored(impl, np.full((1, 1, 1, 1), 128.0), keys, values, window_size=1, kernel_size=1)
-    if abs(got[0, 0, 1] - 25) > 1e-2 or got[0, 0, 0] > 1e-6:
-        raise Violation("the token that holds all the attention does not cost |v_j - v| = 5", 25.0, got)
+    require(
+        abs(got[0, 0, 1] - 25) <= 1e-2 and got[0, 0, 0] <= 1e-6,
+        "the token that holds all the attention does not cost |v_j - v| = 5",
+        25.0,
+        got,
+    )
 
 
 @law("DK-1", of=SCORE)
@@ -92,8 +81,12 @@ def test_a_value_equal_to_the_output_costs_nothing(impl):
     keys = np.zeros((1, 1, 4, 1))
     values = np.array([[[[-3.0], [0], [3], [0]]]])
     got = scored(impl, np.ones((1, 1, 1, 1)), keys, values, window_size=1, kernel_size=1)[..., :3]
-    if np.abs(got - [[[1, 0, 1]]]).max() > 0.02:
-        raise Violation("the removal of -3, 0 and 3 among -3, 0, 3, 0 changes the mean by 1, 0 and 1", [[[1, 0, 1]]], got)
+    require(
+        np.abs(got - [[[1, 0, 1]]]).max() <= 0.02,
+        "the removal of -3, 0 and 3 among -3, 0, 3, 0 changes the mean by 1, 0 and 1",
+        [[[1, 0, 1]]],
+        got,
+    )
 
 
 def check_changes(impl, case, seed, window_size, kernel_size):
@@ -104,7 +97,7 @@ def check_changes(impl, case, seed, window_size, kernel_size):
     allowed.check(got, "the score")
     before = case.length - window_size
     if before <= 0:
-        return require_equal(np.isinf(got), True, "a token of the window has a finite score")
+        return equal(np.isinf(got), True, "a token of the window has a finite score")
     keys, values = (for_each_reader(impl.round(states), queries) for states in (case.keys, case.values))
     total = np.zeros((*queries.shape[:2], case.length))
     for place in range(before, case.length):
@@ -115,7 +108,7 @@ def check_changes(impl, case, seed, window_size, kernel_size):
     size = 100 * window_size * float(np.abs(values).max() ** 2 * (1 + np.abs(queries).max() * np.abs(keys).max()))
     for token in range(before):
         pooled = summed[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
-        require_loops(allowed.expected[..., token], pooled, size)
+        loops(allowed.expected[..., token], pooled, size)
 
 
 @law("DK-2", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -148,13 +141,17 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
     queries, length = prompt_queries(case, seed), case.keys.shape[2]
     scores = scored(impl, queries, case.keys, case.values, window_size=window_size)
     window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
-    if not np.isinf(scores[window]).all() or not np.isfinite(scores[~window]).all() or (scores < 0).any():
-        raise Violation("the window does not score more than all tokens before it, or one of these is infinite", window, scores)
+    require(
+        np.isinf(scores[window]).all() and np.isfinite(scores[~window]).all() and (scores >= 0).all(),
+        "the window does not score more than all tokens before it, or one of these is infinite",
+        window,
+        scores,
+    )
     scores = impl.round(scores)  # as top-k gets them: a kernel in half precision may answer with float32 scores
     if np.isinf(scores[~window]).any():
         impl.unrepresentable()
     budget = min(length, window_size + int(share * length))
-    check_selection(impl.selection.top_k(scores, budget), scores, budget, protected=window)
+    selects(impl.selection.top_k(scores, budget), scores, budget, protected=window)
 
 
 @law("DK-2", of=SCORE)
@@ -163,13 +160,12 @@ def test_the_defaults_are_those_of_the_public_code(impl):
     keys, queries, values = (np.full((1, 1, 40, width(impl)), each) for each in (0.0, 1.0, 0.0))
     values[0, 0, 4, 0] = 8
     got = scored(impl, queries, keys, values)
-    allowed = impl.allowance(SCORE, queries, keys, values)
     costs = np.zeros(40)
     for seen in range(9, 41):
         costs[:seen] += np.where(np.arange(seen) == 4, 8 / seen, 8 / seen / (seen - 1)) ** 2
     expected = np.array([costs[max(0, token - 3) : token + 4].sum() / 7 for token in range(40)])
     expected[8:] = np.inf
-    allowed.wider(1e-12).check(got, "the score", expected[None, None])
+    agrees(impl, SCORE, queries, keys, values, got=got, expected=expected[None, None], more=1e-12, what="the score")
 
 
 @law("DK-2", of=SCORE)
@@ -180,16 +176,14 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
     values[..., 0, 0] = 2
     got = scored(impl, queries, keys, values, window_size=1, kernel_size=1)[..., 0]
-    if np.abs(got - [[4 / 9, 4]]).max() > 0.02:
-        raise Violation("a query head reads another KV head than h // G", [[4 / 9, 4]], got)
+    require(np.abs(got - [[4 / 9, 4]]).max() <= 0.02, "a query head reads another KV head than h // G", [[4 / 9, 4]], got)
 
 
 @law("DK-2", of=SCORE, kind="refusal", bad=st.sampled_from([("window_size", 0), ("window_size", 1.5), ("kernel_size", 4)]))
 def test_bad_settings_are_refused(impl, bad):
     """An empty window or a kernel that is not odd raise ValueError."""
     states = [np.ones((1, 1, 5, 2))] * 3
-    with impl.refuses(bad[0]):
-        impl.dropkv.score(*states, **({"window_size": 2, "kernel_size": 3} | dict([bad])))
+    refused(impl, bad[0], SCORE, *states, **{"window_size": 2, "kernel_size": 3} | dict([bad]))
 
 
 @law("DK-2", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))

@@ -1,14 +1,11 @@
 """What several files of the laws of expected_attention use."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.judge.cases import seeded_cases, tiny_cases
+from evictionary.spec_tests.judge.prelude import *
 
 SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
 

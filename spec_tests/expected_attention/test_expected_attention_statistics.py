@@ -1,7 +1,5 @@
 """Laws of what Expected Attention builds on, and of its query statistics: EA-1 to EA-6."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
@@ -15,11 +13,7 @@ from evictionary.spec_tests.expected_attention.helpers import (
     in_closed_form,
     rope_allowance,
 )
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.judge.by_hand import causal_weights, lengths, linear, require_loops, require_totals
-from evictionary.spec_tests.judge.cases import cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Allowance, Violation
+from evictionary.spec_tests.judge.prelude import *
 
 positions = st.sampled_from([0, 1, 2, 7, 100, 1000, 4095])
 horizons = st.sampled_from([1, 2, 3, 16, 512])
@@ -53,8 +47,12 @@ def test_one_position_is_a_rotation(impl, case, position):
     allowed.check(got, "the mean at one position", rotate(mean, np.full(mean.shape[-2], position)))
     allowed = rope_allowance(impl, 1, mean, covariance, position=position, horizon=1)
     trace = np.trace(turned, axis1=-2, axis2=-1) - np.trace(covariance, axis1=-2, axis2=-1)
-    if np.abs(trace).max() > mean.shape[-1] * allowed.largest + 1e-12 * np.abs(covariance).sum():
-        raise Violation("the trace of the covariance changed under a rotation", np.zeros_like(trace), trace)
+    require(
+        np.abs(trace).max() <= mean.shape[-1] * allowed.largest + 1e-12 * np.abs(covariance).sum(),
+        "the trace of the covariance changed under a rotation",
+        np.zeros_like(trace),
+        trace,
+    )
 
 
 @law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons, theta=st.sampled_from([10000.0, 50.0]))
@@ -98,8 +96,7 @@ def test_mean_and_covariance_are_turned_alike(impl, case, position, horizon):
 def test_bad_windows_are_refused(impl, settings):
     """A position or horizon that is no whole number in range, and a base that is not positive, raise ValueError naming it."""
     name, value = settings
-    with impl.refuses(name):
-        impl.expected_attention.average_rope(np.ones((1, 1, 2)), np.ones((1, 1, 2, 2)), **({"position": 0} | {name: value}))
+    refused(impl, name, ROPE, np.ones((1, 1, 2)), np.ones((1, 1, 2, 2)), **{"position": 0} | {name: value})
 
 
 @law("EA-6", of=ROPE, kind="refusal", bad=st.sampled_from([("query_mean", (1, 1, 3)), ("query_covariance", (1, 2, 2))]))
@@ -107,10 +104,7 @@ def test_bad_statistics_are_refused(impl, bad):
     """An odd number of channels, and a covariance that is not of the mean's channels, raise ValueError."""
     name, shape = bad
     mean = np.ones(shape if name == "query_mean" else (1, 1, 2))
-    with impl.refuses(name):
-        impl.expected_attention.average_rope(
-            mean, np.ones((*mean.shape, mean.shape[-1]) if name == "query_mean" else shape), position=0
-        )
+    refused(impl, name, ROPE, mean, np.ones((*mean.shape, mean.shape[-1]) if name == "query_mean" else shape), position=0)
 
 
 def statistics_allowance(impl, pick, queries):
@@ -152,10 +146,20 @@ def test_statistics_pass_through_a_linear_map(impl, case, seed):
     mean, covariance = impl.round(mean), impl.round(covariance)
     got = impl.expected_attention.project_statistics(mean, covariance, w_q)
     for pick, name in enumerate(("the mean", "the covariance")):
-        allowed = impl.allowance("expected_attention.project_statistics", mean, covariance, w_q, pick=pick)
         direct = impl.allowance(STATISTICS, hidden @ w_q.T, pick=pick).expected
         size = float(np.abs(hidden).max()) ** (1 + pick) * hidden.shape[-1] ** 2
-        allowed.wider(size * (2 * EPSILON[impl.dtype] + 1e-12)).check(got[pick], f"{name} of the projected states", direct)
+        agrees(
+            impl,
+            "expected_attention.project_statistics",
+            mean,
+            covariance,
+            w_q,
+            pick=pick,
+            got=got[pick],
+            expected=direct,
+            more=size * (2 * EPSILON[impl.dtype] + 1e-12),
+            what=f"{name} of the projected states",
+        )
 
 
 @law("EA-1", of="expected_attention_theory.project", seed=seeds(), shift=st.integers(0, 50))
@@ -173,26 +177,31 @@ def test_logits_depend_on_distance_alone(impl, seed, shift):
         allowed.wider(size).check(here[pick], name)
         if pick < 2:
             error = np.abs(np.linalg.norm(there[pick], axis=-1) - np.linalg.norm(allowed.expected, axis=-1)).max()
-            if error > 4 * (allowed.largest + size):
-                raise Violation(f"{name} change their length with the position by {error:.3g}", here[pick], there[pick])
+            require(
+                error <= 4 * (allowed.largest + size),
+                f"{name} change their length with the position by {error:.3g}",
+                here[pick],
+                there[pick],
+            )
         else:
             allowed.wider(size).check(there[pick], "the values elsewhere")
     logits = [queries @ keys.T for queries, keys, _ in (here, there)]
     bound = 16 * float(np.abs(here[0]).max() * np.abs(here[1]).max()) * (8 * EPSILON[impl.dtype] + angle)
-    if np.abs(logits[0] - logits[1]).max() > bound:
-        raise Violation("the logits change when all positions move together", logits[0], logits[1])
+    require(
+        np.abs(logits[0] - logits[1]).max() <= bound, "the logits change when all positions move together", logits[0], logits[1]
+    )
 
 
 @law("EA-2", of="expected_attention_theory.attention_weights", case=cases())
 def test_attention_weights_are_the_softmax_of_scaled_logits(impl, case):
     """softmax over the tokens of q.k/sqrt d: positive, and 1 in total."""
     query = impl.round(case.next_keys[..., 0, :])
-    impl.agrees("expected_attention_theory.attention_weights", query, case.keys)
+    agrees(impl, "expected_attention_theory.attention_weights", query, case.keys)
     allowed = impl.allowance("expected_attention_theory.attention_weights", query, case.keys)
     keys = impl.round(case.keys)
     by_hand = causal_weights(query[..., None, :], keys)[..., 0, :]
-    require_loops(allowed.expected, by_hand, 1 + np.abs(query).max() * np.abs(keys).max())
-    require_totals(impl.expected_attention_theory.attention_weights(query, case.keys), 1, allowed, "the weights")
+    loops(allowed.expected, by_hand, 1 + np.abs(query).max() * np.abs(keys).max())
+    totals(impl.expected_attention_theory.attention_weights(query, case.keys), 1, allowed, "the weights")
 
 
 def update_inputs(impl, case, seed):
@@ -213,8 +222,12 @@ def test_the_updates_sum_to_the_projected_output(impl, case, seed):
     allowed.check(got, "the updates")
     output = (weights[..., None, :] @ values @ w_o.T)[..., 0, :]
     error = float(np.abs(got.sum(axis=2) - output).max())
-    if error > values.shape[2] * allowed.largest + 1e-12 * float(np.abs(allowed.expected).sum()):
-        raise Violation(f"the sum of the updates differs by {error:.3g} from the output", output, got.sum(axis=2))
+    require(
+        error <= values.shape[2] * allowed.largest + 1e-12 * float(np.abs(allowed.expected).sum()),
+        f"the sum of the updates differs by {error:.3g} from the output",
+        output,
+        got.sum(axis=2),
+    )
 
 
 @law("EA-4", of="expected_attention_theory.update_norms", case=cases(), seed=seeds())
@@ -223,7 +236,7 @@ def test_the_norm_of_an_update_is_weight_times_norm(impl, case, seed):
     weights, values, w_o = update_inputs(impl, case, seed)
     allowed = impl.allowance("expected_attention_theory.update_norms", weights, values, w_o)
     expected = weights * lengths(linear(values, w_o.T))
-    require_loops(allowed.expected, expected, expected.max())
+    loops(allowed.expected, expected, expected.max())
     allowed.check(impl.expected_attention_theory.update_norms(weights, values, w_o), "the norms")
 
 
@@ -232,7 +245,6 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
     """Attention computed again without token i differs from the full output by a/(1-a) |W_o (v - o)|."""
     weights, values, w_o = update_inputs(impl, case, seed)
     weights = weights / weights.sum(axis=-1, keepdims=True)
-    allowed = impl.allowance("expected_attention_theory.removal_error", weights, values, w_o)
     full = (weights[..., None] * values).sum(axis=2)
     expected = np.empty(weights.shape)
     for token in range(weights.shape[-1]):
@@ -242,8 +254,16 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
         expected[..., token] = np.linalg.norm((full - without) @ w_o.T, axis=-1)
     # The weights as the dtype holds them do not quite sum to 1, which 1 - a magnifies.
     short = EPSILON[impl.dtype] * weights.shape[-1] / (1 - weights.max()) ** 2 * float(np.abs(values).max() * np.abs(w_o).sum())
-    got = impl.expected_attention_theory.removal_error(weights, values, w_o)
-    allowed.wider(8 * short).check(got, "the removal error", expected)
+    agrees(
+        impl,
+        "expected_attention_theory.removal_error",
+        weights,
+        values,
+        w_o,
+        expected=expected,
+        more=8 * short,
+        what="the removal error",
+    )
 
 
 @law("EA-6", of="expected_attention.average_rotation", position=positions, horizon=horizons, dim=st.sampled_from([2, 4, 8]))
@@ -256,5 +276,9 @@ def test_the_average_rotation_never_lengthens(impl, position, horizon, dim):
     Allowance(expected, error, error).check(got, "the average rotation")
     gram = got.T @ got
     largest = float(np.abs(gram - np.diag(np.diag(gram))).max(initial=0))
-    if np.diag(gram).max() > 1 + 4 * error or largest > 4 * error:
-        raise Violation("the average rotation lengthens a vector or bends a pair", np.eye(dim), gram)
+    require(
+        np.diag(gram).max() <= 1 + 4 * error and largest <= 4 * error,
+        "the average rotation lengthens a vector or bends a pair",
+        np.eye(dim),
+        gram,
+    )

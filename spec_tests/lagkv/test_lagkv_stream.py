@@ -1,17 +1,11 @@
 """Laws of LagKV: attention as section 2.1 has it (LK-1 to LK-6), the recursion (LK-R) and the variants (LK-14 to LK-16)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.arithmetic import EPSILON
-from evictionary.spec_tests.judge.by_hand import causal_weights, require_equal, require_loops
-from evictionary.spec_tests.judge.cases import cases, seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.lagkv.helpers import RETAINED, SCORE, caches, check_partitions, hundredths, lags, sinks
 
 PROJECT, WEIGHTS, OUTPUT, APPEND = (
@@ -57,7 +51,7 @@ def test_each_head_projects_with_its_own_matrices(impl, case, width, seed):
     for pick, matrix in enumerate(weights):
         allowed = impl.allowance(PROJECT, states, *weights, pick=pick)
         by_hand = (states[..., None] * matrix).sum(axis=-2)
-        require_loops(allowed.expected, by_hand, np.abs(states).max() * np.abs(matrix).sum())
+        loops(allowed.expected, by_hand, np.abs(states).max() * np.abs(matrix).sum())
         allowed.check(got[pick], "QKV"[pick])
 
 
@@ -71,7 +65,7 @@ def test_heads_stand_side_by_side(impl, case, seed):
     values = impl.round(case.values)
     allowed = impl.allowance(OUTPUT, weights, values, output_weight)
     by_head = sum(weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads))
-    require_loops(allowed.expected, by_head, np.abs(values).max() * np.abs(output_weight).sum())
+    loops(allowed.expected, by_head, np.abs(values).max() * np.abs(output_weight).sum())
     allowed.check(impl.lagkv_theory.attention_output(weights, values, output_weight), "the output")
 
 
@@ -82,8 +76,8 @@ def test_attention_weights_are_a_causal_softmax(impl, case):
     allowed = impl.allowance(WEIGHTS, queries, keys)
     got = impl.lagkv_theory.attention_weights(queries, keys)
     allowed.check(got, "the weights")
-    require_equal(got[..., ~np.tri(case.length, dtype=bool)], 0, "a token attends to one after it")
-    require_loops(allowed.expected, causal_weights(queries, keys), np.abs(queries).max() * np.abs(keys).max())
+    equal(got[..., ~np.tri(case.length, dtype=bool)], 0, "a token attends to one after it")
+    loops(allowed.expected, causal_weights(queries, keys), np.abs(queries).max() * np.abs(keys).max())
 
 
 @law("LK-4", of=PROJECT, case=seeded_cases(max_length=17), seed=seeds())
@@ -93,8 +87,16 @@ def test_a_new_token_projects_as_in_the_prompt(impl, case, seed):
     weights = [impl.round(generator.normal(size=(case.head_dim, 3))) for _ in range(3)]
     alone = impl.lagkv_theory.project(case.keys[:, :, -1:], *weights)
     for pick, got in enumerate(alone):
-        allowed = impl.allowance(PROJECT, case.keys, *weights, pick=pick)
-        allowed.check(np.broadcast_to(got, (*got.shape[:2], 1, 3)), "the new row", allowed.expected[:, :, -1:])
+        agrees(
+            impl,
+            PROJECT,
+            case.keys,
+            *weights,
+            pick=pick,
+            got=np.broadcast_to(got, (*got.shape[:2], 1, 3)),
+            expected=lambda expected: expected[:, :, -1:],
+            what="the new row",
+        )
 
 
 @law("LK-5", of=APPEND, case=cases())
@@ -103,17 +105,23 @@ def test_new_tokens_come_after_the_cached_ones(impl, case):
     for cached in (case.keys, case.keys[:, :, :0]):
         got = impl.lagkv.append(cached, case.next_keys)
         wanted = impl.round(np.concatenate([cached, case.next_keys], axis=2))
-        require_equal(got, wanted, "the new tokens do not follow the cached ones unchanged")
+        equal(got, wanted, "the new tokens do not follow the cached ones unchanged")
 
 
 @law("LK-6", of=(WEIGHTS, APPEND), case=seeded_cases(min_length=2, max_length=17), seed=seeds())
 def test_cached_decoding_is_uncached_attention(impl, case, seed):
     """The newest queries over the cache, themselves included, have the weights that they have in the whole matrix."""
-    allowed = impl.allowance(WEIGHTS, case.next_keys, case.keys)
     new = int(np.random.default_rng(seed).integers(1, case.length))
     cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
-    got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
-    allowed.check(got, "the weights of the newest queries", allowed.expected[:, :, -new:])
+    agrees(
+        impl,
+        WEIGHTS,
+        case.next_keys,
+        case.keys,
+        got=impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached),
+        expected=lambda expected: expected[:, :, -new:],
+        what="the weights of the newest queries",
+    )
 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
@@ -122,8 +130,12 @@ def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, 
     cuts = drawn_cuts(case.length, seed)
     end = streamed(impl, case, cuts, {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag})[-1]
     kept = mask_of(end.positions, case.length)
-    if (kept.sum(axis=-1) != end.positions.shape[-1]).any() or (np.diff(end.positions, axis=-1) <= 0).any():
-        raise Violation("the positions of a head are not distinct and ascending", None, end.positions)
+    require(
+        (kept.sum(axis=-1) == end.positions.shape[-1]).all() and (np.diff(end.positions, axis=-1) > 0).all(),
+        "the positions of a head are not distinct and ascending",
+        None,
+        end.positions,
+    )
     check_partitions(impl, kept, case, percent, sink, lag)
 
 
@@ -134,7 +146,7 @@ def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink
     for state in streamed(impl, case, cuts, {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}):
         for got, states in ((state.keys, case.keys), (state.values, case.values)):
             wanted = np.take_along_axis(impl.round(states), state.positions[..., None], axis=2)
-            require_equal(got, wanted, "a row of the stream is not the token at its position")
+            equal(got, wanted, "a row of the stream is not the token at its position")
 
 
 @law("LK-R", of=(STEP, RETAINED), case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
@@ -146,10 +158,18 @@ def test_an_evicted_token_never_returns(impl, case, percent, sink, lag, seed):
     before, seen = np.zeros(case.keys.shape[:3], dtype=bool), 0
     for stop, state in zip(cuts, streamed(impl, case, cuts, settings), strict=True):
         kept = mask_of(state.positions, case.length)
-        if (kept & ~before & ((place < seen) | (place >= stop))).any():
-            raise Violation("a token returned, or one that has not come is kept", before, kept)
-        if int(state.seen) != stop or (kept.sum(axis=-1) != impl.lagkv.retained_length(stop, **settings)).any():
-            raise Violation(f"after {stop} tokens the cache is not retained_length({stop}) long", None, kept.sum(axis=-1))
+        require(
+            not (kept & ~before & ((place < seen) | (place >= stop))).any(),
+            "a token returned, or one that has not come is kept",
+            before,
+            kept,
+        )
+        require(
+            int(state.seen) == stop and (kept.sum(axis=-1) == impl.lagkv.retained_length(stop, **settings)).all(),
+            f"after {stop} tokens the cache is not retained_length({stop}) long",
+            None,
+            kept.sum(axis=-1),
+        )
         before, seen = kept, stop
 
 
@@ -163,8 +183,12 @@ def test_the_chunks_of_the_paper_compress_one_partition_each(impl, case, percent
     for number, (stop, state) in enumerate(zip(cuts, states, strict=True), start=1):
         if (stop - sink) % lag or stop < sink + 2 * lag:
             continue
-        if int(state.static_length) != sink + number * kept_each or state.keys.shape[2] != sink + number * kept_each + lag:
-            raise Violation(f"after {stop} tokens {number} partitions are not compressed, the next one whole", None, state)
+        require(
+            int(state.static_length) == sink + number * kept_each and state.keys.shape[2] == sink + number * kept_each + lag,
+            f"after {stop} tokens {number} partitions are not compressed, the next one whole",
+            None,
+            state,
+        )
 
 
 @law("LK-R", of=STEP, case=caches, lag=lags)
@@ -177,7 +201,7 @@ def test_a_step_leaves_the_stream_that_it_was_given(impl, case, lag):
     impl.lagkv.step(start, -case.next_keys, case.next_values, **settings)
     again = impl.lagkv.step(start, case.next_keys, case.next_values, **settings)
     for got, wanted in zip((*start[:3], *first[:3]), (*copies, *again[:3]), strict=True):
-        require_equal(got, wanted, "a step changed the stream that it was given")
+        equal(got, wanted, "a step changed the stream that it was given")
 
 
 @law("LK-R", of=STEP, kind="refusal", bad=st.sampled_from([("keep_ratio", -0.1), ("sink_size", -1), ("lag_size", 0)]))
@@ -185,15 +209,22 @@ def test_what_does_not_fit_the_stream_is_refused(impl, bad):
     """Bad settings raise ValueError naming the argument."""
     states, settings = [np.ones((1, 2, 6, 3))] * 2, {"keep_ratio": 0.5, "sink_size": 1, "lag_size": 2}
     stream = impl.lagkv.step(None, *states, **settings)
-    with impl.refuses(bad[0]):
-        impl.lagkv.step(stream, *states, **(settings | dict([bad])))
+    refused(impl, bad[0], STEP, stream, *states, **settings | dict([bad]))
 
 
 @law("LK-14", of=LOCAL_SCORE, case=cases())
 def test_local_score_is_the_score_against_itself(impl, case):
     """LocalKV takes minimum and maximum from the partition that it scores."""
-    allowed = impl.allowance(SCORE, case.keys, case.values, case.keys, case.values)
-    allowed.check(impl.lagkv_variants.local_score(case.keys, case.values), "the local score")
+    agrees(
+        impl,
+        SCORE,
+        case.keys,
+        case.values,
+        case.keys,
+        case.values,
+        got=impl.lagkv_variants.local_score(case.keys, case.values),
+        what="the local score",
+    )
 
 
 @law("LK-15", of="lagkv.normalise", case=cases())
@@ -205,8 +236,12 @@ def test_locally_normalised_values_fill_the_unit_interval(impl, case):
     require_numbers(got, keys.shape, "the normalised keys")
     # A quotient of equal numbers is exactly 1; a product with the reciprocal, as correct, is rounded once more.
     slack = impl.allowance("lagkv.normalise", keys, keys).largest + EPSILON[impl.dtype]
-    if np.abs(got.min(axis=2)).max() > slack or np.abs(got.max(axis=2) - varies).max() > slack:
-        raise Violation("a channel does not run from 0 to 1", varies, got)
+    require(
+        np.abs(got.min(axis=2)).max() <= slack and np.abs(got.max(axis=2) - varies).max() <= slack,
+        "a channel does not run from 0 to 1",
+        varies,
+        got,
+    )
 
 
 @law("LK-14", of=LOCAL_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
@@ -223,9 +258,10 @@ def test_the_local_range_is_not_the_next_one(impl):
     following = np.array([[[[0.0, 0], [8, 1], [4, 0]]]])
     local = impl.lagkv_variants.local_score(keys, keys)
     lagged = impl.allowance(SCORE, keys, keys, following, following)
-    impl.allowance(LOCAL_SCORE, keys, keys).check(local, "the local score")
-    if np.abs(local - lagged.expected).max() < 1e-3:
-        raise Violation("the local score is that against the next partition", lagged.expected, local)
+    agrees(impl, LOCAL_SCORE, keys, keys, got=local, what="the local score")
+    require(
+        np.abs(local - lagged.expected).max() >= 1e-3, "the local score is that against the next partition", lagged.expected, local
+    )
 
 
 @law("LK-16", of=NORM_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
@@ -234,8 +270,12 @@ def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
     settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
     kept = impl.lagkv_variants.norm_select(case.keys, case.values, layer=2, **settings)
     check_partitions(impl, kept, case, percent, sink, lag, path="knorm.score", takes=1)
-    if (impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], layer=2, **settings) != kept).any():
-        raise Violation("other values changed what is kept", kept, None)
+    require(
+        (impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], layer=2, **settings) == kept).all(),
+        "other values changed what is kept",
+        kept,
+        None,
+    )
 
 
 @law("LK-16", of=NORM_SELECT, case=caches, layer=st.integers(0, 4), skipped=st.integers(0, 4))
@@ -244,8 +284,9 @@ def test_the_first_layers_keep_everything(impl, case, layer, skipped):
     settings = {"keep_ratio": 0, "sink_size": 0, "lag_size": 2}
     for given, first in (({}, 2), ({"skipped_layers": skipped}, skipped)):
         kept = impl.lagkv_variants.norm_select(case.keys, case.values, layer=layer, **given, **settings)
-        if kept.all() != (layer < first or case.length < 4):
-            raise Violation(f"layer {layer} with the first {first} skipped", layer < first, kept)
+        require(
+            kept.all() == (layer < first or case.length < 4), f"layer {layer} with the first {first} skipped", layer < first, kept
+        )
 
 
 @law("LK-16", of=NORM_SELECT, kind="refusal", name=st.sampled_from(["layer", "keep_ratio", "lag_size"]))
@@ -254,5 +295,4 @@ def test_bad_settings_of_the_variant_are_refused(impl, name):
     settings = {"layer": 2, "keep_ratio": 0.5, "sink_size": 1, "lag_size": 2} | {
         name: {"layer": -1, "keep_ratio": 1.5, "lag_size": 0}[name]
     }
-    with impl.refuses(name):
-        impl.lagkv_variants.norm_select(np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)
+    refused(impl, name, NORM_SELECT, np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)

@@ -1,7 +1,5 @@
 """Laws of the correction that is never worse: MB-1 to MB-7."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -10,10 +8,7 @@ from hypothesis import strategies as st
 
 from evictionary.reference import momentkv, momentkv_bounded
 from evictionary.reference.momentkv import Moments
-from evictionary.spec_tests.judge.by_hand import for_each_reader, lengths, require_equal, require_loops
-from evictionary.spec_tests.judge.cases import cases, long_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import moments_of, short_cases, some, whole
 
 UPDATE, RANGE, MASS = (f"momentkv_bounded.{name}" for name in ("update", "logit_range", "log_partition_bounds"))
@@ -76,8 +71,7 @@ def decoding(case, seed, shift, scale):
 
 def require_no_farther(got, other, truth, slack, what):
     worse = lengths(got - truth) - lengths(other - truth)
-    if (worse > 1e-9 + slack).any():
-        raise Violation(f"{what}, by {worse.max():.3g}", other, got)
+    require((worse <= 1e-9 + slack).all(), f"{what}, by {worse.max():.3g}", other, got)
 
 
 def slack_of(allowed, values):
@@ -95,7 +89,7 @@ def test_the_bounds_are_the_extremes_of_the_evicted_tokens(impl, case, seed):
             rows = [*impl.round(states)[place][evicted[place]].tolist(), *following[place][before[place]].tolist()]
             for pick, worst, field in zip((min, max), (np.inf, -np.inf), fields, strict=True):
                 expected = [pick(column) for column in zip(*rows, strict=True)] or [worst] * states.shape[-1]
-                require_equal(field[place], np.array(expected), "a bound is not the extreme of the evicted tokens")
+                equal(field[place], np.array(expected), "a bound is not the extreme of the evicted tokens")
 
 
 @law("MB-2", of=RANGE, case=short_cases, scale=scales)
@@ -107,11 +101,15 @@ def test_every_logit_is_in_the_range(impl, case, scale):
     low.check(got[0], "m")
     high.check(got[1], "M")
     logits = (keys @ query[..., None])[..., 0] / query.shape[-1] ** 0.5
-    if (got[0][..., None] > logits + 1e-9 + low.largest).any() or (got[1][..., None] < logits - 1e-9 - high.largest).any():
-        raise Violation("a logit is outside the range", logits, np.stack(got, axis=-1))
+    require(
+        (got[0][..., None] <= logits + 1e-9 + low.largest).all() and (got[1][..., None] >= logits - 1e-9 - high.largest).all(),
+        "a logit is outside the range",
+        logits,
+        np.stack(got, axis=-1),
+    )
     ends = np.where(query >= 0, bounds.key_low, bounds.key_high), np.where(query >= 0, bounds.key_high, bounds.key_low)
     for allowed, corner in zip((low, high), ends, strict=True):
-        require_loops(allowed.expected, (query * corner).sum(axis=-1) / query.shape[-1] ** 0.5, 10)
+        loops(allowed.expected, (query * corner).sum(axis=-1) / query.shape[-1] ** 0.5, 10)
 
 
 @law("MB-3", of=MASS, case=short_cases, scale=scales)
@@ -123,8 +121,12 @@ def test_the_mass_is_between_its_bounds(impl, case, scale):
     for each, bound in zip(allowed, got, strict=True):
         each.check(bound, "a bound of the mass")
     truth = attention(query, keys, values, everything(keys))[1]
-    if (got[0] > truth + 1e-9 + allowed[0].largest).any() or (got[1] < truth - 1e-9 - allowed[1].largest).any():
-        raise Violation("log Z_E is outside its bounds", truth, np.stack(got, axis=-1))
+    require(
+        (got[0] <= truth + 1e-9 + allowed[0].largest).all() and (got[1] >= truth - 1e-9 - allowed[1].largest).all(),
+        "log Z_E is outside its bounds",
+        truth,
+        np.stack(got, axis=-1),
+    )
 
 
 @law("MB-3", of=MASS)
@@ -135,8 +137,12 @@ def test_two_ends_of_the_range_are_the_chord_itself(impl):
     moments, bounds = moments_of(keys, keys, evicted), bounds_of(keys, keys, evicted)
     lower, upper = impl.momentkv_bounded.log_partition_bounds(np.ones((1, 3, 1)), moments, bounds)
     wanted = np.array([[np.log(4) + 0.5, -np.inf, 2]]), np.array([[np.log(3 + np.exp(2)), -np.inf, 2]])
-    if not all(np.allclose(got, each, rtol=1e-2) for got, each in zip((lower, upper), wanted, strict=True)):
-        raise Violation("the bounds of three keys 0 and one key 2, of none and of one", np.stack(wanted), np.stack([lower, upper]))
+    require(
+        all(np.allclose(got, each, rtol=1e-2) for got, each in zip((lower, upper), wanted, strict=True)),
+        "the bounds of three keys 0 and one key 2, of none and of one",
+        np.stack(wanted),
+        np.stack([lower, upper]),
+    )
 
 
 @law("MB-4", of=BOX, case=short_cases, shift=shifts, scale=scales)
@@ -148,8 +154,12 @@ def test_the_evicted_output_is_in_its_box(impl, case, shift, scale):
     for each, bound in zip(allowed, got, strict=True):
         each.check(bound, "a side of the box")
     truth = attention(query, keys, values, everything(keys))[0]
-    if (got[0] > truth + 1e-9 + allowed[0].largest).any() or (got[1] < truth - 1e-9 - allowed[1].largest).any():
-        raise Violation("the evicted output is outside its box", truth, np.stack(got, axis=-1))
+    require(
+        (got[0] <= truth + 1e-9 + allowed[0].largest).all() and (got[1] >= truth - 1e-9 - allowed[1].largest).all(),
+        "the evicted output is outside its box",
+        truth,
+        np.stack(got, axis=-1),
+    )
 
 
 @law("MB-4", of=BOX)
@@ -159,8 +169,12 @@ def test_two_tokens_reach_the_side_of_the_box(impl):
     query, gone = np.array([[[1.0], [0.5]]]), np.ones((1, 2, 2), dtype=bool)
     low, high = impl.momentkv_bounded.evicted_bounds(query, moments_of(keys, values, gone), bounds_of(keys, values, gone))
     wanted = np.array([[[0.0], [1 - np.sinh(0.5)]]])
-    if np.abs(low - wanted).max() > 0.02 or np.abs(high - (2 - wanted)).max() > 0.02:
-        raise Violation("the box of two tokens", np.stack([wanted, 2 - wanted]), np.stack([low, high]))
+    require(
+        np.abs(low - wanted).max() <= 0.02 and np.abs(high - (2 - wanted)).max() <= 0.02,
+        "the box of two tokens",
+        np.stack([wanted, 2 - wanted]),
+        np.stack([low, high]),
+    )
 
 
 @law("MB-4", of=BOX)
@@ -171,7 +185,7 @@ def test_the_box_of_no_token_is_zero(impl):
         np.ones((1, 1, 1)), momentkv.no_moments(keys, values), momentkv_bounded.no_bounds(keys, values)
     )
     for side in got:
-        require_equal(side, np.zeros((1, 1, 1)), "a side of the box of no token is not 0")
+        equal(side, np.zeros((1, 1, 1)), "a side of the box of no token is not 0")
 
 
 @law("MB-5", of=ESTIMATE, case=short_cases, shift=shifts, scale=scales)
@@ -184,7 +198,7 @@ def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, cas
     paper = momentkv.approximate_evicted(query, moments)
     low, high = momentkv_bounded.evicted_bounds(query, moments, bounds)
     inside = (low <= paper) & (paper <= high)
-    require_loops(np.where(inside, allowed.expected, 0), np.where(inside, paper, 0), 10)
+    loops(np.where(inside, allowed.expected, 0), np.where(inside, paper, 0), 10)
     truth = attention(query, keys, values, everything(keys))[0]
     require_no_farther(got, paper, truth, slack_of(allowed, values), "the bounded estimate is farther from f_E than MomentKV's")
 
@@ -208,8 +222,7 @@ def test_an_estimate_outside_the_values_is_moved_back(impl):
     held = query, zero, zero, gone[..., :1], moments_of(keys, values, gone), bounds_of(keys, values, gone)
     got, heavy = impl.momentkv_bounded.attend(*held), 2 * np.cosh(4) / (1 + 2 * np.cosh(4))
     # The weight is 2/3 at least, and 2 cosh(4) / (1 + 2 cosh(4)) at most: MomentKV says 10/3, the box ends at nearly 2.
-    if np.abs(got - 2 * heavy).max() > 0.02:
-        raise Violation("an estimate beyond all values stays there", np.full_like(got, 2 * heavy), got)
+    require(np.abs(got - 2 * heavy).max() <= 0.02, "an estimate beyond all values stays there", np.full_like(got, 2 * heavy), got)
 
 
 @law("MB-6", of=ATTEND)
@@ -219,8 +232,7 @@ def test_the_plain_case_is_momentkv(impl):
     kept, query = np.array([[[True, False, False, False]]]), np.ones((1, 1, 2))
     moments, bounds = moments_of(keys, values, ~kept), bounds_of(keys, values, ~kept)
     got = impl.momentkv_bounded.attend(query, keys, values, kept, moments, bounds)
-    if np.abs(got - 3).max() > 0.02:
-        raise Violation("the mean of 0, 2, 4, 6 is 3", np.full_like(got, 3), got)
+    require(np.abs(got - 3).max() <= 0.02, "the mean of 0, 2, 4, 6 is 3", np.full_like(got, 3), got)
 
 
 @law("MB-7", of=CERTIFIED, case=short_cases, seed=seeds(), shift=shifts, scale=scales)
@@ -284,8 +296,12 @@ def test_no_corner_of_the_box_allows_more(impl, kept, gone, query):
     for path, expected in zip((ATTEND, CERTIFIED), outputs_by_hand(query, kept, gone), strict=True):
         allowed = impl.allowance(path, *arguments)
         allowed.check(getattr(impl.momentkv_bounded, path.split(".")[1])(*arguments), "the output")
-        if np.abs(allowed.expected - expected).max() > 1e-6:
-            raise Violation("the output differs from that of plain numbers", np.array([[expected]]), allowed.expected)
+        require(
+            np.abs(allowed.expected - expected).max() <= 1e-6,
+            "the output differs from that of plain numbers",
+            np.array([[expected]]),
+            allowed.expected,
+        )
 
 
 @law("MB-7", of=CERTIFIED)
@@ -297,15 +313,13 @@ def test_the_share_is_the_largest_that_cannot_hurt(impl):
     got = impl.momentkv_bounded.attend_certified(
         query, keys, values, kept, moments_of(keys, values, gone), bounds_of(keys, values, gone)
     )
-    if np.abs(got - 1).max() > 0.02:
-        raise Violation("a correction that the bounds prove is not made in full", np.ones_like(got), got)
+    require(np.abs(got - 1).max() <= 0.02, "a correction that the bounds prove is not made in full", np.ones_like(got), got)
     apart, around = np.array([[[[-4.0], [4], [0]]]]), np.array([[[[-1.0], [3], [0]]]])
     both = np.array([[[True, True, False]]])
     got = impl.momentkv_bounded.attend_certified(
         query, apart, around, ~both, moments_of(apart, around, both), bounds_of(apart, around, both)
     )
-    if np.abs(got).max() > 0.02:
-        raise Violation("a correction that may hurt is made", np.zeros_like(got), got)
+    require(np.abs(got).max() <= 0.02, "a correction that may hurt is made", np.zeros_like(got), got)
 
 
 @law("MB-7", of=(ATTEND, CERTIFIED))
@@ -315,7 +329,7 @@ def test_with_nothing_evicted_there_is_no_correction(impl):
     held = momentkv.no_moments(keys, values), momentkv_bounded.no_bounds(keys, values)
     for function in (impl.momentkv_bounded.attend, impl.momentkv_bounded.attend_certified):
         got = function(np.ones((1, 2, 1)), keys, values, np.ones((1, 1, 2), dtype=bool), *held)
-        require_equal(np.round(got, 2), 2.0, "the output with nothing evicted is not the mean of 1 and 3")
+        equal(np.round(got, 2), 2.0, "the output with nothing evicted is not the mean of 1 and 3")
 
 
 @law("MB-7", of=(ATTEND, CERTIFIED), kind="refusal")
@@ -338,8 +352,8 @@ def test_the_bounds_of_a_long_prompt_are_its_extremes(impl, case):
     gone = np.broadcast_to(np.arange(case.length) % 16 != 0, keys.shape[:3])
     got = impl.momentkv_bounded.update(momentkv_bounded.no_bounds(keys, values), keys, values, gone)
     for states, (low, high) in ((keys, got[:2]), (values, got[2:])):
-        require_equal(low, states[:, :, gone[0, 0]].min(axis=2), "a bound of a long prompt is not the least of a channel")
-        require_equal(high, states[:, :, gone[0, 0]].max(axis=2), "a bound of a long prompt is not the largest of a channel")
+        equal(low, states[:, :, gone[0, 0]].min(axis=2), "a bound of a long prompt is not the least of a channel")
+        equal(high, states[:, :, gone[0, 0]].max(axis=2), "a bound of a long prompt is not the largest of a channel")
 
 
 @law("MB-6", of=ATTEND, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
@@ -349,4 +363,4 @@ def test_a_long_prompt_agrees(impl, case):
     kept = np.broadcast_to(np.arange(case.length) % 16 == 0, keys.shape[:3])
     moments = Moments(*(impl.round(field) for field in moments_of(keys, values, ~kept)))
     arguments = query, keys, values, kept, moments, bounds_of(keys, values, ~kept)
-    impl.allowance(ATTEND, *arguments).check(impl.momentkv_bounded.attend(*arguments), "the output of a long prompt")
+    agrees(impl, ATTEND, *arguments, what="the output of a long prompt")

@@ -1,16 +1,11 @@
 """Laws of rotary position embedding: ROPE-1 to ROPE-5."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import of_dtype, require_equal, require_near, rounding
-from evictionary.spec_tests.judge.cases import Case, long_cases, seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.prelude import *
 
 ROTATE, FREQUENCIES = "rope.rotate", "rope.frequencies"
 
@@ -49,15 +44,18 @@ def test_frequencies_fall_geometrically_from_one(impl, half, theta):
     wanted = np.array([theta ** (-index / half) for index in range(half)])
     # Computed in float32 or wider: the exponent is off by 2^-24 of itself, which theta to that power multiplies by its logarithm,
     # the power and its inverse by as much; and all that twice.
-    if got.shape != wanted.shape or (np.abs(got - wanted) > (math.log(theta) + 3) * 2.0**-23 * wanted).any():
-        raise Violation("the frequencies are not theta^(-2i/D)", wanted, got)
+    require(
+        got.shape == wanted.shape and (np.abs(got - wanted) <= (math.log(theta) + 3) * 2.0**-23 * wanted).all(),
+        "the frequencies are not theta^(-2i/D)",
+        wanted,
+        got,
+    )
 
 
 @law("ROPE-1", of=FREQUENCIES, kind="refusal", head_dim=st.sampled_from([0, 1, 3, 7]))
 def test_an_odd_head_dim_is_refused(impl, head_dim):
     """Channels come in pairs: an odd head_dim, or none, raises ValueError."""
-    with impl.refuses("head_dim"):
-        impl.rope.frequencies(head_dim)
+    refused(impl, "head_dim", FREQUENCIES, head_dim)
 
 
 @law("ROPE-2", of=ROTATE, case=seeded_cases(max_length=17), offset=offsets, theta=thetas)
@@ -65,8 +63,8 @@ def test_channel_i_turns_with_channel_i_plus_half(impl, case, offset, theta):
     """The pairs are (i, i + D/2), not (2i, 2i + 1), and turn from the first towards the second."""
     keys, positions = impl.round(case.keys), positions_of(case, offset)
     expected, slack = turned(impl, keys, positions, theta)
-    require_near(expected, turned_by_hand(keys, positions, theta), 1e-12 * max(1, np.abs(keys).max()), "the reference")
-    require_near(impl.rope.rotate(keys, positions, theta), expected, slack, "the rotated keys")
+    near(expected, turned_by_hand(keys, positions, theta), 1e-12 * max(1, np.abs(keys).max()), "the reference")
+    near(impl.rope.rotate(keys, positions, theta), expected, slack, "the rotated keys")
 
 
 @law("ROPE-2", of=ROTATE, case=seeded_cases(max_length=17), seed=seeds(), batch=st.sampled_from([1, 3]), shape=st.integers(0, 2))
@@ -76,8 +74,8 @@ def test_each_head_turns_by_its_own_positions(impl, case, seed, batch, shape):
     wanted = ((*keys.shape[:3],), (batch, 1, case.length), keys.shape[1:3])[shape]
     positions = np.sort(np.random.default_rng(seed).integers(0, 5000, size=wanted), axis=-1)
     expected, slack = turned(impl, keys, positions)
-    require_near(expected, turned_by_hand(keys, positions, 10000.0), 1e-11 * max(1, np.abs(keys).max()), "the reference")
-    require_near(impl.rope.rotate(keys, positions), expected, slack, "the rotated keys")
+    near(expected, turned_by_hand(keys, positions, 10000.0), 1e-11 * max(1, np.abs(keys).max()), "the reference")
+    near(impl.rope.rotate(keys, positions), expected, slack, "the rotated keys")
 
 
 @law("ROPE-2", of=ROTATE)
@@ -89,7 +87,7 @@ def test_a_quarter_turn_moves_the_first_half_to_the_second(impl):
         wanted = np.zeros(4)
         wanted[channel], wanted[channel + 2] = math.cos(angle), math.sin(angle)
         _, slack = turned(impl, basis, np.array([1]))
-        require_near(impl.rope.rotate(basis, np.array([1])), wanted.reshape(basis.shape), slack, "a rotated basis vector")
+        near(impl.rope.rotate(basis, np.array([1])), wanted.reshape(basis.shape), slack, "a rotated basis vector")
 
 
 @law("ROPE-3", of=ROTATE, case=seeded_cases(), offset=offsets)
@@ -99,7 +97,7 @@ def test_a_rotation_keeps_the_norm_of_each_pair(impl, case, offset):
     _, slack = turned(impl, keys, positions)
     before = np.hypot(*np.split(keys, 2, axis=-1))
     after = np.hypot(*np.split(impl.rope.rotate(keys, positions), 2, axis=-1))
-    require_near(after, before, 2 * slack, "the length of a pair")
+    near(after, before, 2 * slack, "the length of a pair")
 
 
 @law("ROPE-4", of=ROTATE, case=seeded_cases(kinds=("normal", "ties", "drift")), shift=st.integers(-50, 2000), seed=seeds())
@@ -117,7 +115,7 @@ def test_a_dot_product_depends_on_the_distance_only(impl, case, shift, seed):
         return (got_queries * got_keys).sum(axis=-1), float(slack)
 
     (before, slack_before), (after, slack_after) = products(0), products(shift)
-    require_near(after, before, slack_before + slack_after, f"q . k, both moved by {shift},")
+    near(after, before, slack_before + slack_after, f"q . k, both moved by {shift},")
 
 
 @law("ROPE-5", of=ROTATE, case=seeded_cases())
@@ -125,7 +123,7 @@ def test_position_zero_changes_nothing(impl, case):
     """At position 0 every angle is 0: the keys come back exactly."""
     keys = impl.round(case.keys)
     got = impl.rope.rotate(keys, np.zeros(case.length, dtype=int))
-    require_equal(got, keys, "position 0 changed the keys")
+    equal(got, keys, "position 0 changed the keys")
 
 
 @law("ROPE-5", of=ROTATE, case=seeded_cases(), first=st.integers(-300, 300), second=st.integers(-300, 300))
@@ -139,7 +137,7 @@ def test_rotations_add_up(impl, case, first, second):
         slack = 2 * turned(impl, keys, at_first)[1] + turned(impl, halfway, at_then)[1]
         expected, slack_of_sum = turned(impl, keys, at_sum)
         got = impl.rope.rotate(halfway, at_then)
-        require_near(got, expected, slack + slack_of_sum, f"turning by {first} and then by {then}")
+        near(got, expected, slack + slack_of_sum, f"turning by {first} and then by {then}")
 
 
 @law("ROPE-5", of=ROTATE, case=seeded_cases(min_length=2), seed=seeds())
@@ -150,7 +148,7 @@ def test_each_token_turns_by_its_own_position(impl, case, seed):
     order = generator.permutation(case.length)
     expected, slack = turned(impl, impl.round(case.keys), positions)
     got = impl.rope.rotate(case.keys[:, :, order], positions[order])
-    require_near(got, expected[:, :, order], slack, "the permuted rotation")
+    near(got, expected[:, :, order], slack, "the permuted rotation")
 
 
 @law(
@@ -171,4 +169,4 @@ def test_tokens_turn_by_any_position_up_to_131072(impl, case, theta):
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
     angle_error = 2 * positions * (2.0**-52 if impl.dtype == "float64" else 2.0**-23)
     slack = (rounding(impl) + angle_error[:, None]) * np.tile(np.hypot(first, second), 2)
-    require_near(impl.rope.rotate(states, positions, theta), expected, slack, "the rotated keys of a long prompt")
+    near(impl.rope.rotate(states, positions, theta), expected, slack, "the rotated keys of a long prompt")
