@@ -20,9 +20,9 @@ def whole(case):
     return np.clip(np.round(case.keys), -8, 8)
 
 
-def mass_slack(dtype, length):
+def mass_slack(impl, length):
     """What the comparison of a mass with p may be wrong by: p, the total and the sum are rounded, and sums accumulate."""
-    return 4 * EPSILON[dtype] + length * EPSILON[ACCUMULATOR[dtype]]
+    return 2 * final_rounding(impl) + length * accumulating(impl)
 
 
 def smallest_count(weights, mass):
@@ -40,7 +40,7 @@ def smallest_count(weights, mass):
 def bounds_of_budget(impl, weights, p):
     """The least and the largest B_0, [B, H_q] each, that weights [B, H_q, T], an allowance, leave open."""
     length = weights.expected.shape[-1]
-    slack = length * weights.largest + mass_slack(impl.dtype, length)
+    slack = length * weights.largest + mass_slack(impl, length)
     return tuple(smallest_count(weights.expected, p + sign * slack) for sign in (-1, 1))
 
 

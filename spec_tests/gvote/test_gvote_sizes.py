@@ -27,7 +27,7 @@ def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, perc
     weights = row_of_weights(impl, case)
     kept = impl.gvote.nucleus(weights, percent / 100)
     require_mask(kept, weights.shape, "the nucleus")
-    slack = mass_slack(impl.dtype, int(np.sqrt(case.length))) + rounding(impl, case.length)
+    slack = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length)
     for row, chosen in zip(weights[0], kept[0], strict=True):
         order = np.argsort(-row, kind="stable")
         mass = np.cumsum(row[order]) / row.sum()
@@ -44,7 +44,6 @@ def test_of_a_long_row_the_lower_of_equal_weights_are_in_the_nucleus(impl, case,
     """Of thousands of weights, many equal, the nucleus is the first of a stable sort by falling weight."""
     weights = row_of_weights(impl, case)
     kept = impl.gvote.nucleus(weights, percent / 100)
-    require_mask(kept, weights.shape, "the nucleus")
     equal(kept, first_of_each(weights, kept.sum(axis=-1)), "of equal weights one at a higher position is in the nucleus")
 
 
@@ -190,7 +189,7 @@ def every_other(impl, case, p):
     keys[0, ..., 0], query[..., 0] = np.where(seen, -2, -64), math.isqrt(case.head_dim)
     kept = impl.gvote.select(query, keys, np.stack([np.roll(query, 1, axis=-1), query], axis=2), p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    slack, count = mass_slack(impl.dtype, int(np.sqrt(case.length))) + rounding(impl, case.length), seen.sum(axis=1)[:, None]
+    slack, count = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length), seen.sum(axis=1)[:, None]
     return kept[0], tokens, seen, np.floor((p - slack) * count), np.ceil((p + slack) * count)
 
 

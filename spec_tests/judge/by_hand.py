@@ -178,6 +178,11 @@ def accumulating(impl: Implementation) -> float:
     return EPSILON[ACCUMULATOR[impl.dtype]]
 
 
+def final_rounding(impl: Implementation) -> float:
+    """What a number of size 1 may be wrong by that is rounded to the dtype twice."""
+    return 2 * EPSILON[impl.dtype]
+
+
 def angle_error(impl: Implementation, position: float) -> float:
     """What an angle t w up to this position may be wrong by: frequency and product are rounded, in float32 or wider."""
     return 2 * position * accumulating(impl)

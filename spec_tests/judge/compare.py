@@ -26,8 +26,8 @@ def equal(got: Any, expected: Any, message: str) -> None:
 
     Where a mask is expected, `got` has to be one.
     """
-    if isinstance(expected, np.ndarray) and expected.dtype == np.bool_ and np.ndim(got):
-        require_mask(got, expected.shape, "the selection")
+    if np.ndim(expected) and np.asarray(expected).dtype == np.bool_:
+        require_mask(got, np.shape(expected), "the selection")
     wanted = np.broadcast_to(expected, np.shape(got)) if np.ndim(expected) == 0 else expected
     require(np.array_equal(got, wanted), message, expected, got)
 
