@@ -47,10 +47,10 @@ def near(got: Any, expected: np.ndarray, slack: float | np.ndarray | Allowance, 
         raise Violation(f"{what} differs by {np.nanmax(apart):.3g}; allowed is {np.max(slack):.3g}", expected, got)
 
 
-def within(impl: Implementation, pick: int | None = None) -> float:
-    """What a number of the last call may be wrong by where its right value is known to be of size 1: two roundings more."""
+def within(impl: Implementation, pick: int | None = None, roundings: int = 2) -> float:
+    """What a number of the last call may be wrong by, and so many roundings of a number of size 1 more."""
     args, kwargs = impl.calls[-1].given
-    return impl.allowance(impl.calls[-1].function, *args, pick=pick, **kwargs).largest + 2 * EPSILON[impl.dtype]
+    return impl.allowance(impl.calls[-1].function, *args, pick=pick, **kwargs).largest + roundings * EPSILON[impl.dtype]
 
 
 def lies(impl: Implementation, got: Any, between: tuple[Any, Any], what: str) -> None:

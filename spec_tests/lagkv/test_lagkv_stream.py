@@ -1,6 +1,6 @@
 """Laws of LagKV: attention as section 2.1 has it (LK-1 to LK-6), the recursion (LK-R) and the variants (LK-14 to LK-16)."""
 
-from typing import Any
+import itertools
 
 import numpy as np
 from hypothesis import strategies as st
@@ -18,73 +18,52 @@ STEP = "lagkv.step"
 LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = "lagkv_variants.local_score", "lagkv_variants.local_select", "lagkv_variants.norm_select"
 
 
-def streamed(impl, case, cuts, settings):
-    """Every state of the stream that takes the tokens in the chunks that `cuts` ends."""
-    states: list[Any] = []
-    start = 0
-    for stop in cuts:
-        last = states[-1] if states else None
-        states.append(impl.lagkv.step(last, case.keys[:, :, start:stop], case.values[:, :, start:stop], **settings))
-        start = stop
-    return states
-
-
-def drawn_cuts(length, seed):
+def streamed(impl, case, percent, sink, lag, seed):
+    """The mask that the stream keeps after each step, its state, and the number of tokens it has taken: chunks of any length."""
     generator = np.random.default_rng(seed)
-    inner = generator.random(max(0, length - 1)) < generator.choice([0.05, 0.3, 1.0])  # long chunks, short ones, single tokens
-    return [*(np.flatnonzero(inner) + 1).tolist(), length]
+    cut = generator.random(max(0, case.length - 1)) < generator.choice([0.05, 0.3, 1.0])  # long chunks, short ones, single tokens
+    yield from states_at(impl, case, [*(np.flatnonzero(cut) + 1).tolist(), case.length], percent, sink, lag)
 
 
-def mask_of(positions, length):
-    kept = np.zeros((*positions.shape[:2], length), dtype=bool)
-    np.put_along_axis(kept, positions, True, axis=-1)
-    return kept
+def states_at(impl, case, cuts, percent, sink, lag):
+    """The same where the chunks end at `cuts`."""
+    state, settings = None, {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
+    for start, stop in itertools.pairwise([0, *cuts]):
+        state = impl.lagkv.step(state, case.keys[:, :, start:stop], case.values[:, :, start:stop], **settings)
+        kept = np.zeros(case.keys.shape[:3], dtype=bool)
+        np.put_along_axis(kept, state.positions, True, axis=-1)
+        yield kept, state, stop
 
 
 @law("LK-1", of=PROJECT, case=seeded_cases(max_length=17), width=st.integers(1, 5), seed=seeds())
 def test_each_head_projects_with_its_own_matrices(impl, case, width, seed):
     """Q, K and V are the states times W_Q, W_K and W_V, row by row."""
-    generator = np.random.default_rng(seed)
+    generator, states = np.random.default_rng(seed), impl.round(case.keys)
     weights = [impl.round(generator.normal(size=(case.head_dim, width))) for _ in range(3)]
-    states = impl.round(case.keys)
-    got = impl.lagkv_theory.project(states, *weights)
     for pick, matrix in enumerate(weights):
-        allowed = impl.allowance(PROJECT, states, *weights, pick=pick)
-        by_hand = (states[..., None] * matrix).sum(axis=-2)
-        loops(allowed.expected, by_hand, np.abs(states).max() * np.abs(matrix).sum())
-        allowed.check(got[pick], "QKV"[pick])
+        by_hand, size = (states[..., None] * matrix).sum(axis=-2), np.abs(states).max() * np.abs(matrix).sum()
+        agrees(impl, PROJECT, states, *weights, pick=pick, by_hand=by_hand, size=size, what="QKV"[pick])
 
 
 @law("LK-2", of=OUTPUT, case=seeded_cases(max_length=17), seed=seeds())
 def test_heads_stand_side_by_side(impl, case, seed):
     """Concat(A_i V_i) W_O is the sum over the heads of A_i V_i times that head's rows of W_O."""
-    generator = np.random.default_rng(seed)
-    batch, num_heads, length, width = case.values.shape
+    generator, values = np.random.default_rng(seed), impl.round(case.values)
+    batch, num_heads, length, width = values.shape
     weights = impl.round(generator.dirichlet(np.ones(length), size=(batch, num_heads, 2)))
     output_weight = impl.round(generator.normal(size=(num_heads * width, 3)))
-    values = impl.round(case.values)
-    allowed = impl.allowance(OUTPUT, weights, values, output_weight)
     by_head = sum(weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads))
-    loops(allowed.expected, by_head, np.abs(values).max() * np.abs(output_weight).sum())
-    allowed.check(impl.lagkv_theory.attention_output(weights, values, output_weight), "the output")
+    size = np.abs(values).max() * np.abs(output_weight).sum()
+    agrees(impl, OUTPUT, weights, values, output_weight, by_hand=by_head, size=size)
 
 
 @law("LK-3", of=WEIGHTS, case=seeded_cases(max_length=17))
 def test_attention_weights_are_a_causal_softmax(impl, case):
     """Row t is the softmax of q_t . k_j / sqrt(d_h) over j <= t, and zero after t."""
     queries, keys = impl.round(case.next_keys), impl.round(case.keys)
-    got = impl.lagkv_theory.attention_weights(queries, keys)
+    size = np.abs(queries).max() * np.abs(keys).max()
+    got = agrees(impl, WEIGHTS, queries, keys, by_hand=causal_weights, size=size)
     equal(got[..., ~np.tri(case.length, dtype=bool)], 0, "a token attends to one after it")
-    agrees(
-        impl,
-        WEIGHTS,
-        queries,
-        keys,
-        got=got,
-        by_hand=causal_weights(queries, keys),
-        size=np.abs(queries).max() * np.abs(keys).max(),
-        what="the weights",
-    )
 
 
 @law("LK-4", of=PROJECT, case=seeded_cases(max_length=17), seed=seeds())
@@ -94,16 +73,8 @@ def test_a_new_token_projects_as_in_the_prompt(impl, case, seed):
     weights = [impl.round(generator.normal(size=(case.head_dim, 3))) for _ in range(3)]
     alone = impl.lagkv_theory.project(case.keys[:, :, -1:], *weights)
     for pick, got in enumerate(alone):
-        agrees(
-            impl,
-            PROJECT,
-            case.keys,
-            *weights,
-            pick=pick,
-            got=np.broadcast_to(got, (*got.shape[:2], 1, 3)),
-            expected=lambda expected: expected[:, :, -1:],
-            what="the new row",
-        )
+        row = np.broadcast_to(got, (*got.shape[:2], 1, 3))
+        agrees(impl, PROJECT, case.keys, *weights, pick=pick, got=row, expected=lambda rows: rows[:, :, -1:])
 
 
 @law("LK-5", of=APPEND, case=cases())
@@ -120,37 +91,23 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
     """The newest queries over the cache, themselves included, have the weights that they have in the whole matrix."""
     new = int(np.random.default_rng(seed).integers(1, case.length))
     cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
-    agrees(
-        impl,
-        WEIGHTS,
-        case.next_keys,
-        case.keys,
-        got=impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached),
-        expected=lambda expected: expected[:, :, -new:],
-        what="the weights of the newest queries",
-    )
+    got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
+    agrees(impl, WEIGHTS, case.next_keys, case.keys, got=got, expected=lambda weights: weights[:, :, -new:])
 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
 def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, seed):
     """However the tokens come, each partition keeps its best floor(rL) tokens, judged against the whole next partition."""
-    cuts = drawn_cuts(case.length, seed)
-    end = streamed(impl, case, cuts, {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag})[-1]
-    kept = mask_of(end.positions, case.length)
-    require(
-        (kept.sum(axis=-1) == end.positions.shape[-1]).all() and (np.diff(end.positions, axis=-1) > 0).all(),
-        "the positions of a head are not distinct and ascending",
-        None,
-        end.positions,
-    )
+    *_, (kept, end, _) = streamed(impl, case, percent, sink, lag, seed)
+    ascending = (np.diff(end.positions, axis=-1) > 0).all()
+    require(ascending, "the positions of a head are not distinct and ascending", None, end.positions)
     check_partitions(impl, kept, case, percent, sink, lag)
 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
 def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink, lag, seed):
     """Row n holds the key and the value of the token at position n of that head, unchanged, after every step."""
-    cuts = drawn_cuts(case.length, seed)
-    for state in streamed(impl, case, cuts, {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}):
+    for _, state, _ in streamed(impl, case, percent, sink, lag, seed):
         for got, states in ((state.keys, case.keys), (state.values, case.values)):
             wanted = np.take_along_axis(impl.round(states), state.positions[..., None], axis=2)
             equal(got, wanted, "a row of the stream is not the token at its position")
@@ -160,42 +117,25 @@ def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink
 def test_an_evicted_token_never_returns(impl, case, percent, sink, lag, seed):
     """After each step the cache is what it was, less some tokens, with the new ones; its length is that of LK-12."""
     settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
-    cuts = drawn_cuts(case.length, seed)
-    place = np.arange(case.length)
-    before, seen = np.zeros(case.keys.shape[:3], dtype=bool), 0
-    for stop, state in zip(cuts, streamed(impl, case, cuts, settings), strict=True):
-        kept = mask_of(state.positions, case.length)
-        require(
-            not (kept & ~before & ((place < seen) | (place >= stop))).any(),
-            "a token returned, or one that has not come is kept",
-            before,
-            kept,
-        )
-        require(
-            int(state.seen) == stop and (kept.sum(axis=-1) == impl.lagkv.retained_length(stop, **settings)).all(),
-            f"after {stop} tokens the cache is not retained_length({stop}) long",
-            None,
-            kept.sum(axis=-1),
-        )
+    place, before, seen = np.arange(case.length), np.zeros(case.keys.shape[:3], dtype=bool), 0
+    for kept, state, stop in streamed(impl, case, percent, sink, lag, seed):
+        new = (place >= seen) & (place < stop)
+        require(not (kept & ~before & ~new).any(), "a token returned, or one that has not come is kept", before, kept)
+        equal(int(state.seen), stop, "the stream has counted other tokens")
+        length = impl.lagkv.retained_length(stop, **settings)
+        equal(kept.sum(axis=-1), length, f"after {stop} tokens the cache is not retained_length({stop}) long")
         before, seen = kept, stop
 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_the_chunks_of_the_paper_compress_one_partition_each(impl, case, percent, sink, lag):
     """S + 2L tokens and then L at a time: after each full chunk one partition more is static, and at most L + remainder are not."""
-    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
     cuts = sorted({min(case.length, stop) for stop in range(sink + 2 * lag, case.length + lag, lag)} | {case.length})
-    states = streamed(impl, case, cuts, settings)
-    kept_each = percent * lag // 100
-    for number, (stop, state) in enumerate(zip(cuts, states, strict=True), start=1):
-        if (stop - sink) % lag or stop < sink + 2 * lag:
-            continue
-        require(
-            int(state.static_length) == sink + number * kept_each and state.keys.shape[2] == sink + number * kept_each + lag,
-            f"after {stop} tokens {number} partitions are not compressed, the next one whole",
-            None,
-            state,
-        )
+    for number, (_, state, stop) in enumerate(states_at(impl, case, cuts, percent, sink, lag), start=1):
+        if stop >= sink + 2 * lag and not (stop - sink) % lag:
+            static = sink + number * (percent * lag // 100)
+            equal(int(state.static_length), static, f"after {stop} tokens {number} partitions are not compressed")
+            equal(state.keys.shape[2], static + lag, f"after {stop} tokens the next partition is not whole")
 
 
 @law("LK-R", of=STEP, case=caches, lag=lags)
@@ -222,16 +162,8 @@ def test_what_does_not_fit_the_stream_is_refused(impl, bad):
 @law("LK-14", of=LOCAL_SCORE, case=cases())
 def test_local_score_is_the_score_against_itself(impl, case):
     """LocalKV takes minimum and maximum from the partition that it scores."""
-    agrees(
-        impl,
-        SCORE,
-        case.keys,
-        case.values,
-        case.keys,
-        case.values,
-        got=impl.lagkv_variants.local_score(case.keys, case.values),
-        what="the local score",
-    )
+    states = case.keys, case.values
+    agrees(impl, SCORE, *states, *states, got=impl.lagkv_variants.local_score(*states), what="the local score")
 
 
 @law("LK-15", of="lagkv.normalise", case=cases())
@@ -239,16 +171,10 @@ def test_locally_normalised_values_fill_the_unit_interval(impl, case):
     """Normalised by its own range, each channel that varies runs from 0 to 1."""
     keys = impl.round(case.keys)
     got = impl.lagkv.normalise(keys, keys)
-    varies = keys.max(axis=2) > keys.min(axis=2)
-    require_numbers(got, keys.shape, "the normalised keys")
+    varies = (keys.max(axis=2) > keys.min(axis=2)).astype(float)
     # A quotient of equal numbers is exactly 1; a product with the reciprocal, as correct, is rounded once more.
-    slack = impl.allowance("lagkv.normalise", keys, keys).largest + EPSILON[impl.dtype]
-    require(
-        np.abs(got.min(axis=2)).max() <= slack and np.abs(got.max(axis=2) - varies).max() <= slack,
-        "a channel does not run from 0 to 1",
-        varies,
-        got,
-    )
+    near(got.min(axis=2), np.zeros_like(varies), within(impl, roundings=1), "the least of a channel")
+    near(got.max(axis=2), varies, within(impl, roundings=1), "the largest of a channel")
 
 
 @law("LK-14", of=LOCAL_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
@@ -261,39 +187,28 @@ def test_local_selection_keeps_the_best_of_each_partition(impl, case, percent, s
 @law("LK-15", of=LOCAL_SCORE)
 def test_the_local_range_is_not_the_next_one(impl):
     """A token at the edge of its own partition but in the middle of the next one scores differently in the two."""
-    keys = np.array([[[[0.0, 0], [1, 0], [0, 1]]]])
-    following = np.array([[[[0.0, 0], [8, 1], [4, 0]]]])
-    local = impl.lagkv_variants.local_score(keys, keys)
-    lagged = impl.allowance(SCORE, keys, keys, following, following)
-    agrees(impl, LOCAL_SCORE, keys, keys, got=local, what="the local score")
-    require(
-        np.abs(local - lagged.expected).max() >= 1e-3, "the local score is that against the next partition", lagged.expected, local
-    )
+    keys, following = np.array([[[[0.0, 0], [1, 0], [0, 1]]]]), np.array([[[[0.0, 0], [8, 1], [4, 0]]]])
+    local, lagged = agrees(impl, LOCAL_SCORE, keys, keys), oracle(SCORE)(keys, keys, following, following)
+    require(np.abs(local - lagged).max() >= 1e-3, "the local score is that against the next partition", lagged, local)
 
 
 @law("LK-16", of=NORM_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
     """From the third layer on each partition keeps its floor(rL) keys of smallest norm; the values play no part."""
-    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
-    kept = impl.lagkv_variants.norm_select(case.keys, case.values, layer=2, **settings)
+    settings = {"layer": 2, "keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
+    kept = impl.lagkv_variants.norm_select(case.keys, case.values, **settings)
     check_partitions(impl, kept, case, percent, sink, lag, path="knorm.score", takes=1)
-    require(
-        (impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], layer=2, **settings) == kept).all(),
-        "other values changed what is kept",
-        kept,
-        None,
-    )
+    others = impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], **settings)
+    equal(others, kept, "other values changed what is kept")
 
 
 @law("LK-16", of=NORM_SELECT, case=caches, layer=st.integers(0, 4), skipped=st.integers(0, 4))
 def test_the_first_layers_keep_everything(impl, case, layer, skipped):
     """Layers 0 and 1 are left whole, or as many as skipped_layers says; the layer after them is compressed."""
-    settings = {"keep_ratio": 0, "sink_size": 0, "lag_size": 2}
     for given, first in (({}, 2), ({"skipped_layers": skipped}, skipped)):
-        kept = impl.lagkv_variants.norm_select(case.keys, case.values, layer=layer, **given, **settings)
-        require(
-            kept.all() == (layer < first or case.length < 4), f"layer {layer} with the first {first} skipped", layer < first, kept
-        )
+        settings = {"layer": layer, "keep_ratio": 0, "sink_size": 0, "lag_size": 2} | given
+        kept, whole = impl.lagkv_variants.norm_select(case.keys, case.values, **settings), layer < first or case.length < 4
+        equal(kept.all(), whole, f"layer {layer} with the first {first} skipped")
 
 
 @law("LK-16", of=NORM_SELECT, kind="refusal", name=st.sampled_from(["layer", "keep_ratio", "lag_size"]))
