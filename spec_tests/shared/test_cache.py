@@ -33,20 +33,15 @@ def test_lengths_count_the_rows_of_each_head(impl, case, seed):
     """lengths [B, H_kv] is the number of kept tokens of each head."""
     kept = draw_mask(case.keys.shape[:3], seed)
     got = impl.cache.compress(case.keys, case.values, kept).lengths
-    require(got.shape == kept.shape[:2] and (got == kept.sum(-1)).all(), "lengths do not count the kept tokens", kept.sum(-1), got)
+    equal(got, kept.sum(axis=-1), "lengths do not count the kept tokens")
 
 
 @law("CACHE-2", of="cache.compress", case=cases())
 def test_keeping_all_changes_nothing(impl, case):
     """With every token kept the cache is the sequence itself."""
-    kept = np.ones(case.keys.shape[:3], dtype=bool)
-    cache = impl.cache.compress(case.keys, case.values, kept)
-    require(
-        (cache.values.reshape(case.values.shape) == impl.round(case.values)).all(),
-        "keeping every token changed the values",
-        case.values,
-        cache.values,
-    )
+    cache = impl.cache.compress(case.keys, case.values, np.ones(case.keys.shape[:3], dtype=bool))
+    got = cache.values.reshape(case.values.shape)
+    equal(got, impl.round(case.values), "keeping every token changed the values")
 
 
 def long_cache(impl, case):
