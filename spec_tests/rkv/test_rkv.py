@@ -296,7 +296,8 @@ def test_a_thousand_tokens_have_their_scores(impl, case):
 def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case, seed, share):
     """The redundancy counted row by row, token 0 left out of the rows without a similar key; the importance as in RK-4."""
     queries, keys = prompt_queries(case, seed), impl.round(case.keys)
-    settings, expected = {"window_size": 2, "kernel_size": 3}, None
+    settings: dict = {"window_size": 2, "kernel_size": 3}
+    expected = None
     if not by_hand(keys)[1]:  # no two keys are so nearly similar that rounding decides
         redundancy = np.array([[counted(cosines(head), otherwise=(0,)) for head in item] for item in keys])
         expected = share * oracle(IMPORTANCE)(queries, keys, **settings) - (1 - share) * redundancy[..., :-2]

@@ -23,12 +23,10 @@ def mean_weights(queries, keys):
 @law("TO-1", of=SCORE, case=cases())
 def test_score_is_the_mean_attention_of_the_last_query(impl, case):
     """softmax(q K^T / sqrt(D)) of the last query, averaged over all query heads of the layer; also computed head by head."""
-    queries = last_queries(case)
-    allowed = impl.allowance(SCORE, queries, case.keys)
-    allowed.check(impl.tova.score(queries, case.keys), "the score")
-    last, keys = impl.round(queries[:, :, -1:]), impl.round(case.keys)
-    by_hand = causal_weights(last, for_each_reader(keys, last)).mean(axis=1)
-    loops(allowed.expected, np.repeat(by_hand, keys.shape[1], axis=1), 1 + np.abs(keys).max() * np.abs(last).max())
+    queries, keys = impl.rounded((last_queries(case), case.keys))
+    last = queries[:, :, -1:]
+    by_hand = np.repeat(causal_weights(last, for_each_reader(keys, last)).mean(axis=1), keys.shape[1], axis=1)
+    agrees(impl, SCORE, queries, keys, by_hand=by_hand, size=1 + np.abs(keys).max() * np.abs(last).max())
 
 
 @law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=shares())
@@ -47,26 +45,23 @@ def test_the_layer_keeps_one_set(impl, case, share):
 def test_only_the_last_query_counts(impl, case, seed):
     """Earlier queries may be anything, or absent."""
     queries = last_queries(case)
-    allowed = impl.allowance(SCORE, queries, case.keys)
     other = np.random.default_rng(seed).normal(size=queries.shape)
     other[:, :, -1] = queries[:, :, -1]
-    allowed.check(impl.tova.score(other, case.keys), "the score with other earlier queries")
-    allowed.check(impl.tova.score(queries[:, :, -1:], case.keys), "the score of the last query alone")
+    for same in (other, queries[:, :, -1:]):
+        agrees(impl, SCORE, queries, case.keys, got=impl.tova.score(same, case.keys), what="the score with other earlier queries")
 
 
 @law("TO-1", of=SCORE, case=seeded_cases(), seed=seeds())
 def test_scores_move_with_their_tokens(impl, case, seed):
     """Permuting the tokens permutes the scores; permuting the query heads of a group, or the batch, changes no score."""
-    queries = last_queries(case)
-    allowed = impl.allowance(SCORE, queries, case.keys)
-    generator = np.random.default_rng(seed)
+    queries, keys, generator = last_queries(case), case.keys, np.random.default_rng(seed)
     order = generator.permutation(case.length)
-    allowed.check(impl.tova.score(queries, case.keys[:, :, order]), "the permuted score", allowed.expected[:, :, order])
+    got = impl.tova.score(queries, keys[:, :, order])
+    agrees(impl, SCORE, queries, keys, got=got, expected=lambda scores: scores[:, :, order], what="the permuted score")
     heads = np.concatenate([head * case.group + generator.permutation(case.group) for head in range(case.num_kv_heads)])
-    allowed.check(impl.tova.score(queries[:, heads], case.keys), "the score with the query heads of a group exchanged")
-    backwards = np.arange(case.batch)[::-1]
-    swapped = impl.tova.score(queries[backwards], case.keys[backwards])
-    allowed.check(swapped, "the score of the batch in reverse", allowed.expected[backwards])
+    agrees(impl, SCORE, queries, keys, got=impl.tova.score(queries[:, heads], keys), what="the score of exchanged query heads")
+    got = impl.tova.score(queries[::-1], keys[::-1])[::-1]
+    agrees(impl, SCORE, queries, keys, got=got, what="the score of the batch in reverse")
 
 
 @law("TO-1", of=SCORE)
@@ -75,8 +70,8 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     keys = 16 * np.array([[[[1.0, 0], [0, 0], [0, 1]], [[1, 0], [0, 0], [0, 1]]]])
     queries = 16 * np.array([[[[1.0, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]])
     keys[0, 0, 2], keys[0, 1, 0] = 0, 0
-    got = impl.tova.score(queries, keys)
-    require(np.abs(got - [0.5, 0, 0.5]).max() <= 1e-3, "a query head reads another KV head than h // G", [0.5, 0, 0.5], got)
+    got, expected = impl.tova.score(queries, keys), np.array([[[0.5, 0, 0.5]] * 2])
+    near(got, expected, 1e-3, "the score where query head h reads KV head h // G")
 
 
 @law("TO-1", of=SCORE, size=st.sampled_from([1.0, 1e4]))
