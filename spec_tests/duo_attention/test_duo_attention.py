@@ -47,16 +47,9 @@ def test_retrieval_heads_keep_all_and_the_others_both_ends(impl, case, seed, sin
     assume(sink_size + recent_size)
     gates, length = gates_of(case, seed), case.keys.shape[2]
     kept = impl.duo_attention.select(case.keys, gates, sink_size=sink_size, recent_size=recent_size)
-    require_mask(kept, case.keys.shape[:3], "the selection")
-    ends = {*range(min(sink_size, length)), *range(max(0, length - recent_size), length)}
-    for place in np.ndindex(gates.shape):
-        wanted = set(range(length)) if gates[place] >= 0.5 else ends
-        require(
-            set(np.flatnonzero(kept[place]).tolist()) == wanted,
-            f"a head with the gate {gates[place]} keeps other tokens",
-            sorted(wanted),
-            kept[place],
-        )
+    place = np.arange(length)
+    ends = (place < sink_size) | (place >= length - recent_size)
+    equal(kept, (gates[..., None] >= 0.5) | ends, "a retrieval head does not keep all tokens, or another one not both ends")
 
 
 @law("DA-2", of=SELECT, threshold=st.sampled_from([0.25, 0.5, 0.75]))
@@ -142,20 +135,13 @@ def test_a_gated_head_mixes_both_attentions_by_its_gate(impl, case, seed, count,
 def test_a_streaming_head_does_not_see_the_middle(impl):
     """500 zero keys, of which token 200 alone has a value: gates of 1, 1/2 and 0 give 1/500, half of it, and nothing."""
     values = (np.arange(500) == 200).astype(float).reshape(1, 1, 500, 1).repeat(3, axis=1)
-    states = (np.ones((1, 3, 1, 2)), np.zeros((1, 3, 500, 2)), values)
-    got = impl.duo_attention.gated_attention(*states, np.array([[1.0, 0.5, 0.0]]))
-    expected = np.array([0.002, 0.001, 0]).reshape(1, 3, 1, 1)
-    agrees(impl, GATED, *states, np.array([[1.0, 0.5, 0.0]]), got=got, expected=expected, what="the output")
+    states, gates = (np.ones((1, 3, 1, 2)), np.zeros((1, 3, 500, 2)), values), np.array([[1.0, 0.5, 0.0]])
+    agrees(impl, GATED, *states, gates, expected=np.array([0.002, 0.001, 0]).reshape(1, 3, 1, 1))
     # Tokens 127 and 244 are the last of the 128 sinks and the first of the last 256; 128 and 243 are in the middle.
     for place, is_seen in ((127, True), (128, False), (243, False), (244, True)):
         values = (np.arange(500) == place).astype(float).reshape(1, 1, 500, 1)
         got = impl.duo_attention.gated_attention(np.ones((1, 1, 1, 2)), np.zeros((1, 1, 500, 2)), values, np.zeros((1, 1)))
-        require(
-            bool((got > 0.002).all()) == is_seen,
-            f"a streaming head {'does not see' if is_seen else 'sees'} token {place}",
-            is_seen / 384,
-            got,
-        )
+        equal((got > 0.002).all(), is_seen, f"a streaming head {'does not see' if is_seen else 'sees'} token {place}")
 
 
 @law("DA-3", of=GATED, kind="refusal", bad=st.sampled_from([("gates", [[1.5]]), ("gates", [[-0.5]]), ("recent_size", 0)]))

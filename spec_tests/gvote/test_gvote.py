@@ -174,7 +174,7 @@ def test_far_logits_still_rank(impl):
 def test_logits_a_few_roundings_apart_still_rank(impl):
     """Keys 1, 1 + 8 eps, 1 + 16 eps and 1 + 24 eps, eps that of the dtype under test: the two largest logits get the votes."""
     keys = np.zeros((1, 1, 4, 4))
-    keys[..., 0] = 1 + 8 * EPSILON[impl.dtype] * np.arange(4)
+    keys[..., 0] = 1 + 4 * final_rounding(impl) * np.arange(4)
     got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
     equal(got, [[[False, False, True, True]]], "logits that differ count as equal")
 

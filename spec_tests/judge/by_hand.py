@@ -183,8 +183,8 @@ def final_rounding(impl: Implementation) -> float:
     return 2 * EPSILON[impl.dtype]
 
 
-def angle_error(impl: Implementation, position: float) -> float:
-    """What an angle t w up to this position may be wrong by: frequency and product are rounded, in float32 or wider."""
+def angle_error(impl: Implementation, position: Any) -> Any:
+    """What an angle t w up to this position, or each of these, may be wrong by: frequency and product are rounded, in float32 or wider."""
     return 2 * position * accumulating(impl)
 
 

@@ -16,26 +16,34 @@ counts: dict[str, Any] = {
 }
 
 
+def layers_of(impl, budget, num_layers, *, most=None, least=1, **settings):
+    """The budgets of the layers; Violation unless there is one for each, they have this total, and lie between these numbers."""
+    got = list(impl.pyramid_kv.budgets(budget, num_layers, **settings))
+    equal(len(got), num_layers, "there is not one budget for each layer")
+    total = num_layers * (budget if most is None else min(budget, most))
+    equal(sum(got), total, "the budgets have another total")
+    inside = least <= min(got) and (most is None or max(got) <= most)
+    require(inside, f"budgets from {min(got)} to {max(got)} of {most} tokens", (least, most), got)
+    return np.array(got)
+
+
+def on_a_line(got, first, last, what):
+    """Raise Violation unless budgets lie within one token of the straight line."""
+    near(got.astype(float), np.linspace(first, last, len(got)), 1 + 1e-9, what)
+
+
 @law("PY-2", of=PYRAMID, **counts)
 def test_the_total_is_exact(impl, budget, num_layers, beta):
     """The budgets sum to num_layers * budget, and each is at least 1."""
-    got = list(impl.pyramid_kv.budgets(budget, num_layers, beta=beta))
-    require(
-        len(got) == num_layers and sum(got) == num_layers * budget and min(got) >= 1,
-        f"{len(got)} budgets from {min(got)} on sum to {sum(got)}",
-        num_layers * budget,
-        got,
-    )
+    layers_of(impl, budget, num_layers, beta=beta)
 
 
 @law("PY-1", of=PYRAMID, **counts)
 def test_budgets_fall_linearly(impl, budget, num_layers, beta):
     """Every budget is within one token of the straight line from 2 b - b/beta to b/beta, and none exceeds the layer before."""
-    got = np.array(impl.pyramid_kv.budgets(budget, num_layers, beta=beta), dtype=np.float64)
-    last = max(1.0, budget / beta)
-    line = np.linspace(2 * budget - last, last, num_layers) if num_layers > 1 else np.array([float(budget)])
-    require(np.abs(got - line).max() <= 1 + 1e-9, "a budget leaves the straight line by more than a token", line, got)
-    require((np.diff(got) <= 0).all(), "a deeper layer has a larger budget", line, got)
+    got, last = np.array(impl.pyramid_kv.budgets(budget, num_layers, beta=beta)), max(1.0, budget / beta)
+    on_a_line(got, budget if num_layers == 1 else 2 * budget - last, last, "a budget, from the straight line,")
+    require((np.diff(got) <= 0).all(), "a deeper layer has a larger budget", None, got)
 
 
 @law(
@@ -43,20 +51,9 @@ def test_budgets_fall_linearly(impl, budget, num_layers, beta):
 )
 def test_no_layer_is_given_more_tokens_than_there_are(impl, budget, num_layers, beta, length):
     """With length no budget exceeds it, the total stays num_layers * min(budget, length), and budgets fall on a straight line."""
-    got = list(impl.pyramid_kv.budgets(budget, num_layers, beta=beta, length=length))
-    require(
-        len(got) == num_layers and sum(got) == num_layers * min(budget, length) and 1 <= min(got) <= max(got) <= length,
-        f"budgets from {min(got)} to {max(got)} of {length} tokens",
-        num_layers * min(budget, length),
-        got,
-    )
-    rises = np.diff(got)
-    require(
-        (rises <= 0).all() and not (np.ptp(rises) > 3 if len(rises) else False),
-        "a budget is larger than the one before, or the steps differ by more than rounding",
-        None,
-        got,
-    )
+    steps = np.diff(layers_of(impl, budget, num_layers, most=length, beta=beta, length=length))
+    require((steps <= 0).all(), "a budget is larger than the one before", None, steps)
+    require(not steps.size or np.ptp(steps) <= 3, "the steps differ by more than rounding", None, steps)
 
 
 @law("PY-2", of=PYRAMID, not_for=without(PYRAMID, "length"))
@@ -75,22 +72,10 @@ def test_a_tenth_is_removed_where_a_tenth_is_asked(impl):
 )
 def test_every_layer_keeps_the_window_beside_its_share(impl, budget, num_layers, beta, window, length):
     """Beside a window the rest of the budget is a pyramid of its own; a budget below the window is the same in every layer."""
-    got = list(impl.pyramid_kv.budgets(budget, num_layers, beta=beta, length=length, window_size=window))
-    whole = min(budget, length)
-    require(
-        sum(got) == num_layers * whole and min(got) >= min(window, whole) and max(got) <= length,
-        f"budgets from {min(got)} to {max(got)} beside a window of {window}",
-        num_layers * whole,
-        got,
-    )
-    if window < whole == budget and 2 * (budget - window) <= length - window and (budget - window) / beta >= 1:
-        line = np.linspace(2 * budget - window - (budget - window) / beta, window + (budget - window) / beta, num_layers)
-        require(
-            num_layers <= 1 or np.abs(line - got).max() <= 1 + 1e-9,
-            "a budget leaves the straight line beside the window by more than a token",
-            line,
-            got,
-        )
+    least, rest = min(window, budget, length), budget - window
+    got = layers_of(impl, budget, num_layers, most=length, least=least, beta=beta, length=length, window_size=window)
+    if num_layers > 1 and window < budget <= length and 2 * rest <= length - window and rest / beta >= 1:
+        on_a_line(got, window + 2 * rest - rest / beta, window + rest / beta, "a budget, from the line beside the window,")
 
 
 @law("PY-3", of=PYRAMID, not_for=without(PYRAMID, "length"))

@@ -10,7 +10,7 @@ DIRECTION, CALIBRATE, SCORE = "q_filters.main_direction", "q_filters.calibrate",
 
 def error(impl):
     """What a component of a direction may be wrong by: the output's rounding, and that of float32 at least."""
-    return 64 * max(EPSILON[impl.dtype], EPSILON["float32"])
+    return 32 * max(final_rounding(impl), 2.0**-22)
 
 
 @law("QF-1", of=DIRECTION, case=seeded_cases(kinds=("normal", "drift", "sinks", "outlier_channel", "ties")), seed=seeds())

@@ -20,36 +20,27 @@ def positions_of(case: Case, offset: int = 0) -> np.ndarray:
 def turned(impl, states: np.ndarray, positions: np.ndarray, theta: float = 10000.0) -> tuple[np.ndarray, float]:
     """What the oracle gives, and the error allowed on a channel: the angle is a product, rounded in float32 or wider."""
     allowed = impl.allowance(ROTATE, states, positions, theta)
-    angle_error = np.abs(positions).max() * (2.0**-52 if impl.dtype == "float64" else 2.0**-23)
-    return allowed.expected, float(allowed.largest + 2 * angle_error * np.abs(states).max() + 2.0**-50 * np.abs(states).max())
+    error = angle_error(impl, np.abs(positions).max()) + 2.0**-50
+    return allowed.expected, float(allowed.largest + error * np.abs(states).max())
 
 
 def turned_by_hand(states: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
     """Each pair (i, i + D/2) as a complex number, times e^(i angle): the definition, one number at a time."""
-    result, positions = np.empty_like(states), np.broadcast_to(positions, states.shape[:-1])
-    half = states.shape[-1] // 2
-    for *row, token, channel in np.ndindex(*states.shape[:-1], half):
-        angle = float(positions[(*row, token)]) * theta ** (-2 * channel / (2 * half))
-        pair = complex(states[(*row, token, channel)], states[(*row, token, channel + half)]) * complex(
-            math.cos(angle), math.sin(angle)
-        )
-        result[(*row, token, channel)], result[(*row, token, channel + half)] = pair.real, pair.imag
-    return result
+    half, positions = states.shape[-1] // 2, np.broadcast_to(positions, states.shape[:-1])
+    angles = [[float(position) * theta ** (-2 * channel / (2 * half)) for channel in range(half)] for position in positions.ravel()]
+    turns = np.array([[complex(math.cos(angle), math.sin(angle)) for angle in row] for row in angles])
+    first, second = np.split(states, 2, axis=-1)
+    pairs = (first + 1j * second) * turns.reshape(first.shape)
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
 
 @law("ROPE-1", of=FREQUENCIES, half=st.integers(1, 64), theta=thetas)
 def test_frequencies_fall_geometrically_from_one(impl, half, theta):
     """D/2 frequencies, theta^(-2i/D): the first is 1, each the same factor below the one before."""
-    got = np.asarray(impl.rope.frequencies(2 * half, theta), dtype=np.float64)
     wanted = np.array([theta ** (-index / half) for index in range(half)])
     # Computed in float32 or wider: the exponent is off by 2^-24 of itself, which theta to that power multiplies by its logarithm,
     # the power and its inverse by as much; and all that twice.
-    require(
-        got.shape == wanted.shape and (np.abs(got - wanted) <= (math.log(theta) + 3) * 2.0**-23 * wanted).all(),
-        "the frequencies are not theta^(-2i/D)",
-        wanted,
-        got,
-    )
+    near(impl.rope.frequencies(2 * half, theta), wanted, (math.log(theta) + 3) * 2.0**-23 * wanted, "the frequencies")
 
 
 @law("ROPE-1", of=FREQUENCIES, kind="refusal", head_dim=st.sampled_from([0, 1, 3, 7]))
@@ -166,6 +157,5 @@ def test_tokens_turn_by_any_position_up_to_131072(impl, case, theta):
     frequency = theta ** (-np.arange(first.shape[-1]) / first.shape[-1])
     turned = (first + 1j * second) * np.exp(1j * positions[:, None] * frequency)
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    angle_error = 2 * positions * (2.0**-52 if impl.dtype == "float64" else 2.0**-23)
-    slack = (rounding(impl) + angle_error[:, None]) * np.tile(np.hypot(first, second), 2)
+    slack = (rounding(impl) + angle_error(impl, positions)[:, None]) * np.tile(np.hypot(first, second), 2)
     near(impl.rope.rotate(states, positions, theta), expected, slack, "the rotated keys of a long prompt")
