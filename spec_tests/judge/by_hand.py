@@ -184,7 +184,7 @@ def final_rounding(impl: Implementation) -> float:
 
 
 def angle_error(impl: Implementation, position: Any) -> Any:
-    """What an angle t w up to this position, or each of these, may be wrong by: frequency and product are rounded, in float32 or wider."""
+    """What an angle t w up to this position (or each of these) may be wrong by: float32 or wider rounds frequency and product."""
     return 2 * position * accumulating(impl)
 
 
