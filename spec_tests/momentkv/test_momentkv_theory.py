@@ -98,7 +98,7 @@ def test_an_empty_set_has_no_output(impl, keeps):
 
 @law("MK-3", of=("momentkv_theory.mass", "momentkv_theory.sub_outputs", "momentkv_theory.full_output"), case=heads, seed=seeds())
 def test_the_output_is_the_mixture_of_the_sub_outputs(impl, case, seed):
-    """w_R and w_E are the fractions of the partition function, sum to 1, and w_R f_R + w_E f_E = f."""
+    """w_R and w_E are the shares of the partition function, sum to 1, and w_R f_R + w_E f_E = f."""
     query, keys, values, kept = halves(impl, case, seed)
 
     def share(query, keys, values, kept):
