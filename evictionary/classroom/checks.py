@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from evictionary.classroom.child import StudentError
 from evictionary.errors import require
-from evictionary.spec_tests.judge.by_hand import for_each_reader, require_equal
+from evictionary.spec_tests.judge.by_hand import for_each_reader
 from evictionary.spec_tests.judge.cases import Case, seeded_cases, seeds
+from evictionary.spec_tests.judge.compare import agrees, equal
 from evictionary.spec_tests.judge.implementation import Implementation, oracle
 from evictionary.spec_tests.judge.law import REQUIREMENTS, Law
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation
@@ -92,7 +93,7 @@ def _overflow(impl: Implementation, length: int, seed: int) -> None:
     """Deviations in the thousands: a softmax without its maximum overflows on each of them, not only on unlucky inputs."""
     states = np.random.default_rng(seed).standard_normal((4, 1, 2, length, 4))
     keys, values, next_keys, next_values = (*(1e4 * states[:2]), *states[2:])
-    impl.agrees("lagkv.score", keys, values, next_keys, next_values)
+    agrees(impl, "lagkv.score", keys, values, next_keys, next_values)
 
 
 def _votes(impl: Implementation, case: Any, seed: int) -> None:
@@ -166,9 +167,9 @@ def _sizes(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Che
                 if impl.missing((path,)):
                     continue
                 if isinstance(wanted, np.ndarray) and wanted.dtype.kind == "b":
-                    require_equal(impl.call(path, *args, **kwargs), wanted, f"{name} marks other tokens")
+                    equal(impl.call(path, *args, **kwargs), wanted, f"{name} marks other tokens")
                 else:
-                    impl.agrees(path, *args, **kwargs)
+                    agrees(impl, path, *args, **kwargs)
 
     sentence = "What holds for a few numbers holds for 5 batch items of 9 heads, for 128 channels, and for a thousand tokens."
     asked = dict.fromkeys(f"{stem}.{name}" for name, _, _ in _at_a_size(stem, LARGE[0]) if name != "anchor")

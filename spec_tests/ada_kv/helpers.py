@@ -1,7 +1,5 @@
 """What several files of the laws of ada_kv use."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from fractions import Fraction

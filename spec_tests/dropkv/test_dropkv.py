@@ -1,25 +1,10 @@
 """Laws of DropKV: DK-1 and DK-2."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.expected_attention_theory import removal_error
-from evictionary.spec_tests.judge.by_hand import (
-    causal_weights,
-    for_each_reader,
-    lengths,
-    over_group,
-    require_equal,
-    require_loops,
-    width,
-    window_above_all,
-)
-from evictionary.spec_tests.judge.cases import cases, long_cases, prompt_queries, seeded_cases, seeds, shares
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.sizes import narrow
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection
+from evictionary.spec_tests.judge.prelude import *
 
 SCORE = "dropkv.score"
 windows = st.sampled_from([1, 2, 3, 8, 32])
@@ -31,6 +16,13 @@ def scored(impl, queries, keys, values, **settings):
     """The scores, infinite in a window that scores more than all tokens before it, as it may by any number."""
     got = impl.dropkv.score(queries, keys, values, **settings)
     return window_above_all(got, keys, settings.get("window_size", 32))
+
+
+def scores(impl, *states, **another_way):
+    """`agrees` of the scores, infinite in the window."""
+    names = ("window_size", "kernel_size")
+    settings = {name: another_way[name] for name in names if name in another_way}
+    return agrees(impl, SCORE, *states, got=scored(impl, *states, **settings), **another_way)
 
 
 def removed(logits, values):
@@ -51,71 +43,59 @@ def softmax(logits):
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds())
 def test_the_score_is_the_error_of_brute_force_removal(impl, case, seed):
     """Attention computed again without token j: the squares of the changes of the last query's output, mean over the group."""
-    queries = prompt_queries(case, seed)
-    settings = {"window_size": 1, "kernel_size": 1}
-    allowed = impl.allowance(SCORE, queries, case.keys, case.values, **settings)
-    allowed.check(scored(impl, queries, case.keys, case.values, **settings), "the score")
-    keys, values = (for_each_reader(impl.round(states), queries) for states in (case.keys, case.values))
+    queries, states = prompt_queries(case, seed), impl.rounded((case.keys, case.values))
+    keys, values = (for_each_reader(each, queries) for each in states)
     logits = queries[:, :, -1:] @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
-    changes = over_group(removed(logits, values)[:, :, 0] ** 2, case.num_kv_heads)
-    size = float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max()))
-    require_loops(allowed.expected[..., :-1], changes[..., :-1], 100 * size)
+    by_hand = over_group(removed(logits, values)[:, :, 0] ** 2, case.num_kv_heads)
+    by_hand[..., -1] = np.inf
+    size = 100 * float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max()))
+    scores(impl, queries, *states, window_size=1, kernel_size=1, by_hand=by_hand, size=size)
 
 
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=3, kinds=("normal", "drift")), seed=seeds())
 def test_it_is_the_removal_error_of_expected_attention(impl, case, seed):
     """The square of EA-4's removal error, W_o left out."""
-    queries = prompt_queries(case, seed)
-    settings = {"window_size": 1, "kernel_size": 1}
-    allowed = impl.allowance(SCORE, queries, case.keys, case.values, **settings)
-    keys, values = (for_each_reader(impl.round(states), queries) for states in (case.keys, case.values))
+    queries, states = prompt_queries(case, seed), impl.rounded((case.keys, case.values))
+    keys, values = (for_each_reader(each, queries) for each in states)
     weights = causal_weights(queries[:, :, -1:], keys)[:, :, 0]
     errors = removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2
-    expected = np.where(np.isinf(allowed.expected), np.inf, over_group(errors, case.num_kv_heads))
-    wider = allowed.wider(1e-6 * float(np.abs(values).max() ** 2))
-    wider.check(scored(impl, queries, case.keys, case.values, **settings), "the score", expected)
+    expected = over_group(errors, case.num_kv_heads)
+    expected[..., -1] = np.inf
+    more = 1e-6 * float(np.abs(values).max() ** 2)
+    scores(impl, queries, *states, window_size=1, kernel_size=1, expected=expected, more=more)
 
 
 @law("DK-1", of=SCORE)
 def test_a_token_with_all_the_attention_is_not_free(impl):
     """A weight that rounds to 1 leaves v_j - o = 0, yet without it the output is the other value, 5 away: 25."""
-    keys = np.array([[[[0.0], [16], [0]]]])
-    values = np.array([[[[1.0, 1], [4, 5], [1, 1]]]])
+    keys, values = np.array([[[[0.0], [16], [0]]]]), np.array([[[[1.0, 1], [4, 5], [1, 1]]]])
     got = scored(impl, np.full((1, 1, 1, 1), 128.0), keys, values, window_size=1, kernel_size=1)
-    if abs(got[0, 0, 1] - 25) > 1e-2 or got[0, 0, 0] > 1e-6:
-        raise Violation("the token that holds all the attention does not cost |v_j - v| = 5", 25.0, got)
+    near(got[0, 0, :2], np.array([0, 25]), np.array([1e-6, 1e-2]), "the cost of a token that holds all the attention")
 
 
 @law("DK-1", of=SCORE)
 def test_a_value_equal_to_the_output_costs_nothing(impl):
     """Of equal weights on the values -2, 0 and 2 the middle one is the output: its removal changes nothing, the others 1 each."""
-    keys = np.zeros((1, 1, 4, 1))
-    values = np.array([[[[-3.0], [0], [3], [0]]]])
+    keys, values = np.zeros((1, 1, 4, 1)), np.array([[[[-3.0], [0], [3], [0]]]])
     got = scored(impl, np.ones((1, 1, 1, 1)), keys, values, window_size=1, kernel_size=1)[..., :3]
-    if np.abs(got - [[[1, 0, 1]]]).max() > 0.02:
-        raise Violation("the removal of -3, 0 and 3 among -3, 0, 3, 0 changes the mean by 1, 0 and 1", [[[1, 0, 1]]], got)
+    near(got, np.array([[[1, 0, 1]]]), 0.02, "the cost of -3, 0 and 3 among -3, 0, 3, 0")
 
 
 def check_changes(impl, case, seed, window_size, kernel_size):
     """Raise Violation unless the score is that of attention computed again without each token."""
-    queries, settings = prompt_queries(case, seed), {"window_size": window_size, "kernel_size": kernel_size}
-    allowed = impl.allowance(SCORE, queries, case.keys, case.values, **settings)
-    got = scored(impl, queries, case.keys, case.values, **settings)
-    allowed.check(got, "the score")
-    before = case.length - window_size
-    if before <= 0:
-        return require_equal(np.isinf(got), True, "a token of the window has a finite score")
-    keys, values = (for_each_reader(impl.round(states), queries) for states in (case.keys, case.values))
-    total = np.zeros((*queries.shape[:2], case.length))
-    for place in range(before, case.length):
+    settings = {"window_size": window_size, "kernel_size": kernel_size}
+    queries, states = prompt_queries(case, seed), impl.rounded((case.keys, case.values))
+    keys, values = (for_each_reader(each, queries) for each in states)
+    before, reach, total = max(0, case.length - window_size), kernel_size // 2, np.zeros((*queries.shape[:2], case.length))
+    for place in range(before, case.length) if before else ():  # a window over all tokens keeps them whatever they cost
         seen = place + 1
         logits = queries[:, :, place:seen] @ np.swapaxes(keys[:, :, :seen], -1, -2) / np.sqrt(keys.shape[-1])
         total[..., :seen] += removed(logits, values[:, :, :seen])[:, :, 0] ** 2
-    summed, reach = over_group(total, case.num_kv_heads), kernel_size // 2
-    size = 100 * window_size * float(np.abs(values).max() ** 2 * (1 + np.abs(queries).max() * np.abs(keys).max()))
+    summed, by_hand = over_group(total, case.num_kv_heads), np.full(case.keys.shape[:3], np.inf)
     for token in range(before):
-        pooled = summed[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
-        require_loops(allowed.expected[..., token], pooled, size)
+        by_hand[..., token] = summed[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
+    size = 100 * window_size * float(np.abs(values).max() ** 2 * (1 + np.abs(queries).max() * np.abs(keys).max()))
+    scores(impl, queries, *states, **settings, by_hand=by_hand, size=size)
 
 
 @law("DK-2", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -134,27 +114,26 @@ def test_the_changes_of_the_window_of_the_public_code_add_up(impl, seed):
 @law("DK-2", of=SCORE, case=seeded_cases(min_length=2, kinds=("normal", "ties")), seed=seeds())
 def test_a_vector_added_to_all_values_changes_nothing(impl, case, seed):
     """Only differences of values count; values twice as long give four times the score."""
-    queries, settings = prompt_queries(case, seed), {"window_size": 1, "kernel_size": 1}
+    settings, states = {"window_size": 1, "kernel_size": 1}, (prompt_queries(case, seed), case.keys)
     values = np.round(4 * case.values) / 4
-    allowed = impl.allowance(SCORE, queries, case.keys, 2 * values + 1, **settings)
-    plain = impl.allowance(SCORE, queries, case.keys, values, **settings)
-    got = scored(impl, queries, case.keys, 2 * values + 1, **settings)
-    allowed.wider(4 * plain.largest, 4 * plain.mean).check(got, "the score of shifted and doubled values", 4 * plain.expected)
+    plain = impl.allowance(SCORE, *states, values, **settings)
+    more = 4 * plain.largest, 4 * plain.mean
+    scores(impl, *states, 2 * values + 1, **settings, expected=4 * plain.expected, more=more)
 
 
 @law("DK-2", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
 def test_the_window_is_kept(impl, case, seed, window_size, share):
     """The last tokens score more than all others and top-k keeps them; a prompt within the window is kept whole."""
-    queries, length = prompt_queries(case, seed), case.keys.shape[2]
-    scores = scored(impl, queries, case.keys, case.values, window_size=window_size)
-    window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
-    if not np.isinf(scores[window]).all() or not np.isfinite(scores[~window]).all() or (scores < 0).any():
-        raise Violation("the window does not score more than all tokens before it, or one of these is infinite", window, scores)
-    scores = impl.round(scores)  # as top-k gets them: a kernel in half precision may answer with float32 scores
-    if np.isinf(scores[~window]).any():
+    states = prompt_queries(case, seed), case.keys, case.values
+    window = np.broadcast_to(np.arange(case.keys.shape[2]) >= case.keys.shape[2] - window_size, case.keys.shape[:3])
+    got = scored(impl, *states, window_size=window_size)
+    equal(np.isinf(got), window, "the window does not score more than all tokens before it, or one of these is infinite")
+    require((got >= 0).all(), "a score is negative", 0.0, got)
+    got = impl.round(got)  # as top-k gets them: a kernel in half precision may answer with float32 scores
+    if np.isinf(got[~window]).any():
         impl.unrepresentable()
-    budget = min(length, window_size + int(share * length))
-    check_selection(impl.selection.top_k(scores, budget), scores, budget, protected=window)
+    budget = min(case.keys.shape[2], window_size + int(share * case.keys.shape[2]))
+    selects(impl.selection.top_k(got, budget), got, budget, protected=window)
 
 
 @law("DK-2", of=SCORE)
@@ -162,44 +141,39 @@ def test_the_defaults_are_those_of_the_public_code(impl):
     """Of 40 zero keys only token 4 has a value: its removal costs (1/n)^2 for each query that sees n tokens, pooled over 7."""
     keys, queries, values = (np.full((1, 1, 40, width(impl)), each) for each in (0.0, 1.0, 0.0))
     values[0, 0, 4, 0] = 8
-    got = scored(impl, queries, keys, values)
-    allowed = impl.allowance(SCORE, queries, keys, values)
     costs = np.zeros(40)
     for seen in range(9, 41):
         costs[:seen] += np.where(np.arange(seen) == 4, 8 / seen, 8 / seen / (seen - 1)) ** 2
     expected = np.array([costs[max(0, token - 3) : token + 4].sum() / 7 for token in range(40)])
     expected[8:] = np.inf
-    allowed.wider(1e-12).check(got, "the score", expected[None, None])
+    scores(impl, queries, keys, values, expected=expected[None, None], more=1e-12)
 
 
 @law("DK-2", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries, values = np.zeros((1, 2, 3, width(impl))), np.zeros((1, 4, 1, width(impl))), np.zeros((1, 2, 3, width(impl)))
+    keys, queries, values = (np.zeros((1, heads, tokens, width(impl))) for heads, tokens in ((2, 3), (4, 1), (2, 3)))
     keys[..., 0, 0] = 16
     queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
     values[..., 0, 0] = 2
     got = scored(impl, queries, keys, values, window_size=1, kernel_size=1)[..., 0]
-    if np.abs(got - [[4 / 9, 4]]).max() > 0.02:
-        raise Violation("a query head reads another KV head than h // G", [[4 / 9, 4]], got)
+    near(got, np.array([[4 / 9, 4]]), 0.02, "the score where query head h reads KV head h // G")
 
 
 @law("DK-2", of=SCORE, kind="refusal", bad=st.sampled_from([("window_size", 0), ("window_size", 1.5), ("kernel_size", 4)]))
 def test_bad_settings_are_refused(impl, bad):
     """An empty window or a kernel that is not odd raise ValueError."""
     states = [np.ones((1, 1, 5, 2))] * 3
-    with impl.refuses(bad[0]):
-        impl.dropkv.score(*states, **({"window_size": 2, "kernel_size": 3} | dict([bad])))
+    refused(impl, bad[0], SCORE, *states, **{"window_size": 2, "kernel_size": 3} | dict([bad]))
 
 
 @law("DK-2", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_prompt_has_its_cost(impl, case):
     """Of thousands of tokens, each costs the square of p / (1 - p) |v - o| for the last query, token by token."""
-    queries, keys, values = (impl.round(states) for states in (case.queries, case.keys, case.values))
-    allowed = impl.allowance(SCORE, queries, keys, values, window_size=1, kernel_size=1)
-    weights = causal_weights(queries, for_each_reader(keys, queries))[:, :, 0]
-    values = for_each_reader(values, queries)
+    queries, *states = impl.rounded((case.queries, case.keys, case.values))
+    keys, values = (for_each_reader(each, queries) for each in states)
+    weights = causal_weights(queries, keys)[:, :, 0]
     errors = over_group(removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2, case.num_kv_heads)
-    got = scored(impl, queries, keys, impl.round(case.values), window_size=1, kernel_size=1)
     expected = np.where(np.arange(case.length) == case.length - 1, np.inf, errors)
-    allowed.wider(1e-6 * float(errors.max()), 1e-6 * float(errors.mean())).check(got, "the score of a long prompt", expected)
+    more = 1e-6 * float(errors.max()), 1e-6 * float(errors.mean())
+    scores(impl, queries, *states, window_size=1, kernel_size=1, expected=expected, more=more)

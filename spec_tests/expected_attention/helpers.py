@@ -1,14 +1,11 @@
 """What several files of the laws of expected_attention use."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.judge.cases import seeded_cases, tiny_cases
+from evictionary.spec_tests.judge.prelude import *
 
 SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
 
@@ -36,12 +33,15 @@ def before_rope(impl, case):
     return np.pad(mean, [(0, 0), (0, 0), (0, more)]), np.pad(covariance, [(0, 0), (0, 0), (0, more), (0, more)])
 
 
-def rope_allowance(impl, pick, mean, covariance, *, position, horizon=512, **settings):
-    """The error allowed on one result of average_rope: angles in the accumulator's precision, tables in that of the dtype."""
-    allowed = impl.allowance(ROPE, mean, covariance, pick=pick, position=position, horizon=horizon, **settings)
-    size = 2 * np.abs(mean).max() if pick == 0 else 8 * np.abs(covariance).max()
-    angle = EPSILON[ACCUMULATOR[impl.dtype]] * (position + horizon)
-    return allowed.wider(float(size) * (EPSILON[impl.dtype] + angle))
+def averages(impl, mean, covariance, *, position, horizon=512, got=None, expected=(None, None), more=(0.0, 0.0), **settings):
+    """`agrees` of both results of average_rope: angles in the accumulator's precision, tables in that of the dtype."""
+    asked = {"position": position, "horizon": horizon, **settings}
+    got = impl.call(ROPE, mean, covariance, **asked) if got is None else got
+    rounded = final_rounding(impl) + 2 * accumulating(impl) * (position + horizon)
+    for pick, size in enumerate((np.abs(mean).max(), 4 * np.abs(covariance).max())):
+        how = {"pick": pick, "got": got[pick], "expected": expected[pick], "what": ("the mean", "the covariance")[pick]}
+        agrees(impl, ROPE, mean, covariance, **asked, **how, more=float(size) * rounded + more[pick])
+    return got
 
 
 def in_closed_form(mean, position, horizon):

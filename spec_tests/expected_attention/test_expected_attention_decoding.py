@@ -1,18 +1,12 @@
 """Laws of Expected Attention's decoding, and of the measures of its appendices: EA-10, EA-A."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.expected_attention import Decoding, average_rope, query_statistics, score
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.judge.by_hand import lengths, require_equal, require_loops
-from evictionary.spec_tests.judge.cases import Case, cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance, check_selection
+from evictionary.spec_tests.judge.prelude import *
 
 STEP, START = "expected_attention.decode_step", "expected_attention.start_decoding"
 MEASURES = "expected_attention_theory.skewness_and_kurtosis"
@@ -52,11 +46,11 @@ def check_compression(impl, state, queries, keys, values, candidates, position, 
     def slack() -> float:
         largest = allowance(chain, queries, *rows, dtype=impl.dtype).largest
         # Angles are computed in the accumulator's precision: what an error of the angle moves in a logit, and with it in a score.
-        angle = EPSILON[impl.dtype] + EPSILON[ACCUMULATOR[impl.dtype]] * (position + horizon)
+        angle = final_rounding(impl) / 2 + accumulating(impl) * (position + horizon)
         size = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(rows[0], axis=-1).max()
         return largest + angle * float((size + size**2) * np.linalg.norm(rows[1], axis=-1).max())
 
-    check_selection(kept, chain(queries, *rows), target, slack=slack, what=f"the compression before position {position}")
+    selects(kept, chain(queries, *rows), target, slack=slack, what=f"the compression before position {position}")
 
 
 def check_stream(impl, states, length, target, *, interval=512, buffer_size=128, **settings):
@@ -72,22 +66,18 @@ def check_stream(impl, states, length, target, *, interval=512, buffer_size=128,
         before, new = state, (each[:, :, token] for each in (queries, keys, values))
         state = impl.expected_attention.decode_step(before, *new, target=target, **asked)
         due = step % interval == 0
-        if (state.position, state.steps) != (token + 1, 0 if due else step % interval):
-            raise Violation(
-                f"after step {step} position and steps are wrong", (token + 1, step % interval), (state.position, state.steps)
-            )
+        equal((state.position, state.steps), (token + 1, step % interval), f"after step {step} position and steps are wrong")
         candidates = np.concatenate([before.positions, np.full((*keys.shape[:2], 1), token)], axis=2)
         latest = queries[:, :, max(0, token + 1 - buffer_size) : token + 1]
-        require_equal(state.queries, latest, "the buffer does not hold the latest queries")
+        equal(state.queries, latest, "the buffer does not hold the latest queries")
         if due and candidates.shape[2] > target:
             check_compression(impl, state, latest, keys, values, candidates, token + 1, target, **settings)
-        elif not np.array_equal(state.positions, candidates):
-            raise Violation("a token was evicted or lost between two compressions", candidates, state.positions)
-        if (np.diff(state.positions, axis=-1) <= 0).any():
-            raise Violation("the rows are not in position order", None, state.positions)
+        else:
+            equal(state.positions, candidates, "a token was evicted or lost between two compressions")
+        require((np.diff(state.positions, axis=-1) > 0).all(), "the rows are not in position order", None, state.positions)
         for name, rows, stored in (("keys", keys, state.keys), ("values", values, state.values)):
             expected = np.take_along_axis(rows, state.positions[..., None], axis=2)
-            require_equal(stored, expected, f"the {name} are not those of the kept positions")
+            equal(stored, expected, f"the {name} are not those of the kept positions")
 
 
 @law(
@@ -122,11 +112,11 @@ def test_the_cache_never_exceeds_target_plus_interval(impl, seed, target, interv
     keys, values, queries = states(impl, seed, 1, 30)
     state = prompt(keys, values, queries, min(target, 4), 3)
     for token in range(min(target, 4), 30):
-        state = impl.expected_attention.decode_step(
-            state, queries[:, :, token], keys[:, :, token], values[:, :, token], target=target, interval=interval, buffer_size=3
-        )
-        if state.keys.shape[2] > max(target, target + interval - 1) or state.queries.shape[2] > 3:
-            raise Violation(f"the cache holds {state.keys.shape[2]} tokens", target + interval - 1, state.keys.shape[2])
+        new = (each[:, :, token] for each in (queries, keys, values))
+        state = impl.expected_attention.decode_step(state, *new, target=target, interval=interval, buffer_size=3)
+        held = state.keys.shape[2]
+        require(held <= max(target, target + interval - 1), f"the cache holds {held} tokens", target + interval - 1, held)
+        require(state.queries.shape[2] <= 3, "the buffer holds more than 3 queries", 3, state.queries.shape[2])
 
 
 @law("EA-10", of=STEP, examples=2, position=st.sampled_from([521, 5000]))
@@ -137,10 +127,8 @@ def test_the_defaults_are_those_of_the_paper(impl, position):
     state = Decoding(keys[:, :, :-1], values[:, :, :-1], places[..., :-1], queries[:, :, -131:-1], position - 1, 510)
     token = (queries[:, :, -1], keys[:, :, -1], values[:, :, -1])
     waiting = impl.expected_attention.decode_step(state, *token, target=200)
-    if waiting.keys.shape[2] != 521 or waiting.steps != 511 or waiting.queries.shape[2] != 128:
-        raise Violation(
-            "the cache was compressed before 512 steps, or the buffer is not of 128 queries", 521, waiting.keys.shape[2]
-        )
+    sizes = waiting.keys.shape[2], waiting.steps, waiting.queries.shape[2]
+    equal(sizes, (521, 511, 128), "the cache was compressed before 512 steps, or the buffer is not of 128 queries")
     compressed = impl.expected_attention.decode_step(state._replace(steps=511), *token, target=200)
     relative = compressed._replace(positions=compressed.positions - (position - 521))
     candidates = places - (position - 521)
@@ -153,7 +141,7 @@ def check_start(impl, seed, length, buffer_size=None):
     asked = {} if buffer_size is None else {"buffer_size": buffer_size}
     got = impl.expected_attention.start_decoding(keys, values, queries, **asked)
     for name, wanted, found in zip(Decoding._fields, expected, got, strict=True):
-        require_equal(found, wanted, f"{name} of the first state is wrong")
+        equal(found, wanted, f"{name} of the first state is wrong")
 
 
 @law("EA-10", of=START, seed=seeds(), length=st.integers(1, 6), buffer_size=st.integers(1, 8))
@@ -174,48 +162,37 @@ def test_bad_steps_are_refused(impl, name):
     """Counts below 1 raise ValueError naming the argument."""
     state = prompt(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 3)), np.ones((1, 2, 2, 2)), 2, 2)
     token, counts = (np.ones((1, 2, 2)), np.ones((1, 1, 2)), np.ones((1, 1, 3))), {"target": 1, "interval": 1, "buffer_size": 1}
-    with impl.refuses(name):
-        impl.expected_attention.decode_step(state, *token, **(counts | {name: 0}))
+    refused(impl, name, STEP, state, *token, **counts | {name: 0})
 
 
 @law("EA-A", of="expected_attention_theory.reconstruction_error", case=cases())
 def test_reconstruction_error_is_the_mean_norm_of_the_difference(impl, case):
     """The mean over the tokens of |h - h_compr|: 0 where nothing was evicted."""
-    size = min(case.keys.shape[2], case.next_keys.shape[2])
-    hidden, compressed = case.keys[:, :, :size], case.next_keys[:, :, :size]
-    hidden, compressed = impl.round(hidden), impl.round(compressed)
-    allowed = impl.allowance("expected_attention_theory.reconstruction_error", hidden, compressed)
+    path, size = "expected_attention_theory.reconstruction_error", min(case.keys.shape[2], case.next_keys.shape[2])
+    hidden, compressed = impl.rounded((case.keys[:, :, :size], case.next_keys[:, :, :size]))
     norms = lengths(hidden - compressed)
-    require_loops(allowed.expected, np.array([[math.fsum(row) / size for row in rows] for rows in norms]), norms.max())
-    allowed.check(impl.expected_attention_theory.reconstruction_error(hidden, compressed), "the reconstruction error")
-    if (impl.expected_attention_theory.reconstruction_error(hidden, hidden) != 0).any():
-        raise Violation("equal states have a reconstruction error")
+    by_hand = np.array([[math.fsum(row) / size for row in rows] for rows in norms])
+    agrees(impl, path, hidden, compressed, by_hand=by_hand, size=norms.max())
+    equal(impl.call(path, hidden, hidden), 0, "equal states have a reconstruction error")
 
 
 @law("EA-A", of="expected_attention_theory.correlation", case=cases(min_length=2), seed=seeds())
 def test_correlation_is_pearsons(impl, case, seed):
     """The mean product of the standardised rows: 1 with itself, -1 with its mirror, 0 with a constant."""
-    observed = impl.round(case.keys[..., 0])
+    path, observed = "expected_attention_theory.correlation", impl.round(case.keys[..., 0])
     expected = impl.round(np.random.default_rng(seed).normal(size=observed.shape))
-    path = "expected_attention_theory.correlation"
-    allowed = impl.allowance(path, observed, expected)
-    got = impl.expected_attention_theory.correlation(observed, expected)
-    allowed.check(got, "the correlation")
-    for index in np.ndindex(observed.shape[:-1]):
-        constant = (observed[index] == observed[index][0]).all()
-        pearson = 0.0 if constant else np.corrcoef(observed[index], expected[index])[0, 1]
-        if not abs(got[index] - pearson) <= allowed.largest + 1e-9:
-            raise Violation("the correlation is not Pearson's", pearson, got[index])
-    mirrored = impl.allowance(path, observed, -4 * observed)
-    mirrored.check(impl.expected_attention_theory.correlation(observed, -4 * observed), "the correlation with the mirror")
+    got, pearson = agrees(impl, path, observed, expected), np.zeros(observed.shape[:-1])
+    for place in np.ndindex(pearson.shape):
+        if np.ptp(observed[place]):
+            pearson[place] = np.corrcoef(observed[place], expected[place])[0, 1]
+    near(got, pearson, within(impl, roundings=0) + 1e-9, "the correlation, from Pearson's,")
+    agrees(impl, path, observed, -4 * observed, what="the correlation with the mirror")
 
 
 @law("EA-A", of=MEASURES, case=cases(min_length=2))
 def test_skewness_and_kurtosis_are_standardised_moments(impl, case):
     """E[z^3] and E[z^4] - 3 of each channel over the tokens."""
-    got = impl.expected_attention_theory.skewness_and_kurtosis(case.keys)
-    for pick, name in enumerate(("the skewness", "the excess kurtosis")):
-        impl.allowance(MEASURES, case.keys, pick=pick).check(got[pick], name)
+    agrees(impl, MEASURES, case.keys)
 
 
 @law("EA-A", of=MEASURES)
@@ -223,9 +200,8 @@ def test_known_distributions_have_their_moments(impl):
     """Two equal points have excess kurtosis -2, a constant channel -3, (0, 0, 0, 4) skewness 2/sqrt 3 and kurtosis -2/3."""
     channels = np.array([[1.0, -1, 1, -1], [2, 2, 2, 2], [0, 0, 0, 4]]).T
     skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(channels)
-    error = 32 * EPSILON[impl.dtype]
-    Allowance(np.array([0, 0, 2 / np.sqrt(3)]), error, error).check(skewness, "the skewness")
-    Allowance(np.array([-2, -3, -2 / 3]), error, error).check(kurtosis, "the excess kurtosis")
+    near(skewness, np.array([0, 0, 2 / np.sqrt(3)]), 16 * final_rounding(impl), "the skewness")
+    near(kurtosis, np.array([-2, -3, -2 / 3]), 16 * final_rounding(impl), "the excess kurtosis")
 
 
 @law("EA-A", of=MEASURES, seed=seeds())
@@ -233,7 +209,6 @@ def test_gaussian_samples_measure_near_zero(impl, seed):
     """Of 2,000 Gaussian numbers, skewness and excess kurtosis lie within six standard errors, sqrt(6/N) and sqrt(24/N), of 0."""
     sample = impl.round(np.random.default_rng(seed).normal(size=(2_000, 1)))
     skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(sample)
-    rounding = 64 * EPSILON[impl.dtype]
+    near(skewness, np.zeros(1), 6 * np.sqrt(6 / 2_000) + 32 * final_rounding(impl), "the skewness")
     # The sample kurtosis of a Gaussian has a heavy right tail: there the bound is twice as wide.
-    if abs(skewness[0]) > 6 * np.sqrt(6 / 2_000) + rounding or abs(kurtosis[0]) > 12 * np.sqrt(24 / 2_000) + rounding:
-        raise Violation("the measures of a Gaussian sample are not near 0", 0.0, np.array([skewness[0], kurtosis[0]]))
+    near(kurtosis, np.zeros(1), 12 * np.sqrt(24 / 2_000) + 32 * final_rounding(impl), "the excess kurtosis")

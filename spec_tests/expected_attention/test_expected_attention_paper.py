@@ -1,7 +1,5 @@
 """Laws about the Expected Attention paper alone: what it states of its equations, and its figures recomputed from its tables."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -21,8 +19,7 @@ from evictionary.reference.expected_attention import (
 from evictionary.reference.expected_attention_theory import removal_error, update_norms
 from evictionary.reference.rope import rotate
 from evictionary.reference.selection import budget, top_k
-from evictionary.spec_tests.judge.cases import seeds
-from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.papers.tables import printed
 
 

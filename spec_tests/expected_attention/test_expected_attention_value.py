@@ -1,15 +1,11 @@
 """Laws of Expected Attention's two scores: with |W_o v|, as equation 9 prints it (EA-9), and with |v|, as it was run (EA-V)."""
 
-from __future__ import annotations
-
 from operator import mul
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import require_near, rounding
-from evictionary.spec_tests.judge.cases import seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.prelude import *
 
 CONTRIBUTION, SCORE = "expected_attention.contribution", "expected_attention.score"
 some_cases = seeded_cases(max_length=17, groups=(1, 2))
@@ -51,7 +47,7 @@ def test_with_w_o_it_is_the_length_of_the_projected_value(impl, case, seed, epsi
     got = impl.expected_attention.contribution(weights, values, epsilon, w_o)
     # Products of both signs may cancel: the slack is a part of their sum without the signs.
     size = scored_by_hand(weights, projected_by_hand(np.abs(values), np.abs(w_o)), epsilon)
-    require_near(got, expected, rounding(impl, values.shape[-1]) * size, "the score with W_o")
+    near(got, expected, rounding(impl, values.shape[-1]) * size, "the score with W_o")
 
 
 @law("EA-V", of=CONTRIBUTION, case=some_cases, seed=seeds(), epsilon=epsilons)
@@ -60,7 +56,7 @@ def test_without_w_o_it_is_the_length_of_the_value(impl, case, seed, epsilon):
     values, weights, _ = given(impl, case, seed)
     expected = scored_by_hand(weights, values, epsilon)
     got = impl.expected_attention.contribution(weights, values, epsilon)
-    require_near(got, expected, rounding(impl, values.shape[-1]) * expected, "the score without W_o")
+    near(got, expected, rounding(impl, values.shape[-1]) * expected, "the score without W_o")
 
 
 def flat_score(impl, case, values, **settings):
@@ -76,7 +72,7 @@ def test_at_equal_attention_the_score_is_the_length_of_the_value(impl, case):
     values = impl.round(case.values)
     expected = scored_by_hand(np.full(values.shape[:3], 1 / values.shape[2]), values, 0.02)
     got = flat_score(impl, case, values)
-    require_near(got, expected, rounding(impl, values.shape[2]) * expected, "the score at equal attention")
+    near(got, expected, rounding(impl, values.shape[2]) * expected, "the score at equal attention")
 
 
 @law("EA-9", of=SCORE, case=some_cases, seed=seeds(), epsilon=epsilons)
@@ -86,4 +82,4 @@ def test_of_projected_values_the_score_is_equation_9(impl, case, seed, epsilon):
     projected = impl.round(projected_by_hand(values, w_o))
     expected = scored_by_hand(np.full(values.shape[:3], 1 / values.shape[2]), projected, epsilon)
     got = flat_score(impl, case, projected, epsilon=epsilon)
-    require_near(got, expected, rounding(impl, values.shape[2]) * expected, "the score of projected values")
+    near(got, expected, rounding(impl, values.shape[2]) * expected, "the score of projected values")

@@ -1,11 +1,8 @@
 """What several files of the laws of gvote use."""
 
-from __future__ import annotations
-
 import numpy as np
 
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.judge.prelude import *
 
 WEIGHTS, SELECT = "gvote.attention_weights", "gvote.select"
 
@@ -23,9 +20,9 @@ def whole(case):
     return np.clip(np.round(case.keys), -8, 8)
 
 
-def mass_slack(dtype, length):
+def mass_slack(impl, length):
     """What the comparison of a mass with p may be wrong by: p, the total and the sum are rounded, and sums accumulate."""
-    return 4 * EPSILON[dtype] + length * EPSILON[ACCUMULATOR[dtype]]
+    return 2 * final_rounding(impl) + length * accumulating(impl)
 
 
 def smallest_count(weights, mass):
@@ -43,7 +40,7 @@ def smallest_count(weights, mass):
 def bounds_of_budget(impl, weights, p):
     """The least and the largest B_0, [B, H_q] each, that weights [B, H_q, T], an allowance, leave open."""
     length = weights.expected.shape[-1]
-    slack = length * weights.largest + mass_slack(impl.dtype, length)
+    slack = length * weights.largest + mass_slack(impl, length)
     return tuple(smallest_count(weights.expected, p + sign * slack) for sign in (-1, 1))
 
 
@@ -56,7 +53,7 @@ def check_each_selection(kept, scores, budgets):
     """Raise Violation unless each row of scores [.., T] keeps its own number of its best, whichever of equal scores."""
     require_mask(kept, scores.shape, "the selection")
     for row in np.ndindex(budgets.shape):
-        check_selection(kept[row], scores[row], min(budgets[row], scores.shape[-1]))
+        selects(kept[row], scores[row], min(budgets[row], scores.shape[-1]))
 
 
 def check_votes(impl, kept, weights, logits, num_kv_heads, p):
@@ -74,10 +71,8 @@ def check_votes(impl, kept, weights, logits, num_kv_heads, p):
     grouped = (batch, num_kv_heads, -1, length)
     must = (could_be_beaten.sum(axis=-1) < low).reshape(grouped).any(axis=2)
     may = (beaten.sum(axis=-1) < high).reshape(grouped).any(axis=2)
-    if (must & ~kept).any():
-        raise Violation("a token is evicted that is among the top B_0 of a sampled query", must, kept)
-    if (kept & ~may).any():
-        raise Violation("a token is kept that is among the top B_0 of no sampled query", may, kept)
+    require(not (must & ~kept).any(), "a token is evicted that is among the top B_0 of a sampled query", must, kept)
+    require(not (kept & ~may).any(), "a token is kept that is among the top B_0 of no sampled query", may, kept)
 
 
 def oracle_votes(impl, query, keys, sampled):

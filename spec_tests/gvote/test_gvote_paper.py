@@ -1,7 +1,5 @@
 """What the GVote paper says, recomputed: GV-O, GV-C1 to GV-C9, GV-F3, and the size of the union."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Laws of GVote on thousands of tokens and at far positions: GV-1, GV-A2, GV-A4, GV-A7, GV-A10, GV-A11."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -9,19 +7,7 @@ from hypothesis import strategies as st
 
 from evictionary.reference import rope
 from evictionary.spec_tests.gvote.helpers import SELECT, WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack
-from evictionary.spec_tests.judge.by_hand import (
-    angle_error,
-    logit_error,
-    of_dtype,
-    require_equal,
-    require_near,
-    rounding,
-    softmax_slack,
-    weights_in_parts,
-)
-from evictionary.spec_tests.judge.cases import SPLIT_LENGTHS, long_cases, long_rows, paper_cases
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.judge.prelude import *
 
 NUCLEUS = "gvote.nucleus"
 
@@ -32,7 +18,7 @@ def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
     queries, keys = impl.round(case.queries[:, :, 0]), impl.round(case.keys)
     expected = np.array([[weights_in_parts(query[None], rows)[0] for query, rows in zip(queries[0], keys[0], strict=True)]])
     slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
-    require_near(impl.gvote.attention_weights(queries, keys), expected, slack, "the weights over a long prompt")
+    near(impl.gvote.attention_weights(queries, keys), expected, slack, "the weights over a long prompt")
 
 
 @law("GV-A2", of=NUCLEUS, examples=5, case=long_rows(("normal", "duplicate_keys", "ties")), percent=st.sampled_from([95, 50, 99]))
@@ -41,15 +27,14 @@ def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, perc
     weights = row_of_weights(impl, case)
     kept = impl.gvote.nucleus(weights, percent / 100)
     require_mask(kept, weights.shape, "the nucleus")
-    slack = mass_slack(impl.dtype, int(np.sqrt(case.length))) + rounding(impl, case.length)
+    slack = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length)
     for row, chosen in zip(weights[0], kept[0], strict=True):
         order = np.argsort(-row, kind="stable")
         mass = np.cumsum(row[order]) / row.sum()
         least, most = np.searchsorted(mass, percent / 100 - slack) + 1, np.searchsorted(mass, percent / 100 + slack) + 1
         count = int(chosen.sum())
-        if not least <= count <= most:
-            raise Violation(f"the nucleus has {count} tokens, wanted {least} to {most}", least, count)
-        check_selection(chosen, row, count, what="the nucleus")
+        require(least <= count <= most, f"the nucleus has {count} tokens, wanted {least} to {most}", least, count)
+        selects(chosen, row, count, what="the nucleus")
 
 
 @law(
@@ -59,8 +44,7 @@ def test_of_a_long_row_the_lower_of_equal_weights_are_in_the_nucleus(impl, case,
     """Of thousands of weights, many equal, the nucleus is the first of a stable sort by falling weight."""
     weights = row_of_weights(impl, case)
     kept = impl.gvote.nucleus(weights, percent / 100)
-    require_mask(kept, weights.shape, "the nucleus")
-    require_equal(kept, first_of_each(weights, kept.sum(axis=-1)), "of equal weights one at a higher position is in the nucleus")
+    equal(kept, first_of_each(weights, kept.sum(axis=-1)), "of equal weights one at a higher position is in the nucleus")
 
 
 def row_of_weights(impl, case):
@@ -86,7 +70,7 @@ def test_a_long_row_keeps_the_lower_of_equal_scores(impl, case, budget):
     """Each of several rows of up to 131,072 tokens keeps the first b_h of a stable sort by falling score."""
     scores, budgets = long_scores(impl, case, budget)
     got = impl.gvote.top_each(scores, budgets)
-    require_equal(got, first_of_each(scores, budgets), "a long row keeps other tokens than a stable sort")
+    equal(got, first_of_each(scores, budgets), "a long row keeps other tokens than a stable sort")
 
 
 def long_scores(impl, case, budget):
@@ -123,10 +107,8 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
             beaten = case.length - np.searchsorted(rising, row + apart, side="right")
             must[head] |= could < least
             may[head] |= beaten < most
-    if (must & ~kept[0]).any():
-        raise Violation("a token is evicted that is among the top B_0 of a sampled query", must[None], kept)
-    if (kept[0] & ~may).any():
-        raise Violation("a token is kept that is among the top B_0 of no sampled query", may[None], kept)
+    require(not (must & ~kept[0]).any(), "a token is evicted that is among the top B_0 of a sampled query", must[None], kept)
+    require(not (kept[0] & ~may).any(), "a token is kept that is among the top B_0 of no sampled query", may[None], kept)
 
 
 @law("GV-A11", of=SELECT, examples=2, case=long_cases(lengths=(8193, 16_384), head_dims=(64, 128)))
@@ -144,10 +126,13 @@ def test_each_of_sixty_four_samples_votes(impl, case):
     kept = impl.gvote.select(sampled[:, :, -1], keys, sampled, p=1 - 1 / 128)
     require_mask(kept, keys.shape[:3], "the selection")
     voted = np.isin(owner, np.flatnonzero(np.bincount(owner)[:samples] <= budget))
-    if not kept[..., voted].all():
-        raise Violation("a token is evicted that is among the top B_0 of a sample", voted, kept)
-    if (kept.sum(axis=-1) > samples * budget).any():
-        raise Violation("more tokens are kept than all samples vote for", samples * budget, kept.sum(axis=-1))
+    require(kept[..., voted].all(), "a token is evicted that is among the top B_0 of a sample", voted, kept)
+    require(
+        (kept.sum(axis=-1) <= samples * budget).all(),
+        "more tokens are kept than all samples vote for",
+        samples * budget,
+        kept.sum(axis=-1),
+    )
 
 
 @law("GV-A11", of=SELECT, examples=2, case=paper_cases(groups=(4, 1)), p=st.sampled_from([0.95, 0.5]))
@@ -167,17 +152,29 @@ def test_the_first_of_a_hundred_thousand_equal_logits_get_the_votes(impl, case, 
     """As above, and each sample keeps the first of the tokens that it sees alike."""
     kept, tokens, seen, low, high = every_other(impl, case, p)
     rank = np.minimum(tokens, np.where(seen, np.cumsum(seen, axis=1) - 1, tokens))
-    if ((rank < low) & ~kept).any() or (kept & (rank > high)).any():
-        raise Violation("of equal logits others than the first get the votes", rank < low, kept)
+    require(
+        not ((rank < low) & ~kept).any() and not (kept & (rank > high)).any(),
+        "of equal logits others than the first get the votes",
+        rank < low,
+        kept,
+    )
 
 
 def check_every_other(impl, case, p):
     """Two samples see the same in all tokens, and in every other one: each keeps B_0 of those."""
     kept, _, seen, low, high = every_other(impl, case, p)
-    if ((kept & seen).sum(axis=1)[:, None] < low).any():
-        raise Violation("fewer tokens are kept than a sample has votes for", low, kept.sum(axis=1))
-    if (kept.sum(axis=1)[:, None] > 2 * high + 2).any() or ((kept & ~seen).sum(axis=1)[:, None] > high + 1).any():
-        raise Violation("more tokens are kept than the samples have votes for", 2 * high, kept.sum(axis=1))
+    require(
+        ((kept & seen).sum(axis=1)[:, None] >= low).all(),
+        "fewer tokens are kept than a sample has votes for",
+        low,
+        kept.sum(axis=1),
+    )
+    require(
+        (kept.sum(axis=1)[:, None] <= 2 * high + 2).all() and ((kept & ~seen).sum(axis=1)[:, None] <= high + 1).all(),
+        "more tokens are kept than the samples have votes for",
+        2 * high,
+        kept.sum(axis=1),
+    )
 
 
 def every_other(impl, case, p):
@@ -192,7 +189,7 @@ def every_other(impl, case, p):
     keys[0, ..., 0], query[..., 0] = np.where(seen, -2, -64), math.isqrt(case.head_dim)
     kept = impl.gvote.select(query, keys, np.stack([np.roll(query, 1, axis=-1), query], axis=2), p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    slack, count = mass_slack(impl.dtype, int(np.sqrt(case.length))) + rounding(impl, case.length), seen.sum(axis=1)[:, None]
+    slack, count = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length), seen.sum(axis=1)[:, None]
     return kept[0], tokens, seen, np.floor((p - slack) * count), np.ceil((p + slack) * count)
 
 
@@ -211,8 +208,8 @@ def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     variance = sum(np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1)) / observed.shape[1]
     slack, size = rounding(impl, case.length), np.sqrt(np.square(observed).mean(axis=1))
     got = impl.gvote.hidden_statistics(states)
-    require_near(got[0], mean, slack * size, "the mean of a long prompt")
-    require_near(got[1], variance, slack * size**2, "the variance of a long prompt")
+    near(got[0], mean, slack * size, "the mean of a long prompt")
+    near(got[1], variance, slack * size**2, "the variance of a long prompt")
 
 
 @law(
@@ -231,4 +228,4 @@ def test_far_positions_average_like_near_ones(impl, head_dim, position, theta):
     got = impl.gvote.average_cos_sin(head_dim, position=position, theta=theta)
     slack = angle_error(impl, position + 512) + rounding(impl)
     for name, found, expected in zip(("cos", "sin"), got, (np.cos(middle), np.sin(middle)), strict=True):
-        require_near(found, shrinkage * expected, slack, f"the mean {name} at a far position")
+        near(found, shrinkage * expected, slack, f"the mean {name} at a far position")

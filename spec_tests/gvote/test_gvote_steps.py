@@ -1,7 +1,5 @@
 """Laws of GVote's equations and of the single lines of Algorithm 1: GV-1 to GV-5, GV-A1 to GV-A12, GV-O, GV-F3."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -10,19 +8,7 @@ from hypothesis import strategies as st
 
 from evictionary.reference import gvote, rope
 from evictionary.spec_tests.gvote.helpers import WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack, whole
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.judge.by_hand import (
-    angle_error,
-    causal_weights,
-    for_each_reader,
-    linear,
-    require_equal,
-    require_loops,
-    require_totals,
-)
-from evictionary.spec_tests.judge.cases import cases, seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.spec_tests.judge.prelude import *
 
 NUCLEUS = "gvote.nucleus"
 # The p of a nucleus: sixteenths, which with weights in sixteenths leave nothing to rounding.
@@ -40,9 +26,8 @@ def exact_weights(draw, max_length=6):
 def test_weights_are_the_softmax_of_the_scaled_logits(impl, case):
     """exp(q . k_t / sqrt(D)), divided by its sum over the tokens; also computed token by token."""
     keys, query = impl.round(for_each_reader(case.keys, case.queries)), impl.round(case.queries[:, :, 0])
-    impl.agrees(WEIGHTS, query, keys)
     by_hand = causal_weights(query[:, :, None], keys)[:, :, 0]
-    require_loops(impl.allowance(WEIGHTS, query, keys).expected, by_hand, 1 + np.abs(query).max() * np.abs(keys).max())
+    agrees(impl, WEIGHTS, query, keys, by_hand=by_hand, size=1 + np.abs(query).max() * np.abs(keys).max())
 
 
 @law("GV-A1", of=WEIGHTS, size=st.sampled_from([1.0, 1e2, 1e4]), length=st.sampled_from([1, 2, 17]))
@@ -50,52 +35,42 @@ def test_weights_of_large_logits_are_finite(impl, size, length):
     """Logits of 1e4 give weights from 0 to 1 that sum to 1; equal keys share them equally."""
     query = impl.round(np.array([[[np.sqrt(size), 0.0]]]))
     keys = impl.round(np.sqrt(size) * np.stack([np.ones((1, 1, length)), np.zeros((1, 1, length))], axis=-1))
-    got = impl.gvote.attention_weights(query, keys)
-    require_numbers(got, (1, 1, length), "the attention")
     # exp(x - log sum exp) is a right form too: it rounds the logarithm, which is as large as a logit, at each token that it adds.
-    if np.abs(got - 1 / length).max() > 2 * EPSILON[impl.dtype] + size * EPSILON[ACCUMULATOR[impl.dtype]]:
-        raise Violation("equal keys do not get equal weights", 1 / length, got)
+    slack = final_rounding(impl) + size * accumulating(impl)
+    near(impl.gvote.attention_weights(query, keys), np.full((1, 1, length), 1 / length), slack, "the weights of equal keys")
 
 
 @law("GV-2", of="gvote_theory.output", case=cases())
 def test_output_is_the_weighted_sum_of_the_values(impl, case):
     """o = sum_t A_t v_t; a one-hot weight gives the value of that token."""
     weights, values = impl.round(np.abs(case.keys[..., 0])), impl.round(case.values)
-    allowed = impl.allowance("gvote_theory.output", weights, values)
     by_hand = sum(weights[..., token, None] * values[:, :, token] for token in range(weights.shape[-1]))
-    require_loops(allowed.expected, by_hand, weights.sum(axis=-1).max() * np.abs(values).max())
-    allowed.check(impl.gvote_theory.output(weights, values), "the output")
-    for token in range(case.keys.shape[2]):
-        one_hot = np.broadcast_to(np.arange(case.keys.shape[2]) == token, weights.shape).astype(float)
-        got = impl.gvote_theory.output(one_hot, case.values)
-        if (got != impl.round(case.values)[:, :, token]).any():
-            raise Violation(f"all weight on token {token} does not give its value", case.values[:, :, token], got)
+    size = weights.sum(axis=-1).max() * np.abs(values).max()
+    agrees(impl, "gvote_theory.output", weights, values, by_hand=by_hand, size=size)
+    for token, one_hot in enumerate(np.eye(weights.shape[-1])):
+        got = impl.gvote_theory.output(np.broadcast_to(one_hot, weights.shape).copy(), values)
+        equal(got, values[:, :, token], f"all weight on token {token} does not give its value")
 
 
 @law("GV-3", of="gvote_theory.importance", case=cases())
 def test_importance_is_attention_summed_over_the_queries(impl, case):
     """Every query hands out a total of 1: the scores of a head sum to the number of queries."""
-    allowed = impl.allowance("gvote_theory.importance", case.next_keys, case.keys)
-    queries, keys = impl.round(case.next_keys), impl.round(case.keys)
+    path, queries, keys = "gvote_theory.importance", impl.round(case.next_keys), impl.round(case.keys)
     by_hand = np.sum([causal_weights(queries[:, :, [each]], keys)[:, :, 0] for each in range(queries.shape[2])], axis=0)
-    require_loops(allowed.expected, by_hand, queries.shape[2] * (1 + np.abs(queries).max() * np.abs(keys).max()))
-    got = impl.gvote_theory.importance(queries, keys)
-    allowed.check(got, "the importance")
-    require_totals(got, case.next_keys.shape[2], allowed, "the scores of a head")
+    size = queries.shape[2] * (1 + np.abs(queries).max() * np.abs(keys).max())
+    got = agrees(impl, path, queries, keys, by_hand=by_hand, size=size)
+    totals(got, queries.shape[2], impl.allowance(path, queries, keys), "the scores of a head")
 
 
 @law("GV-4", of="gvote_theory.allocate", case=cases(), share=st.integers(0, 16).map(lambda count: count / 16))
 def test_quotas_sum_to_the_budget(impl, case, share):
     """The quotas sum to the budget; no head gets a token that scores less than one another head has to leave."""
     scores = impl.round(case.keys[..., 0])
-    budget = int(share * (scores.size + 1))
-    quotas = impl.gvote_theory.allocate(scores, budget)
-    if quotas.shape != scores.shape[:-1] or quotas.sum() != min(budget, scores.size):
-        raise Violation("the quotas do not sum to the budget", min(budget, scores.size), quotas)
-    kept = np.zeros(scores.shape, dtype=bool)
-    for row in np.ndindex(quotas.shape):
-        kept[row][np.argsort(-scores[row], kind="stable")[: quotas[row]]] = True
-    check_selection(kept.reshape(1, -1), scores.reshape(1, -1), min(budget, scores.size))
+    budget = min(int(share * (scores.size + 1)), scores.size)
+    quotas = impl.gvote_theory.allocate(scores, int(share * (scores.size + 1)))
+    equal(quotas.shape, scores.shape[:-1], "there is not one quota for each head")
+    equal(quotas.sum(), budget, "the quotas do not sum to the budget")
+    selects(first_of_each(scores, quotas).reshape(1, -1), scores.reshape(1, -1), budget)
 
 
 def selected(impl, case, seed):
@@ -116,21 +91,17 @@ def test_each_row_keeps_its_own_number(impl, case, seed):
 def test_each_row_keeps_the_lower_of_equal_scores(impl, case, seed):
     """Row h keeps the first b_h tokens of a stable sort by falling score."""
     scores, budgets, got = selected(impl, case, seed)
-    require_equal(got, first_of_each(scores, budgets), "a row keeps other tokens than a stable sort")
+    equal(got, first_of_each(scores, budgets), "a row keeps other tokens than a stable sort")
 
 
 @law("GV-A2", of=NUCLEUS, weights=exact_weights(), p=SIXTEENTHS)
 def test_the_nucleus_is_the_smallest_set_that_reaches_p(impl, weights, p):
     """It holds at least p, no set of fewer tokens does (every one is tried), and none outside weighs more than one in it."""
     kept = impl.gvote.nucleus(weights, p)
-    require_mask(kept, weights.shape, "the nucleus")
     subsets = (chosen for size in range(1, 7) for chosen in itertools.combinations(range(weights.size), size))
     smallest = len(next(chosen for chosen in subsets if weights[list(chosen)].sum() >= p))
-    if weights[kept].sum() < p or kept.sum() != smallest:
-        raise Violation(
-            f"the nucleus holds {weights[kept].sum()} with {kept.sum()} tokens, wanted {p} with {smallest}", smallest, kept
-        )
-    check_selection(kept, weights, smallest, what="the nucleus")
+    selects(kept, weights, smallest, what="the nucleus")
+    require(weights[kept].sum() >= p, f"the nucleus holds {weights[kept].sum()}, wanted {p}", p, kept)
 
 
 @law("GV-A2", of=NUCLEUS, kind="edge", weights=exact_weights(), p=SIXTEENTHS)
@@ -139,7 +110,7 @@ def test_of_equal_weights_those_at_the_lower_positions_are_in_the_nucleus(impl, 
     kept = impl.gvote.nucleus(weights, p)
     require_mask(kept, weights.shape, "the nucleus")
     expected = first_of_each(weights[None], kept.sum(keepdims=True))[0]
-    require_equal(kept, expected, "of equal weights one at a higher position is in the nucleus")
+    equal(kept, expected, "of equal weights one at a higher position is in the nucleus")
 
 
 @law("GV-A2", of=(NUCLEUS, WEIGHTS), case=seeded_cases(), percent=st.integers(1, 99))
@@ -149,15 +120,14 @@ def test_the_nucleus_of_attention_holds_p_and_not_a_token_more(impl, case, perce
     weights, p = impl.round(gvote.attention_weights(case.queries[:, :, 0], keys)), percent / 100
     kept = impl.gvote.nucleus(weights, p)
     require_mask(kept, weights.shape, "the nucleus")
-    slack = mass_slack(impl.dtype, case.length)
+    slack = mass_slack(impl, case.length)
     for row in np.ndindex(weights.shape[:2]):
-        inside, total = np.sort(weights[row][kept[row]]), weights[row].sum()
-        if inside.size == 0 or inside.sum() < (p - slack) * total:
-            raise Violation(f"the nucleus holds {inside.sum()} of {total}, wanted {p} of it", p, inside)
-        if inside.size > 1 and inside[1:].sum() >= (p + slack) * total:
-            raise Violation(f"the nucleus holds {p} without its smallest weight", p, inside)
-        if weights[row][~kept[row]].max(initial=0) > inside[0]:
-            raise Violation("a heavier token is outside the nucleus", weights[row], kept[row])
+        inside, share = np.sort(weights[row][kept[row]]), weights[row] / weights[row].sum()
+        mass = share[kept[row]].sum()
+        require(inside.size and mass >= p - slack, f"the nucleus holds {mass}, wanted {p}", p, inside)
+        less = mass - share[kept[row]].min()
+        require(inside.size == 1 or less < p + slack, f"the nucleus holds {p} without its smallest weight", p, inside)
+        selects(kept[row], weights[row], inside.size, what="the nucleus")
 
 
 @law("GV-A2", of=NUCLEUS, weights=exact_weights(max_length=9), first=SIXTEENTHS, second=SIXTEENTHS)
@@ -165,30 +135,29 @@ def test_the_nucleus_grows_with_p(impl, weights, first, second):
     """A larger p keeps a superset; p = 1 keeps every weight above 0 and no other."""
     low, high = sorted((first, second))
     small, large, all_of_it = (impl.gvote.nucleus(weights, p) for p in (low, high, 1.0))
-    if (small & ~large).any():
-        raise Violation(f"a token of the nucleus at {low} is missing at {high}", small, large)
-    require_equal(all_of_it, weights > 0, "at p = 1 the nucleus is not the set of all weights above 0")
+    require(not (small & ~large).any(), f"a token of the nucleus at {low} is missing at {high}", small, large)
+    equal(all_of_it, weights > 0, "at p = 1 the nucleus is not the set of all weights above 0")
 
 
 @law("GV-A2", of=NUCLEUS, p=st.sampled_from([0, 1e-9, 0.25, 0.5]))
 def test_the_nucleus_is_never_empty(impl, p):
     """The heaviest token is in it however small p is, and alone if it holds p."""
     kept = impl.gvote.nucleus(np.array([[0.25, 0.5, 0.25], [0.5, 0.25, 0.25]]), p)
-    require_equal(kept, [[False, True, False], [True, False, False]], "the nucleus is not the heaviest token alone")
+    equal(kept, [[False, True, False], [True, False, False]], "the nucleus is not the heaviest token alone")
 
 
 @law("GV-A2", of=NUCLEUS, kind="edge", p=st.sampled_from([0, 1e-9, 0.25, 0.5]))
 def test_a_row_without_weight_has_its_first_token(impl, p):
     """Of a row of zeros the first token is the nucleus."""
     kept = impl.gvote.nucleus(np.array([[0.25, 0.5, 0.25], [0, 0, 0]]), p)
-    require_equal(kept, [[False, True, False], [True, False, False]], "of a row of zeros another than the first token is kept")
+    equal(kept, [[False, True, False], [True, False, False]], "of a row of zeros another than the first token is kept")
 
 
 @law("GV-A2", of=NUCLEUS)
 def test_mass_is_relative_to_the_row(impl):
     """Weights that rounding left at a sum of 0.9375, below p, still have a nucleus: no weight of 0 is in it."""
     kept = impl.gvote.nucleus(np.array([0.5, 0.4375, 0, 0]), 0.95)
-    require_equal(kept, [True, True, False, False], "the nucleus of (.5, .4375, 0, 0) at .95 is not the first two")
+    equal(kept, [True, True, False, False], "the nucleus of (.5, .4375, 0, 0) at .95 is not the first two")
 
 
 @law("GV-A2", of=NUCLEUS)
@@ -196,17 +165,14 @@ def test_mass_is_the_sum_of_the_weights(impl):
     """Of the weights 7/16, 4/16, 3/16 and 2/16 the mass 1/4 takes one, 1/2 two, 3/4 three and 15/16 all four."""
     for count, p in enumerate((0.25, 0.5, 0.75, 0.9375), start=1):
         kept = impl.gvote.nucleus(np.array([0.4375, 0.25, 0.1875, 0.125]), p)
-        require_equal(kept, np.arange(4) < count, f"the nucleus at {p} is not the first {count}")
+        equal(kept, np.arange(4) < count, f"the nucleus at {p} is not the first {count}")
 
 
 @law("GV-A2", of=NUCLEUS)
 def test_many_small_weights_add_up(impl):
     """Of 4096 equal weights the nucleus at .75 has 3072: a sum in half precision would stop growing at a half."""
-    kept = impl.gvote.nucleus(np.full((1, 4096), 2.0**-12), 0.75)
-    require_mask(kept, (1, 4096), "the nucleus")
-    count = int(kept.sum())
-    if abs(count - 3072) > 4096 * mass_slack(impl.dtype, 4096):
-        raise Violation(f"the nucleus is not 3072 of 4096 equal weights, but {count} tokens", 3072, count)
+    count = impl.gvote.nucleus(np.full((1, 4096), 2.0**-12), 0.75).sum(axis=-1)
+    near(count, np.array([3072]), 4096 * mass_slack(impl, 4096), "the number of 4096 equal weights in the nucleus")
 
 
 @law("GV-A2", of=NUCLEUS, kind="refusal", bad=st.sampled_from([("p", 1.01), ("p", -0.1), ("p", float("nan")), ("attention", 0.5)]))
@@ -214,27 +180,25 @@ def test_a_bad_nucleus_is_refused(impl, bad):
     """A p outside [0, 1] and a negative weight raise ValueError."""
     name, p = bad
     assume(impl.reads_numbers or name != "attention")
-    with impl.refuses(name):
-        impl.gvote.nucleus(np.array([0.5, -0.25 if name == "attention" else 0.5]), p)
+    refused(impl, name, NUCLEUS, np.array([0.5, -0.25 if name == "attention" else 0.5]), p)
 
 
 @law("GV-A3", of="gvote.single_step_budget", seed=seeds(), length=st.integers(1, 9))
 def test_the_budget_counts_the_nucleus(impl, seed, length):
     """B_0 is the number of tokens of K_0, row by row, whatever the other rows have."""
     mask = np.random.default_rng(seed).random((2, 3, length)) < 0.5
-    got = impl.gvote.single_step_budget(mask)
-    if np.asarray(got).tolist() != [[row.tolist().count(True) for row in rows] for rows in mask]:
-        raise Violation("B_0 is not the size of the nucleus", mask.sum(axis=-1), got)
+    counts = [[row.tolist().count(True) for row in rows] for rows in mask]
+    equal(impl.gvote.single_step_budget(mask), counts, "B_0 is not the size of the nucleus")
 
 
-def updating_errors(dtype, states):
+def updating_errors(impl, states):
     """What the mean and the variance of states [.., T, C] may be off by if every token updates them, in float32 or wider.
 
     With u = eps / 2 step k of mean += (x - mean) / k errs by at most u (2 |x - mean| / k + |mean|), which is k / T of itself at the
     end: the sum stays below eps (2 + T / 4) max |x|. The sum of squares errs by u of itself at each step, and by twice the
     deviation times the error of the mean.
     """
-    epsilon, steps = EPSILON[ACCUMULATOR[dtype]], states.shape[-2]
+    epsilon, steps = accumulating(impl), states.shape[-2]
     deviation = np.abs(states - states.mean(axis=-2, keepdims=True)).max(axis=-2)
     mean = epsilon * (2 + steps / 4) * np.abs(states).max(axis=-2)
     return float(mean.max()), float((epsilon * (2 + steps / 2) * deviation**2 + 4 * deviation * mean).max())
@@ -243,45 +207,41 @@ def updating_errors(dtype, states):
 @law("GV-A4", of="gvote.hidden_statistics", case=cases(), sink_size=st.integers(0, 6), pick=st.integers(0, 1), seed=seeds())
 def test_statistics_leave_the_sinks_out(impl, case, sink_size, pick, seed):
     """Mean and variance (divided by the count) of each channel over the tokens after the sinks, or the last token where none is."""
-    states, name = case.keys[:, 0], ("mean", "variance")[pick]
-    skipped, rounded = min(sink_size, states.shape[1] - 1), impl.round(states)
-    allowed = impl.allowance("gvote.hidden_statistics", states, sink_size=sink_size, pick=pick)
-    for item, channel in np.ndindex(states.shape[0], states.shape[2]):
-        observed = rounded[item, skipped:, channel].tolist()
-        mean = sum(observed) / len(observed)
-        by_hand = (mean, sum((value - mean) ** 2 for value in observed) / len(observed))[pick]
-        if abs(by_hand - allowed.expected[item, channel]) > 1e-12 * (1 + max(map(abs, observed)) ** 2):
-            raise Violation(f"the oracle's {name} differs from the plain loop", by_hand, allowed.expected[item, channel])
-    more = updating_errors(impl.dtype, rounded[:, skipped:])[pick]
-    allowed = allowed.wider(more)
-    allowed.check(impl.gvote.hidden_statistics(states, sink_size=sink_size)[pick], f"the {name}")
+    path, states, name = "gvote.hidden_statistics", impl.round(case.keys[:, 0]), ("mean", "variance")[pick]
+    skipped = min(sink_size, states.shape[1] - 1)
+    observed = np.swapaxes(states[:, skipped:], 1, 2).tolist()
+    means = [[sum(channel) / len(channel) for channel in item] for item in observed]
+    variances = [
+        [sum((value - mean) ** 2 for value in channel) / len(channel) for channel, mean in zip(item, of_item, strict=True)]
+        for item, of_item in zip(observed, means, strict=True)
+    ]
+    how = {"pick": pick, "more": updating_errors(impl, states[:, skipped:])[pick]}
+    by_hand, size = np.array((means, variances)[pick]), 1 + np.abs(states[:, skipped:]).max(axis=1) ** 2
+    agrees(impl, path, states, sink_size=sink_size, **how, by_hand=by_hand, size=size, what=f"the {name}")
     changed = states.copy()
     changed[:, :skipped] = np.random.default_rng(seed).normal(size=changed[:, :skipped].shape)
-    allowed.check(impl.gvote.hidden_statistics(changed, sink_size=sink_size)[pick], f"the {name} with other sinks")
+    got = impl.gvote.hidden_statistics(changed, sink_size=sink_size)[pick]
+    agrees(impl, path, states, sink_size=sink_size, **how, got=got, what=f"the {name} with other sinks")
 
 
 @law("GV-A4", of="gvote.hidden_statistics")
 def test_the_variance_survives_a_large_mean(impl):
     """Numbers offset + 0, 1, 2, 3 have the variance 1.25 at every offset: E[x^2] - E[x]^2 would lose it."""
-    offset = min(2.0**-10 / EPSILON[ACCUMULATOR[impl.dtype]], 2.0**-3 / EPSILON[impl.dtype])
+    offset = min(2.0**-10 / accumulating(impl), 2.0**-2 / final_rounding(impl))
     states = offset + np.arange(4.0)[:, None]
+    slack = updating_errors(impl, states)[1] + final_rounding(impl)
     got = impl.gvote.hidden_statistics(states, sink_size=0)[1]
-    require_numbers(got, (1,), "the variance")
-    if abs(float(got[0]) - 1.25) > updating_errors(impl.dtype, states)[1] + 2 * EPSILON[impl.dtype]:
-        raise Violation(f"the variance of {offset} + 0, 1, 2, 3 is not 1.25", 1.25, got)
+    near(got, np.array([1.25]), slack, f"the variance of {offset} + 0, 1, 2, 3")
 
 
 @law("GV-A5", of="gvote.sample_hidden_states", case=cases(), seed=seeds())
 def test_samples_stand_where_the_noise_puts_them(impl, case, seed):
     """x = mu + sigma e: noise 0 gives the mean, 1 and -1 the mean plus and minus the standard deviation (not the variance)."""
-    mean, variance = (
-        np.round(case.keys[:, 0, 0]),
-        np.round(np.random.default_rng(seed).integers(0, 5, case.keys[:, 0, 0].shape)) ** 2.0,
-    )
+    mean = np.round(case.keys[:, 0, 0])
+    variance = np.random.default_rng(seed).integers(0, 5, mean.shape) ** 2.0
     noise = np.stack([np.zeros_like(mean), np.ones_like(mean), -np.ones_like(mean)], axis=-2)
-    got = impl.gvote.sample_hidden_states(mean, variance, noise)
-    impl.allowance("gvote.sample_hidden_states", mean, variance, noise).check(got, "the samples")
-    impl.agrees("gvote.sample_hidden_states", case.keys[:, 0, 0], np.abs(case.keys[:, 0, -1]), case.next_keys[:, 0])
+    agrees(impl, "gvote.sample_hidden_states", mean, variance, noise, what="the samples")
+    agrees(impl, "gvote.sample_hidden_states", case.keys[:, 0, 0], np.abs(case.keys[:, 0, -1]), case.next_keys[:, 0])
 
 
 @law("GV-A5", of="gvote.sample_hidden_states")
@@ -289,28 +249,22 @@ def test_samples_have_the_mean_and_the_variance(impl):
     """Of 20,000 samples the mean and the variance lie within 6 standard errors: sigma / sqrt(N), and sigma^2 sqrt(2 / N)."""
     mean, variance = np.array([0.0, 1, -2]), np.array([1.0, 4, 0.25])
     noise = impl.round(np.random.default_rng(0).normal(size=(20_000, 3)))
-    got = impl.gvote.sample_hidden_states(mean, variance, noise)
-    rounding = 8 * EPSILON[impl.dtype]
-    if (np.abs(got.mean(axis=0) - mean) > 6 * np.sqrt(variance / len(noise)) + rounding).any():
-        raise Violation("the samples have another mean", mean, got.mean(axis=0))
-    if (np.abs(got.var(axis=0) - variance) > 6 * variance * np.sqrt(2 / len(noise)) + 4 * rounding).any():
-        raise Violation("the samples have another variance", variance, got.var(axis=0))
+    got, error = impl.gvote.sample_hidden_states(mean, variance, noise), 4 * final_rounding(impl)
+    near(got.mean(axis=0), mean, 6 * np.sqrt(variance / len(noise)) + error, "the mean of the samples")
+    near(got.var(axis=0), variance, 6 * variance * np.sqrt(2 / len(noise)) + 4 * error, "the variance of the samples")
 
 
 @law("GV-A6", of="gvote.project", case=cases(), seed=seeds())
 def test_projection_is_the_linear_layer(impl, case, seed):
     """Q = X W_Q + b, W_Q from channels to D; in whole numbers the projection of a sum is the sum of the projections."""
-    channels = case.keys.shape[-1]
-    generator = np.random.default_rng(seed)
+    channels, generator, keys = case.keys.shape[-1], np.random.default_rng(seed), impl.round(case.keys)
     weight, bias = (impl.round(generator.normal(size=shape)) for shape in ((channels, 5), 5))
-    for arguments, added in (((), 0.0), ((bias,), bias)):
-        allowed = impl.allowance("gvote.project", impl.round(case.keys), weight, *arguments)
-        require_loops(allowed.expected, linear(impl.round(case.keys), weight) + added, channels * np.abs(case.keys).max())
-        allowed.check(impl.gvote.project(case.keys, weight, *arguments), "the projection")
+    for layer, added in (((weight,), 0.0), ((weight, bias), bias)):
+        by_hand = linear(keys, weight) + added
+        agrees(impl, "gvote.project", keys, *layer, by_hand=by_hand, size=channels * np.abs(case.keys).max())
     states, other, weight = whole(case), np.clip(np.round(case.keys[:, :, ::-1]), -8, 8), np.round(2 * weight)
-    parts, together = (impl.gvote.project(x, weight) for x in (states, other)), impl.gvote.project(states + other, weight)
-    if np.abs(sum(parts) - together).max() > 2 * EPSILON[impl.dtype] * np.abs(together).max(initial=1) * channels:
-        raise Violation("the projection is not linear", None, together)
+    parts, together = sum(impl.gvote.project(x, weight) for x in (states, other)), impl.gvote.project(states + other, weight)
+    near(parts, together, final_rounding(impl) * np.abs(together).max(initial=1) * channels, "the sum of two projections")
 
 
 @law(
@@ -327,11 +281,9 @@ def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta)
     shrinkage = np.sin(horizon * frequency / 2) / (horizon * np.sin(frequency / 2))
     middle = frequency * (position + (horizon - 1) / 2)
     got = impl.gvote.average_cos_sin(head_dim, position=position, horizon=horizon, theta=theta)
-    slack = angle_error(impl, position + horizon) + 2 * EPSILON[impl.dtype]  # a table in the dtype is rounded once more
-    for name, mean, expected in zip(("cos", "sin"), got, (shrinkage * np.cos(middle), shrinkage * np.sin(middle)), strict=True):
-        require_numbers(mean, expected.shape, name)
-        if np.abs(mean - expected).max() > slack:
-            raise Violation(f"the mean {name} differs by {np.abs(mean - expected).max():.3g}", expected, mean)
+    slack = angle_error(impl, position + horizon) + final_rounding(impl)  # a table in the dtype is rounded once more
+    near(got[0], shrinkage * np.cos(middle), slack, "the mean cos")
+    near(got[1], shrinkage * np.sin(middle), slack, "the mean sin")
 
 
 @law(
@@ -344,29 +296,24 @@ def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta)
 )
 def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position, horizon, theta):
     """Rotating to each of the positions and averaging gives the same; one position is RoPE itself; no query grows."""
-    queries = np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1)  # an even number of channels
+    path, queries = "gvote.rotate_by_average", impl.round(np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1))
     settings = {"position": position, "horizon": horizon, "theta": theta}
-    allowed = impl.allowance("gvote.rotate_by_average", queries, **settings)
     # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair by its radius.
     moved = angle_error(impl, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
-    allowed = allowed.wider(moved.max(), moved.mean())
-    got = impl.gvote.rotate_by_average(queries, **settings)
-    allowed.check(got, "the averaged queries")
-    queries = impl.round(queries)
     by_position = [rope.rotate(queries, np.array(place), theta) for place in range(position, position + horizon)]
-    if np.abs(sum(by_position) / horizon - allowed.expected).max() > 1e-12 * (1 + np.abs(queries).max()):
-        raise Violation("the oracle differs from the mean of the rotated queries", sum(by_position) / horizon, allowed.expected)
-    longest = np.linalg.norm(queries, axis=-1) * (1 + 8 * EPSILON[impl.dtype]) + queries.shape[-1] * allowed.largest
-    if (np.linalg.norm(got, axis=-1) > longest).any():
-        raise Violation("averaging over positions made a query longer", longest, np.linalg.norm(got, axis=-1))
+    by_hand, size, more = sum(by_position) / horizon, 1 + np.abs(queries).max(), (moved.max(), moved.mean())
+    got = agrees(impl, path, queries, **settings, by_hand=by_hand, size=size, more=more)
+    before, after = (np.linalg.norm(states, axis=-1) for states in (queries, got))
+    error = impl.allowance(path, queries, **settings).largest + moved.max()
+    slack = 4 * final_rounding(impl) * before + queries.shape[-1] * error
+    require((after <= before + slack).all(), "averaging over positions made a query longer", before, after)
 
 
 @law("GV-A7", of="gvote.average_cos_sin", kind="refusal", bad=st.sampled_from([("position", -1), ("horizon", 0), ("head_dim", 3)]))
 def test_bad_positions_are_refused(impl, bad):
     """A negative position, an empty horizon or an odd head_dim raise ValueError."""
     settings = {"head_dim": 4, "position": 1, "horizon": 2} | dict([bad])
-    with impl.refuses(bad[0]):
-        impl.gvote.average_cos_sin(settings.pop("head_dim"), **settings)
+    refused(impl, bad[0], "gvote.average_cos_sin", settings.pop("head_dim"), **settings)
 
 
 @law("GV-A9", of="gvote.sampled_logits", case=cases(), seed=seeds())
@@ -374,12 +321,11 @@ def test_logits_compare_each_sample_with_each_key(impl, case, seed):
     """q_s . k_t / sqrt(D): one row for each sample."""
     _, sampled = drawn_queries(case, seed, 3)
     sampled, keys = impl.round(sampled), impl.round(for_each_reader(case.keys, sampled))
-    allowed = impl.allowance("gvote.sampled_logits", sampled, keys)
-    expected = np.zeros(allowed.expected.shape)
+    expected = np.zeros((*sampled.shape[:3], keys.shape[2]))
     for place in np.ndindex(sampled.shape[:2]):
         expected[place] = linear(sampled[place], keys[place].T) / keys.shape[-1] ** 0.5
-    require_loops(allowed.expected, expected, keys.shape[-1] * np.abs(sampled).max() * np.abs(keys).max())
-    allowed.check(impl.gvote.sampled_logits(sampled, keys), "the logits")
+    size = keys.shape[-1] * np.abs(sampled).max() * np.abs(keys).max()
+    agrees(impl, "gvote.sampled_logits", sampled, keys, by_hand=expected, size=size)
 
 
 @law("GV-A11", of="gvote.union", case=cases(), seed=seeds())
@@ -387,23 +333,21 @@ def test_union_keeps_what_any_sample_votes_for(impl, case, seed):
     """A token stays if one vote is for it; the order of the samples does not matter."""
     votes = np.random.default_rng(seed).random((*case.keys.shape[:2], 3, case.keys.shape[2])) < 0.3
     for order in itertools.permutations(range(3)):
-        got = impl.gvote.union(votes[:, :, list(order)])
-        require_mask(got, (*case.keys.shape[:2], case.keys.shape[2]), "the union")
-        if (got != (votes[:, :, 0] | votes[:, :, 1] | votes[:, :, 2])).any():
-            raise Violation("the union is not what any sample votes for", votes, got)
+        expected = votes[:, :, 0] | votes[:, :, 1] | votes[:, :, 2]
+        equal(impl.gvote.union(votes[:, :, list(order)]), expected, "the union is not what any sample votes for")
 
 
 @law("GV-A12", of="gvote.prune", case=seeded_cases(max_length=17), seed=seeds())
 def test_pruning_gathers_keys_and_values_head_by_head(impl, case, seed):
     """Row after row the key, the value and the position of each kept token, and how many rows each head has."""
     kept = np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
-    got = impl.gvote.prune(case.keys, case.values, kept)
+    keys, values, positions, lengths = impl.gvote.prune(case.keys, case.values, kept)
     where = [(*index,) for index in np.ndindex(kept.shape) if kept[index]]
-    for name, rows, source in zip(("keys", "values"), got[:2], (case.keys, case.values), strict=True):
-        if [row.tolist() for row in rows] != [impl.round(source)[index].tolist() for index in where]:
-            raise Violation(f"the {name} are not those of the kept tokens", where, rows)
-    if got[2].tolist() != [index[2] for index in where] or (got[3] != kept.sum(axis=-1)).any():
-        raise Violation("positions or lengths are not those of the kept tokens", where, got[2])
+    for name, rows, source in (("keys", keys, case.keys), ("values", values, case.values)):
+        wanted = np.array([impl.round(source)[index] for index in where]).reshape(-1, source.shape[-1])
+        equal(rows, wanted, f"the {name} are not those of the kept tokens")
+    equal(positions, np.array([index[2] for index in where]), "the positions are not those of the kept tokens")
+    equal(lengths, kept.sum(axis=-1), "the lengths are not those of the kept tokens")
 
 
 def future_attention(first, seed):
@@ -420,13 +364,11 @@ def test_the_optimal_set_contains_every_nucleus(impl, first, seed, p):
     require_mask(got, first.shape, "the keep set")
     nuclei = gvote.nucleus(attention, p)
     least = np.where(nuclei, attention, np.inf).min(axis=-1, keepdims=True)
-    above, tied = attention > least, attention == least
-    if (above.any(axis=0) & ~got).any() or ((got & (above | tied)).sum(axis=-1) < nuclei.sum(axis=-1)).any():
-        raise Violation("a future query misses a part of its nucleus", nuclei, got)
-    if (got & ~(above | tied).any(axis=0)).any():
-        raise Violation("a token is kept that is in the nucleus of no future query", nuclei, got)
-    if got.sum() > nuclei.sum():
-        raise Violation("more tokens are kept than all nuclei have together", nuclei, got)
+    above, inside = attention > least, attention >= least
+    enough = (got & inside).sum(axis=-1) >= nuclei.sum(axis=-1)
+    require(not (above & ~got).any() and enough.all(), "a future query misses a part of its nucleus", nuclei, got)
+    require(not (got & ~inside.any(axis=0)).any(), "a token is kept that is in the nucleus of no future query", nuclei, got)
+    require(got.sum() <= nuclei.sum(), "more tokens are kept than all nuclei have together", nuclei, got)
 
 
 @law("GV-O", of="gvote_theory.optimal_keep_set", kind="edge", first=exact_weights(max_length=5), seed=seeds(), p=SIXTEENTHS)
@@ -434,23 +376,17 @@ def test_the_optimal_set_is_the_smallest_around_the_first_of_equal_weights(impl,
     """It is the smallest set that contains the nucleus of every future query: every set is tried."""
     attention = future_attention(first, seed)
     nuclei = [set(np.flatnonzero(gvote.nucleus(row, p))) for row in attention]
-    got = impl.gvote_theory.optimal_keep_set(attention, p)
-    require_mask(got, first.shape, "the keep set")
     subsets = (set(chosen) for size in range(1, 6) for chosen in itertools.combinations(range(first.size), size))
     smallest = next(chosen for chosen in subsets if all(nucleus <= chosen for nucleus in nuclei))
-    if set(np.flatnonzero(got)) != smallest:
-        raise Violation("the keep set is not the smallest that contains every nucleus", sorted(smallest), np.flatnonzero(got))
+    got, expected = impl.gvote_theory.optimal_keep_set(attention, p), np.isin(np.arange(first.size), list(smallest))
+    equal(got, expected, "the keep set is not the smallest that contains every nucleus")
 
 
 @law("GV-F3", of="gvote_theory.attention_overlap", weights=exact_weights(), seed=seeds())
 def test_overlap_is_the_attention_on_the_candidates(impl, weights, seed):
     """The sum of the weights of the candidates: 1 for all tokens, 0 for none, and never less with a candidate more."""
     candidates = np.random.default_rng(seed).random(weights.shape) < 0.5
-    got = impl.gvote_theory.attention_overlap(weights, candidates)
-    if float(got) != sum(weight for weight, chosen in zip(weights, candidates, strict=True) if chosen):
-        raise Violation("the overlap is not the attention on the candidates", None, got)
-    everything, nothing = (
-        float(impl.gvote_theory.attention_overlap(weights, np.full(weights.shape, value))) for value in (True, False)
-    )
-    if (everything, nothing) != (1, 0) or not nothing <= float(got) <= everything:
-        raise Violation("the overlap with all tokens is not 1, or with none not 0", (1, 0), (everything, nothing))
+    expected = sum(weight for weight, chosen in zip(weights, candidates, strict=True) if chosen)
+    for tokens, wanted in ((candidates, expected), (np.ones_like(candidates), 1), (np.zeros_like(candidates), 0)):
+        got = impl.gvote_theory.attention_overlap(weights, tokens)
+        equal(float(got), wanted, "the overlap is not the attention on the candidates")

@@ -1,7 +1,5 @@
 """What H2O's score favours, whoever computes it (H2-1)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from evictionary.reference import h2o

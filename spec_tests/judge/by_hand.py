@@ -1,9 +1,9 @@
-"""What laws of several papers share: attention in plain loops, which each paper states anew, and checks that many laws make."""
+"""What laws of several papers share: attention in plain loops, which each paper states anew, and what long sums may be wrong by."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import Implementation
-from evictionary.spec_tests.judge.tolerance import FACTOR, FACTOR_OF, Allowance, Violation, require_numbers
+from evictionary.spec_tests.judge.tolerance import FACTOR, FACTOR_OF, require_numbers
 
 
 def causal_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -66,65 +66,12 @@ def over_group(numbers: np.ndarray, num_kv_heads: int) -> np.ndarray:
     return numbers.reshape(numbers.shape[0], num_kv_heads, -1, *numbers.shape[2:]).mean(axis=2)
 
 
-def require_loops(expected: np.ndarray, by_hand: np.ndarray, size: float = 1.0) -> None:
-    """Raise Violation unless the oracle's numbers are those of the law's own loops; `size` is that of the numbers rounded."""
-    with np.errstate(invalid="ignore"):
-        apart = np.where(expected == by_hand, 0, np.abs(expected - by_hand))
-    if expected.shape != np.shape(by_hand) or not (apart <= 1e-12 * max(1.0, size)).all():
-        raise Violation("the oracle differs from the plain loop", by_hand, expected)
-
-
-def require_equal(got: Any, expected: Any, message: str) -> None:
-    """Raise Violation with this message unless `got` has the shape and numbers of `expected`; one number stands for all."""
-    if not np.array_equal(got, np.broadcast_to(expected, np.shape(got)) if np.ndim(expected) == 0 else expected):
-        raise Violation(message, expected, got)
-
-
-def require_totals(got: Any, total: float, allowed: Allowance, what: str) -> None:
-    """Raise Violation unless no number is negative and every row has this total, as softmax weights have 1."""
-    require_numbers(got, allowed.expected.shape, what)
-    totals = got.sum(axis=-1)
-    error = float(np.abs(totals - total).max()) - 1e-12 * total
-    if (got < 0).any() or not allowed.covers(error / got.shape[-1], 0.0):
-        raise Violation(f"{what} are negative somewhere, or do not sum to {total:g}", total, totals)
-
-
-def check_permuted(impl: Implementation, path: str, seed: int, moving: tuple[np.ndarray, ...], *still: np.ndarray) -> None:
-    """Raise Violation unless scores [B, H, T] move with their tokens when the states [B, H, T, ..] that come first are permuted."""
-    allowed = impl.allowance(path, *moving, *still)
-    order = np.random.default_rng(seed).permutation(moving[0].shape[2])
-    got = impl.call(path, *(states[:, :, order] for states in moving), *still)
-    allowed.check(got, "the permuted score", allowed.expected[:, :, order])
-
-
-def check_heads_alone(impl: Implementation, path: str, *states: np.ndarray) -> None:
-    """Raise Violation unless each head of each batch item gives alone what it gives among others.
-
-    The first of the states [B, H, ..] has the KV heads; others may have the query heads, of which each head takes its readers.
-    """
-    allowed = impl.allowance(path, *states)
-    together = impl.call(path, *states)
-    require_numbers(together, allowed.expected.shape, "the result")
-    num_kv_heads = states[0].shape[1]
-
-    def of_head(array: np.ndarray, item: int, head: int) -> np.ndarray:
-        group = array.shape[1] // num_kv_heads
-        return array[item : item + 1, head * group : (head + 1) * group]
-
-    for item, head in np.ndindex(states[0].shape[:2]):
-        alone = impl.call(path, *(of_head(array, item, head) for array in states))
-        expected = of_head(allowed.expected, item, head)
-        allowed.check(of_head(together, item, head), "the head among others", expected)
-        allowed.check(alone, "the head alone", expected)
-
-
-def require_near(got: Any, expected: np.ndarray, slack: float | np.ndarray, what: str) -> None:
-    """Raise Violation unless `got` has the shape of `expected` and differs nowhere by more than `slack`, one number or an array."""
-    require_numbers(got, expected.shape, what)
-    with np.errstate(invalid="ignore"):
-        apart = np.where(got == expected, 0, np.abs(got - expected))
-    if not (apart <= slack).all():
-        raise Violation(f"{what} differs by {np.nanmax(apart):.3g}; allowed is {np.max(slack):.3g}", expected, got)
+def heads_alone(queries: np.ndarray, keys: np.ndarray) -> Iterator[tuple[Any, Any]]:
+    """The place of each head of each batch item in keys [B, H_kv, ..], and in queries [B, H_q, ..] that of those that read it."""
+    group = queries.shape[1] // keys.shape[1]
+    for item, head in np.ndindex(keys.shape[:2]):
+        batch = slice(item, item + 1)
+        yield (batch, slice(head, head + 1)), (batch, slice(head * group, (head + 1) * group))
 
 
 def above_all(got: Any, chosen: np.ndarray) -> Any:
@@ -226,9 +173,19 @@ def neighbours(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(len(tokens)) * heads // len(tokens), tokens
 
 
-def angle_error(impl: Implementation, position: float) -> float:
-    """What an angle t w up to this position may be wrong by: frequency and product are rounded, in float32 or wider."""
-    return float(2 * position * EPSILON[ACCUMULATOR[impl.dtype]])
+def accumulating(impl: Implementation) -> float:
+    """The distance from 1 to the next number of the dtype in which sums are accumulated."""
+    return EPSILON[ACCUMULATOR[impl.dtype]]
+
+
+def final_rounding(impl: Implementation) -> float:
+    """What a number of size 1 may be wrong by that is rounded to the dtype twice."""
+    return 2 * EPSILON[impl.dtype]
+
+
+def angle_error(impl: Implementation, position: Any) -> Any:
+    """What an angle t w up to this position (or each of these) may be wrong by: float32 or wider rounds frequency and product."""
+    return 2 * position * accumulating(impl)
 
 
 def logit_error(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> float:

@@ -25,7 +25,7 @@ from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, ProgramFailed
-from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance, require_numbers
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance
 from evictionary.spec_tests.judge.watch import WATCH, NotAsked
 
 STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
@@ -222,17 +222,6 @@ class Implementation:
         """Leave the case out: its dtype cannot hold the numbers, which says nothing about the implementation."""
         raise OutsideDomain(f"{self.dtype} {CANNOT_HOLD} that it asks for")
 
-    def agrees(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Raise Violation unless the implementation gives the oracle's numbers within the allowance, each entry of a tuple."""
-        if "ranks" in self.conventions and path.endswith("score"):
-            return self._orders(path, *args, **kwargs)
-        got = self.call(path, *args, **kwargs)
-        if not isinstance(got, tuple):
-            self.allowance(path, *args, **kwargs).check(got, path)
-            return
-        for place, entry in enumerate(got):
-            self.allowance(path, *args, pick=place, **kwargs).check(entry, f"entry {place} of {path}")
-
     @contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
         """What stands inside must raise: ValueError with this pattern in its message, or, where nobody asks for ours, anything.
@@ -252,21 +241,6 @@ class Implementation:
                 raise Violation(f"bad input raises {type(error).__name__}: {error}", wanted, str(error)) from error
             return
         raise Violation("bad input is accepted in silence", "an error", None)
-
-    def _orders(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Raise Violation unless the scores put the tokens in the oracle's order, as far as the dtype can tell them apart."""
-        self.compares_order = True
-        try:
-            got = self.call(path, *args, **kwargs)
-        finally:
-            self.compares_order = False
-        allowed = self.allowance(path, *args, **kwargs)
-        require_numbers(got, allowed.expected.shape, path)
-        order = np.argsort(-got, axis=-1, kind="stable")
-        ordered = np.take_along_axis(allowed.expected, order, axis=-1)
-        later = np.maximum.accumulate(ordered[..., ::-1], axis=-1)[..., ::-1]
-        if (later[..., 1:] - ordered[..., :-1] > 2 * allowed.largest).any():
-            raise Violation("the scores put a token before one that scores more", allowed.expected, got)
 
     def _rounded_arguments(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = inspect.signature(oracle(path)).bind(*args, **kwargs).arguments

@@ -285,40 +285,6 @@ def _key(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return digest.digest()
 
 
-def check_selection(
-    kept: Any,
-    scores: np.ndarray,
-    budget: int,
-    *,
-    slack: float | Callable[[], float] = 0.0,
-    protected: np.ndarray | None = None,
-    what: str = "the selection",
-) -> None:
-    """Raise Violation unless `kept` is a boolean mask that keeps `budget` of each row, and among the best by `scores`.
-
-    slack is the error allowed on one score: an evicted token may score more than a kept one by twice that. A function that gives
-    it is called only where that matters, for an allowance is dear. Protected tokens must be kept and are not compared.
-    """
-    require_mask(kept, scores.shape, what)
-    count = kept.sum(axis=-1)
-    if (count != budget).any():
-        raise Violation(f"{what} keeps {_few(count)} tokens of a head, wanted {budget}", budget, count)
-    if protected is not None and not kept[protected].all():
-        raise Violation(f"{what} evicts a protected token", protected, kept)
-    free = scores if protected is None else np.where(protected, np.inf, scores)
-    # The worst kept score may not lie below the best evicted one by more than both may be wrong.
-    worst = np.where(kept, free, np.inf).min(axis=-1, initial=np.inf)
-    best = np.where(kept, -np.inf, free).max(axis=-1, initial=-np.inf)
-    with np.errstate(invalid="ignore"):  # of two equal infinities, which are no gap
-        largest = float(np.where(best > worst, best - worst, 0).max(initial=0))
-    if largest > 0 and largest > (allowed := 2 * (slack() if callable(slack) else slack)):
-        raise Violation(
-            f"{what} evicts a token that scores {largest:.3g} more than one it keeps (allowed: {allowed:.3g})",
-            scores,
-            kept,
-        )
-
-
 def require_mask(kept: Any, shape: tuple[int, ...], what: str) -> None:
     """Raise Violation unless `kept` is a boolean array of that shape."""
     if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_:
@@ -329,8 +295,3 @@ def require_mask(kept: Any, shape: tuple[int, ...], what: str) -> None:
 
 def _describe(value: Any) -> str:
     return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-
-
-def _few(counts: np.ndarray) -> str:
-    different = np.unique(counts)
-    return ", ".join(str(int(value)) for value in different[:4]) + (", ..." if different.size > 4 else "")

@@ -1,14 +1,9 @@
 """What several files of the laws of keydiff use."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import (
-    in_parts,
-    rounding,
-)
+from evictionary.spec_tests.judge.by_hand import in_parts, rounding
 
 paper_budgets = st.sampled_from([2048, 8192, 4096, 6144])
 

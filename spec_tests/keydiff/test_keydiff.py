@@ -1,7 +1,5 @@
 """Laws of KeyDiff: the score and what it optimises (KD-7, KD-8, KD-O)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -10,21 +8,7 @@ from hypothesis import strategies as st
 
 from evictionary.reference.keydiff import anchor
 from evictionary.reference.keydiff_theory import pairwise_objective
-from evictionary.spec_tests.judge.arithmetic import EPSILON
-from evictionary.spec_tests.judge.by_hand import (
-    check_heads_alone,
-    check_permuted,
-    directions,
-    mean_cosines,
-    of_dtype,
-    require_equal,
-    require_loops,
-    require_near,
-    rounding,
-)
-from evictionary.spec_tests.judge.cases import cases, long_cases, paper_cases, seeded_cases, seeds, shares, tiny_cases
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.keydiff.helpers import mean_direction, one_over_norm, paper_budgets, scores_in_parts
 
 SCORE = "keydiff.score"
@@ -33,13 +17,13 @@ SCORE = "keydiff.score"
 @law("KD-8", of=SCORE, case=cases())
 def test_score_is_minus_the_cosine_to_the_anchor(impl, case):
     """The score is minus the cosine between each key and the mean of the unit keys."""
-    impl.agrees(SCORE, case.keys)
+    agrees(impl, SCORE, case.keys)
 
 
 @law("KD-8", of=SCORE, kind="edge", case=cases(kinds=("zero_keys", "cancelling_keys", "ties")))
 def test_the_score_where_a_direction_is_missing(impl, case):
     """Zero keys, which have no direction, and keys whose directions cancel are scored as decided: their cosines are 0."""
-    impl.agrees(SCORE, case.keys)
+    agrees(impl, SCORE, case.keys)
 
 
 @law("KD-8", of=SCORE, brute_force=True, case=cases(max_length=5))
@@ -47,64 +31,48 @@ def test_score_in_plain_loops(impl, case):
     """Computed key by key and channel by channel, the score has the same numbers."""
     keys = impl.round(case.keys)
     expected = np.zeros(keys.shape[:-1])
-    for item, head in np.ndindex(keys.shape[:2]):
-        rows = keys[item, head].tolist()
-        norms = [math.hypot(*row) for row in rows]
-        directions = [[x / norm if norm else 0.0 for x in row] for row, norm in zip(rows, norms, strict=True)]
-        mu = [math.fsum(column) / len(rows) for column in zip(*directions, strict=True)]
-        length = math.hypot(*mu)
-        if length < 1e-3:
+    for place in np.ndindex(keys.shape[:2]):
+        rows = directions(keys[place]).tolist()
+        mu = [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
+        if math.hypot(*mu) < 1e-3:
             return  # keys that nearly cancel leave fewer digits than the comparison asks for
-        for place, direction in enumerate(directions):
-            expected[item, head, place] = -math.fsum(x * y for x, y in zip(direction, mu, strict=True)) / length
-    allowed = impl.allowance(SCORE, keys)
-    assert np.abs(allowed.expected - expected).max() <= 1e-12
-    allowed.check(impl.keydiff.score(keys), "the score")
+        expected[place] = [-math.fsum(x * y for x, y in zip(row, mu, strict=True)) / math.hypot(*mu) for row in rows]
+    agrees(impl, SCORE, keys, by_hand=expected)
 
 
 @law("KD-8", of=SCORE, case=cases())
 def test_scores_are_cosines(impl, case):
     """Scores lie in [-1, 1]."""
-    allowed = impl.allowance(SCORE, case.keys)
-    got = impl.keydiff.score(case.keys)
-    if np.abs(got).max() > 1 + allowed.largest + 2 * EPSILON[impl.dtype]:
-        raise Violation("a score lies outside [-1, 1]", 1.0, np.abs(got).max())
+    lies(impl, impl.keydiff.score(case.keys), between=(-1, 1), what="a score")
 
 
 @law("KD-8", of=SCORE, case=cases(max_length=1))
 def test_the_only_key_scores_minus_one(impl, case):
     """The only key of a head is its own mean, and scores -1."""
     keys = impl.round(case.keys[:, :, :1])
-    alone = impl.allowance(SCORE, keys)
-    wanted = -(np.abs(keys).max(axis=-1) > 0).astype(float)
-    got = impl.keydiff.score(keys)
-    if np.abs(got - wanted).max() > alone.largest + 2 * EPSILON[impl.dtype]:
-        raise Violation("the only key of a head does not score -1", wanted, got)
+    got, expected = impl.keydiff.score(keys), -(np.abs(keys).max(axis=-1) > 0).astype(float)
+    near(got, expected, within(impl), "the score of the only key")
 
 
 @law("KD-8", of=SCORE, kind="edge", pairs=st.integers(1, 9))
 def test_keys_that_cancel_score_zero(impl, pairs):
     """Keys e1 and -e1 in equal number have the zero vector for a mean: every cosine with it is 0, not NaN."""
     keys = np.tile(np.array([[1.0, 0], [-1, 0]]), (1, 1, pairs, 1))
-    got = impl.keydiff.score(keys)
-    if np.isnan(got).any() or (got != 0).any():
-        raise Violation("keys whose directions cancel do not score 0", np.zeros(got.shape), got)
+    equal(impl.keydiff.score(keys), 0, "keys whose directions cancel do not score 0")
 
 
 @law("KD-8", of=SCORE, exponent=st.integers(-6, 6))
 def test_long_and_short_keys_count_alike(impl, exponent):
     """Keys 2^e e1, e2, e2, 2^-e (1, 1): whatever e, e1 is the most distinct and (1, 1) the least."""
     keys = np.array([[[[2.0**exponent, 0], [0, 1], [0, 1], [2.0**-exponent, 2.0**-exponent]]]])
-    impl.agrees(SCORE, keys)
-    got = impl.keydiff.score(keys)[0, 0]
-    if not (got[0] > got[1] > got[3] and got[0] > got[2] > got[3]):
-        raise Violation("the order depends on the lengths of the keys", "e1 above e2 above (1, 1)", got)
+    first, second, third, last = agrees(impl, SCORE, keys)[0, 0]
+    in_order = first > max(second, third) and min(second, third) > last
+    require(in_order, "the order depends on the lengths of the keys", "e1 above e2 above (1, 1)", (first, second, third, last))
 
 
 def check_anchor(impl, case):
-    allowed, keys = impl.allowance("keydiff.anchor", case.keys), impl.round(case.keys)
-    require_loops(allowed.expected, sum(np.moveaxis(directions(keys), 2, 0)) / keys.shape[2])
-    allowed.check(impl.keydiff.anchor(keys), "the anchor")
+    keys = impl.round(case.keys)
+    agrees(impl, "keydiff.anchor", keys, by_hand=sum(np.moveaxis(directions(keys), 2, 0)) / keys.shape[2])
 
 
 @law("KD-8", of="keydiff.anchor", case=cases())
@@ -122,31 +90,29 @@ def test_a_zero_key_counts_as_a_token_of_no_direction(impl, case):
 @law("KD-8", of=SCORE, case=cases(), seed=seeds())
 def test_rescaling_each_key_changes_nothing(impl, case, seed):
     """Each key may be multiplied by its own positive number: only directions count (powers of two, so nothing is rounded)."""
-    allowed = impl.allowance(SCORE, case.keys)
     factors = 2.0 ** np.random.default_rng(seed).integers(-3, 4, size=(*case.keys.shape[:-1], 1))
-    allowed.check(impl.keydiff.score(impl.round(case.keys) * factors), "the score of the rescaled keys")
+    agrees(impl, SCORE, case.keys, got=impl.keydiff.score(impl.round(case.keys) * factors), what="the score of the rescaled keys")
 
 
 @law("KD-8", of=SCORE, case=cases(), seed=seeds())
 def test_turning_all_keys_changes_nothing(impl, case, seed):
     """One orthogonal map of all keys (here channels exchanged and mirrored) leaves the scores as they are."""
-    allowed = impl.allowance(SCORE, case.keys)
     generator = np.random.default_rng(seed)
     channels = case.keys.shape[-1]
     turned = case.keys[..., generator.permutation(channels)] * generator.choice([-1.0, 1.0], size=channels)
-    allowed.check(impl.keydiff.score(turned), "the score of the turned keys")
+    agrees(impl, SCORE, case.keys, got=impl.keydiff.score(turned), what="the score of the turned keys")
 
 
 @law("KD-8", of=SCORE, case=cases(), seed=seeds())
 def test_scores_move_with_their_tokens(impl, case, seed):
     """Permuting the tokens permutes the scores: position plays no part."""
-    check_permuted(impl, SCORE, seed, (case.keys,))
+    move_with_tokens(impl, SCORE, seed, (case.keys,))
 
 
 @law("KD-8", of=SCORE, case=cases(min_length=2))
 def test_heads_do_not_see_each_other(impl, case):
     """The scores of a head are the same when it is scored alone."""
-    check_heads_alone(impl, SCORE, case.keys)
+    same_alone(impl, SCORE, case.keys)
 
 
 @law("KD-8", of=SCORE, kind="edge", case=tiny_cases(min_length=1), zero_at=st.integers(0, 4))
@@ -155,18 +121,15 @@ def test_a_zero_key_scores_zero(impl, case, zero_at):
     keys = case.keys.copy()
     keys[:, :, zero_at % keys.shape[2]] = 0
     for states in (keys, np.zeros_like(keys)):
-        got = impl.keydiff.score(states)
         zero = np.abs(states).max(axis=-1) == 0
-        if np.isnan(got).any() or (got[zero] != 0).any():
-            raise Violation("the score of a zero key is not 0", 0.0, got[zero])
+        equal(impl.keydiff.score(states)[zero], 0, "the score of a zero key is not 0")
 
 
 @law("KD-8", of=SCORE)
 def test_the_anchor_is_the_mean_of_unit_keys(impl):
     """Keys (10,0), (0,1), (.2,1), (1,1) rank 0, 1, 2, 3; with the raw mean as anchor they would rank 1, 2, 3, 0."""
     score = impl.keydiff.score(np.array([[[[10.0, 0], [0, 1], [0.2, 1], [1, 1]]]]))
-    order = np.argsort(-score[0, 0], kind="stable")
-    require_equal(order, [0, 1, 2, 3], "the tokens rank in another order")
+    equal(np.argsort(-score[0, 0], kind="stable"), [0, 1, 2, 3], "the tokens rank in another order")
 
 
 @law("KD-8", of=SCORE, kind="refusal", bad=st.sampled_from([np.nan, np.inf, -np.inf]))
@@ -180,41 +143,36 @@ def test_numbers_that_are_not_finite_do_not_pass_in_silence(impl, bad):
         if impl.strict and not isinstance(error, ValueError):
             raise
         return
-    if not np.isnan(got).any():
-        raise Violation(f"keys with {bad} in them have scores that look like any others", np.nan, got)
+    require(np.isnan(got).any(), f"keys with {bad} in them have scores that look like any others", np.nan, got)
 
 
 @law("KD-8", of=SCORE, kind="refusal", bad=st.sampled_from([(3,), (2, 0, 4, 3), (2, 1, 0, 3)]))
 def test_bad_shapes_are_refused(impl, bad):
     """Too few axes, or an empty one, raise ValueError."""
-    with impl.refuses("keys"):
-        impl.keydiff.score(np.zeros(bad))
+    refused(impl, "keys", SCORE, np.zeros(bad))
 
 
 @law("KD-7", of="keydiff.pairwise_score", case=cases())
 def test_pairwise_score_sums_the_rows_of_the_similarity_matrix(impl, case):
     """The score of KD-7 is minus the sum of the cosines to all keys, the key itself among them."""
-    impl.agrees("keydiff.pairwise_score", case.keys)
+    agrees(impl, "keydiff.pairwise_score", case.keys)
 
 
 @law("KD-7", of=("keydiff.similarity_matrix", "keydiff.pairwise_score"), kind="edge", case=cases(kinds=("zero_keys", "ties")))
 def test_a_zero_key_is_similar_to_none(impl, case):
     """The cosines of a zero key are 0, the one with itself too."""
-    impl.agrees("keydiff.similarity_matrix", case.keys)
-    impl.agrees("keydiff.pairwise_score", case.keys)
+    agrees(impl, "keydiff.similarity_matrix", case.keys)
+    agrees(impl, "keydiff.pairwise_score", case.keys)
 
 
 @law("KD-7", of="keydiff.similarity_matrix", case=cases())
 def test_the_similarity_matrix_holds_every_cosine(impl, case):
     """S is symmetric, and its diagonal is 1."""
-    impl.agrees("keydiff.similarity_matrix", case.keys)
-    allowed = impl.allowance("keydiff.similarity_matrix", case.keys)
-    got = impl.keydiff.similarity_matrix(case.keys)
-    allowed.check(np.swapaxes(got, -1, -2).copy(), "the transposed matrix")
-    own = np.diagonal(got, axis1=-2, axis2=-1)
+    path = "keydiff.similarity_matrix"
+    got = agrees(impl, path, case.keys)
+    agrees(impl, path, case.keys, got=np.swapaxes(got, -1, -2).copy(), what="the transposed matrix")
     wanted = (np.abs(impl.round(case.keys)).max(axis=-1) > 0).astype(float)
-    if np.abs(own - wanted).max() > allowed.largest + 2 * EPSILON[impl.dtype]:
-        raise Violation("the cosine of a key with itself is not 1", wanted, own)
+    near(np.diagonal(got, axis1=-2, axis2=-1), wanted, within(impl), "the cosine of a key with itself")
 
 
 @law("KD-7", of="keydiff.pairwise_score", brute_force=True, case=cases(max_length=5))
@@ -227,20 +185,17 @@ def test_pairwise_score_in_plain_loops(impl, case):
         for (place, row), other in itertools.product(enumerate(rows), rows):
             norms = math.hypot(*row) * math.hypot(*other)
             expected[item, head, place] -= math.fsum(x * y for x, y in zip(row, other, strict=True)) / norms if norms else 0
-    allowed = impl.allowance("keydiff.pairwise_score", keys)
-    assert np.abs(allowed.expected - expected).max() <= 1e-12
-    allowed.check(impl.keydiff.pairwise_score(keys), "the pairwise score")
+    agrees(impl, "keydiff.pairwise_score", keys, by_hand=expected)
 
 
 @law("KD-7", of=("keydiff.anchor", SCORE), case=cases())
 def test_both_scores_rank_alike(impl, case):
     """Row i of S sums to T |mu| cos(k_i, mu): the pairwise score is the anchor's score times a positive number."""
-    length = np.linalg.norm(impl.keydiff.anchor(case.keys), axis=-1, keepdims=True)
-    allowed, scores = impl.allowance("keydiff.pairwise_score", case.keys), impl.allowance(SCORE, case.keys)
-    tokens = case.keys.shape[2]
-    error = np.abs(tokens * length * impl.keydiff.score(case.keys) - allowed.expected)
-    if (error > 2 * allowed.largest + tokens * length * scores.largest + 8 * tokens * EPSILON[impl.dtype]).any():
-        raise Violation(f"T |mu| score differs from the pairwise score by {error.max():.3g}", allowed.expected)
+    size = case.keys.shape[2] * np.linalg.norm(impl.keydiff.anchor(case.keys), axis=-1, keepdims=True)
+    pairwise = impl.allowance("keydiff.pairwise_score", case.keys)
+    got = size * impl.keydiff.score(case.keys)
+    slack = 2 * pairwise.largest + size * within(impl, roundings=0) + 4 * case.keys.shape[2] * final_rounding(impl)
+    near(got, pairwise.expected, slack, "T |mu| times the score")
 
 
 @law("KD-O", of=(SCORE, "selection.top_k"), brute_force=True, case=cases(min_length=2, max_length=5), share=shares())
@@ -249,14 +204,11 @@ def test_top_k_solves_the_relaxed_problem(impl, case, share):
     keys = impl.round(case.keys)
     budget = max(1, int(share * keys.shape[2]))
     kept = impl.selection.top_k(impl.keydiff.score(keys), budget)
-    require_mask(kept, keys.shape[:3], "the selection")
-    require_equal(kept.sum(axis=-1), budget, f"not {budget} tokens of each head are kept")
     similarity, slack = mean_cosines(keys), impl.allowance(SCORE, keys).largest
-    for item, head in np.ndindex(keys.shape[:2]):
-        row = similarity[item, head]
-        got, best = row[kept[item, head]].sum(), min(map(sum, itertools.combinations(row, budget)))
-        if got - best > 2 * budget * slack + 1e-12:
-            raise Violation("another set of the same size is less similar to the anchor", best, got)
+    selects(kept, -similarity, budget, slack=slack + 1e-12)
+    for place in np.ndindex(keys.shape[:2]):
+        got, best = similarity[place][kept[place]].sum(), min(map(sum, itertools.combinations(similarity[place], budget)))
+        require(got - best <= 2 * budget * slack + 1e-12, "another set of the same size is less similar to the anchor", best, got)
 
 
 @law("KD-O", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=5), share=shares())
@@ -265,7 +217,7 @@ def test_no_exchange_improves_the_relaxed_problem(impl, case, share):
     keys = impl.round(case.keys)
     budget = max(1, int(share * case.length))
     kept = impl.selection.top_k(impl.keydiff.score(keys), budget)
-    check_selection(kept, -mean_cosines(keys), budget, slack=lambda: impl.allowance(SCORE, keys).largest + 1e-12)
+    selects(kept, -mean_cosines(keys), budget, slack=lambda: impl.allowance(SCORE, keys).largest + 1e-12)
 
 
 @law("KD-O", of=(SCORE, "selection.top_k"), examples=2, case=paper_cases(kinds=("normal", "drift")), budget=paper_budgets)
@@ -274,43 +226,34 @@ def test_no_exchange_improves_the_problem_of_a_long_prompt(impl, case, budget):
     keys = impl.round(case.keys + 2)
     scores, slack = scores_in_parts(impl, keys)
     kept = impl.selection.top_k(impl.keydiff.score(keys), budget)
-    check_selection(kept, scores, min(budget, case.length), slack=float(slack.max()))
+    selects(kept, scores, min(budget, case.length), slack=float(slack.max()))
 
 
 @law("KD-O", of=("keydiff_theory.pairwise_objective", "keydiff_theory.relaxed_objective"), case=cases(max_length=33), seed=seeds())
 def test_the_objectives_are_sums_of_cosines(impl, case, seed):
     """The pairwise objective sums the cosines of all pairs in S, the relaxed one khat . mu over the tokens of S."""
-    kept = np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
-    keys = impl.round(case.keys)
+    keys, kept = impl.round(case.keys), np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
     pairwise, relaxed = np.zeros(kept.shape[:2]), np.zeros(kept.shape[:2])
-    for item, head in np.ndindex(kept.shape[:2]):
-        chosen = kept[item, head]
-        relaxed[item, head] = math.fsum(mean_cosines(keys[item, head])[chosen])
-        if chosen.any():
-            pairwise[item, head] = math.fsum(chosen.sum() * mean_cosines(keys[item, head, chosen]))
+    for place in np.ndindex(kept.shape[:2]):
+        relaxed[place] = math.fsum(mean_cosines(keys[place])[kept[place]])
+        if kept[place].any():
+            pairwise[place] = math.fsum(kept[place].sum() * mean_cosines(keys[place][kept[place]]))
     for name, expected in (("pairwise_objective", pairwise), ("relaxed_objective", relaxed)):
-        allowed = impl.allowance(f"keydiff_theory.{name}", keys, kept)
-        require_loops(allowed.expected, expected, keys.shape[2] ** 2)
-        allowed.check(impl.call(f"keydiff_theory.{name}", keys, kept), name)
+        agrees(impl, f"keydiff_theory.{name}", keys, kept, by_hand=expected, size=keys.shape[2] ** 2)
 
 
 @law("KD-O", of=(SCORE, "selection.top_k"), brute_force=True, case=cases(min_length=2))
 def test_evicting_one_token_is_exactly_optimal(impl, case):
     """With N = n - 1, as in each step of decoding, no other choice leaves a smaller sum of pairwise cosines (no key being zero)."""
-    keys = impl.round(case.keys)
-    length = keys.shape[2]
-    if (np.abs(keys).max(axis=-1) == 0).any():
+    keys, length = impl.round(case.keys), case.keys.shape[2]
+    if not keys.any(axis=-1).all():
         return
     kept = impl.selection.top_k(impl.keydiff.score(keys), length - 1)
-    scores = impl.allowance(SCORE, keys)
-    got = pairwise_objective(keys, kept)
-    best = np.min(
-        [pairwise_objective(keys, np.broadcast_to(np.arange(length) != gone, kept.shape)) for gone in range(length)], axis=0
-    )
+    others = [np.broadcast_to(np.arange(length) != gone, kept.shape) for gone in range(length)]
+    got, best = pairwise_objective(keys, kept), np.min([pairwise_objective(keys, other) for other in others], axis=0)
     # Leaving i out changes the objective by 1 - 2 n |mu| cos(k_i, mu), so an error of a score counts 2 n |mu| times.
-    size = np.linalg.norm(anchor(keys), axis=-1)
-    if (got - best > 4 * length * size * scores.largest + 1e-11).any():
-        raise Violation("evicting another token leaves a smaller sum of pairwise cosines", best, got)
+    slack = 4 * length * np.linalg.norm(anchor(keys), axis=-1) * impl.allowance(SCORE, keys).largest + 1e-11
+    require((got - best <= slack).all(), "evicting another token leaves a smaller sum of pairwise cosines", best, got)
 
 
 ANY_SCALE = ("small", "moving_mean", "sinks", "vast", "mixed_norms", "normal")
@@ -319,7 +262,7 @@ ANY_SCALE = ("small", "moving_mean", "sinks", "vast", "mixed_norms", "normal")
 def check_long_prompt(impl, case):
     keys = of_dtype(impl, case.keys)
     expected, slack = scores_in_parts(impl, keys)
-    require_near(impl.keydiff.score(keys), expected, slack, "the score of a long prompt")
+    near(impl.keydiff.score(keys), expected, slack, "the score of a long prompt")
 
 
 @law("KD-8", of=SCORE, examples=3, case=long_cases(kinds=ANY_SCALE))
@@ -333,7 +276,7 @@ def test_the_anchor_of_a_long_prompt_is_the_mean_of_its_parts(impl, case):
     """The anchor is the mean of the anchors of parts of the prompt, each weighted by its length."""
     keys = of_dtype(impl, case.keys)
     expected = mean_direction(keys, one_over_norm(keys))
-    require_near(impl.keydiff.anchor(keys), expected, rounding(impl, keys.shape[-2]), "the anchor of a long prompt")
+    near(impl.keydiff.anchor(keys), expected, rounding(impl, keys.shape[-2]), "the anchor of a long prompt")
 
 
 def keys_that_cancel(impl, case):
@@ -358,7 +301,7 @@ def check_cancelling(impl, case):
     mu = units.mean(axis=-2)
     expected = -(units @ mu[..., None])[..., 0] / np.linalg.norm(mu, axis=-1)[..., None]
     slack = rounding(impl, case.length) * np.abs(expected)
-    require_near(impl.keydiff.score(keys), expected, slack, "the score of keys that cancel")
+    near(impl.keydiff.score(keys), expected, slack, "the score of keys that cancel")
 
 
 @law("KD-8", of=SCORE, examples=3, case=long_cases(kinds=ANY_SCALE))
@@ -380,4 +323,4 @@ def test_the_sum_of_a_long_prompt_keeps_its_last_digits(impl, case):
     keys, units = keys_that_cancel(impl, case)
     expected = units.mean(axis=-2)
     slack = rounding(impl, case.length) * np.abs(expected).max()
-    require_near(impl.keydiff.anchor(keys), expected, slack, "the anchor of keys that cancel")
+    near(impl.keydiff.anchor(keys), expected, slack, "the anchor of keys that cancel")

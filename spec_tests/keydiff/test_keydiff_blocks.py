@@ -1,16 +1,10 @@
 """Laws of KeyDiff's ground: cached attention (KD-1 to KD-3), eviction policies (KD-4, KD-5), block prompt processing (KD-6)."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.keydiff import Cache
-from evictionary.spec_tests.judge.arithmetic import EPSILON
-from evictionary.spec_tests.judge.by_hand import causal_weights, require_equal, require_loops, require_near
-from evictionary.spec_tests.judge.cases import cases, long_cases, paper_cases, seeds, tiny_cases
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_numbers
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.keydiff.helpers import paper_budgets, scores_in_parts
 
 ATTENTION, CACHED, EVICT = "keydiff_theory.causal_attention", "keydiff_theory.cached_attention", "keydiff.evict"
@@ -50,23 +44,19 @@ def check_step(impl, before, after, budget, expected=None, slack=None):
     expected and slack are the scores and what they may be wrong by, where the oracle is not asked.
     """
     wanted = min(budget, before.positions.shape[-1])
-    if after.positions.shape != (*before.positions.shape[:-1], wanted):
-        raise Violation(f"the cache has positions of shape {after.positions.shape}", (*before.positions.shape[:-1], wanted))
-    require_equal(after.seen, before.seen, f"the cache says that it has seen {after.seen} tokens, wanted {before.seen}")
-    if (np.diff(after.positions, axis=-1) <= 0).any():
-        raise Violation("the kept tokens are not in position order", None, after.positions)
+    equal(after.positions.shape, (*before.positions.shape[:-1], wanted), "the cache has positions of another shape")
+    equal(after.seen, before.seen, f"the cache says that it has seen {after.seen} tokens, wanted {before.seen}")
+    require((np.diff(after.positions, axis=-1) > 0).all(), "the kept tokens are not in position order", None, after.positions)
     kept = np.zeros(before.positions.shape, dtype=bool)
     for row in np.ndindex(*kept.shape[:-1]):
         kept[row] = np.isin(before.positions[row], after.positions[row])
     if expected is None:
         scores = impl.allowance("keydiff.score", before.keys)
-        check_selection(kept, scores.expected, wanted, slack=lambda: scores.largest, what="the step")
-    else:
-        check_selection(kept, expected, wanted, slack=float(slack.max()), what="the step")
+        expected, slack = scores.expected, lambda: scores.largest
+    selects(kept, expected, wanted, slack=slack, what="the step")
     for name, states, source in (("keys", after.keys, before.keys), ("values", after.values, before.values)):
         rows = source[kept].reshape(*after.positions.shape, -1)
-        require_numbers(states, rows.shape, f"the cache's {name}")
-        require_equal(states, rows, f"the cache's {name} are not those of the tokens at its positions")
+        equal(states, rows, f"the cache's {name} are not those of the tokens at its positions")
 
 
 @law("KD-1", of="keydiff_theory.transformer_block", case=cases())
@@ -74,40 +64,33 @@ def test_a_block_is_attention_and_then_the_feed_forward(impl, case):
     """Y = FFN(CSA(X)): attention comes first (here doubling), the feed-forward network second (here adding one)."""
     states = np.clip(np.round(case.keys), -64, 64)  # whole numbers that every dtype doubles exactly
     got = impl.keydiff_theory.transformer_block(states, lambda x: x * 2, lambda x: x + 1)
-    require_numbers(got, states.shape, "the block's output")
-    require_equal(got, states * 2 + 1, "the block does not apply attention first and the feed-forward second")
+    equal(got, states * 2 + 1, "the block does not apply attention first and the feed-forward second")
 
 
 @law("KD-2", of=ATTENTION, case=cases())
 def test_causal_attention_is_the_softmax_over_the_past(impl, case):
     """softmax(Q K^T / sqrt(D) + M) V, in which a token sees itself and the tokens before it."""
-    impl.agrees(ATTENTION, own_queries(case), case.keys, case.values)
+    agrees(impl, ATTENTION, own_queries(case), case.keys, case.values)
 
 
 @law("KD-2", of=ATTENTION, case=cases(max_length=5))
 def test_causal_attention_in_plain_loops(impl, case):
     """Computed token by token and channel by channel, causal attention gives the same numbers."""
-    queries, keys, values = (impl.round(states) for states in (own_queries(case), case.keys, case.values))
-    expected = causal_weights(queries, keys) @ values
-    allowed = impl.allowance(ATTENTION, queries, keys, values)
-    require_loops(allowed.expected, expected, np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max()))
-    allowed.check(impl.keydiff_theory.causal_attention(queries, keys, values), "causal attention", expected)
+    queries, keys, values = impl.rounded((own_queries(case), case.keys, case.values))
+    size = np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max())
+    agrees(impl, ATTENTION, queries, keys, values, by_hand=causal_weights(queries, keys) @ values, size=size)
 
 
 @law("KD-2", of=ATTENTION, case=cases(min_length=2), cut=st.floats(0, 1))
 def test_no_token_sees_a_later_one(impl, case, cut):
     """Changing later tokens changes no earlier output; the first token's output is its own value."""
     first = max(1, int(cut * (case.keys.shape[2] - 1)))
-    queries = own_queries(case)
-    allowed = impl.allowance(ATTENTION, queries, case.keys, case.values)
-    changed = [states.copy() for states in (queries, case.keys, case.values)]
-    for states in changed:
-        states[..., first:, :] = 1
-    got = impl.keydiff_theory.causal_attention(*changed)
-    allowed.check(got[..., :first, :], "the outputs before the change", allowed.expected[..., :first, :])
-    error = np.abs(got[..., 0, :] - impl.round(case.values)[..., 0, :]).max()
-    if error > EPSILON[impl.dtype] * np.abs(case.values).max():
-        raise Violation(f"the first token's output differs from its value by {error:.3g}")
+    states = own_queries(case), case.keys, case.values
+    changed = (np.where(np.arange(case.keys.shape[2])[:, None] < first, each, 1) for each in states)
+    got = impl.keydiff_theory.causal_attention(*changed)[..., :first, :]
+    agrees(impl, ATTENTION, *states, got=got, expected=lambda outputs: outputs[..., :first, :])
+    slack = 0.5 * final_rounding(impl) * np.abs(case.values).max()
+    near(got[..., 0, :], impl.round(case.values)[..., 0, :], slack, "the first token's output, its value,")
 
 
 @law("KD-2", of=ATTENTION)
@@ -116,18 +99,17 @@ def test_attention_is_finite_at_large_logits(impl):
     keys = np.array([[[[100.0, 0], [-100, 0], [0, 100]]]])
     queries = np.full((1, 1, 3, 2), 140.0)
     got = impl.keydiff_theory.causal_attention(queries, keys, np.array([[[[1.0], [2], [4]]]]))
-    require_near(got, np.array([1, 1, 2.5]).reshape(1, 1, 3, 1), 0.02, "attention at large logits")
+    near(got, np.array([1, 1, 2.5]).reshape(1, 1, 3, 1), 0.02, "attention at large logits")
 
 
 @law("KD-3", of=(ATTENTION, CACHED), case=cases(min_length=2), cut=st.floats(0, 1))
 def test_cached_equals_uncached(impl, case, cut):
     """The tokens after the cut, attending to a cache of those before it, give what causal attention over all of them gives."""
     start = 1 + int(cut * (case.keys.shape[2] - 2))
-    queries = own_queries(case)
-    allowed = impl.allowance(ATTENTION, queries, case.keys, case.values)
+    states = own_queries(case), case.keys, case.values
     cache = cache_of(impl.round(case.keys[..., :start, :]), impl.round(case.values[..., :start, :]))
-    new = (states[..., start:, :] for states in (queries, case.keys, case.values))
-    allowed.check(impl.keydiff_theory.cached_attention(*new, cache), "the cached outputs", allowed.expected[..., start:, :])
+    got = impl.keydiff_theory.cached_attention(*(each[..., start:, :] for each in states), cache)
+    agrees(impl, ATTENTION, *states, got=got, expected=lambda outputs: outputs[..., start:, :])
 
 
 @law("KD-3", of=CACHED, case=cases(min_length=4), seed=seeds())
@@ -135,35 +117,30 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
     """The mask hides later new tokens only: the order of a cache from which tokens were evicted plays no part."""
     old = case.keys.shape[2] - 2
     order = np.random.default_rng(seed).permutation(old)[: max(1, old - 1)]
-    cache = cache_of(case.keys[..., order, :], case.values[..., order, :])._replace(seen=old)
-    new = tuple(states[..., old:, :] for states in (own_queries(case), case.keys, case.values))
-    allowed = impl.allowance(CACHED, *new, cache)
-    queries, keys, values = (impl.round(states) for states in new)
-    keys, values = (np.concatenate([impl.round(a), b], axis=-2) for a, b in ((cache.keys, keys), (cache.values, values)))
-    require_loops(
-        allowed.expected,
-        causal_weights(queries, keys) @ values,
-        np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max()),
-    )
+    cache = impl.rounded(cache_of(case.keys[..., order, :], case.values[..., order, :])._replace(seen=old))
+    new = queries, *states = impl.rounded(tuple(each[..., old:, :] for each in (own_queries(case), case.keys, case.values)))
+    keys, values = (np.concatenate(pair, axis=-2) for pair in zip(cache[:2], states, strict=True))
+    by_hand, size = causal_weights(queries, keys) @ values, np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max())
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
-    allowed.check(impl.keydiff_theory.cached_attention(*new, backwards), "attention to the reversed cache")
+    got = impl.keydiff_theory.cached_attention(*new, backwards)
+    agrees(impl, CACHED, *new, cache, got=got, by_hand=by_hand, size=size, what="attention to the reversed cache")
 
 
 @law("KD-3", of="keydiff.append", case=tiny_cases(min_length=2))
 def test_new_tokens_come_after_the_cache(impl, case):
     """Appending keeps every number, the cache before the new tokens, and goes on counting positions."""
     half = case.keys.shape[2] // 2
-    cache = impl.keydiff.append(None, case.keys[..., :half, :], case.values[..., :half, :])
-    cache = impl.keydiff.append(cache, case.keys[..., half:, :], case.values[..., half:, :])
-    whole = cache_of(case.keys, case.values)
+    first, second = (
+        tuple(states[..., part, :] for states in (case.keys, case.values)) for part in (slice(half), slice(half, None))
+    )
+    got, whole = impl.keydiff.append(impl.keydiff.append(None, *first), *second), cache_of(case.keys, case.values)
     for name in Cache._fields:
-        require_equal(getattr(cache, name), getattr(whole, name), f"the joined cache has other {name}")
+        equal(getattr(got, name), getattr(whole, name), f"the joined cache has other {name}")
     # Two tokens were seen and evicted: the next position is that of the sequence, not the length of the cache.
-    evicted = cache_of(case.keys[..., :half, :], case.values[..., :half, :])._replace(seen=half + 2)
-    got = impl.keydiff.append(evicted, case.keys[..., half:, :], case.values[..., half:, :])
+    got = impl.keydiff.append(cache_of(*first)._replace(seen=half + 2), *second)
     wanted = np.concatenate([whole.positions[..., :half], whole.positions[..., half:] + 2], axis=-1)
-    if not np.array_equal(got.positions, wanted) or got.seen != whole.seen + 2:
-        raise Violation("after an eviction the new tokens get other positions", wanted, got.positions)
+    equal(got.positions, wanted, "after an eviction the new tokens get other positions")
+    equal(got.seen, whole.seen + 2, "after an eviction other tokens were seen")
 
 
 @law("KD-4", of=EVICT, case=cases(), seed=seeds())
@@ -178,16 +155,15 @@ def test_eviction_keeps_a_subset_whole_and_in_order(impl, case, seed):
         rows = np.flatnonzero(kept[item, head])
         for name in ("keys", "values", "positions"):
             wanted = getattr(cache, name)[item, head][rows]
-            require_equal(getattr(got, name)[item, head], wanted, f"the {name} of a head are not those of its kept tokens")
-    require_equal(got.seen, cache.seen, "eviction changes how many tokens were seen")
+            equal(getattr(got, name)[item, head], wanted, f"the {name} of a head are not those of its kept tokens")
+    equal(got.seen, cache.seen, "eviction changes how many tokens were seen")
 
 
 @law("KD-4", of=EVICT, kind="refusal")
 def test_rows_of_different_counts_are_refused(impl):
     """All heads keep N tokens: a mask with rows of different counts raises ValueError."""
     cache = cache_of(np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 2)))
-    with impl.refuses("kept"):
-        impl.keydiff.evict(cache, np.array([[[True, True, False], [True, False, False]]]))
+    refused(impl, "kept", EVICT, cache, np.array([[[True, True, False], [True, False, False]]]))
 
 
 @law("KD-5", of="keydiff_theory.attention_policy", seed=seeds(), budget=st.integers(1, 6))
@@ -195,9 +171,9 @@ def test_a_policy_keeps_the_best_of_the_aggregated_weights(impl, seed, budget):
     """phi = the last row of A keeps what the last query attends to (TOVA); phi = its column sums what all attended to (H2O)."""
     weights = np.random.default_rng(seed).integers(0, 16, size=(2, 3, 4, 5)) / 64
     last = impl.keydiff_theory.attention_policy(weights, budget, aggregate=lambda attention: attention[..., -1, :])
-    check_selection(last, weights[..., -1, :], min(budget, 5), what="the policy of the last row")
+    selects(last, weights[..., -1, :], min(budget, 5), what="the policy of the last row")
     summed = impl.keydiff_theory.attention_policy(weights, budget, aggregate=lambda attention: attention.sum(-2))
-    check_selection(summed, weights.sum(axis=-2), min(budget, 5), what="the policy of the column sums")
+    selects(summed, weights.sum(axis=-2), min(budget, 5), what="the policy of the column sums")
 
 
 @law("KD-6", of=BLOCK, case=cases(), budget=budgets, block_size=block_sizes)
@@ -224,15 +200,14 @@ def test_a_prompt_is_its_blocks_one_after_another(impl, case, budget, block_size
         ranked = np.sort(scores.expected, axis=-1)[..., ::-1]
         if candidates.shape[-1] > budget and (ranked[..., budget - 1] - ranked[..., budget] <= 2 * scores.largest).any():
             return  # which of two close tokens stays is judged step by step in the law above
-        count = min(budget, candidates.shape[-1])
-        order = np.argsort(-scores.expected, axis=-1, kind="stable")[..., :count]
+        order = np.argsort(-scores.expected, axis=-1, kind="stable")[..., :budget]
         expected = np.sort(np.take_along_axis(candidates, order, axis=-1), axis=-1)
     got = impl.keydiff.process_prompt(case.keys, case.values, budget=budget, block_size=block_size)
-    if not np.array_equal(got.positions, expected) or got.seen != keys.shape[2]:
-        raise Violation("the prompt keeps other positions than its blocks one after another", expected, got.positions)
+    equal(got.positions, expected, "the prompt keeps other positions than its blocks one after another")
+    equal(got.seen, keys.shape[2], "the prompt has seen another number of tokens")
     for name, states in (("keys", keys), ("values", impl.round(case.values))):
         wanted = np.take_along_axis(states, expected[..., None], axis=2)
-        require_equal(getattr(got, name), wanted, f"the cache's {name} are not those of its positions")
+        equal(getattr(got, name), wanted, f"the cache's {name} are not those of its positions")
 
 
 @law("KD-6", of=PROMPT, case=cases(), budget=budgets, more=st.integers(0, 3))
@@ -259,16 +234,14 @@ def test_of_equal_tokens_the_earlier_stays(impl):
     keys = np.array([[[[1.0, 0], [1, 0], [0, 1], [1, 0]]]])
     for block_size in (1, 2, 3, 4):
         got = impl.keydiff.process_prompt(keys, keys, budget=2, block_size=block_size).positions
-        if got[0, 0].tolist() != [0, 2]:
-            raise Violation(f"in blocks of {block_size} the prompt keeps other positions", [0, 2], got)
+        equal(got[0, 0], [0, 2], f"in blocks of {block_size} the prompt keeps other positions")
 
 
 @law("KD-6", of=PROMPT, kind="refusal", name=st.sampled_from(["budget", "block_size"]))
 def test_bad_blocks_are_refused(impl, name):
     """A budget or block_size of 0 raises ValueError."""
     keys = np.ones((1, 2, 3, 2))
-    with impl.refuses(name):
-        impl.keydiff.process_prompt(keys, keys, **{"budget": 2, "block_size": 2, name: 0})
+    refused(impl, name, PROMPT, keys, keys, **{"budget": 2, "block_size": 2, name: 0})
 
 
 @law("KD-6", of=BLOCK, examples=2, case=long_cases(lengths=(8191, 4097, 12_289)))
@@ -280,13 +253,13 @@ def test_a_block_joins_a_cache_of_thousands(impl, case):
     keys, values = impl.round(case.keys + away), impl.round(case.values)
     cache = cache_of(keys[:, :, :first], values[:, :, :first])
     after = impl.keydiff.process_block(cache, keys[:, :, first:], values[:, :, first:], budget=2048)
-    require_equal(after.positions.shape, (*keys.shape[:2], 2048), "the cache holds another number of tokens")
+    equal(after.positions.shape, (*keys.shape[:2], 2048), "the cache holds another number of tokens")
     kept = np.zeros(keys.shape[:3], dtype=bool)
     np.put_along_axis(kept, after.positions, True, axis=-1)
     scores, slack = scores_in_parts(impl, keys)
-    check_selection(kept, scores, 2048, slack=float(slack.max()), what="the cache after the block")
-    require_equal(after.keys, keys[kept].reshape(after.keys.shape), "the kept keys are not those at the kept positions")
-    require_equal(after.values, values[kept].reshape(after.values.shape), "the kept values are not those at the kept positions")
+    selects(kept, scores, 2048, slack=float(slack.max()), what="the cache after the block")
+    equal(after.keys, keys[kept].reshape(after.keys.shape), "the kept keys are not those at the kept positions")
+    equal(after.values, values[kept].reshape(after.values.shape), "the kept values are not those at the kept positions")
 
 
 @law("KD-6", of=(BLOCK, DECODE), examples=2, case=paper_cases((16_384, 8320, 6300)), budget=paper_budgets)
@@ -302,7 +275,8 @@ def test_blocks_of_128_join_a_full_cache(impl, case, budget):
             cache = impl.keydiff.decode(cache, keys[:, :, new.start], values[:, :, new.start], budget=budget)
         else:
             cache = impl.keydiff.process_block(cache, keys[:, :, new], values[:, :, new], budget=budget)
-        check_step(impl, before, cache, budget, *scores_in_parts(impl, before.keys))
+        scores, slack = scores_in_parts(impl, before.keys)
+        check_step(impl, before, cache, budget, scores, float(slack.max()))
 
 
 @law("KD-6", of=PROMPT, examples=2, case=paper_cases((16_384, 32_769, 8320)), budget=paper_budgets)
@@ -313,8 +287,8 @@ def test_a_prompt_of_hundreds_of_blocks_keeps_what_is_distinct(impl, case, budge
     keys[:, :, distinct, 1] = keys[:, :, ~distinct, 0] = 1
     values = impl.round(case.values)
     got = impl.keydiff.process_prompt(keys, values, budget=budget, block_size=128)
-    require_equal(got.positions.shape, (*keys.shape[:2], min(budget, case.length)), "the cache holds another number of tokens")
-    require_equal(distinct[got.positions].sum(axis=-1), distinct.sum(), "a distinct key was evicted, or is held twice")
+    equal(got.positions.shape, (*keys.shape[:2], min(budget, case.length)), "the cache holds another number of tokens")
+    equal(distinct[got.positions].sum(axis=-1), distinct.sum(), "a distinct key was evicted, or is held twice")
     for name, states in (("keys", keys), ("values", values)):
         wanted = np.take_along_axis(states, got.positions[..., None], axis=2)
-        require_equal(getattr(got, name), wanted, f"the cache's {name} are not those of its positions")
+        equal(getattr(got, name), wanted, f"the cache's {name} are not those of its positions")

@@ -1,7 +1,5 @@
 """Laws about the KeyDiff paper alone: its derivation, its blocks, its operation count, and the theorems of its appendix C."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
@@ -16,8 +14,7 @@ from evictionary.reference.attention import softmax
 from evictionary.reference.keydiff import Cache, anchor, process_block, process_prompt, score, similarity_matrix, unit
 from evictionary.reference.keydiff_theory import causal_attention, pairwise_objective, relaxed_objective
 from evictionary.reference.selection import top_k
-from evictionary.spec_tests.judge.cases import Case, cases, seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.prelude import *
 
 
 @law(
@@ -146,7 +143,7 @@ class Counting(np.ndarray):
     tally: dict[str, int]
 
     @classmethod
-    def of(cls, array: np.ndarray) -> Counting:
+    def of(cls, array: np.ndarray) -> "Counting":
         result = np.array(array, dtype=np.float64).view(cls)
         result.tally = dict.fromkeys(keydiff_theory.Operations._fields, 0)
         return result

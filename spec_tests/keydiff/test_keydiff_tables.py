@@ -1,7 +1,5 @@
 """Laws of KeyDiff's tables (KD-T1, KD-T5 to KD-T11): every average recomputed, and what the text says of the numbers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Laws of KeyDiff's variants (KD-T2, KD-T3, KD-T11), its operation count (KD-A1), and the bounds of its appendix C."""
 
-from __future__ import annotations
-
 import math
 import statistics
 
@@ -9,11 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference import keydiff, keydiff_theory
-from evictionary.spec_tests.judge.arithmetic import EPSILON
-from evictionary.spec_tests.judge.by_hand import check_permuted, lengths, linear, require_equal, require_loops
-from evictionary.spec_tests.judge.cases import cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection
+from evictionary.spec_tests.judge.prelude import *
 
 MEDIAN, RAW, DOT, EUCLID = (f"keydiff_variants.{name}_score" for name in ("median", "raw_mean", "dot_product", "euclidean"))
 RECENT, STEPS = "keydiff_variants.select_with_recent", "keydiff_theory.score_step_by_step"
@@ -23,19 +17,20 @@ BOUND, SQUARES = "keydiff_theory.alignment_bound", "keydiff_theory.squared_cosin
 @law("KD-T2", of=(RAW, MEDIAN), kind="edge", case=cases(kinds=("zero_keys", "cancelling_keys", "ties")))
 def test_the_variants_where_a_direction_is_missing(impl, case):
     """Zero keys, and keys whose mean or median is the zero vector, have cosines of 0 with the anchor."""
-    impl.agrees(RAW, case.keys)
-    impl.agrees(MEDIAN, case.keys)
+    agrees(impl, RAW, case.keys)
+    agrees(impl, MEDIAN, case.keys)
 
 
 def check_anchored(impl, path, case, middle):
     """Raise Violation unless the score is minus the cosine to the anchor that `middle` makes of the numbers of each channel."""
-    allowed, keys = impl.allowance(path, case.keys), impl.round(case.keys)
-    allowed.check(impl.call(path, keys), "the score")
+    keys = impl.round(case.keys)
+    got, by_hand = agrees(impl, path, keys), oracle(path)(keys)
     for place in np.ndindex(keys.shape[:2]):
         anchor = np.array([[middle(column) for column in keys[place].T.tolist()]])
         size = lengths(anchor)
         if size > 1e-3 * lengths(keys[place]).max():  # an anchor that nearly cancels leaves fewer digits than are compared
-            require_loops(allowed.expected[place], -linear(keys[place], anchor.T)[:, 0] / (lengths(keys[place]) * size))
+            by_hand[place] = -linear(keys[place], anchor.T)[:, 0] / (lengths(keys[place]) * size)
+    agrees(impl, path, keys, got=got, by_hand=by_hand)
 
 
 @law("KD-T2", of=MEDIAN, case=cases())
@@ -49,8 +44,8 @@ def test_one_far_key_hardly_moves_the_median(impl, case, seed):
     """Each key twice and one key far beyond them: however far, it leaves the median and the scores as they are."""
     keys = np.clip(np.round(case.keys), -8, 8)
     far, farther = (np.concatenate([keys, keys, keys[:, :, :1] * factor], axis=2) for factor in (256, 1024))
-    impl.allowance(MEDIAN, far).check(impl.keydiff_variants.median_score(farther), "the score with the far key moved on")
-    check_permuted(impl, MEDIAN, seed, (far,))
+    agrees(impl, MEDIAN, far, got=impl.keydiff_variants.median_score(farther), what="the score with the far key moved on")
+    move_with_tokens(impl, MEDIAN, seed, (far,))
 
 
 @law("KD-T2", of=RAW, case=cases())
@@ -70,29 +65,23 @@ def test_keys_of_one_length_have_one_mean(impl, case, seed):
     if np.abs(raw.expected - plain.expected).max() > 1e-6:
         return  # the keys cancel but for rounding
     error = np.abs(impl.keydiff_variants.raw_mean_score(keys) - impl.keydiff.score(keys)).max()
-    if error > raw.largest + plain.largest + 1e-6:
-        raise Violation(f"the scores of keys of one length differ by {error:.3g}")
+    require(error <= raw.largest + plain.largest + 1e-6, f"the scores of keys of one length differ by {error:.3g}")
 
 
 @law("KD-T2", of=(MEDIAN, RAW, "keydiff.score"))
 def test_the_three_anchors_are_different_methods(impl):
     """Keys (2,0), (-3,-1), (0,4), (1,-1): the mean of directions, the mean and the median rank them in three different orders."""
     keys = np.array([[[[2.0, 0], [-3, -1], [0, 4], [1, -1]]]])
-    orders = [
-        np.argsort(-function(keys)[0, 0], kind="stable").tolist()
-        for function in (impl.keydiff.score, impl.keydiff_variants.raw_mean_score, impl.keydiff_variants.median_score)
-    ]
-    expected = [[1, 2, 3, 0], [3, 1, 0, 2], [2, 1, 0, 3]]
-    require_equal(orders, expected, "the anchors rank in other orders")
+    for path, order in (("keydiff.score", [1, 2, 3, 0]), (RAW, [3, 1, 0, 2]), (MEDIAN, [2, 1, 0, 3])):
+        equal(np.argsort(-impl.call(path, keys)[0, 0], kind="stable"), order, "the anchors rank in other orders")
 
 
 @law("KD-T3", of=DOT, case=cases())
 def test_the_dot_product_variant_sums_the_dot_products(impl, case):
     """The score is minus the mean of the dot products with all keys, taken pair by pair: its anchor is the mean of the keys."""
-    impl.agrees(DOT, case.keys)
-    keys, allowed = impl.round(case.keys), impl.allowance(DOT, case.keys)
+    keys = impl.round(case.keys)
     pairs = -(keys @ np.swapaxes(keys, -1, -2)).sum(axis=-1) / keys.shape[2]
-    assert np.abs(allowed.expected - pairs).max() <= 1e-12 * max(1, (keys**2).sum(axis=-1).max())
+    agrees(impl, DOT, keys, by_hand=pairs, size=(keys**2).sum(axis=-1).max())
 
 
 @law("KD-T3", of=DOT, case=cases(), exponent=st.integers(-2, 2))
@@ -111,18 +100,17 @@ def test_the_dot_product_variant_is_quadratic(impl, case, exponent):
 def test_the_dot_product_variant_depends_on_the_length_of_a_key(impl):
     """Keys (1,0), (0,1), (1,1) and (3,0): the longest scores least, -3.75; a twelfth as long it scores most, -9/64."""
     for length, expected in ((3.0, [-1.25, -0.5, -1.75, -3.75]), (0.25, [-0.5625, -0.5, -1.0625, -0.140625])):
-        keys = np.array([[[[1.0, 0], [0, 1], [1, 1], [length, 0]]]])
-        impl.allowance(DOT, keys).check(impl.keydiff_variants.dot_product_score(keys), "the score", np.array([[expected]]))
+        agrees(impl, DOT, np.array([[[[1.0, 0], [0, 1], [1, 1], [length, 0]]]]), expected=np.array([[expected]]))
 
 
 @law("KD-T3", of=EUCLID, case=cases())
 def test_the_euclidean_variant_keeps_what_is_far_from_the_mean(impl, case):
     """The score is the distance to the mean of the keys; T times its square is the sum of the squared distances to all keys, less a
     number that is the same for every token."""
-    impl.agrees(EUCLID, case.keys)
-    keys, allowed = impl.round(case.keys), impl.allowance(EUCLID, case.keys)
+    agrees(impl, EUCLID, case.keys)
+    keys = impl.round(case.keys)
     pairs = ((keys[..., :, None, :] - keys[..., None, :, :]) ** 2).sum(axis=(-2, -1))
-    common = pairs - keys.shape[2] * allowed.expected**2
+    common = pairs - keys.shape[2] * oracle(EUCLID)(keys) ** 2
     assert np.ptp(common, axis=-1).max() <= 1e-11 * max(1, pairs.max())
 
 
@@ -131,33 +119,26 @@ def test_the_euclidean_variant_knows_no_origin(impl, case, seed):
     """Moving all keys by one vector changes no distance to their mean (a cosine would change)."""
     keys = np.clip(np.round(case.keys), -8, 8)
     shift = np.random.default_rng(seed).integers(-4, 5, size=keys.shape[-1]) * 1.0
-    scores, moved = impl.allowance(EUCLID, keys), impl.allowance(EUCLID, keys + shift)
-    error = np.abs(impl.keydiff_variants.euclidean_score(keys + shift) - scores.expected).max()
-    if error > scores.largest + moved.largest + 1e-12:
-        raise Violation(f"moving all keys changes the scores by {error:.3g}", scores.expected, moved.expected)
+    got = impl.keydiff_variants.euclidean_score(keys + shift)
+    agrees(impl, EUCLID, keys, got=got, more=within(impl, roundings=0) + 1e-12, what="the score of the moved keys")
 
 
 @law("KD-T3", of=(DOT, EUCLID, "keydiff.score"))
 def test_the_similarities_are_different_methods(impl):
     """Of keys (0,-2), (1,0), (-3,1), (2,3), the cosine keeps token 2, the dot product token 0 and the distance token 3."""
     keys = np.array([[[[0.0, -2], [1, 0], [-3, 1], [2, 3]]]])
-    orders = [
-        np.argsort(-function(keys)[0, 0], kind="stable").tolist()
-        for function in (impl.keydiff.score, impl.keydiff_variants.dot_product_score, impl.keydiff_variants.euclidean_score)
-    ]
-    expected = [[2, 0, 3, 1], [0, 1, 2, 3], [3, 2, 0, 1]]
-    require_equal(orders, expected, "the similarities rank in other orders")
+    for path, order in (("keydiff.score", [2, 0, 3, 1]), (DOT, [0, 1, 2, 3]), (EUCLID, [3, 2, 0, 1])):
+        equal(np.argsort(-impl.call(path, keys)[0, 0], kind="stable"), order, "the similarities rank in other orders")
 
 
 @law("KD-T11", of=RECENT, case=cases(), budget=st.integers(1, 70), percent=st.integers(0, 100))
 def test_a_share_of_the_budget_goes_to_recent_tokens(impl, case, budget, percent):
     """floor(share * N) latest tokens stay; the rest of the budget goes to the best others by KD-8, scored among all keys."""
-    length = case.keys.shape[2]
-    scores = impl.allowance("keydiff.score", case.keys)
+    scores, size = impl.allowance("keydiff.score", case.keys), min(budget, case.keys.shape[2])
     kept = impl.keydiff_variants.select_with_recent(case.keys, budget=budget, recent_ratio=percent / 100)
-    size = min(budget, length)
-    latest = np.broadcast_to(np.arange(length) >= length - percent * size // 100, scores.expected.shape)
-    check_selection(kept, scores.expected, size, slack=lambda: scores.largest, protected=latest)
+    latest = np.arange(case.keys.shape[2]) >= case.keys.shape[2] - percent * size // 100
+    latest = np.broadcast_to(latest, scores.expected.shape)
+    selects(kept, scores.expected, size, slack=lambda: scores.largest, protected=latest)
 
 
 @law("KD-T11", of=RECENT)
@@ -167,33 +148,28 @@ def test_the_share_is_of_the_budget_and_exact(impl):
     kept = impl.keydiff_variants.select_with_recent(keys, budget=100, recent_ratio=0.29)[0, 0]
     expected = np.arange(300) >= 271
     expected[:71] = True
-    require_equal(kept, expected, "other tokens are kept than the first 71 and the last 29")
+    equal(kept, expected, "other tokens are kept than the first 71 and the last 29")
 
 
 @law("KD-T11", of=RECENT, kind="refusal", bad=st.sampled_from([("budget", 0), ("recent_ratio", 1.5)]))
 def test_bad_shares_are_refused(impl, bad):
     """A budget of 0 or a share above 1 raise ValueError."""
-    with impl.refuses(bad[0]):
-        impl.keydiff_variants.select_with_recent(np.ones((1, 1, 3, 2)), **({"budget": 2, "recent_ratio": 0.5} | dict([bad])))
+    refused(impl, bad[0], RECENT, np.ones((1, 1, 3, 2)), **{"budget": 2, "recent_ratio": 0.5} | dict([bad]))
 
 
 @law("KD-A1", of=(STEPS, "keydiff.score"), case=cases(kinds=("normal", "outlier_channel", "drift", "cancelling_keys")))
 def test_the_counted_steps_give_the_score(impl, case):
     """The order of operations that the appendix counts computes KD-8."""
-    got = impl.keydiff_theory.score_step_by_step(case.keys)
-    allowed = impl.allowance(STEPS, case.keys)
-    exact = impl.allowance("keydiff.score", case.keys)
-    if np.linalg.norm(keydiff.anchor(impl.round(case.keys)), axis=-1).min() < 1e-6:
-        return  # below epsilon the quotient is bounded
-    assert np.abs(allowed.expected - exact.expected).max() <= 1e-8
-    allowed.check(got, "the score, step by step")
+    keys = impl.round(case.keys)
+    if np.linalg.norm(keydiff.anchor(keys), axis=-1).min() >= 1e-6:  # below epsilon the quotient is bounded
+        agrees(impl, STEPS, keys)
+        near(oracle(STEPS)(keys), oracle("keydiff.score")(keys), 1e-8, "the oracle's score, step by step,")
 
 
 @law("KD-A1", of=STEPS, kind="refusal")
 def test_a_zero_key_has_no_steps(impl):
     """A zero key, by whose norm the steps divide, raises ValueError."""
-    with impl.refuses("keys"):
-        impl.keydiff_theory.score_step_by_step(np.array([[[[1.0, 2], [0, 0]]]]))
+    refused(impl, "keys", STEPS, np.array([[[[1.0, 2], [0, 0]]]]))
 
 
 @law(
@@ -206,10 +182,9 @@ def test_operation_count_is_the_formula(impl, length, head_dim):
     """n(3d + 1) + 2d multiplications, 3nd - n - 1 additions, 2n + 1 divisions and n + 1 square roots."""
     got = impl.keydiff_theory.operation_count(length, head_dim)
     expected = (length * (3 * head_dim + 1) + 2 * head_dim, 3 * length * head_dim - length - 1, 2 * length + 1, length + 1)
-    if tuple(got) != expected:
-        raise Violation("the operations are counted otherwise", expected, got)
+    require(tuple(got) == expected, "the operations are counted otherwise", expected, got)
     total = impl.keydiff_theory.flops(keydiff_theory.Operations(*expected))
-    require_equal(total, 6 * length * head_dim + 2 * head_dim + 18 * length + 12, "the weighted sum is another")
+    equal(total, 6 * length * head_dim + 2 * head_dim + 18 * length + 12, "the weighted sum is another")
 
 
 @law("KD-C1", of=BOUND, count=st.integers(1, 9000), percent=st.integers(1, 99), largest=st.sampled_from([0.25, 1.0, 7.0, 64.0]))
@@ -217,8 +192,8 @@ def test_alignment_bound_is_the_formula(impl, count, percent, largest):
     """a / M - 1 with a = log n + log(w / (1 - w)), in natural logarithms."""
     expected = (math.log(count) + math.log(percent) - math.log(100 - percent)) / largest - 1
     got = float(impl.keydiff_theory.alignment_bound(count, percent / 100, largest))
-    if not abs(got - expected) <= 16 * EPSILON[impl.dtype] * (1 + 14 / largest):
-        raise Violation("the bound is another number", expected, got)
+    slack = 8 * final_rounding(impl) * (1 + 14 / largest)
+    require(abs(got - expected) <= slack, "the bound is another number", expected, got)
 
 
 @law("KD-C1", of=BOUND, kind="refusal", name=st.sampled_from(["count", "weight", "largest_norm"]))
@@ -226,37 +201,33 @@ def test_bad_bounds_are_refused(impl, name):
     """No other key, a weight of 0 or 1, or a largest norm of 0 raise ValueError."""
     every: dict[str, tuple[float, ...]] = {"count": (0,), "weight": (0.0, 1.0), "largest_norm": (0.0,)}
     for bad in every[name]:
-        with impl.refuses(name):
-            impl.keydiff_theory.alignment_bound(**{"count": 3, "weight": 0.5, "largest_norm": 1.0} | {name: bad})
+        refused(impl, name, BOUND, **{"count": 3, "weight": 0.5, "largest_norm": 1.0} | {name: bad})
 
 
 @law("KD-C2", of=SQUARES, case=cases(), seed=seeds())
 def test_squared_cosines_with_a_basis_sum_to_one(impl, case, seed):
     """The squared cosines of a nonzero vector with an orthonormal basis (here signed axes) sum to 1."""
-    vector = impl.round(case.keys[0, 0, 0])
-    generator = np.random.default_rng(seed)
+    generator, vector = np.random.default_rng(seed), impl.round(case.keys[0, 0, 0])
     size = vector.size
     basis = np.eye(size)[generator.permutation(size)] * generator.choice([-1.0, 1.0], size=(size, 1))
-    allowed = impl.allowance(SQUARES, vector, basis)
     square = math.fsum(x * x for x in vector.tolist())
     by_hand = [math.fsum(x * y for x, y in zip(row, vector.tolist(), strict=True)) ** 2 / (square or 1.0) for row in basis.tolist()]
-    require_loops(allowed.expected, np.array(by_hand))
-    got = impl.keydiff_theory.squared_cosines(vector, basis)
-    allowed.check(got, "the squared cosines")
-    if abs(got.sum() - float(vector.any())) > size * (allowed.largest + EPSILON[impl.dtype]):
-        raise Violation("the squared cosines do not sum to 1", float(vector.any()), got.sum())
+    total, one = agrees(impl, SQUARES, vector, basis, by_hand=np.array(by_hand)).sum(), float(vector.any())
+    require(abs(total - one) <= size * within(impl, roundings=1), "the squared cosines do not sum to 1", one, total)
 
 
 @law("KD-C3", of="keydiff_theory.anchor_cosine_bound", first=st.integers(-16, 16), second=st.integers(-16, 16))
 def test_anchor_cosine_bound_is_the_formula(impl, first, second):
     """1 - (bq - bk)^2 / 2: 1 where both cosines are equal, -1 where they are 1 and -1."""
-    impl.agrees("keydiff_theory.anchor_cosine_bound", np.array([first / 16, 1.0]), np.array([second / 16, -1.0]))
+    agrees(impl, "keydiff_theory.anchor_cosine_bound", np.array([first / 16, 1.0]), np.array([second / 16, -1.0]))
 
 
 @law("KD-C3", of="keydiff_theory.anchor_cosine_bound", kind="refusal", name=st.sampled_from(["key_query", "anchor_query"]))
 def test_what_is_no_cosine_is_refused(impl, name):
     """A number outside [-1, 1] raises ValueError."""
-    with impl.refuses(name):
-        impl.keydiff_theory.anchor_cosine_bound(
-            **{"key_query": np.array([0.5]), "anchor_query": np.array([0.5])} | {name: np.array([1.5])}
-        )
+    refused(
+        impl,
+        name,
+        "keydiff_theory.anchor_cosine_bound",
+        **{"key_query": np.array([0.5]), "anchor_query": np.array([0.5])} | {name: np.array([1.5])},
+    )

@@ -1,34 +1,35 @@
 """Laws of KNorm: KN-1."""
 
-from __future__ import annotations
-
 import numpy as np
 
-from evictionary.spec_tests.judge.by_hand import of_dtype, require_near, rounding
-from evictionary.spec_tests.judge.cases import cases, long_cases, seeds
-from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.prelude import *
 
 
 @law("KN-1", of="knorm.score", case=cases())
 def test_score_is_minus_the_norm(impl, case):
     """The score is minus the Euclidean norm of the key."""
-    impl.agrees("knorm.score", case.keys)
+    agrees(impl, "knorm.score", case.keys)
 
 
 @law("KN-1", of="knorm.score", case=cases(), seed=seeds())
 def test_shorter_keys_score_higher(impl, case, seed):
     """Halving some keys halves their scores and leaves the others alone."""
-    allowed = impl.allowance("knorm.score", case.keys)
     factors = np.random.default_rng(seed).choice([0.5, 1.0], size=case.keys.shape[:-1])
-    got = impl.knorm.score(impl.round(case.keys) * factors[..., None])
-    allowed.check(got, "the score of the halved keys", allowed.expected * factors)
+    agrees(
+        impl,
+        "knorm.score",
+        case.keys,
+        got=impl.knorm.score(impl.round(case.keys) * factors[..., None]),
+        expected=lambda expected: expected * factors,
+        what="the score of the halved keys",
+    )
 
 
 @law("KN-1", of="knorm.score")
 def test_a_three_four_key_scores_minus_five(impl):
     """|(3, 4)| = 5, and a zero key has none."""
     keys = np.array([[[[3.0, 4.0], [0, 0]]]])
-    impl.allowance("knorm.score", keys).check(impl.knorm.score(keys), "the score", np.array([[[-5.0, 0.0]]]))
+    agrees(impl, "knorm.score", keys, expected=np.array([[[-5.0, 0.0]]]), what="the score")
 
 
 @law("KN-1", of="knorm.score", examples=3, case=long_cases(kinds=("moving_mean", "minute", "vast", "sinks")))
@@ -37,7 +38,7 @@ def test_every_key_of_a_long_prompt_has_its_norm(impl, case):
     keys = of_dtype(impl, case.keys)
     expected = -np.sqrt(sum(np.square(keys[..., channel]) for channel in range(keys.shape[-1])))
     slack = -rounding(impl, keys.shape[-1]) * expected
-    require_near(impl.knorm.score(keys), expected, slack, "the score of a long prompt")
+    near(impl.knorm.score(keys), expected, slack, "the score of a long prompt")
 
 
 @law("KN-1", of="knorm.score", examples=3, case=long_cases(lengths=(4095, 8191), head_dims=(256, 128)))
@@ -48,4 +49,4 @@ def test_small_squares_beside_a_large_one_count(impl, case):
     keys = np.broadcast_to(small, (1, case.num_kv_heads, case.length, case.head_dim)).copy()
     keys[:, :, tokens, tokens % case.head_dim] = 128
     expected = -np.sqrt(np.square(keys).sum(axis=-1))
-    require_near(impl.knorm.score(keys), expected, -rounding(impl, case.head_dim) * expected, "the score")
+    near(impl.knorm.score(keys), expected, -rounding(impl, case.head_dim) * expected, "the score")

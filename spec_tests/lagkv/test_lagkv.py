@@ -1,18 +1,14 @@
 """Laws of LagKV: the score of a partition and the selection (LK-7 to LK-13, LK-S9)."""
 
-from __future__ import annotations
-
 import math
+import statistics
 from fractions import Fraction
 
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.lagkv import tokens_per_partition
-from evictionary.spec_tests.judge.by_hand import check_heads_alone, check_permuted, require_equal, require_loops, require_totals
-from evictionary.spec_tests.judge.cases import Case, cases, seeds, tiny_cases
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, require_mask
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.lagkv.helpers import RETAINED, SCORE, SELECT, caches, check_partitions, hundredths, lags, sinks
 
 # What the formula is asked for goes beyond the papers' own settings: 1,024 tokens a partition, 16 sinks, prompts of 128K.
@@ -27,18 +23,13 @@ def partitions(case):
 
 def score_by_hand(states, next_states):
     """Equations 7 to 10 for one head in plain loops: lists of tokens in, the score of each token out."""
+    columns = [[min(column), max(column)] for column in zip(*next_states, strict=True)]
     deviations = []
     for token in states:
-        normalised = []
-        for channel, number in enumerate(token):
-            column = [reference_token[channel] for reference_token in next_states]
-            low, high = min(column), max(column)
-            normalised.append((number - low) / (high - low) if high > low else 0.0)
-        mean = sum(normalised) / len(normalised)
-        squares = sum((number - mean) ** 2 for number in normalised)
-        deviations.append(math.sqrt(squares / (len(normalised) - 1)) if len(normalised) > 1 else 0.0)
-    top = max(deviations)
-    weights = [math.exp(deviation - top) for deviation in deviations]
+        pairs = zip(token, columns, strict=True)
+        normalised = [(number - low) / (high - low) if high > low else 0.0 for number, (low, high) in pairs]
+        deviations.append(statistics.stdev(normalised) if len(normalised) > 1 else 0.0)
+    weights = [math.exp(deviation - max(deviations)) for deviation in deviations]
     return [weight / sum(weights) for weight in weights]
 
 
@@ -46,13 +37,12 @@ def check_loops(impl, case):
     """Raise Violation unless the score is that of equations 7 to 11 written as loops over tokens and channels."""
     # Multiples of an eighth: no range of a channel is so small that the comparison to 1e-12 would measure rounding.
     inputs = [np.round(8 * states) / 8 for states in partitions(case)]
-    inputs = [impl.round(np.where(np.abs(states) > 64, np.sign(states), states)) for states in inputs]
-    allowed = impl.allowance(SCORE, *inputs)
-    for item, head in np.ndindex(case.keys.shape[:2]):
-        keys, values, next_keys, next_values = (states[item, head].tolist() for states in inputs)
-        by_hand = np.add(score_by_hand(keys, next_keys), score_by_hand(values, next_values))
-        require_loops(allowed.expected[item, head], by_hand)
-    allowed.check(impl.lagkv.score(*inputs), "the score")
+    keys, values, next_keys, next_values = [impl.round(np.where(np.abs(each) > 64, np.sign(each), each)) for each in inputs]
+    by_hand = np.zeros(keys.shape[:3])
+    for place in np.ndindex(keys.shape[:2]):
+        for states, following in ((keys, next_keys), (values, next_values)):
+            by_hand[place] += score_by_hand(states[place].tolist(), following[place].tolist())
+    agrees(impl, SCORE, keys, values, next_keys, next_values, by_hand=by_hand)
 
 
 @law("LK-11", of=SCORE, case=cases())
@@ -64,62 +54,57 @@ def test_score_equals_the_plain_loops(impl, case):
 @law("LK-11", of=SCORE, case=cases())
 def test_score_is_the_sum_of_the_scores_of_keys_and_values(impl, case):
     """score(K) + score(V), each the softmax over the tokens of the standard deviation (ddof=1) of the normalised channels."""
-    impl.agrees(SCORE, *partitions(case))
+    agrees(impl, SCORE, *partitions(case))
 
 
 @law("LK-10", of=SCORE, case=cases())
 def test_scores_are_positive_and_sum_to_two(impl, case):
     """Two softmaxes over the tokens of the partition: positive, at most 2, and 2 in total."""
     allowed = impl.allowance(SCORE, *partitions(case))
-    require_totals(impl.lagkv.score(*partitions(case)), 2, allowed, "the scores of a partition")
+    totals(impl.lagkv.score(*partitions(case)), 2, allowed, "the scores of a partition")
 
 
 @law("LK-7", of=SCORE, case=cases(), seed=seeds())
 def test_the_range_is_a_minimum_over_the_next_partition(impl, case, seed):
     """The order of the tokens in the next partition does not matter, and its rows may be repeated."""
-    allowed = impl.allowance(SCORE, *partitions(case))
-    generator = np.random.default_rng(seed)
-    length = case.next_keys.shape[2]
+    generator, length = np.random.default_rng(seed), case.next_keys.shape[2]
     order = np.concatenate([generator.permutation(length), generator.integers(0, length, size=2)])
     got = impl.lagkv.score(case.keys, case.values, case.next_keys[:, :, order], case.next_values[:, :, order])
-    allowed.check(got, "the score against the shuffled next partition")
+    agrees(impl, SCORE, *partitions(case), got=got, what="the score against the shuffled next partition")
 
 
 @law("LK-8", of=SCORE, case=cases(min_length=2), seed=seeds())
 def test_a_token_inside_the_range_adds_nothing(impl, case, seed):
     """A further token of the next partition between two of its tokens changes neither minimum nor maximum."""
-    allowed = impl.allowance(SCORE, *partitions(case))
-    pair = np.random.default_rng(seed).integers(0, case.next_keys.shape[2], size=2)
-    low, high = (case.next_keys[:, :, [row]] for row in pair)
-    inner_keys = np.concatenate([case.next_keys, np.minimum(low, high)], axis=2)
-    low, high = (case.next_values[:, :, [row]] for row in pair)
-    inner_values = np.concatenate([case.next_values, np.maximum(low, high)], axis=2)
-    allowed.check(impl.lagkv.score(case.keys, case.values, inner_keys, inner_values), "the score with an inner token")
+    first, second = np.random.default_rng(seed).integers(0, case.next_keys.shape[2], size=2)
+    inner_keys = np.minimum(case.next_keys[:, :, [first]], case.next_keys[:, :, [second]])
+    inner_values = np.maximum(case.next_values[:, :, [first]], case.next_values[:, :, [second]])
+    longer = (np.concatenate(pair, axis=2) for pair in ((case.next_keys, inner_keys), (case.next_values, inner_values)))
+    agrees(impl, SCORE, *partitions(case), got=impl.lagkv.score(case.keys, case.values, *longer))
 
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
 def test_an_affine_map_of_the_channels_changes_nothing(impl, case, seed):
     """Each channel may be scaled by a positive number and shifted, in both partitions alike."""
     generator = np.random.default_rng(seed)
-    mapped = [np.round(states) for states in partitions(case)]  # whole numbers: the map is exact in every dtype
-    allowed = impl.allowance(SCORE, *mapped)
+    whole = [np.round(states) for states in partitions(case)]  # whole numbers: the map is exact in every dtype
+    mapped = list(whole)
     for first, second in ((0, 2), (1, 3)):
-        channels = mapped[first].shape[-1]
+        channels = whole[first].shape[-1]
         scale, shift = 2.0 ** generator.integers(-2, 3, size=channels), generator.integers(-4, 5, size=channels) * 1.0
-        mapped[first], mapped[second] = mapped[first] * scale + shift, mapped[second] * scale + shift
-    allowed.check(impl.lagkv.score(*mapped), "the score after the affine map")
+        mapped[first], mapped[second] = whole[first] * scale + shift, whole[second] * scale + shift
+    agrees(impl, SCORE, *whole, got=impl.lagkv.score(*mapped), what="the score after the affine map")
 
 
 @law("LK-9", of=SCORE)
 def test_the_sign_of_a_channel_matters(impl):
     """Not invariant to a mirrored channel: normalised values are measured from the minimum."""
-    keys = np.array([[[[0.0, 0], [3, 0.5], [1, 1]]]])
-    following = np.array([[[[0.0, 0], [1, 1]]]])
+    keys, following = np.array([[[[0.0, 0], [3, 0.5], [1, 1]]]]), np.array([[[[0.0, 0], [1, 1]]]])
     mirror = np.array([-1.0, 1])
     plain = impl.lagkv.score(keys, keys, following, following)
     mirrored = impl.lagkv.score(keys * mirror, keys * mirror, following * mirror, following * mirror)
-    if np.abs(plain - mirrored).max() < 1e-3:
-        raise Violation("mirroring a channel of both partitions changed nothing", plain, mirrored)
+    apart = np.abs(plain - mirrored).max()
+    require(apart >= 1e-3, "mirroring a channel of both partitions changed nothing", plain, mirrored)
 
 
 @law("LK-9", of=SCORE, kind="edge", case=cases(), seed=seeds())
@@ -129,64 +114,57 @@ def test_a_channel_constant_in_the_next_partition_counts_as_zero(impl, case, see
     keys, values, next_keys, next_values = (states.copy() for states in partitions(case))
     channel = generator.integers(0, keys.shape[-1])
     next_keys[..., channel] = 0.5
-    allowed = impl.allowance(SCORE, keys, values, next_keys, next_values)
-    keys[..., channel] = generator.integers(-8, 9, size=keys.shape[:-1])
-    allowed.check(impl.lagkv.score(keys, values, next_keys, next_values), "the score with a constant channel")
+    other_keys = keys.copy()
+    other_keys[..., channel] = generator.integers(-8, 9, size=keys.shape[:-1])
+    got = impl.lagkv.score(other_keys, values, next_keys, next_values)
+    agrees(impl, SCORE, keys, values, next_keys, next_values, got=got)
 
 
 @law("LK-9", of=SCORE)
 def test_normalised_values_are_not_clipped(impl):
     """A token beyond the range of the next partition counts by how far it is beyond: at 3, 5 and 9 ranges the score rises."""
-    keys = np.array([[[[0.0, 0], [3, 0], [5, 0], [9, 0]]]])
-    following = np.array([[[[0.0, 0], [1, 1]]]])
-    allowed = impl.allowance(SCORE, keys, np.zeros_like(keys), following, following)
-    got = impl.lagkv.score(keys, np.zeros_like(keys), following, following)
-    allowed.check(got, "the score of tokens beyond the range")
-    if (np.diff(got) <= 0).any():
-        raise Violation("a token further beyond the range does not score more", allowed.expected, got)
+    keys, following = np.array([[[[0.0, 0], [3, 0], [5, 0], [9, 0]]]]), np.array([[[[0.0, 0], [1, 1]]]])
+    got = agrees(impl, SCORE, keys, np.zeros_like(keys), following, following)
+    require((np.diff(got) > 0).all(), "a token further beyond the range does not score more", None, got)
 
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
 def test_the_order_of_the_channels_does_not_matter(impl, case, seed):
     """Channels permuted alike in both partitions, keys and values each in its own way, leave the score as it was."""
-    allowed = impl.allowance(SCORE, *partitions(case))
     generator = np.random.default_rng(seed)
-    key_order, value_order = (generator.permutation(states.shape[-1]) for states in (case.keys, case.values))
-    got = impl.lagkv.score(
-        case.keys[..., key_order], case.values[..., value_order], case.next_keys[..., key_order], case.next_values[..., value_order]
-    )
-    allowed.check(got, "the score with permuted channels")
+    k_order, v_order = (generator.permutation(states.shape[-1]) for states in (case.keys, case.values))
+    permuted = (states[..., order] for states, order in zip(partitions(case), (k_order, v_order) * 2, strict=True))
+    agrees(impl, SCORE, *partitions(case), got=impl.lagkv.score(*permuted), what="the score with permuted channels")
 
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties",)))
 def test_large_states_do_not_overflow(impl, case):
     """States a thousand times larger, as in the outlier channels of trained models, give the same score."""
-    allowed = impl.allowance(SCORE, *(np.round(states) for states in partitions(case)))
-    allowed.check(impl.lagkv.score(*(1024 * np.round(states) for states in partitions(case))), "the score of large states")
+    states = [np.round(each) for each in partitions(case)]
+    got = impl.lagkv.score(*(1024 * each for each in states))
+    agrees(impl, SCORE, *states, got=got, what="the score of large states")
 
 
 @law("LK-10", of=SCORE, case=cases(), seed=seeds())
 def test_scores_move_with_their_tokens(impl, case, seed):
     """Permuting the tokens of the partition permutes the scores: the softmax is over all of its tokens, wherever they stand."""
-    check_permuted(impl, SCORE, seed, (case.keys, case.values), case.next_keys, case.next_values)
+    move_with_tokens(impl, SCORE, seed, (case.keys, case.values), case.next_keys, case.next_values)
 
 
 @law("LK-11", of=SCORE, kind="edge", case=cases(kinds=("constant_channel", "ties", "duplicate_keys")))
 def test_the_score_where_a_range_is_missing(impl, case):
     """Channels that are constant in the next partition, and states of one channel, are scored as decided, in plain loops too."""
-    impl.agrees(SCORE, *partitions(case))
+    agrees(impl, SCORE, *partitions(case))
     check_loops(impl, case)
 
 
 @law("LK-10", of=SCORE)
 def test_the_deviation_is_that_of_a_sample(impl):
     """Two channels at 0 and 1 deviate by 1/sqrt(2) (ddof=1), not by 1/2; the softmax has no temperature."""
-    keys = np.array([[[[0.0, 1], [0, 0]]]])
-    following = np.array([[[[0.0, 0], [1, 1]]]])
-    got = impl.lagkv.score(keys, np.zeros_like(keys), following, following)
+    keys, following = np.array([[[[0.0, 1], [0, 0]]]]), np.array([[[[0.0, 0], [1, 1]]]])
     weight = math.exp(1 / math.sqrt(2))
-    wanted = 0.5 + np.array([[[weight, 1.0]]]) / (weight + 1)
-    impl.allowance(SCORE, keys, np.zeros_like(keys), following, following).check(got, "the score", wanted)
+    expected = 0.5 + np.array([[[weight, 1.0]]]) / (weight + 1)
+    agrees(impl, SCORE, keys, np.zeros_like(keys), following, following, expected=expected)
 
 
 @law("LK-10", of=SCORE, kind="edge", case=cases(), keys_too=st.booleans())
@@ -196,26 +174,21 @@ def test_one_channel_does_not_vary(impl, case, keys_too):
     # A token of zeros before and one of ones behind: no channel of the next partition is constant, which is another law's case.
     longer = [np.pad(states, ((0, 0), (0, 0), (1, 1), (0, 0)), constant_values=(0, 1)) for states in (next_keys, next_values)]
     width = 1 if keys_too else keys.shape[-1]
-    inputs = (keys[..., :width], values[..., :1], longer[0][..., :width], longer[1][..., :1])
-    allowed = impl.allowance(SCORE, *inputs)
-    got = impl.lagkv.score(*inputs)
-    allowed.check(got, "the score with one channel")
-    if keys_too and np.ptp(got) > 2 * allowed.largest:
-        raise Violation("tokens of one channel do not score alike", allowed.expected, got)
+    got = agrees(impl, SCORE, keys[..., :width], values[..., :1], longer[0][..., :width], longer[1][..., :1])
+    require(not keys_too or np.ptp(got) <= 2 * within(impl, roundings=0), "tokens of one channel do not score alike", None, got)
 
 
 @law("LK-11", of=SCORE, case=cases(min_length=2))
 def test_heads_do_not_see_each_other(impl, case):
     """Each head of each batch item is scored by its own tokens: alone it scores what it scores among others."""
-    check_heads_alone(impl, SCORE, *partitions(case))
+    same_alone(impl, SCORE, *partitions(case))
 
 
 @law("LK-11", of=SCORE, case=cases(min_length=2))
 def test_exchanging_keys_and_values_changes_nothing(impl, case):
     """K and V enter alike: their scores are added."""
-    allowed = impl.allowance(SCORE, *partitions(case))
-    swapped = impl.lagkv.score(case.values, case.keys, case.next_values, case.next_keys)
-    allowed.check(swapped, "the score with keys and values exchanged")
+    got = impl.lagkv.score(case.values, case.keys, case.next_values, case.next_keys)
+    agrees(impl, SCORE, *partitions(case), got=got, what="the score with keys and values exchanged")
 
 
 @law("LK-11", of=SCORE)
@@ -223,7 +196,7 @@ def test_the_reference_is_the_next_partition(impl):
     """The range comes from the partition after; its own range would give other numbers."""
     keys = np.array([[[[0.0, 0], [4, 0], [0, 1]]]])
     following = np.array([[[[0.0, 0], [1, 8]]]])
-    impl.agrees(SCORE, keys, keys, following, following)
+    agrees(impl, SCORE, keys, keys, following, following)
 
 
 @law(
@@ -240,7 +213,7 @@ def test_retained_length_is_the_formula(impl, length, percent, sink, lag):
     if length >= sink + 2 * lag:
         expected = sink + (percent * lag // 100) * ((length - sink) // lag - 1) + lag + (length - sink) % lag
     got = impl.lagkv.retained_length(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
-    require_equal(got, expected, f"retained_length({length}) = {got}, wanted {expected}")
+    equal(got, expected, f"retained_length({length}) = {got}, wanted {expected}")
 
 
 @law("LK-12", of=RETAINED)
@@ -254,7 +227,7 @@ def test_retained_length_at_its_edges(impl):
         (9, Fraction(1, 3), 0, 3, 5),
     ):
         got = impl.lagkv.retained_length(length, keep_ratio=ratio, sink_size=sink, lag_size=lag)
-        require_equal(got, expected, f"retained_length({length}) = {got}, wanted {expected}")
+        equal(got, expected, f"retained_length({length}) = {got}, wanted {expected}")
 
 
 @law("LK-12", of=(SELECT, RETAINED), case=caches, percent=hundredths, sink=sinks, lag=lags)
@@ -264,10 +237,10 @@ def test_the_kept_mask_has_the_retained_length(impl, case, percent, sink, lag):
     kept = impl.lagkv.select(case.keys, case.values, **settings)
     require_mask(kept, case.keys.shape[:3], "the selection")
     expected = impl.lagkv.retained_length(case.length, **settings)
-    require_equal(kept.sum(axis=-1), expected, "the mask keeps another number of tokens than LK-12 says")
-    whole = max(0, (case.length - sink) // lag - 1)
-    if not kept[..., :sink].all() or not kept[..., sink + whole * lag :].all():
-        raise Violation("a sink token, or a token of the sliding window, was evicted", True, kept)
+    equal(kept.sum(axis=-1), expected, "the mask keeps another number of tokens than LK-12 says")
+    equal(kept[..., :sink], True, "a sink token was evicted")
+    end = sink + max(0, (case.length - sink) // lag - 1) * lag
+    equal(kept[..., end:], True, "a token of the sliding window was evicted")
 
 
 @law("LK-12", of=SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
@@ -290,10 +263,13 @@ def test_the_compression_ratio_is_the_share_removed(impl, length, percent, sink,
     each = lag - percent * lag // 100
     removed = sum(each for start in range(sink, length, lag) if start + 2 * lag <= length)  # a whole partition follows it
     got = impl.lagkv.compression_ratio(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
-    if not abs(got - removed / length) <= 1e-6:
-        raise Violation(f"compression_ratio({length}) = {got}, wanted {removed} / {length}", removed / length, got)
-    if not (got < each / lag or got == each == 0):
-        raise Violation(f"compression_ratio({length}) = {got} reaches its limit", each / lag, got)
+    require(
+        abs(got - removed / length) <= 1e-6,
+        f"compression_ratio({length}) = {got}, wanted {removed} / {length}",
+        removed / length,
+        got,
+    )
+    require(got < each / lag or got == each == 0, f"compression_ratio({length}) = {got} reaches its limit", each / lag, got)
 
 
 @law("LK-13", of=RETAINED, percent=hundredths, sink=any_sink, lag=any_lag, partitions=st.integers(2, 10**6))
@@ -303,17 +279,19 @@ def test_the_compression_ratio_tends_to_its_limit(impl, percent, sink, lag, part
     left = impl.lagkv.retained_length(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     limit = 1 - Fraction(percent * lag // 100, lag)
     gap = limit - (1 - Fraction(int(left), length))
-    if gap != limit * Fraction(sink + lag + (length - sink) % lag, length):
-        raise Violation(f"retained_length({length}) = {left} is at another distance from the limit", limit, gap)
+    require(
+        gap == limit * Fraction(sink + lag + (length - sink) % lag, length),
+        f"retained_length({length}) = {left} is at another distance from the limit",
+        limit,
+        gap,
+    )
 
 
 @law("LK-13", of="lagkv.compression_ratio")
 def test_the_compression_ratio_is_not_monotone(impl):
     """With S=16, L=128, r=.5 the ratio is .235 at 272 tokens, falls to .160 at 399 and rises to .320 at 400."""
     got = [impl.lagkv.compression_ratio(n, keep_ratio=0.5, sink_size=16, lag_size=128) for n in (272, 399, 400)]
-    expected = [64 / 272, 64 / 399, 128 / 400]
-    if np.abs(np.array(got) - expected).max() > 1e-12:
-        raise Violation("the compression ratio has other values", expected, got)
+    near(np.array(got), np.array([64 / 272, 64 / 399, 128 / 400]), 1e-12, "the compression ratio")
 
 
 @law(
@@ -327,19 +305,15 @@ def test_the_compression_ratio_is_not_monotone(impl):
 def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budget, sink, lag):
     """The retained length is within the budget where it can be; a token more a partition is too much; 1 where none has to go."""
     settings = {"sink_size": sink, "lag_size": lag}
-    ratio = impl.lagkv.keep_ratio_for(length, budget, **settings)
-    if not 0 <= ratio <= 1:
-        raise Violation(f"keep_ratio_for({length}, {budget}) = {ratio}, wanted in [0, 1]", None, ratio)
-    if ratio != 1 and (budget >= length or length < sink + 2 * lag):
-        raise Violation(f"keep_ratio_for({length}, {budget}) = {ratio} where nothing has to go, or can", 1, ratio)
-    least = impl.lagkv.retained_length(length, keep_ratio=0, **settings)
-    got = impl.lagkv.retained_length(length, keep_ratio=ratio, **settings)
-    if got > max(budget, least):
-        raise Violation(f"retained_length is {got}, over the budget {budget} (possible: {least})", budget, got)
+    ratio, said = impl.lagkv.keep_ratio_for(length, budget, **settings), f"keep_ratio_for({length}, {budget})"
+    require(0 <= ratio <= 1, f"{said} = {ratio}, wanted in [0, 1]", None, ratio)
+    must_go = budget < length and length >= sink + 2 * lag
+    require(ratio == 1 or must_go, f"{said} = {ratio} where nothing has to go, or can", 1, ratio)
+    least, got = (impl.lagkv.retained_length(length, keep_ratio=each, **settings) for each in (0, ratio))
+    require(got <= max(budget, least), f"retained_length is {got}, over the budget {budget} (possible: {least})", budget, got)
     if (whole := tokens_per_partition(ratio, lag)) < lag:
         more = impl.lagkv.retained_length(length, keep_ratio=Fraction(whole + 1, lag), **settings)
-        if more <= budget:
-            raise Violation(f"a larger keep_ratio also fits: {more} of {budget}", more, got)
+        require(more > budget, f"a larger keep_ratio also fits: {more} of {budget}", more, got)
 
 
 @law("LK-12", of="lagkv.why_nothing_removed", sink=any_sink, lag=any_lag, more=st.sampled_from([-1, 0, 1, 300]))
@@ -347,8 +321,8 @@ def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
     """Below S + 2L tokens the reason names that number; from there on there is none."""
     shortest = sink + 2 * lag
     got = impl.lagkv.why_nothing_removed(shortest + more, sink_size=sink, lag_size=lag)
-    if (str(shortest) in str(got)) != (more < 0) or (got is None) != (more >= 0):
-        raise Violation(f"a cache of {shortest + more} tokens is explained by {got!r}", shortest, got)
+    explained = str(shortest) in str(got) if more < 0 else got is None
+    require(explained, f"a cache of {shortest + more} tokens is explained by {got!r}", shortest, got)
 
 
 @law("LK-12", of=SELECT, kind="edge", case=cases(min_length=5), percent=hundredths, sink=sinks, lag=st.sampled_from([1, 2, 3, 4]))
@@ -360,7 +334,7 @@ def test_equal_tokens_are_kept_from_the_left(impl, case, percent, sink, lag):
     last = max(0, (length - sink) // lag - 1) * lag + sink
     place = np.arange(length)
     expected = (place < sink) | (place >= last) | ((place - sink) % lag < percent * lag // 100)
-    require_equal(kept, np.broadcast_to(expected, kept.shape), "equal tokens are not kept from the left")
+    equal(kept, np.broadcast_to(expected, kept.shape), "equal tokens are not kept from the left")
 
 
 @law("LK-12", of=SELECT, percent=st.sampled_from([28, 29, 57, 58]), lag=st.sampled_from([25, 50, 100]), sink=st.integers(0, 1))
@@ -370,19 +344,17 @@ def test_the_floor_of_rl_is_exact(impl, percent, lag, sink):
     kept = impl.lagkv.select(keys, keys, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     require_mask(kept, keys.shape[:3], "the selection")
     wanted = sink + percent * lag // 100 + lag
-    require_equal(kept.sum(axis=-1), wanted, f"{kept.sum()} tokens of {keys.shape[2]} are kept, wanted {wanted}")
+    equal(kept.sum(axis=-1), wanted, f"{kept.sum()} tokens of {keys.shape[2]} are kept, wanted {wanted}")
 
 
 @law("LK-12", of=SELECT, case=tiny_cases(min_length=5), sink=sinks, lag=st.sampled_from([1, 2]))
 def test_the_extreme_ratios(impl, case, sink, lag):
     """keep_ratio 1 keeps everything; keep_ratio 0 leaves the sinks and what follows the last compressed partition."""
-    settings = {"sink_size": sink, "lag_size": lag}
-    everything = impl.lagkv.select(case.keys, case.values, keep_ratio=1, **settings)
-    nothing = impl.lagkv.select(case.keys, case.values, keep_ratio=0, **settings)
-    place = np.arange(case.keys.shape[2])
+    settings, place = {"sink_size": sink, "lag_size": lag}, np.arange(case.keys.shape[2])
     last = max(0, (place.size - sink) // lag - 1) * lag + sink
-    if not everything.all() or (nothing != ((place < sink) | (place >= last))).any():
-        raise Violation("keep_ratio 1 evicts, or keep_ratio 0 keeps tokens of a compressed partition", everything, nothing)
+    for ratio, expected in ((1, place >= 0), (0, (place < sink) | (place >= last))):
+        kept = impl.lagkv.select(case.keys, case.values, keep_ratio=ratio, **settings)
+        equal(kept, np.broadcast_to(expected, case.keys.shape[:3]), f"with keep_ratio {ratio} other tokens are kept")
 
 
 @law(
@@ -398,13 +370,10 @@ def test_tokens_after_the_next_partition_do_not_matter(impl, case, percent, sink
     settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
     before = impl.lagkv.select(case.keys, case.values, **settings)
     decided = sink + ((case.length - sink) // lag // 2) * lag
-    other_keys, other_values = (
-        np.concatenate([states[:, :, : decided + lag], following[:, :, decided + lag :]], axis=2)
-        for states, following in ((case.keys, case.next_keys), (case.values, case.next_values))
-    )
-    after = impl.lagkv.select(other_keys, other_values, **settings)
-    if (before[..., :decided] != after[..., :decided]).any():
-        raise Violation("tokens after the next partition changed what is kept", before, after)
+    pairs = ((case.keys, case.next_keys), (case.values, case.next_values))
+    others = (np.concatenate([mine[:, :, : decided + lag], next_[:, :, decided + lag :]], axis=2) for mine, next_ in pairs)
+    after = impl.lagkv.select(*others, **settings)
+    equal(after[..., :decided], before[..., :decided], "tokens after the next partition changed what is kept")
 
 
 @law("LK-12", of=SELECT, kind="refusal", name=st.sampled_from(["keep_ratio", "sink_size", "lag_size"]))
@@ -413,15 +382,13 @@ def test_bad_settings_are_refused(impl, name):
     settings = {"keep_ratio": 0.5, "sink_size": 1, "lag_size": 2} | {
         name: {"keep_ratio": 1.5, "sink_size": -1, "lag_size": 0}[name]
     }
-    with impl.refuses(name):
-        impl.lagkv.select(np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)
+    refused(impl, name, SELECT, np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)
 
 
 @law("LK-11", of=SCORE, kind="refusal")
 def test_disagreeing_shapes_are_refused(impl):
     """Values of another number of tokens than the keys raise ValueError."""
-    with impl.refuses("values"):
-        impl.lagkv.score(np.ones((1, 1, 3, 2)), np.ones((1, 1, 4, 2)), np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)))
+    refused(impl, "values", SCORE, np.ones((1, 1, 3, 2)), np.ones((1, 1, 4, 2)), np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)))
 
 
 @law("LK-11", of=SCORE, kind="refusal", name=st.sampled_from(["next_keys", "next_values"]))
@@ -429,5 +396,4 @@ def test_a_next_partition_of_other_channels_is_refused(impl, name):
     """The next partition must have the channels of this one; ValueError names the argument that has not."""
     inputs = {part: np.ones((1, 1, 3, 2)) for part in ("keys", "values", "next_keys", "next_values")}
     inputs[name] = np.ones((1, 1, 3, 5))
-    with impl.refuses(name):
-        impl.lagkv.score(*inputs.values())
+    refused(impl, name, SCORE, *inputs.values())

@@ -1,7 +1,5 @@
 """What LagKV's paper says, recomputed from its own numbers: tables 1 to 3 (LK-T) and the claims of its text (LK-S)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

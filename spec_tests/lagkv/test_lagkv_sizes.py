@@ -1,16 +1,11 @@
 """Laws of LagKV on partitions of thousands of tokens, at any scale: LK-9, LK-11, LK-12, LK-R."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import of_dtype, require_equal, require_near, rounding, softmax_slack
-from evictionary.spec_tests.judge.cases import long_cases, paper_cases
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import check_selection, require_mask
+from evictionary.spec_tests.judge.prelude import *
 
 SCORE, SELECT = "lagkv.score", "lagkv.select"
 ANY_SCALE = ("minute", "moving_mean", "vast", "normal", "sinks")
@@ -65,7 +60,7 @@ def check_score(impl, case):
     for states in ((case.keys, case.values, case.next_keys, case.next_values), of_contrast(case)):
         partitions = [of_dtype(impl, part) for part in states]
         expected, slack = expected_score(impl, *partitions)
-        require_near(impl.lagkv.score(*partitions), expected, slack, "the score of a long partition")
+        near(impl.lagkv.score(*partitions), expected, slack, "the score of a long partition")
 
 
 @law("LK-9", of=SCORE, examples=2, case=long_cases(ANY_SCALE, lengths=(4097, 8191, 1024)))
@@ -102,10 +97,10 @@ def streamed(impl, keys, values, *, sink_size, lag_size, **settings):
         start = stop
     kept = np.zeros(keys.shape[:3], dtype=bool)
     np.put_along_axis(kept, stream.positions, True, axis=-1)
-    require_equal(kept.sum(axis=-1), stream.positions.shape[-1], "a position stands twice in the stream")
+    equal(kept.sum(axis=-1), stream.positions.shape[-1], "a position stands twice in the stream")
     for got, states in ((stream.keys, keys), (stream.values, values)):
         wanted = np.take_along_axis(states, stream.positions[..., None], axis=2)
-        require_equal(got, wanted, "a row of the stream is not the token at its position")
+        equal(got, wanted, "a row of the stream is not the token at its position")
     return kept
 
 
@@ -116,12 +111,12 @@ def check_best(impl, case, choose, percent, sink, lag):
     require_mask(kept, keys.shape[:3], "the selection")
     whole = (case.length - sink) // lag
     last = sink + max(0, whole - 1) * lag
-    require_equal(kept[..., :sink], True, "a sink was evicted")
-    require_equal(kept[..., last:], True, "a token of the window was evicted")
+    equal(kept[..., :sink], True, "a sink was evicted")
+    equal(kept[..., last:], True, "a token of the window was evicted")
     if whole >= 2:
         parts = [states[:, :, sink : last + lag].reshape(*states.shape[:2], whole, lag, -1) for states in (keys, values)]
         scores, slack = expected_score(impl, *(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts))
-        check_selection(kept[..., sink:last].reshape(scores.shape), scores, percent * lag // 100, slack=float(slack.max()))
+        selects(kept[..., sink:last].reshape(scores.shape), scores, percent * lag // 100, slack=float(slack.max()))
 
 
 def check_larger_half(impl, case, choose, percent, sink, lag):
@@ -145,7 +140,7 @@ def check_larger_half(impl, case, choose, percent, sink, lag):
         np.broadcast_to(rows, kept.shape)[..., sink : sink + compressed * lag].reshape(*kept.shape[:2], compressed, lag)
         for rows in (kept, larger)
     )
-    check_selection(own_kept, own_larger.astype(float), percent * lag // 100, what="a partition")
+    selects(own_kept, own_larger.astype(float), percent * lag // 100, what="a partition")
 
 
 @law("LK-12", of=SELECT, examples=2, case=long_cases(ANY_SCALE, lengths=(32_769, 8191, 4097)), **SIZES)

@@ -3,8 +3,6 @@
 They put to the test each seam whose arguments `ARGUMENTS` knows how to make; the message names the function.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,12 +12,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference import attention, cache, momentkv
-from evictionary.spec_tests.judge.cases import KINDS, Case, seeds
 from evictionary.spec_tests.judge.compiled import DEVICE, STOPPED
 from evictionary.spec_tests.judge.degenerate import MEMORY
-from evictionary.spec_tests.judge.implementation import ANY, Implementation, oracle, to_numpy
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.prelude import *
 
 SMALL = st.builds(
     Case,
@@ -140,8 +135,9 @@ def test_inputs_are_left_alone(impl, case):
         natives = {name: impl.native(value) for name, value in arguments.items()}
         function_of(impl, path)(**natives)
         for name, value in arguments.items():
-            if not same_bits(impl.native(value), natives[name]):
-                raise Violation(f"{path} changed its argument {name}", value, to_numpy(natives[name]))
+            require(
+                same_bits(impl.native(value), natives[name]), f"{path} changed its argument {name}", value, to_numpy(natives[name])
+            )
 
 
 @law("MEM-2", of=ANY, case=SMALL)
@@ -158,8 +154,7 @@ def test_outputs_are_memory_of_their_own(impl, case):
                     shared = np.shares_memory(given, result)
                 else:
                     shared = given.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
-                if shared:
-                    raise Violation(f"a result of {path} shares memory with an argument")
+                require(not shared, f"a result of {path} shares memory with an argument")
 
 
 @law("MEM-3", of=ANY, case=SMALL)
@@ -173,8 +168,7 @@ def test_the_same_call_gives_the_same_bits(impl, case):
         again, at_once = (
             to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})) for _ in range(2)
         )
-        if not same_bits(again, at_once):
-            raise Violation(f"{path} gives other numbers the second time", again, at_once)
+        require(same_bits(again, at_once), f"{path} gives other numbers the second time", again, at_once)
         agree_within_rounding(impl, path, arguments, first, again, "gives other numbers after other calls")
 
 
@@ -244,8 +238,7 @@ def agree_within_rounding(
             finite = np.isfinite(expected)
             wrong = got.shape != expected.shape or (finite != np.isfinite(got)).any()
             wrong = wrong or np.abs(got[finite] - expected[finite]).max(initial=0) > 2 * allowed.largest
-        if wrong:
-            raise Violation(f"{path} {otherwise}", expected, got)
+        require(not wrong, f"{path} {otherwise}", expected, got)
 
 
 @law("MEM-5", of=ANY, case=SMALL, not_for=torch_only)

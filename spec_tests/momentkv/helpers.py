@@ -1,19 +1,10 @@
 """What several files of the laws of momentkv use."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
-from evictionary.spec_tests.judge.by_hand import (
-    causal_weights,
-    for_each_reader,
-    over_group,
-)
-from evictionary.spec_tests.judge.cases import seeded_cases
-from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
+from evictionary.spec_tests.judge.prelude import *
 
 UPDATE, SCORE = "momentkv.update", "momentkv.score"
 
@@ -36,7 +27,7 @@ def moments_of(keys, values, evicted):
 
 def held(impl, moments):
     """The moments, where the dtype under test can hold them; otherwise the case says nothing about the implementation."""
-    if not all(np.isfinite(impl.round(field)).all() for field in moments[1:]):
+    if not all(np.isfinite(field).all() for field in impl.rounded(moments)):
         impl.unrepresentable()
     return moments
 
@@ -53,19 +44,11 @@ def whole(case):
     return tuple(np.clip(np.round(array), -2, 2) for array in (case.keys, case.values, case.queries[:, :, 0]))
 
 
-def near(got, expected, allowed, what):
-    """Compare with numbers computed a second way, in loops, which round differently."""
-    require_numbers(got, expected.shape, what)
-    error = float(np.abs(got - expected).max())
-    if not allowed.covers((error - 1e-12 * max(1.0, float(np.abs(expected).max()))) / 2, 0):
-        raise Violation(f"{what} differs from the loops by {error:.3g}", expected, got)
-
-
-def recovering(impl, moments, pick):
-    """The allowance of recover where no quotient is exact by luck: n (S / n - vbar kbar^T) rounds where S - s_v kbar does not."""
+def recovers(impl, moments, pick, **another_way):
+    """`agrees` where no quotient is exact by luck: n (S / n - vbar kbar^T) rounds where S - s_v kbar does not."""
     third = moments._replace(**{name: getattr(moments, name) * 4 / 3 for name in Moments._fields[1:]})
-    allowed, other = (impl.allowance("momentkv.recover", each, pick=pick) for each in (moments, third))
-    return allowed.wider(other.largest, other.mean)
+    more = impl.allowance("momentkv.recover", third, pick=pick).errors()
+    return agrees(impl, "momentkv.recover", moments, pick=pick, more=more, **another_way)
 
 
 def score_in_loops(query, keys, values, moments):
@@ -86,20 +69,18 @@ def misfit(bad):
     """Arguments of score and attend of which one does not fit the others."""
     query, keys, values = np.ones((1, 4, 2)), np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5))
     kept, moments = np.ones((1, 2, 3), dtype=bool), momentkv.no_moments(keys, values)
-    if bad == "kept":
-        kept = kept[:, :1]
-    elif bad == "moments":
-        moments = moments._replace(value_key_sum=np.swapaxes(moments.value_key_sum, -1, -2))
-    elif bad == "query":
-        query = query[..., :1]
-    elif bad == "heads":
-        query = query[:, :3]
-    else:
-        values = values[:, :, :2]
-    return query, keys, values, kept, moments
+    good: dict = {"query": query, "keys": keys, "values": values, "kept": kept, "moments": moments}
+    wrong: dict = {
+        "kept": {"kept": kept[:, :1]},
+        "moments": {"moments": moments._replace(value_key_sum=np.swapaxes(moments.value_key_sum, -1, -2))},
+        "query": {"query": query[..., :1]},
+        "heads": {"query": query[:, :3]},
+        "values": {"values": values[:, :, :2]},
+    }
+    return tuple((good | wrong[bad]).values())
 
 
-def turn(query, keys, values, moments, seed):
+def turn(seed, query, keys, values, moments):
     """Channels of keys (with query and moments) exchanged and mirrored, and those of the values in another way."""
     generator = np.random.default_rng(seed)
     k_order, v_order = generator.permutation(keys.shape[-1]), generator.permutation(values.shape[-1])
@@ -115,7 +96,7 @@ def turn(query, keys, values, moments, seed):
 
 def scale_values(impl, values, moments, factor):
     """The values and their moments as the dtype holds them, and both multiplied by the factor, a power of two."""
-    values, moments = impl.round(values), Moments(moments.count, *(impl.round(field) for field in moments[1:]))
+    values, moments = impl.rounded((values, moments))
     scaled = moments._replace(value_sum=moments.value_sum * factor, value_key_sum=moments.value_key_sum * factor)
     return values, moments, values * factor, held(impl, scaled)
 
@@ -123,13 +104,12 @@ def scale_values(impl, values, moments, factor):
 ATTEND, PARTITION = "momentkv.attend", "momentkv.log_evicted_partition"
 
 
-def attending(impl, query, keys, values, kept, moments):
-    """The output and the error allowed on it: 1 - what_R, as equation 12 prints it, rounds at 1, however small the weight is."""
-    allowed = impl.allowance(ATTEND, query, keys, values, kept, moments)
+def attends(impl, query, keys, values, kept, moments, **another_way):
+    """`agrees` of the output: 1 - what_R, as equation 12 prints it, rounds at 1, however small the weight is."""
     of_each_query = Moments(*(field[:, :, None] for field in moments))
     estimate = momentkv.approximate_evicted(query.reshape(*keys.shape[:2], -1, query.shape[-1]), of_each_query)
-    rounding = 2 * EPSILON[ACCUMULATOR[impl.dtype]] * float(np.abs(estimate).max(initial=0))
-    return allowed.wider(rounding)
+    more = 2 * accumulating(impl) * float(np.abs(estimate).max(initial=0))
+    return agrees(impl, ATTEND, query, keys, values, kept, moments, more=more, what="the output", **another_way)
 
 
 def attend_in_loops(query, keys, values, kept, moments):
@@ -168,9 +148,8 @@ def prompt(case, seed, window=0):
     return generator.normal(size=(*case.queries.shape[:2], window, case.keys.shape[-1])), case.keys, case.values
 
 
-def scores_of_prompt(impl, queries, keys, values, chunk):
+def scores_of_prompt(chunk, queries, keys, values):
     """The scores of a prompt and its attention alone, [B, H_kv, T]: query by query, then over each chunk."""
-    queries, keys, values = (impl.round(array) for array in (queries, keys, values))
     mass = over_group(causal_weights(queries, for_each_reader(keys, queries)).mean(axis=2), keys.shape[1])
     scores = mass * np.linalg.norm(values, axis=-1)
     for start in range(0, keys.shape[2], chunk):

@@ -1,7 +1,5 @@
 """Laws about the MomentKV paper alone: its bounds, the claims that fail with their counterexamples, and its tables recomputed."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -11,8 +9,7 @@ from hypothesis import strategies as st
 from evictionary.reference import momentkv, momentkv_theory
 from evictionary.reference.attention import attention
 from evictionary.reference.momentkv import Moments
-from evictionary.spec_tests.judge.cases import Case, seeds
-from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.prelude import *
 
 theory = momentkv_theory
 sizes = st.sampled_from([1 / 16, 1 / 4, 1.0, 2.0])

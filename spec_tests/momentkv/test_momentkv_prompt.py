@@ -1,17 +1,11 @@
 """Laws of MomentKV's prompt as its section 5.1 has it: the heads of a layer share the budget (MK-P2)."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.ada_kv.helpers import shared_by_hand, without
-from evictionary.spec_tests.judge.by_hand import require_equal
-from evictionary.spec_tests.judge.cases import seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import SCORE_PROMPT, SELECT_PROMPT, prompt, scores_of_prompt
 
 no_sharing = without(SELECT_PROMPT, "floor_ratio")
@@ -23,32 +17,25 @@ def check_shares(impl, states, budget_of, percent, **settings):
     heads, length, chunk = keys.shape[1], keys.shape[2], settings.get("chunk_size", 4)
     place = np.arange(length)
     safe = (place < settings.get("sink_size", 1)) | (place >= length - queries.shape[2])
-    budget = min(length, budget_of(int(safe.sum())))
-    ones = np.ones((*keys.shape[:3], 1))
+    budget, least = min(length, budget_of(int(safe.sum()))), int(safe.sum())
+    ones, protected = np.ones((*keys.shape[:3], 1)), np.broadcast_to(safe, keys.shape[:3])
     allowed, of_mass = (impl.allowance(SCORE_PROMPT, queries, keys, each, chunk_size=chunk) for each in (values, ones))
     kept = impl.momentkv.select_prompt(queries, keys, values, budget, floor_ratio=percent / 100, **settings)
+    scores, mass = scores_of_prompt(chunk, *impl.rounded(states))
+    slack = lambda: 2 * allowed.largest + 1e-12 * float(scores.max())  # noqa: E731
     require_mask(kept, keys.shape[:3], "the selection")
-    if not kept[..., safe].all():
-        raise Violation("the first token or a token of the window is evicted in some head", safe, kept)
-    require_equal(kept.sum(axis=(1, 2)), heads * budget, "the heads of a layer keep another number of tokens than they share")
-    share = int(safe.sum()) + percent * (budget - int(safe.sum())) // 100
-    if (kept.sum(axis=-1) < share).any():
-        raise Violation("a head keeps fewer tokens than what is protected and its share of the rest", share, kept.sum(axis=-1))
-    scores, mass = scores_of_prompt(impl, queries, keys, values, chunk)
-    check_selection(
-        kept,
-        scores,
-        kept.sum(axis=-1),
-        slack=lambda: 2 * allowed.largest + 1e-12 * float(scores.max()),
-        protected=np.broadcast_to(safe, kept.shape),
-    )
-    for layer, counts in zip(mass, kept.sum(axis=-1), strict=True):
-        best = layer[shared_by_hand(layer, budget, percent / 100, np.broadcast_to(safe, layer.shape))].sum()
+    counts = kept.sum(axis=-1)
+    selects(kept, scores, counts, slack=slack, protected=protected)
+    equal(counts.sum(axis=1), heads * budget, "the heads of a layer keep another number of tokens than they share")
+    share = least + percent * (budget - least) // 100
+    require((counts >= share).all(), "a head keeps fewer tokens than what is protected and its share of the rest", share, counts)
+    for layer, numbers in zip(mass, counts, strict=True):
+        best = layer[shared_by_hand(layer, budget, percent / 100, protected[0])].sum()
         # The most attention that heads with these numbers of tokens can hold.
-        free = [sorted(head[~safe], reverse=True)[: count - int(safe.sum())] for head, count in zip(layer, counts, strict=True)]
+        free = [sorted(head[~safe], reverse=True)[: count - least] for head, count in zip(layer, numbers, strict=True)]
         held = layer[:, safe].sum() + sum(map(sum, free))
-        if held < best and held < best - 2 * (of_mass.largest + 1e-12) * heads * budget:
-            raise Violation("other shares of the budget hold more of the attention", best, held)
+        enough = held >= best or held >= best - 2 * (of_mass.largest + 1e-12) * heads * budget
+        require(enough, "other shares of the budget hold more of the attention", best, held)
 
 
 @law(
@@ -86,7 +73,7 @@ def test_at_the_budgets_of_the_paper_attention_gets_the_free_places(impl, seed):
         others = min(free, places - min(looked_at, places))
         kept = impl.momentkv.select_prompt(query, keys, np.ones_like(case.values), length - 67, floor_ratio=0.0)
         require_mask(kept, keys.shape[:3], "the selection")
-        require_equal(kept.sum(axis=-1), np.array([[33 + places - others, 33 + others]]), "the heads share a budget otherwise")
+        equal(kept.sum(axis=-1), np.array([[33 + places - others, 33 + others]]), "the heads share a budget otherwise")
 
 
 @law(
@@ -106,10 +93,9 @@ def test_the_head_that_attends_to_the_free_tokens_gets_the_free_places(impl, kee
     query = np.zeros((1, 2, 1, 2))
     query[..., 0] = 1
     kept = impl.momentkv.select_prompt(query, keys, values, 3, chunk_size=1, floor_ratio=floor_ratio)
-    require_mask(kept, (1, 2, 6), "the selection")
     expected = np.zeros((1, 2, 6), dtype=bool)
     expected[0, keen, [0, 5, 3, 4][:more]] = expected[0, 1 - keen, [0, 5, 1][:fewer]] = True
-    require_equal(kept, expected, "the heads share the free places otherwise, or keep other tokens in them")
+    equal(kept, expected, "the heads share the free places otherwise, or keep other tokens in them")
 
 
 @law("MK-P2", of=SELECT_PROMPT, kind="refusal", not_for=no_sharing, bad=st.sampled_from(["protected", "floor_ratio"]))
@@ -117,7 +103,13 @@ def test_a_shared_prompt_that_does_not_fit_is_refused(impl, bad):
     """A budget below the first token and the window, and a floor_ratio above 1, raise ValueError naming the argument."""
     assume(impl.reads_numbers or bad != "protected")
     states = np.ones((1, 2, 6, 2))
-    with impl.refuses(bad):
-        impl.momentkv.select_prompt(
-            states[:, :, :2], states, states, 2 if bad == "protected" else 4, floor_ratio=1.5 if bad == "floor_ratio" else 0.2
-        )
+    refused(
+        impl,
+        bad,
+        SELECT_PROMPT,
+        states[:, :, :2],
+        states,
+        states,
+        2 if bad == "protected" else 4,
+        floor_ratio=1.5 if bad == "floor_ratio" else 0.2,
+    )

@@ -1,45 +1,26 @@
 """Laws of MomentKV with hundreds and thousands of retained and evicted tokens: MK-9, MK-10, MK-12, MK-23, MK-25, MK-P."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 
 from evictionary.reference.momentkv import Moments, Recovered, no_moments
-from evictionary.spec_tests.judge.by_hand import (
-    attention_in_parts,
-    causal_weights,
-    for_each_reader,
-    in_parts,
-    logit_error,
-    looking,
-    over_group,
-    require_equal,
-    require_near,
-    rounding,
-    softmax_slack,
-    weights_in_parts,
-)
-from evictionary.spec_tests.judge.cases import SPLIT_LENGTHS, long_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.sizes import narrow
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import (
     ATTEND,
     PARTITION,
     SCORE,
     UPDATE,
     attend_in_loops,
-    attending,
+    attends,
     held,
-    near,
-    recovering,
+    recovers,
     score_in_loops,
     some,
     whole,
 )
 
-KINDS = ("normal", "moving_mean", "sinks")
+LONG_KINDS = ("normal", "moving_mean", "sinks")
 GROUPS = (4, 16, 1)
 
 
@@ -66,7 +47,7 @@ def long_situation(impl, case, share):
 
 def as_held(impl, moments):
     """The moments as the dtype represents them, where it can hold them."""
-    return Moments(moments.count, *(impl.round(field) for field in held(impl, moments)[1:]))
+    return impl.rounded(held(impl, moments))
 
 
 def estimate(impl, queries, moments):
@@ -110,7 +91,7 @@ def test_no_split_of_the_retained_tokens_is_lost(impl, case):
         evicted, moments = unseen(impl, keys, values, tokens)
         expected = np.full((*queries.shape[:2], each.value_dim), 11 / 4)
         got = impl.momentkv.attend(queries, keys, values, ~evicted, moments)
-        require_near(got, expected, rounding(impl) * expected, f"the output over a cache of {each.length} tokens")
+        near(got, expected, rounding(impl) * expected, f"the output over a cache of {each.length} tokens")
 
 
 @law("MK-10", of=SCORE, examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
@@ -124,10 +105,10 @@ def test_no_split_of_a_long_cache_is_scored_apart(impl, case):
         expected *= np.linalg.norm(values, axis=-1)
         slack = rounding(impl, each.value_dim) * expected + 1e-3 * rounding(impl) * expected.max()
         got = impl.momentkv.score(queries, keys, values, moments)
-        require_near(got, expected, slack, f"the score of a cache of {each.length} tokens")
+        near(got, expected, slack, f"the score of a cache of {each.length} tokens")
 
 
-@law("MK-12", of=ATTEND, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
+@law("MK-12", of=ATTEND, examples=2, case=long_cases(LONG_KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_thousands_of_tokens_and_their_moments_mix(impl, case):
     """The retained part is added up from parts of thousands of tokens, the estimate of the evicted ones joins it."""
     query, keys, values, evicted, moments = long_situation(impl, case, 0.4)
@@ -146,10 +127,10 @@ def test_thousands_of_tokens_and_their_moments_mix(impl, case):
         largest = np.abs(values).max() + np.abs(evicted_part).max()
         slack[0, readers] = np.expm1(min(2 * error, 50.0)) * largest + of_estimate
     got = impl.momentkv.attend(query, keys, values, ~evicted, moments)
-    require_near(got, expected, slack, "the output over a long cache")
+    near(got, expected, slack, "the output over a long cache")
 
 
-@law("MK-25", of=UPDATE, examples=2, case=long_cases(KINDS))
+@law("MK-25", of=UPDATE, examples=2, case=long_cases(LONG_KINDS))
 def test_moments_of_thousands_of_evicted_tokens_are_their_sums(impl, case):
     """Count and sums over tens of thousands of evicted tokens are those of parts, added."""
     keys, values = impl.round(case.keys), impl.round(case.values)
@@ -160,9 +141,9 @@ def test_moments_of_thousands_of_evicted_tokens_are_their_sums(impl, case):
     root = np.sqrt(expected.count)[..., None]
     sizes = (root * of_keys, root * of_values, of_values[..., :, None] * of_keys[..., None, :])
     got = impl.momentkv.update(no_moments(keys, values), keys, values, evicted)
-    require_equal(got[0], expected.count, "the count of the evicted tokens is wrong")
+    equal(got[0], expected.count, "the count of the evicted tokens is wrong")
     for name, field, wanted, magnitude in zip(Moments._fields[1:], got[1:], expected[1:], sizes, strict=True):
-        require_near(field, wanted, rounding(impl, case.length) * magnitude, f"{name} of many tokens")
+        near(field, wanted, rounding(impl, case.length) * magnitude, f"{name} of many tokens")
 
 
 @law("MK-25", of=UPDATE, examples=2, case=long_cases(lengths=(16_384, 65_536, 8_192)))
@@ -175,12 +156,12 @@ def test_sums_of_thousands_that_cancel_are_exact(impl, case):
     keys[:, :, 2 * (case.seed % (len(tokens) // 2))] += 1
     values[:, :, tokens], evicted[:, :, tokens] = (1 - 2 * (tokens % 2))[:, None], True
     got = impl.momentkv.update(no_moments(keys, values), keys, values, evicted)
-    require_equal(got[0], np.full(keys.shape[:2], float(len(tokens))), "the count of the evicted tokens is wrong")
+    equal(got[0], np.full(keys.shape[:2], float(len(tokens))), "the count of the evicted tokens is wrong")
     for name, field, wanted in zip(Moments._fields[1:], got[1:], (1.0, 0.0, 1.0), strict=True):
-        require_near(field, np.full(np.shape(field), wanted), rounding(impl), f"{name} of tokens that cancel")
+        near(field, np.full(np.shape(field), wanted), rounding(impl), f"{name} of tokens that cancel")
 
 
-@law("MK-10", of=SCORE, examples=2, case=long_cases(KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
+@law("MK-10", of=SCORE, examples=2, case=long_cases(LONG_KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_thousands_of_retained_tokens_are_scored_together(impl, case):
     """alpha is one softmax over all retained tokens, and each is weighted by what the moments leave unexplained of its value."""
     query, keys, values, _, moments = long_situation(impl, case, 0.4)
@@ -194,10 +175,10 @@ def test_thousands_of_retained_tokens_are_scored_together(impl, case):
         expected[0, head] = alpha * unexplained
         of_alpha = softmax_slack(impl, alpha, logit_error(impl, queries, keys[0, head]))
         slack[0, head] = of_alpha * (unexplained + wrong) + alpha * (wrong + rounding(impl, case.value_dim) * unexplained)
-    require_near(impl.momentkv.score(query, keys, values, moments), expected, slack, "the score of a long cache")
+    near(impl.momentkv.score(query, keys, values, moments), expected, slack, "the score of a long cache")
 
 
-@law("MK-P", of="momentkv.score_prompt", examples=2, case=long_cases(KINDS, groups=(4, 1), lengths=(8191, 4097, 4095)))
+@law("MK-P", of="momentkv.score_prompt", examples=2, case=long_cases(LONG_KINDS, groups=(4, 1), lengths=(8191, 4097, 4095)))
 def test_chunks_of_a_long_prompt_score_by_the_window(impl, case):
     """Over thousands of tokens: the mean attention of a window of 32 queries times |v|, averaged over chunks of 4."""
     shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
@@ -208,7 +189,7 @@ def test_chunks_of_a_long_prompt_score_by_the_window(impl, case):
     chunk = np.arange(case.length) // 4
     expected = np.array([[(np.bincount(chunk, head) / np.bincount(chunk))[chunk] for head in each[0]]])
     slack = softmax_slack(impl, expected, logit_error(impl, queries, keys) + rounding(impl, case.value_dim))
-    require_near(impl.momentkv.score_prompt(queries, keys, values), expected, slack, "the score of a long prompt")
+    near(impl.momentkv.score_prompt(queries, keys, values), expected, slack, "the score of a long prompt")
 
 
 def exact_states(case):
@@ -232,7 +213,7 @@ def test_moments_at_the_budgets_of_the_paper_are_their_sums(impl, seed):
         for before in (no_moments(keys, values), as_held(impl, expected)):
             got = impl.momentkv.update(before, keys, values, evicted)
             for name, field, had, own in zip(Moments._fields, got, before, expected, strict=True):
-                require_equal(field, had + own, f"{name} of {case.length} tokens is not their sum")
+                equal(field, had + own, f"{name} of {case.length} tokens is not their sum")
 
 
 @law("MK-23", of="momentkv.recover", examples=1, seed=seeds())
@@ -240,15 +221,14 @@ def test_means_and_covariance_at_the_budgets_of_the_paper(impl, seed):
     """Of 64 to 1,024 tokens: the two means, and the sum of v (k - kbar)^T, token by token."""
     for case in narrow(impl, seed):
         _, keys, values, evicted, moments = exact_states(case)
-        got = impl.momentkv.recover(moments)
-        allowed = [recovering(impl, moments, pick) for pick in range(3)]
-        for place in np.ndindex(keys.shape[:2]):
+        expected = [np.zeros(field.shape) for field in moments[1:]]
+        for place in map(tuple, np.argwhere(evicted.any(axis=-1))):
             k, v = keys[place][evicted[place]], values[place][evicted[place]]
-            if not len(k):
-                continue
             means = [np.array([math.fsum(column) / len(k) for column in states.T]) for states in (k, v)]
-            for pick, by_hand in enumerate([*means, v.T @ (k - means[0])]):
-                near(got[pick][place], by_hand, allowed[pick], Recovered._fields[pick])
+            for field, of_head in zip(expected, (*means, v.T @ (k - means[0])), strict=True):
+                field[place] = of_head
+        for pick, by_hand in enumerate(expected):
+            recovers(impl, moments, pick, also=by_hand, what=Recovered._fields[pick])
 
 
 @law("MK-10", of=SCORE, examples=1, seed=seeds())
@@ -256,8 +236,7 @@ def test_the_score_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
     """Over 64 to 1,024 retained tokens, of a batch of three and two query heads a group: the plain loops."""
     for case in narrow(impl, seed, group=2):
         query, keys, values, _, moments = exact_states(case)
-        allowed = impl.allowance(SCORE, query, keys, values, moments)
-        near(impl.momentkv.score(query, keys, values, moments), score_in_loops(query, keys, values, moments), allowed, "the score")
+        agrees(impl, SCORE, query, keys, values, moments, also=score_in_loops)
 
 
 @law("MK-12", of=ATTEND, examples=1, seed=seeds())
@@ -265,9 +244,7 @@ def test_the_output_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
     """Over 64 to 1,024 tokens, some kept and the others in the moments: the plain loops."""
     for case in narrow(impl, seed, group=2):
         query, keys, values, evicted, moments = exact_states(case)
-        allowed = attending(impl, query, keys, values, ~evicted, moments)
-        expected = attend_in_loops(query, keys, values, ~evicted, moments)
-        near(impl.momentkv.attend(query, keys, values, ~evicted, moments), expected, allowed, "the output")
+        attends(impl, query, keys, values, ~evicted, moments, also=attend_in_loops)
 
 
 @law("MK-9", of=("momentkv.approximate_evicted", "momentkv.log_evicted_partition"), examples=1, seed=seeds())
@@ -275,11 +252,11 @@ def test_the_estimate_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
     """Of 64 to 1,024 tokens: vbar + Stilde q / (n sqrt(d)), and the logarithm of the count plus the mean of the logits."""
     for case in narrow(impl, seed):
         query, keys, values, evicted, moments = exact_states(case)
-        got = impl.momentkv.approximate_evicted(query, moments), impl.momentkv.log_evicted_partition(query, moments)
-        allowed = [impl.allowance(path, query, moments) for path in ("momentkv.approximate_evicted", PARTITION)]
-        for place in np.ndindex(keys.shape[:2]):
+        estimates, logarithms = np.zeros((*query.shape[:2], values.shape[-1])), np.full(query.shape[:2], -np.inf)
+        for place in map(tuple, np.argwhere(evicted.any(axis=-1))):
             k, v, q = keys[place][evicted[place]], values[place][evicted[place]], query[place] / np.sqrt(keys.shape[-1])
-            if len(k):
-                mean_key = k.sum(axis=0) / len(k)
-                near(got[0][place], (v * (1 + (k - mean_key) @ q)[:, None]).sum(axis=0) / len(k), allowed[0], "the estimate")
-                near(got[1][(*place, None)], np.array([np.log(len(k)) + mean_key @ q]), allowed[1], "the logarithm of its weight")
+            mean_key = k.sum(axis=0) / len(k)
+            estimates[place] = (v * (1 + (k - mean_key) @ q)[:, None]).sum(axis=0) / len(k)
+            logarithms[place] = np.log(len(k)) + mean_key @ q
+        agrees(impl, "momentkv.approximate_evicted", query, moments, also=estimates)
+        agrees(impl, PARTITION, query, moments, also=logarithms)

@@ -1,24 +1,17 @@
 """Laws of MomentKV: a decoding step (MK-A1) and the prompt (MK-P)."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
-from evictionary.spec_tests.judge.by_hand import require_equal
-from evictionary.spec_tests.judge.cases import KINDS, cases, seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection, require_mask, require_numbers
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import (
     SCORE,
     SCORE_PROMPT,
     SELECT_PROMPT,
     attend_in_loops,
     moments_of,
-    near,
     prompt,
     score_in_loops,
     scores_of_prompt,
@@ -34,29 +27,24 @@ ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
 def check_bookkeeping(impl, case, seed, budget):
     """Raise Violation unless a step on whole numbers leaves the budget and sums up the others, and attends with those sums."""
     keys, values, query = whole(case)
-    new_key, new_value = np.clip(np.round(case.next_keys[:, :, 0]), -2, 2), np.clip(np.round(case.next_values[:, :, 0]), -2, 2)
+    new_key, new_value = (np.clip(np.round(states[:, :, 0]), -2, 2) for states in (case.next_keys, case.next_values))
     before = moments_of(keys, values, some(case, seed))  # of other tokens with the same numbers
-    step = impl.momentkv.decode_step(query, new_key, new_value, keys, values, before, budget)
-    output, left_keys, left_values, after = step
+    output, left_keys, left_values, after = impl.momentkv.decode_step(query, new_key, new_value, keys, values, before, budget)
     left, all_keys = min(keys.shape[2] + 1, budget), np.concatenate([keys, new_key[:, :, None]], axis=2)
     all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
-    require_numbers(output, (*query.shape[:2], values.shape[-1]), "the output")
     require_numbers(left_keys, (*keys.shape[:2], left, keys.shape[-1]), "the keys left")
-    if (np.asarray(after[0]) - before.count != keys.shape[2] + 1 - left).any():
-        raise Violation("the count did not grow by the tokens evicted", keys.shape[2] + 1 - left, after[0] - before.count)
+    gone = np.broadcast_to(keys.shape[2] + 1 - left, before.count.shape)
+    equal(after[0] - before.count, gone, "the count did not grow by the tokens evicted")
     sums = (all_keys.sum(axis=2), all_values.sum(axis=2), np.swapaxes(all_values, -1, -2) @ all_keys)
     still = (left_keys.sum(axis=2), left_values.sum(axis=2), np.swapaxes(left_values, -1, -2) @ left_keys)
     for name, had, total, kept_part, now in zip(Moments._fields[1:], before[1:], sums, still, after[1:], strict=True):
-        require_equal(now + kept_part, had + total, f"{name}: what is retained and what is summed up are not all tokens")
-    for item, head in np.ndindex(keys.shape[:2]):
-        rows = iter(np.concatenate([all_keys[item, head], all_values[item, head]], axis=-1).tolist())
-        if not all(row in rows for row in np.concatenate([left_keys[item, head], left_values[item, head]], axis=-1).tolist()):
-            raise Violation("the tokens left are not in position order, or a key lost its value", None, left_keys[item, head])
-    fresh = Moments(np.asarray(after[0]).astype(np.int64), *after[1:])
-    kept = np.ones(left_keys.shape[:3], dtype=bool)
-    allowed = impl.allowance(ATTEND, query, left_keys, left_values, kept, fresh)
-    allowed.check(output, "the output of the step")
-    near(output, attend_in_loops(query, left_keys, left_values, kept, fresh), allowed, "the output of the step")
+        equal(now + kept_part, had + total, f"{name}: what is retained and what is summed up are not all tokens")
+    for place in np.ndindex(keys.shape[:2]):
+        rows = iter(np.concatenate([all_keys[place], all_values[place]], axis=-1).tolist())
+        in_order = all(row in rows for row in np.concatenate([left_keys[place], left_values[place]], axis=-1).tolist())
+        require(in_order, "the tokens left are not in position order, or a key lost its value", None, left_keys[place])
+    fresh, kept = Moments(np.asarray(after[0]).astype(np.int64), *after[1:]), np.ones(left_keys.shape[:3], dtype=bool)
+    agrees(impl, ATTEND, query, left_keys, left_values, kept, fresh, got=output, also=attend_in_loops)
 
 
 @law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))
@@ -74,26 +62,21 @@ def test_steps_at_the_budgets_of_the_paper_lose_no_token(impl, seed, over):
 
 def check_eviction(impl, case, seed):
     """Raise Violation unless a step over the budget by one evicts one token of each head, and none that stays scores less."""
-    query, keys, values, moments = situation(impl, case, seed)
-    new_key, new_value = case.next_keys[:, :, 0], case.next_values[:, :, 0]
+    query, keys, values, moments = impl.rounded(situation(impl, case, seed))
+    new_key, new_value = impl.rounded((case.next_keys[:, :, 0], case.next_values[:, :, 0]))
     all_keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
-    allowed = impl.allowance(SCORE, query, all_keys, all_values, moments)
-    exact = Moments(moments.count, *(impl.round(field) for field in moments[1:]))
-    expected = score_in_loops(impl.round(query), impl.round(all_keys), impl.round(all_values), exact)
-    slack = allowed.largest + 1e-12 * float(expected.max())
+    expected = score_in_loops(query, all_keys, all_values, moments)
+    slack = impl.allowance(SCORE, query, all_keys, all_values, moments).largest + 1e-12 * float(expected.max())
     _, left_keys, left_values, _ = impl.momentkv.decode_step(query, new_key, new_value, keys, values, moments, keys.shape[2])
-    rounded = np.concatenate([impl.round(all_keys), impl.round(all_values)], axis=-1)
-    left = np.concatenate([left_keys, left_values], axis=-1)
-    require_numbers(left, (*keys.shape[:3], rounded.shape[-1]), "the tokens left")
-    for item, head in np.ndindex(keys.shape[:2]):
+    tokens, left = np.concatenate([all_keys, all_values], axis=-1), np.concatenate([left_keys, left_values], axis=-1)
+    require_numbers(left, (*keys.shape[:3], tokens.shape[-1]), "the tokens left")
+    for place in np.ndindex(keys.shape[:2]):
         # The first row that differs is the evicted one, or one equal to it.
-        different = np.flatnonzero((rounded[item, head, :-1] != left[item, head]).any(axis=-1))
-        gone = int(different[0]) if different.size else keys.shape[2]
-        kept = np.arange(keys.shape[2] + 1) != gone
-        if not np.array_equal(rounded[item, head, kept], left[item, head]):
-            raise Violation("more than one token was changed or evicted", rounded[item, head], left[item, head])
-        check_selection(kept, expected[item, head], keys.shape[2], slack=slack, what="the step")
+        different = np.flatnonzero((tokens[place][:-1] != left[place]).any(axis=-1))
+        kept = np.arange(keys.shape[2] + 1) != (different[0] if different.size else keys.shape[2])
+        equal(left[place], tokens[place][kept], "more than one token was changed or evicted")
+        selects(kept, expected[place], keys.shape[2], slack=slack, what="the step")
 
 
 @law("MK-A1", of=STEP, case=cases(kinds=KINDS), seed=seeds())
@@ -113,7 +96,7 @@ def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
         keys, query, new = np.zeros_like(case.keys), case.queries[:, :, 0], np.zeros_like(case.keys[:, :, 0])
         empty = momentkv.no_moments(keys, case.values)
         step = impl.momentkv.decode_step(query, new, values[:, :, -1], keys, values[:, :, :-1], empty, case.length)
-        require_equal(step[2], np.ones_like(case.values), f"a longer value went from a cache of {case.length} tokens")
+        equal(step[2], np.ones_like(case.values), f"a longer value went from a cache of {case.length} tokens")
 
 
 @law("MK-A1", of=STEP)
@@ -123,7 +106,7 @@ def test_each_eviction_is_scored_anew(impl):
     step = impl.momentkv.decode_step(
         np.zeros((1, 1, 2)), keys[:, :, 2], values[:, :, 2], keys[:, :, :2], values[:, :, :2], momentkv.no_moments(keys, values), 1
     )
-    require_equal(step[2], values[:, :, 2:], "the second eviction does not follow from the moments after the first")
+    equal(step[2], values[:, :, 2:], "the second eviction does not follow from the moments after the first")
 
 
 @law("MK-A1", of=STEP, signs=st.lists(st.sampled_from([1.0, -1.0]), min_size=2, max_size=6))
@@ -134,27 +117,21 @@ def test_of_equal_scores_the_earlier_token_stays(impl, signs):
     old, new = (..., slice(-1), slice(None)), (..., -1, slice(None))
     empty = momentkv.no_moments(keys, values)
     step = impl.momentkv.decode_step(np.zeros((1, 1, 2)), keys[new], values[new], keys[old], values[old], empty, len(signs) - 1)
-    require_equal(step[2], values[old], "of equal scores the later token was kept")
+    equal(step[2], values[old], "of equal scores the later token was kept")
 
 
 @law("MK-A1", of=STEP, kind="refusal")
 def test_bad_steps_are_refused(impl):
     """A budget of 0 raises ValueError naming the argument."""
     keys, new = np.ones((1, 2, 3, 2)), np.ones((1, 2, 2))
-    with impl.refuses("budget"):
-        impl.momentkv.decode_step(new, new, new, keys=keys, values=keys, moments=momentkv.no_moments(keys, keys), budget=0)
+    refused(impl, "budget", STEP, new, new, new, keys=keys, values=keys, moments=momentkv.no_moments(keys, keys), budget=0)
 
 
 @law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
 def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, case, seed, chunk):
     """alpha, causal within the window, is averaged over window and group; the products over each chunk, of 4 unless told."""
-    queries, keys, values = prompt(case, seed)
-    settings = {} if chunk is None else {"chunk_size": chunk}
-    chunk = chunk or 4
-    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, **settings)
-    got = impl.momentkv.score_prompt(queries, keys, values, **settings)
-    allowed.check(got, "the prompt score")
-    near(got, scores_of_prompt(impl, queries, keys, values, chunk)[0], allowed, "the prompt score")
+    states, settings = prompt(case, seed), {} if chunk is None else {"chunk_size": chunk}
+    agrees(impl, SCORE_PROMPT, *states, **settings, also=scores_of_prompt(chunk or 4, *impl.rounded(states))[0])
 
 
 def check_prompt(impl, states, budget_of, **settings):
@@ -163,12 +140,10 @@ def check_prompt(impl, states, budget_of, **settings):
     length, chunk = keys.shape[2], settings.get("chunk_size", 4)
     safe = (np.arange(length) < settings.get("sink_size", 1)) | (np.arange(length) >= length - queries.shape[2])
     protected, budget = np.broadcast_to(safe, keys.shape[:3]), min(length, budget_of(int(safe.sum())))
-    allowed = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk)
     kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
-    require_mask(kept, keys.shape[:3], "the selection")
-    scores = scores_of_prompt(impl, queries, keys, values, chunk)[0]
-    slack = allowed.largest + 1e-12 * float(scores.max())
-    check_selection(kept, scores, budget, slack=slack, protected=protected)
+    scores = scores_of_prompt(chunk, *impl.rounded(states))[0]
+    slack = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk).largest + 1e-12 * float(scores.max())
+    selects(kept, scores, budget, slack=slack, protected=protected)
 
 
 @law(
@@ -195,5 +170,4 @@ def test_prompts_at_the_budgets_of_the_paper_keep_their_best(impl, seed):
 def test_bad_prompts_are_refused(impl):
     """A chunk of 0 raises ValueError naming the argument."""
     states = np.ones((1, 2, 3, 2))
-    with impl.refuses("chunk_size"):
-        impl.momentkv.score_prompt(states[:, :, :2], states, states, chunk_size=0)
+    refused(impl, "chunk_size", SCORE_PROMPT, states[:, :, :2], states, states, chunk_size=0)

@@ -1,7 +1,5 @@
 """What an argument that is left out means: the settings of each paper's experiments, by hand."""
 
-from __future__ import annotations
-
 import inspect
 
 from evictionary.reference import (

@@ -1,18 +1,14 @@
 """Laws of PyramidKV: PY-1 to PY-3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.ada_kv.helpers import without
-from evictionary.spec_tests.judge.by_hand import require_equal
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.prelude import *
 
-BUDGETS = "pyramid_kv.budgets"
+PYRAMID = "pyramid_kv.budgets"
 counts: dict[str, Any] = {
     "budget": st.one_of(st.integers(1, 5000), st.integers(1, 2**17)),
     "num_layers": st.integers(1, 100),
@@ -20,98 +16,99 @@ counts: dict[str, Any] = {
 }
 
 
-@law("PY-2", of=BUDGETS, **counts)
+def layers_of(impl, budget, num_layers, *, most=None, least=1, **settings):
+    """The budgets of the layers; Violation unless there is one for each, they have this total, and lie between these numbers."""
+    got = list(impl.pyramid_kv.budgets(budget, num_layers, **settings))
+    equal(len(got), num_layers, "there is not one budget for each layer")
+    total = num_layers * (budget if most is None else min(budget, most))
+    equal(sum(got), total, "the budgets have another total")
+    inside = least <= min(got) and (most is None or max(got) <= most)
+    require(inside, f"budgets from {min(got)} to {max(got)} of {most} tokens", (least, most), got)
+    return np.array(got)
+
+
+def on_a_line(got, first, last, what):
+    """Raise Violation unless budgets lie within one token of the straight line."""
+    near(got.astype(float), np.linspace(first, last, len(got)), 1 + 1e-9, what)
+
+
+@law("PY-2", of=PYRAMID, **counts)
 def test_the_total_is_exact(impl, budget, num_layers, beta):
     """The budgets sum to num_layers * budget, and each is at least 1."""
-    got = list(impl.pyramid_kv.budgets(budget, num_layers, beta=beta))
-    if len(got) != num_layers or sum(got) != num_layers * budget or min(got) < 1:
-        raise Violation(f"{len(got)} budgets from {min(got)} on sum to {sum(got)}", num_layers * budget, got)
+    layers_of(impl, budget, num_layers, beta=beta)
 
 
-@law("PY-1", of=BUDGETS, **counts)
+@law("PY-1", of=PYRAMID, **counts)
 def test_budgets_fall_linearly(impl, budget, num_layers, beta):
     """Every budget is within one token of the straight line from 2 b - b/beta to b/beta, and none exceeds the layer before."""
-    got = np.array(impl.pyramid_kv.budgets(budget, num_layers, beta=beta), dtype=np.float64)
-    last = max(1.0, budget / beta)
-    line = np.linspace(2 * budget - last, last, num_layers) if num_layers > 1 else np.array([float(budget)])
-    if np.abs(got - line).max() > 1 + 1e-9:
-        raise Violation("a budget leaves the straight line by more than a token", line, got)
-    if (np.diff(got) > 0).any():
-        raise Violation("a deeper layer has a larger budget", line, got)
+    got, last = np.array(impl.pyramid_kv.budgets(budget, num_layers, beta=beta)), max(1.0, budget / beta)
+    on_a_line(got, budget if num_layers == 1 else 2 * budget - last, last, "a budget, from the straight line,")
+    require((np.diff(got) <= 0).all(), "a deeper layer has a larger budget", None, got)
 
 
 @law(
-    "PY-2", of=BUDGETS, not_for=without(BUDGETS, "length"), length=st.one_of(st.integers(1, 5000), st.integers(1, 2**17)), **counts
+    "PY-2", of=PYRAMID, not_for=without(PYRAMID, "length"), length=st.one_of(st.integers(1, 5000), st.integers(1, 2**17)), **counts
 )
 def test_no_layer_is_given_more_tokens_than_there_are(impl, budget, num_layers, beta, length):
     """With length no budget exceeds it, the total stays num_layers * min(budget, length), and budgets fall on a straight line."""
-    got = list(impl.pyramid_kv.budgets(budget, num_layers, beta=beta, length=length))
-    if len(got) != num_layers or sum(got) != num_layers * min(budget, length) or not 1 <= min(got) <= max(got) <= length:
-        raise Violation(f"budgets from {min(got)} to {max(got)} of {length} tokens", num_layers * min(budget, length), got)
-    rises = np.diff(got)
-    if (rises > 0).any() or (np.ptp(rises) > 3 if len(rises) else False):
-        raise Violation("a budget is larger than the one before, or the steps differ by more than rounding", None, got)
+    steps = np.diff(layers_of(impl, budget, num_layers, most=length, beta=beta, length=length))
+    require((steps <= 0).all(), "a budget is larger than the one before", None, steps)
+    require(not steps.size or np.ptp(steps) <= 3, "the steps differ by more than rounding", None, steps)
 
 
-@law("PY-2", of=BUDGETS, not_for=without(BUDGETS, "length"))
+@law("PY-2", of=PYRAMID, not_for=without(PYRAMID, "length"))
 def test_a_tenth_is_removed_where_a_tenth_is_asked(impl):
     """Of 400 tokens 360 are to stay, in four layers: 400, 373, 347 and 320, where 702 to 18 would leave 1,060 of 1,440."""
-    require_equal(list(impl.pyramid_kv.budgets(360, 4, length=400)), [400, 373, 347, 320], "other budgets")
+    equal(list(impl.pyramid_kv.budgets(360, 4, length=400)), [400, 373, 347, 320], "other budgets")
 
 
 @law(
     "PY-3",
-    of=BUDGETS,
-    not_for=without(BUDGETS, "length"),
+    of=PYRAMID,
+    not_for=without(PYRAMID, "length"),
     window=st.integers(0, 64),
     length=st.integers(1, 5000),
     **counts,
 )
 def test_every_layer_keeps_the_window_beside_its_share(impl, budget, num_layers, beta, window, length):
     """Beside a window the rest of the budget is a pyramid of its own; a budget below the window is the same in every layer."""
-    got = list(impl.pyramid_kv.budgets(budget, num_layers, beta=beta, length=length, window_size=window))
-    whole = min(budget, length)
-    if sum(got) != num_layers * whole or min(got) < min(window, whole) or max(got) > length:
-        raise Violation(f"budgets from {min(got)} to {max(got)} beside a window of {window}", num_layers * whole, got)
-    if window < whole == budget and 2 * (budget - window) <= length - window and (budget - window) / beta >= 1:
-        line = np.linspace(2 * budget - window - (budget - window) / beta, window + (budget - window) / beta, num_layers)
-        if num_layers > 1 and np.abs(line - got).max() > 1 + 1e-9:
-            raise Violation("a budget leaves the straight line beside the window by more than a token", line, got)
+    least, rest = min(window, budget, length), budget - window
+    got = layers_of(impl, budget, num_layers, most=length, least=least, beta=beta, length=length, window_size=window)
+    if num_layers > 1 and window < budget <= length and 2 * rest <= length - window and rest / beta >= 1:
+        on_a_line(got, window + 2 * rest - rest / beta, window + rest / beta, "a budget, from the line beside the window,")
 
 
-@law("PY-3", of=BUDGETS, not_for=without(BUDGETS, "length"))
+@law("PY-3", of=PYRAMID, not_for=without(PYRAMID, "length"))
 def test_three_layers_beside_a_window_of_four(impl):
     """Budget 10, a window of 4, beta 2: 4 + 9, 4 + 6 and 4 + 3; a budget of 3 is 3 in each layer."""
-    require_equal(list(impl.pyramid_kv.budgets(10, 3, beta=2, window_size=4)), [13, 10, 7], "other budgets")
-    require_equal(list(impl.pyramid_kv.budgets(3, 3, beta=2, window_size=4)), [3, 3, 3], "other budgets")
+    equal(list(impl.pyramid_kv.budgets(10, 3, beta=2, window_size=4)), [13, 10, 7], "other budgets")
+    equal(list(impl.pyramid_kv.budgets(3, 3, beta=2, window_size=4)), [3, 3, 3], "other budgets")
 
 
-@law("PY-1", of=BUDGETS)
+@law("PY-1", of=PYRAMID)
 def test_three_layers_of_ten(impl):
     """Budget 10, three layers, beta 2: 15, 10 and 5, exactly."""
     got = list(impl.pyramid_kv.budgets(10, 3, beta=2))
-    require_equal(got, [15, 10, 5], "other budgets")
+    equal(got, [15, 10, 5], "other budgets")
 
 
 @law(
-    "PY-1", of=BUDGETS, kind="refusal", bad=st.sampled_from([("budget", 0, 4, 2.0), ("num_layers", 4, 0, 2.0), ("beta", 4, 4, 0.5)])
+    "PY-1", of=PYRAMID, kind="refusal", bad=st.sampled_from([("budget", 0, 4, 2.0), ("num_layers", 4, 0, 2.0), ("beta", 4, 4, 0.5)])
 )
 def test_bad_settings_are_refused(impl, bad):
     """A budget or a number of layers below 1, and a beta below 1, raise ValueError naming the argument."""
     name, budget, num_layers, beta = bad
-    with impl.refuses(name):
-        impl.pyramid_kv.budgets(budget, num_layers, beta=beta)
+    refused(impl, name, PYRAMID, budget, num_layers, beta=beta)
 
 
 @law(
     "PY-2",
-    of=BUDGETS,
-    not_for=without(BUDGETS, "length"),
+    of=PYRAMID,
+    not_for=without(PYRAMID, "length"),
     kind="refusal",
     bad=st.sampled_from([("length", 0), ("length", 2.5), ("window_size", -1)]),
 )
 def test_a_length_and_a_window_out_of_range_are_refused(impl, bad):
     """A length below 1 or a broken one, and a negative window, raise ValueError naming the argument."""
     name, value = bad
-    with impl.refuses(name):
-        impl.pyramid_kv.budgets(4, 4, **{name: value})
+    refused(impl, name, PYRAMID, 4, 4, **{name: value})

@@ -1,7 +1,5 @@
 """What several files of the laws of shared use."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,32 +1,12 @@
 """Laws of attention: over a compressed cache, ATT-1 to ATT-4; by groups of query heads, ATT-5; causal, ATT-6."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference import cache as reference_cache
-from evictionary.spec_tests.judge.by_hand import (
-    attention_in_parts,
-    causal_weights,
-    for_each_reader,
-    largest_product,
-    linear,
-    logit_error,
-    looking,
-    neighbours,
-    require_equal,
-    require_loops,
-    require_near,
-    require_totals,
-    rounding,
-    softmax_slack,
-)
-from evictionary.spec_tests.judge.cases import SPLIT_LENGTHS, cases, long_cases, seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import draw_mask
 
 CASES = seeded_cases(max_length=33)
@@ -42,22 +22,21 @@ def check_attend(impl, case, seed, pick, what):
     """Raise Violation unless the output (pick 0) or the log-sum-exp (1) is that of loops over query heads and kept tokens."""
     kept = draw_mask(case.keys.shape[:3], seed)
     kept[..., :1] |= ~kept.any(axis=-1, keepdims=True)  # nothing kept is an edge
-    cache = compressed(impl, case, kept)
-    allowed = impl.allowance("attention.attend", case.queries, cache, pick=pick)
-    queries, keys, values = (impl.round(states) for states in (case.queries, case.keys, case.values))
-    by_hand = (np.zeros((*queries.shape[:3], values.shape[-1])), np.full(queries.shape[:3], -np.inf))
+    queries, keys, values = impl.rounded((case.queries, case.keys, case.values))
+    by_hand = np.zeros((*queries.shape[:3], values.shape[-1])), np.zeros(queries.shape[:3])
     for item, reader in np.ndindex(queries.shape[:2]):
-        head = reader // case.group
-        rows = kept[item, head]
-        if rows.any():
-            logits = linear(queries[item, reader], keys[item, head, rows].T) / np.sqrt(case.head_dim)
-            largest = logits.max(axis=-1)
-            exponentials = np.exp(logits - largest[:, None])
-            by_hand[0][item, reader] = exponentials @ values[item, head, rows] / exponentials.sum(axis=-1)[:, None]
-            by_hand[1][item, reader] = largest + np.log(exponentials.sum(axis=-1))
-    size = 1 + np.abs(queries).max() * np.abs(keys).max() * case.head_dim
-    require_loops(allowed.expected, by_hand[pick], size * (1 + np.abs(values).max()))
-    allowed.check(impl.attention.attend(case.queries, cache)[pick], what)
+        rows = kept[item, reader // case.group]
+        of_head = keys[item, reader // case.group][rows], values[item, reader // case.group][rows]
+        logits = linear(queries[item, reader], of_head[0].T) / np.sqrt(case.head_dim)
+        exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        total = exponentials.sum(axis=-1)
+        by_hand[0][item, reader], by_hand[1][item, reader] = (
+            exponentials @ of_head[1] / total[:, None],
+            logits.max(axis=-1) + np.log(total),
+        )
+    size = (1 + np.abs(queries).max() * np.abs(keys).max() * case.head_dim) * (1 + np.abs(values).max())
+    cache = compressed(impl, case, kept)
+    agrees(impl, "attention.attend", queries, cache, pick=pick, by_hand=by_hand[pick], size=size, what=what)
 
 
 @law("ATT-1", of="attention.attend", case=CASES, seed=seeds())
@@ -80,8 +59,8 @@ def test_a_head_that_keeps_nothing_adds_nothing(impl, case):
     for kept in (none, alternating):
         output, normaliser = impl.attention.attend(case.queries, compressed(impl, case, kept))
         empty = ~for_each_reader(kept, case.queries).any(axis=-1)
-        require_equal(output[empty], np.zeros(output[empty].shape), "the output over no token is not 0")
-        require_equal(normaliser[empty], np.full(normaliser[empty].shape, -np.inf), "the log-sum-exp over no token is not -inf")
+        equal(output[empty], np.zeros(output[empty].shape), "the output over no token is not 0")
+        equal(normaliser[empty], np.full(normaliser[empty].shape, -np.inf), "the log-sum-exp over no token is not -inf")
 
 
 @law("ATT-3", of="attention.attend", case=seeded_cases(min_length=2, max_length=33), seed=seeds())
@@ -90,50 +69,40 @@ def test_two_disjoint_caches_merge_exactly(impl, case, seed):
     kept = draw_mask(case.keys.shape[:3], seed)
     kept[..., :1] |= ~kept.any(axis=-1, keepdims=True)
     kept[..., -1:] &= ~kept.all(axis=-1, keepdims=True)
+    parts = [impl.attention.attend(case.queries, compressed(impl, case, mask)) for mask in (kept, ~kept)]
+    total = np.logaddexp(*(normaliser for _, normaliser in parts))
+    merged = sum(np.exp(normaliser - total)[..., None] * output for output, normaliser in parts)
     whole = compressed(impl, case, np.ones_like(kept))
-    allowed = impl.allowance("attention.attend", case.queries, whole, pick=0)
-    outputs, normalisers = zip(
-        *(impl.attention.attend(case.queries, compressed(impl, case, mask)) for mask in (kept, ~kept)), strict=True
-    )
-    total = np.logaddexp(*normalisers)
-    require_numbers(total, case.queries.shape[:3], "the merged log-sum-exp")
-    merged = sum(np.exp(normaliser - total)[..., None] * output for normaliser, output in zip(normalisers, outputs, strict=True))
+    output, normaliser = (impl.allowance("attention.attend", case.queries, whole, pick=pick) for pick in (0, 1))
     # Both halves carry an error of their own, and the weight of each carries that of a log-sum-exp.
     spread = np.abs(case.values).max()
-    slack = allowed.largest + spread * impl.allowance("attention.attend", case.queries, whole, pick=1).largest
-    error = float(np.abs(merged - allowed.expected).max())
-    if error > 3 * slack + 4 * np.finfo(np.float64).eps * spread:
-        raise Violation(f"the merged output differs by {error:.3g} from attention over all tokens", allowed.expected, merged)
+    slack = 3 * (output.largest + spread * normaliser.largest) + 4 * np.finfo(np.float64).eps * spread
+    near(merged, output.expected, slack, "the merged output")
 
 
 @law("ATT-4", of="attention.attend", case=CASES)
 def test_large_logits_stay_finite(impl, case):
     """Logits of 1e4 neither overflow nor give NaN: the output stays within the range of the values."""
-    kept = np.ones(case.keys.shape[:3], dtype=bool)
     direction = case.queries / np.abs(case.queries).max()
     keys = case.keys / max(np.abs(case.keys).max(), 1e-300)
     products = direction @ np.swapaxes(for_each_reader(keys, direction), -1, -2)
     size = np.sqrt(largest_product(impl, keys.shape[-1]) / max(np.abs(products).max(), 1e-2))
-    keys = keys * size
-    cache = reference_cache.compress(impl.round(keys), impl.round(case.values), kept)
+    every = np.ones(case.keys.shape[:3], dtype=bool)
+    cache = reference_cache.compress(impl.round(keys * size), impl.round(case.values), every)
     output, _ = impl.attention.attend(impl.round(direction * size), cache)
     require_numbers(output, (*case.queries.shape[:3], case.values.shape[-1]), "the output")
-    bound = np.abs(case.values).max()
-    if np.abs(output).max() > bound * 1.01:
-        raise Violation(f"an output of {np.abs(output).max():.3g} leaves the range of the values, {bound:.3g}", None, output)
+    largest, bound = np.abs(output).max(), np.abs(case.values).max()
+    require(largest <= bound * 1.01, f"an output of {largest:.3g} leaves the range of the values, {bound:.3g}", None, output)
 
 
 @law("ATT-5", of=BY_GROUP, case=seeded_cases(min_length=3))
 def test_each_query_head_stands_beside_its_kv_head(impl, case):
     """Query head h stands at [h // G, h % G], its numbers unchanged; the keys get an axis of one, which a group shares."""
-    grouped, shared = impl.attention.by_group(case.queries, case.keys)
-    require_numbers(grouped, (case.batch, case.num_kv_heads, case.group, case.num_queries, case.head_dim), "the grouped queries")
-    require_numbers(shared, (case.batch, case.num_kv_heads, 1, case.length, case.head_dim), "the shared keys")
-    for head in range(case.group * case.num_kv_heads):
-        expected, got = impl.round(case.queries)[:, head], grouped[:, head // case.group, head % case.group]
-        require_equal(got, expected, f"query head {head} is not at [{head // case.group}, {head % case.group}]")
-    if (shared[:, :, 0] != impl.round(case.keys)).any():
-        raise Violation("the keys are not those of the KV heads in their order", case.keys, shared[:, :, 0])
+    queries, keys = impl.rounded((case.queries, case.keys))
+    grouped, shared = impl.attention.by_group(queries, keys)
+    expected = np.stack([queries[:, head :: case.group] for head in range(case.group)], axis=2)
+    equal(grouped, expected, "query head h is not at [h // G, h % G]")
+    equal(shared, keys[:, :, None], "the keys are not those of the KV heads in their order")
 
 
 def last_queries(case, seed):
@@ -147,10 +116,7 @@ def last_queries(case, seed):
 def test_causal_attention_is_the_softmax_over_the_tokens_so_far(impl, case, seed):
     """Each query attends with scale 1/sqrt(D) to the tokens up to its own; also computed query by query over what it can see."""
     queries = last_queries(case, seed)
-    allowed = impl.allowance(CAUSAL, queries, case.keys)
-    allowed.check(impl.attention.causal_attention(queries, case.keys), "the attention")
-    by_hand = causal_weights(impl.round(queries), impl.round(case.keys))
-    require_loops(allowed.expected, by_hand, 1 + np.abs(case.keys).max())
+    agrees(impl, CAUSAL, queries, case.keys, by_hand=causal_weights, size=1 + np.abs(case.keys).max())
 
 
 @law("ATT-6", of=CAUSAL, case=seeded_cases(max_length=33), seed=seeds(), size=st.sampled_from([1.0, 1e4]))
@@ -159,9 +125,9 @@ def test_later_tokens_get_nothing(impl, case, seed, size):
     queries = last_queries(case, seed)
     keys = size * case.keys / np.abs(case.keys).max(initial=1e-300)
     got = impl.attention.causal_attention(queries, keys)
-    require_totals(got, 1, impl.allowance(CAUSAL, queries, keys), "the weights of a query")
+    totals(got, 1, impl.allowance(CAUSAL, queries, keys), "the weights of a query")
     later = np.arange(case.length) > np.arange(case.length - queries.shape[2], case.length)[:, None]
-    require_equal(got[..., later], 0, "a query gives weight to a later token")
+    equal(got[..., later], 0, "a query gives weight to a later token")
 
 
 GROUPS = (4, 16, 1)
@@ -188,14 +154,14 @@ def long_attention(impl, case):
 def test_attention_over_a_long_cache_adds_up_its_parts(impl, case):
     """Over thousands of kept tokens the output is that of parts, each weighted by its share of the softmax."""
     queries, cache, expected, slack, _, _ = long_attention(impl, case)
-    require_near(impl.attention.attend(queries, cache)[0], expected, slack, "the output over a long cache")
+    near(impl.attention.attend(queries, cache)[0], expected, slack, "the output over a long cache")
 
 
 @law("ATT-2", of="attention.attend", examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_log_sum_exp_of_a_long_cache_adds_up_its_parts(impl, case):
     """Over thousands of kept tokens the log-sum-exp is that of parts, added beside the largest logit."""
     queries, cache, _, _, expected, slack = long_attention(impl, case)
-    require_near(impl.attention.attend(queries, cache)[1], expected, slack, "the log-sum-exp over a long cache")
+    near(impl.attention.attend(queries, cache)[1], expected, slack, "the log-sum-exp over a long cache")
 
 
 @law("ATT-6", of=CAUSAL, examples=2, case=long_cases(lengths=(8191, 4097, 4095)), last=st.sampled_from([33, 1, 16]))
@@ -205,7 +171,7 @@ def test_the_last_queries_see_all_of_a_long_prompt(impl, case, last):
     queries, keys = impl.round(np.random.default_rng(case.seed).normal(size=shape)), impl.round(case.keys)
     expected = causal_weights(queries, keys)
     slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
-    require_near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")
+    near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")
 
 
 @law("ATT-1", of="attention.attend", examples=3, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
@@ -221,7 +187,7 @@ def test_no_split_of_a_long_cache_is_lost(impl, case):
     expected = np.concatenate(outputs)[None, :, None]
     cache = reference_cache.compress(keys, values, np.ones(keys.shape[:3], dtype=bool))
     got = impl.attention.attend(queries[:, :, None], cache)[0]
-    require_near(got, expected, rounding(impl, case.length) * expected.max(), "the output over a long cache")
+    near(got, expected, rounding(impl, case.length) * expected.max(), "the output over a long cache")
 
 
 @law("ATT-6", of=CAUSAL, examples=3, case=long_cases(lengths=(8191, 4097, 12_289)), last=st.sampled_from([33, 1, 16]))
@@ -232,4 +198,4 @@ def test_no_block_of_the_causal_mask_is_lost(impl, case, last):
     keys[:, :, ::17, 0], queries[..., 0] = -2, math.isqrt(case.head_dim)
     expected = causal_weights(queries, keys)
     slack = rounding(impl, case.length) * expected.max()
-    require_near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")
+    near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")

@@ -1,7 +1,5 @@
 """A cache in use: tokens appended, evicted, compressed and attended to in any order, against plain lists (CACHE-4)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,9 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from evictionary.spec_tests.judge.by_hand import require_equal
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.prelude import *
 
 NUMBERS = st.sampled_from([0.0, 1.0, -1.0, 0.5, 2.0])
 
@@ -51,8 +47,7 @@ class CacheInUse(RuleBasedStateMachine):
         for head, positions in enumerate(self.model):
             rank = sorted(positions, key=lambda place: (place >= min(self.sink_size, held), -ranked[0, head, place], place))
             self.model[head] = sorted(rank[:held])
-        if (chosen & ~self.kept).any():
-            raise Violation("a token that was evicted came back", self.kept, chosen)
+        require(not (chosen & ~self.kept).any(), "a token that was evicted came back", self.kept, chosen)
         self.kept = chosen
 
     @precondition(lambda self: self.kept.any())
@@ -79,10 +74,10 @@ class CacheInUse(RuleBasedStateMachine):
             return
         cache = self.impl.cache.compress(self.keys, self.values, self.kept)
         rows = [(head, place) for head, positions in enumerate(self.model) for place in positions]
-        require_equal(cache.positions, [place for _, place in rows], "other positions are stored than a plain list holds")
+        equal(cache.positions, [place for _, place in rows], "other positions are stored than a plain list holds")
         for name, states in (("keys", self.keys), ("values", self.values)):
             expected = np.array([states[0, head, place] for head, place in rows])
-            require_equal(getattr(cache, name), expected, f"the stored {name} are not those of their positions")
+            equal(getattr(cache, name), expected, f"the stored {name} are not those of their positions")
 
 
 @law("CACHE-4", of=("cache.compress", "selection.top_k", "attention.attend"))

@@ -1,17 +1,12 @@
 """What does not fit is refused: a law for each function of `reference/contract.py`, made from its line there."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 
 import numpy as np
 
 from evictionary.reference.contract import CONTRACT
-from evictionary.spec_tests.judge.implementation import Implementation, oracle
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.misfits import Misfit, misfits
-from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.verdict.coverage import ids_of
 
 # Where a function stands for several requirements, the one that its other laws are of.
@@ -37,8 +32,7 @@ def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
     by_name = {name: value for name, value in wrong.given.items() if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY}
     by_place = [value for name, value in wrong.given.items() if name not in by_name]
     if not wrong.shows:
-        with impl.refuses(wrong.argument):
-            impl.call(path, *by_place, **by_name)
+        refused(impl, wrong.argument, path, *by_place, **by_name)
         return
     try:
         got = impl.call(path, *by_place, **by_name)
@@ -48,8 +42,12 @@ def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
         if impl.strict and not isinstance(error, ValueError):
             raise
         return
-    if not any(np.isnan(np.asarray(each, dtype=np.float64)).any() for each in (got if isinstance(got, tuple) else [got])):
-        raise Violation(f"{wrong.what} passes in silence", np.nan, got)
+    require(
+        any(np.isnan(np.asarray(each, dtype=np.float64)).any() for each in (got if isinstance(got, tuple) else [got])),
+        f"{wrong.what} passes in silence",
+        np.nan,
+        got,
+    )
 
 
 def refusing(path: str) -> Callable[..., None]:

@@ -1,17 +1,12 @@
 """Laws of budgets and top-k: SEL-1 to SEL-4."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import require_equal, require_near, rounding
-from evictionary.spec_tests.judge.cases import KINDS, Case, cases, long_rows, seeds, shares
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import sorted_choice
 
 # Small whole numbers tie often and are the same in every dtype.
@@ -27,7 +22,7 @@ def test_budget_is_the_exact_floor(impl, length, percent):
     """A ratio written in hundredths gives floor(length * (100 - percent) / 100), and at least 1."""
     got = impl.selection.budget(length, percent / 100)
     expected = max(1, length * (100 - percent) // 100)
-    require_equal(got, expected, f"budget({length}, {percent / 100}) = {got}, wanted {expected}")
+    equal(got, expected, f"budget({length}, {percent / 100}) = {got}, wanted {expected}")
 
 
 @law(
@@ -41,15 +36,16 @@ def test_budget_falls_with_the_ratio(impl, length, first, second):
     """Removing a larger fraction never keeps more; the budget lies between 1 and the length."""
     low, high = sorted((first / 10**4, second / 10**4))
     more, fewer = impl.selection.budget(length, low), impl.selection.budget(length, high)
-    if not 1 <= fewer <= more <= length:
-        raise Violation(f"budget({length}, {low}) = {more} and budget({length}, {high}) = {fewer}, wanted 1 <= .. <= {length}")
+    require(
+        1 <= fewer <= more <= length,
+        f"budget({length}, {low}) = {more} and budget({length}, {high}) = {fewer}, wanted 1 <= .. <= {length}",
+    )
 
 
 @law("SEL-1", of="selection.budget", kind="refusal", ratio=st.sampled_from([1.0, 1.5, -0.1, float("nan"), "half"]))
 def test_budget_refuses_a_ratio_outside_the_range(impl, ratio):
     """A ratio outside [0, 1) raises ValueError."""
-    with impl.refuses("compression_ratio"):
-        impl.selection.budget(10, ratio)
+    refused(impl, "compression_ratio", "selection.budget", 10, ratio)
 
 
 @law(
@@ -70,14 +66,14 @@ def test_top_k_keeps_the_best(impl, case, share):
     """Exactly min(budget, T) tokens of each row are kept, and none evicted scores more than one kept."""
     scores = impl.round(case.keys[..., 0])
     count = int(share * (case.length + 1))
-    check_selection(impl.selection.top_k(scores, count), scores, min(count, case.length))
+    selects(impl.selection.top_k(scores, count), scores, min(count, case.length))
 
 
 @law("SEL-2", of="selection.top_k", scores=SCORES, extra=st.integers(1, 5))
 def test_a_budget_beyond_the_cache_keeps_all(impl, scores, extra):
     """A budget larger than the cache keeps every token."""
     row = np.array([[scores]])
-    check_selection(impl.selection.top_k(row, len(scores) + extra), row, len(scores))
+    selects(impl.selection.top_k(row, len(scores) + extra), row, len(scores))
 
 
 @law("SEL-2", of="selection.top_k", examples=5, seed=seeds(), share=shares())
@@ -87,7 +83,7 @@ def test_scores_of_every_size_rank(impl, seed, share):
     powers = np.append(2.0 ** np.arange(1 - largest, largest + 1), np.inf)
     scores = np.random.default_rng(seed).permutation(np.concatenate([powers, -powers]))[None, None]
     budget = max(1, int(share * scores.size))
-    check_selection(impl.selection.top_k(scores, budget), scores, budget)
+    selects(impl.selection.top_k(scores, budget), scores, budget)
 
 
 @law("SEL-3", of="selection.top_k", kind="edge", scores=SCORES, share=shares())
@@ -97,8 +93,8 @@ def test_ties_go_to_the_lower_position(impl, scores, share):
     best = sorted(range(len(scores)), key=lambda position: (-scores[position], position))[:count]
     expected = np.isin(np.arange(len(scores)), best)
     got = impl.selection.top_k(np.array([[scores]]), count)
-    check_selection(got, np.array([[scores]]), min(count, len(scores)))
-    require_equal(got[0, 0], expected, "a token at a higher position was kept before an equal one at a lower")
+    selects(got, np.array([[scores]]), min(count, len(scores)))
+    equal(got[0, 0], expected, "a token at a higher position was kept before an equal one at a lower")
 
 
 @law("SEL-4", of="selection.top_k", scores=SCORES, data=st.data())
@@ -109,7 +105,7 @@ def test_protected_tokens_are_kept_first(impl, scores, data):
     count = data.draw(st.integers(int(protected.sum()), length))
     row = np.array([[scores]])
     got = impl.selection.top_k(row, count, protected[None, None])
-    check_selection(got, row, count, protected=protected[None, None])
+    selects(got, row, count, protected=protected[None, None])
 
 
 @law("SEL-4", of="selection.top_k")
@@ -117,7 +113,7 @@ def test_each_row_protects_its_own(impl):
     """Six rows protect the same token with a budget of one: one token in each row, however many rows there are."""
     protected = np.array([[[False, False, True]] * 3] * 2)
     got = impl.selection.top_k(np.zeros((2, 3, 3)), 1, protected)
-    require_equal(got, protected, "a row does not keep the one token that it protects")
+    equal(got, protected, "a row does not keep the one token that it protects")
 
 
 def not_counted(impl) -> str:
@@ -127,8 +123,7 @@ def not_counted(impl) -> str:
 @law("SEL-4", of="selection.top_k", kind="refusal", not_for=not_counted, scores=SCORES)
 def test_more_protected_than_the_budget_is_refused(impl, scores):
     """Protecting every token with a smaller budget raises ValueError."""
-    with impl.refuses("protected"):
-        impl.selection.top_k(np.array([[scores]]), len(scores) - 1, np.ones((1, 1, len(scores)), dtype=bool))
+    refused(impl, "protected", "selection.top_k", np.array([[scores]]), len(scores) - 1, np.ones((1, 1, len(scores)), dtype=bool))
 
 
 def masked_rows(impl, case, share):
@@ -147,7 +142,7 @@ LARGE = st.sampled_from([2048, 30_000, 64, 4096])
 def test_a_long_row_keeps_its_best(impl, case, share, budget):
     """Of up to 131,072 scores, many equal, hardly apart or infinite, none evicted is above one kept."""
     scores = masked_rows(impl, case, share)
-    check_selection(impl.selection.top_k(scores, budget), scores, min(budget, case.length))
+    selects(impl.selection.top_k(scores, budget), scores, min(budget, case.length))
 
 
 @law("SEL-3", of="selection.top_k", kind="edge", examples=4, case=long_rows(), share=shares(), budget=LARGE)
@@ -155,7 +150,7 @@ def test_a_long_row_is_chosen_as_by_a_stable_sort(impl, case, share, budget):
     """Of up to 131,072 scores, many equal, the budget's best are kept, the lower position first."""
     scores = masked_rows(impl, case, share)
     expected = sorted_choice(scores, budget, np.zeros(scores.shape, dtype=bool))
-    require_equal(impl.selection.top_k(scores, budget), expected, "other tokens of a long row are kept than by a stable sort")
+    equal(impl.selection.top_k(scores, budget), expected, "other tokens of a long row are kept than by a stable sort")
 
 
 @law("SEL-3", of="selection.top_k", kind="edge", examples=2, case=long_rows(("saturated",), lengths=(131_072, 131_071)))
@@ -164,7 +159,7 @@ def test_a_hundred_thousand_equal_scores_are_counted(impl, case):
     scores = impl.round(case.keys[..., 0])
     expected = sorted_choice(scores, case.length * 3 // 4, np.zeros(scores.shape, dtype=bool))
     got = impl.selection.top_k(scores, case.length * 3 // 4)
-    require_equal(got, expected, "other tokens of a saturated row are kept than by a stable sort")
+    equal(got, expected, "other tokens of a saturated row are kept than by a stable sort")
 
 
 @law("SEL-4", of="selection.top_k", examples=5, case=long_rows(), share=shares())
@@ -174,7 +169,7 @@ def test_protected_tokens_of_a_long_row_are_kept_first(impl, case, share):
     scores = np.where(scores == np.inf, 0, scores)  # whoever sets protected scores to infinity could not tell them apart
     protected = np.random.default_rng(case.seed).random(scores.shape) < 2000 / case.length
     budget = int(protected.sum(axis=-1).max()) + int(share * 2048)
-    check_selection(impl.selection.top_k(scores, budget, protected), scores, min(budget, case.length), protected=protected)
+    selects(impl.selection.top_k(scores, budget, protected), scores, min(budget, case.length), protected=protected)
 
 
 @law("SEL-2", of="selection.top_k", examples=10, case=long_rows(("normal", "vast", "minute", "saturated")), share=shares())
@@ -182,7 +177,7 @@ def test_a_long_row_keeps_its_budget(impl, case, share):
     """Exactly min(budget, T) tokens of a long row are kept, and none evicted scores more than one kept."""
     scores = impl.round(case.keys[..., 0])
     budget = int(share * case.length)
-    check_selection(impl.selection.top_k(scores, budget), scores, budget)
+    selects(impl.selection.top_k(scores, budget), scores, budget)
 
 
 @law("SEL-2", of="selection.regret", brute_force=True, case=cases(max_length=5), seed=seeds())
@@ -195,4 +190,4 @@ def test_regret_is_what_the_best_set_has_more(impl, case, seed):
     for place in np.ndindex(expected.shape):
         sums = map(math.fsum, itertools.combinations(scores[place].tolist(), int(kept[place].sum())))
         expected[place] = max(sums) - math.fsum(scores[place][kept[place]])
-    require_near(got, expected, rounding(impl, scores.shape[-1]) * np.abs(scores).sum(axis=-1), "the regret")
+    near(got, expected, rounding(impl, scores.shape[-1]) * np.abs(scores).sum(axis=-1), "the regret")

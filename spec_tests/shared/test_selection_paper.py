@@ -1,7 +1,5 @@
 """A law about exact budgets that judges no implementation (SEL-1): a ratio is read as the decimal that was written."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from evictionary.reference.lagkv import tokens_per_partition

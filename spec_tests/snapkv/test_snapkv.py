@@ -1,34 +1,9 @@
 """Laws of SnapKV: SN-1."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import (
-    causal_weights,
-    for_each_reader,
-    logit_error,
-    over_group,
-    require_equal,
-    require_loops,
-    require_near,
-    rounding,
-    softmax_slack,
-    window_above_all,
-)
-from evictionary.spec_tests.judge.cases import (
-    cases,
-    long_cases,
-    long_rows,
-    paper_cases,
-    prompt_queries,
-    seeded_cases,
-    seeds,
-    shares,
-)
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, allowance, check_selection
+from evictionary.spec_tests.judge.prelude import *
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
 windows = st.sampled_from([1, 2, 3, 8, 32])
@@ -44,14 +19,13 @@ def scored(impl, queries, keys, **settings):
 def test_score_is_the_pooled_attention_of_the_window(impl, case, seed, window_size, kernel_size):
     """Causal attention of the last queries on the tokens before the window, averaged and pooled; also computed query by query."""
     queries, settings = prompt_queries(case, seed), {"window_size": window_size, "kernel_size": kernel_size}
-    allowed = impl.allowance(SCORE, queries, case.keys, **settings)
-    allowed.check(scored(impl, queries, case.keys, **settings), "the score")
     keys, before, reach = impl.round(case.keys), max(0, case.keys.shape[2] - window_size), kernel_size // 2
     weights = causal_weights(queries[:, :, before:], for_each_reader(keys, queries))
-    received = over_group(weights.mean(axis=2), keys.shape[1])[..., :before]
+    received, by_hand = over_group(weights.mean(axis=2), keys.shape[1])[..., :before], np.full(keys.shape[:3], np.inf)
     for token in range(before):
-        pooled = received[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
-        require_loops(allowed.expected[..., token], pooled, 1 + np.abs(keys).max())
+        by_hand[..., token] = received[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
+    got = scored(impl, queries, keys, **settings)
+    agrees(impl, SCORE, queries, keys, **settings, got=got, by_hand=by_hand, size=1 + np.abs(keys).max())
 
 
 @law("SN-1", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
@@ -60,47 +34,40 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
     queries, length = prompt_queries(case, seed), case.keys.shape[2]
     scores = scored(impl, queries, case.keys, window_size=window_size)
     window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
-    if not np.isinf(scores[window]).all() or not np.isfinite(scores[~window]).all():
-        raise Violation("the window does not score more than all tokens before it, or one of these is infinite", window, scores)
+    equal(np.isinf(scores), window, "the window does not score more than all tokens before it, or one of these is infinite")
     budget = min(length, window_size + int(share * length))
     allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
     kept = impl.selection.top_k(scores, budget)
-    check_selection(kept, allowed.expected, budget, slack=lambda: allowed.largest, protected=window)
+    selects(kept, allowed.expected, budget, slack=lambda: allowed.largest, protected=window)
 
 
 @law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds(), window_size=st.integers(1, 4))
 def test_queries_before_the_window_do_not_count(impl, case, seed, window_size):
     """Earlier queries may be anything, or absent; the window's are enough."""
-    queries = prompt_queries(case, seed)
-    window = min(window_size, case.length)
-    allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
-    queries[:, :, :-window] *= -4
-    allowed.check(scored(impl, queries, case.keys, window_size=window_size), "the score with other earlier queries")
-    alone = scored(impl, queries[:, :, -window:], case.keys, window_size=window_size)
-    allowed.check(alone, "the score of the window's queries alone")
+    queries, window, settings = prompt_queries(case, seed), min(window_size, case.length), {"window_size": window_size}
+    other = queries.copy()
+    other[:, :, :-window] *= -4
+    for fewer in (other, queries[:, :, -window:]):
+        agrees(impl, SCORE, queries, case.keys, **settings, got=scored(impl, fewer, case.keys, **settings))
 
 
 @law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds())
 def test_scores_are_shares_of_attention(impl, case, seed):
     """From 0 to 1; without pooling those before the window sum to less than 1 by what the window looks at itself."""
-    queries = prompt_queries(case, seed)
-    allowed = impl.allowance(SCORE, queries, case.keys, window_size=2, kernel_size=1)
-    before = scored(impl, queries, case.keys, window_size=2, kernel_size=1)[..., :-2]
-    if before.min() < 0 or before.sum(axis=-1).max() > 1 + case.length * allowed.largest:
-        raise Violation("the scores before the window are negative or sum to more than 1", 1.0, before)
+    before = scored(impl, prompt_queries(case, seed), case.keys, window_size=2, kernel_size=1)[..., :-2]
+    most = 1 + case.length * within(impl, roundings=0)
+    require(before.min() >= 0, "a score before the window is negative", 0.0, before)
+    require(before.sum(axis=-1).max() <= most, "the scores before the window sum to more than 1", 1.0, before)
 
 
 @law("SN-1", of=SCORE)
 def test_the_defaults_are_a_window_of_32_and_a_kernel_of_7(impl):
     """Of 40 zero keys each of the first 8 receives the mean of 1/9 .. 1/40, pooled over 4, 5, 6, 7, 7, 6, 5 and 4 of them."""
     got = scored(impl, np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
-    allowed = impl.allowance(SCORE, np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
     share = sum(1 / seen for seen in range(9, 41)) / 32
     expected = share * np.array([4, 5, 6, 7, 7, 6, 5, 4]) / 7
-    if not np.isinf(got[0, 0, 8:]).all() or np.isinf(got[0, 0, :8]).any():
-        raise Violation("the window is not the last 32 tokens", 32, got)
-    if np.abs(got[0, 0, :8] - expected).max() > allowed.largest + 1e-12:
-        raise Violation("the scores are not the pooled share of each query", expected, got[0, 0, :8])
+    equal(np.isinf(got[0, 0]), np.arange(40) >= 8, "the window is not the last 32 tokens")
+    near(got[0, 0, :8], expected, within(impl, roundings=0) + 1e-12, "the pooled share of each query")
 
 
 @law("SN-1", of=SCORE)
@@ -110,8 +77,7 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     keys[0, :, 0, 0] = 16
     queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
     got = scored(impl, queries, keys, window_size=1, kernel_size=1)[..., :2]
-    if np.abs(got - [[[1 / 3, 1 / 3], [1, 0]]]).max() > 2e-3:
-        raise Violation("a query head reads another KV head than h // G", [[[1 / 3, 1 / 3], [1, 0]]], got)
+    near(got, np.array([[[1 / 3, 1 / 3], [1, 0]]]), 2e-3, "the score where query head h reads KV head h // G")
 
 
 @law("SN-1", of=SCORE)
@@ -119,8 +85,7 @@ def test_the_window_does_not_leak_into_its_neighbours(impl):
     """A window token that gets all the attention raises no score before it: only the tokens before the window are pooled."""
     keys = np.array([[[[0.0], [0], [0], [64], [0]]]])
     got = scored(impl, np.array([[[[64.0], [64.0]]]]), keys, window_size=2, kernel_size=3)
-    if np.abs(got[..., :3]).max() > 1e-6:
-        raise Violation("a token beside the window scores for its neighbour in the window", 0.0, got)
+    near(got[..., :3], np.zeros((1, 1, 3)), 1e-6, "the score of a token beside the window")
 
 
 @law("SN-1", of=POOL, weights=st.lists(st.integers(0, 16), min_size=1, max_size=12), kernel_size=kernels)
@@ -133,10 +98,9 @@ def test_pooling_is_the_mean_of_the_neighbours(impl, weights, kernel_size):
         return np.lib.stride_tricks.sliding_window_view(shares, kernel_size, axis=-1, subok=True).sum(axis=-1)
 
     # Dividing each weight is as good as dividing their sum, which alone is exact where the sum is a multiple of the kernel.
-    allowed, shared = impl.allowance(POOL, weights, kernel_size), allowance(of_shares, impl.round(weights), dtype=impl.dtype)
-    allowed = allowed.wider(shared.largest, shared.mean)
-    by_hand = [weights[max(0, token - reach) : token + reach + 1].sum() / kernel_size for token in range(weights.size)]
-    allowed.check(impl.snapkv.average_pool(weights, kernel_size), "the pooled weights", np.array(by_hand))
+    more = allowance(of_shares, impl.round(weights), dtype=impl.dtype).errors()
+    expected = [weights[max(0, token - reach) : token + reach + 1].sum() / kernel_size for token in range(weights.size)]
+    agrees(impl, POOL, weights, kernel_size, expected=np.array(expected), more=more)
 
 
 @law(
@@ -147,8 +111,7 @@ def test_pooling_is_the_mean_of_the_neighbours(impl, weights, kernel_size):
 )
 def test_bad_settings_are_refused(impl, bad):
     """An empty window or a kernel that is not odd raise ValueError."""
-    with impl.refuses(bad[0]):
-        impl.snapkv.score(np.ones((1, 1, 5, 2)), np.ones((1, 1, 5, 2)), **({"window_size": 2, "kernel_size": 3} | dict([bad])))
+    refused(impl, bad[0], SCORE, np.ones((1, 1, 5, 2)), np.ones((1, 1, 5, 2)), **{"window_size": 2, "kernel_size": 3} | dict([bad]))
 
 
 @law("SN-1", of=SCORE, examples=1, case=paper_cases(groups=(2, 1)))
@@ -173,8 +136,8 @@ def check_long_prompt(impl, case):
         expected = np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])
         slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
         got = scored(impl, queries, keys)
-        require_near(got[..., :-32], expected, slack, "the score of a long prompt")
-        require_equal(got[..., -32:], np.inf, "a token of the window does not score more than those before it")
+        near(got[..., :-32], expected, slack, "the score of a long prompt")
+        equal(got[..., -32:], np.inf, "a token of the window does not score more than those before it")
 
 
 @law("SN-1", of=POOL, examples=5, case=long_rows(("ties", "duplicate_keys", "normal")), kernel_size=kernels)
@@ -183,4 +146,4 @@ def test_long_rows_are_pooled_across_every_tile(impl, case, kernel_size):
     weights = impl.round(np.abs(case.keys[..., 0]))
     expected = np.array([[np.convolve(head, np.ones(kernel_size), mode="same") for head in weights[0]]]) / kernel_size
     slack = rounding(impl, kernel_size) * expected
-    require_near(impl.snapkv.average_pool(weights, kernel_size), expected, slack, "the pooled weights")
+    near(impl.snapkv.average_pool(weights, kernel_size), expected, slack, "the pooled weights")

@@ -1,14 +1,9 @@
 """Laws of StreamingLLM: SL-1."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import require_equal
-from evictionary.spec_tests.judge.cases import cases, paper_cases, shares
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import require_numbers
+from evictionary.spec_tests.judge.prelude import *
 
 
 @law(
@@ -28,21 +23,20 @@ def test_sinks_and_the_most_recent_are_kept(impl, case, sink_size, share):
     first = min(sink_size, budget, length)
     positions = np.arange(length)
     expected = (positions < first) | (positions >= length - (budget - first))
-    require_equal(kept, np.broadcast_to(expected, kept.shape), "other tokens than the sinks and the most recent are kept")
+    equal(kept, np.broadcast_to(expected, kept.shape), "other tokens than the sinks and the most recent are kept")
 
 
 @law("SL-1", of="streaming_llm.score", case=cases())
 def test_only_positions_count(impl, case):
     """Other keys at the same positions score the same."""
     first, second = impl.streaming_llm.score(case.keys), impl.streaming_llm.score(-2 * case.keys)
-    require_equal(second, first, "the score depends on the keys")
+    equal(second, first, "the score depends on the keys")
 
 
 @law("SL-1", of="streaming_llm.score", kind="refusal")
 def test_a_negative_sink_size_is_refused(impl):
     """sink_size below 0 raises ValueError."""
-    with impl.refuses("sink_size"):
-        impl.streaming_llm.score(np.ones((1, 1, 3, 2)), sink_size=-1)
+    refused(impl, "sink_size", "streaming_llm.score", np.ones((1, 1, 3, 2)), sink_size=-1)
 
 
 @law(
@@ -58,5 +52,5 @@ def test_later_tokens_of_a_long_prompt_score_more(impl, case, sink_size):
     require_numbers(scores, case.keys.shape[:3], "the score")
     others = scores[..., sink_size:]
     lowest_sink = scores[..., :sink_size].min(axis=-1, initial=np.inf)
-    require_equal(lowest_sink >= others.max(axis=-1), True, "a token scores more than a sink")
-    require_equal(others[..., 1:] > others[..., :-1], True, "a later token does not score more than the one before it")
+    equal(lowest_sink >= others.max(axis=-1), True, "a token scores more than a sink")
+    equal(others[..., 1:] > others[..., :-1], True, "a later token does not score more than the one before it")

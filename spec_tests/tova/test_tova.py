@@ -1,27 +1,9 @@
 """Laws of TOVA: TO-1."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import (
-    causal_weights,
-    for_each_reader,
-    logit_error,
-    looking,
-    neighbours,
-    require_equal,
-    require_loops,
-    require_near,
-    require_totals,
-    rounding,
-    softmax_slack,
-    weights_in_parts,
-)
-from evictionary.spec_tests.judge.cases import SPLIT_LENGTHS, cases, long_cases, paper_cases, seeded_cases, seeds, shares
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, check_selection
+from evictionary.spec_tests.judge.prelude import *
 
 SCORE = "tova.score"
 
@@ -41,12 +23,10 @@ def mean_weights(queries, keys):
 @law("TO-1", of=SCORE, case=cases())
 def test_score_is_the_mean_attention_of_the_last_query(impl, case):
     """softmax(q K^T / sqrt(D)) of the last query, averaged over all query heads of the layer; also computed head by head."""
-    queries = last_queries(case)
-    allowed = impl.allowance(SCORE, queries, case.keys)
-    allowed.check(impl.tova.score(queries, case.keys), "the score")
-    last, keys = impl.round(queries[:, :, -1:]), impl.round(case.keys)
-    by_hand = causal_weights(last, for_each_reader(keys, last)).mean(axis=1)
-    require_loops(allowed.expected, np.repeat(by_hand, keys.shape[1], axis=1), 1 + np.abs(keys).max() * np.abs(last).max())
+    queries, keys = impl.rounded((last_queries(case), case.keys))
+    last = queries[:, :, -1:]
+    by_hand = np.repeat(causal_weights(last, for_each_reader(keys, last)).mean(axis=1), keys.shape[1], axis=1)
+    agrees(impl, SCORE, queries, keys, by_hand=by_hand, size=1 + np.abs(keys).max() * np.abs(last).max())
 
 
 @law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=shares())
@@ -55,36 +35,33 @@ def test_the_layer_keeps_one_set(impl, case, share):
     queries = last_queries(case)
     allowed = impl.allowance(SCORE, queries, case.keys)
     scores = impl.tova.score(queries, case.keys)
-    require_totals(scores, 1, allowed, "the scores")
-    require_equal(scores, np.broadcast_to(scores[:, :1], scores.shape), "KV heads have different scores")
+    totals(scores, 1, allowed, "the scores")
+    equal(scores, np.broadcast_to(scores[:, :1], scores.shape), "KV heads have different scores")
     budget = max(1, int(share * case.length))
-    check_selection(impl.selection.top_k(scores, budget), allowed.expected, budget, slack=lambda: allowed.largest)
+    selects(impl.selection.top_k(scores, budget), allowed.expected, budget, slack=lambda: allowed.largest)
 
 
 @law("TO-1", of=SCORE, case=seeded_cases(), seed=seeds())
 def test_only_the_last_query_counts(impl, case, seed):
     """Earlier queries may be anything, or absent."""
     queries = last_queries(case)
-    allowed = impl.allowance(SCORE, queries, case.keys)
     other = np.random.default_rng(seed).normal(size=queries.shape)
     other[:, :, -1] = queries[:, :, -1]
-    allowed.check(impl.tova.score(other, case.keys), "the score with other earlier queries")
-    allowed.check(impl.tova.score(queries[:, :, -1:], case.keys), "the score of the last query alone")
+    for same in (other, queries[:, :, -1:]):
+        agrees(impl, SCORE, queries, case.keys, got=impl.tova.score(same, case.keys), what="the score with other earlier queries")
 
 
 @law("TO-1", of=SCORE, case=seeded_cases(), seed=seeds())
 def test_scores_move_with_their_tokens(impl, case, seed):
     """Permuting the tokens permutes the scores; permuting the query heads of a group, or the batch, changes no score."""
-    queries = last_queries(case)
-    allowed = impl.allowance(SCORE, queries, case.keys)
-    generator = np.random.default_rng(seed)
+    queries, keys, generator = last_queries(case), case.keys, np.random.default_rng(seed)
     order = generator.permutation(case.length)
-    allowed.check(impl.tova.score(queries, case.keys[:, :, order]), "the permuted score", allowed.expected[:, :, order])
+    got = impl.tova.score(queries, keys[:, :, order])
+    agrees(impl, SCORE, queries, keys, got=got, expected=lambda scores: scores[:, :, order], what="the permuted score")
     heads = np.concatenate([head * case.group + generator.permutation(case.group) for head in range(case.num_kv_heads)])
-    allowed.check(impl.tova.score(queries[:, heads], case.keys), "the score with the query heads of a group exchanged")
-    backwards = np.arange(case.batch)[::-1]
-    swapped = impl.tova.score(queries[backwards], case.keys[backwards])
-    allowed.check(swapped, "the score of the batch in reverse", allowed.expected[backwards])
+    agrees(impl, SCORE, queries, keys, got=impl.tova.score(queries[:, heads], keys), what="the score of exchanged query heads")
+    got = impl.tova.score(queries[::-1], keys[::-1])[::-1]
+    agrees(impl, SCORE, queries, keys, got=got, what="the score of the batch in reverse")
 
 
 @law("TO-1", of=SCORE)
@@ -93,9 +70,8 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     keys = 16 * np.array([[[[1.0, 0], [0, 0], [0, 1]], [[1, 0], [0, 0], [0, 1]]]])
     queries = 16 * np.array([[[[1.0, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]])
     keys[0, 0, 2], keys[0, 1, 0] = 0, 0
-    got = impl.tova.score(queries, keys)
-    if np.abs(got - [0.5, 0, 0.5]).max() > 1e-3:
-        raise Violation("a query head reads another KV head than h // G", [0.5, 0, 0.5], got)
+    got, expected = impl.tova.score(queries, keys), np.array([[[0.5, 0, 0.5]] * 2])
+    near(got, expected, 1e-3, "the score where query head h reads KV head h // G")
 
 
 @law("TO-1", of=SCORE, size=st.sampled_from([1.0, 1e4]))
@@ -103,11 +79,10 @@ def test_large_logits_and_single_tokens_are_finite(impl, size):
     """Logits of 1e4 give the best token all of the weight; one token has a score of 1; zero vectors share equally."""
     queries = np.full((1, 1, 1, 4), np.sqrt(size))
     sharp = impl.tova.score(queries, np.sqrt(size) * np.array([[[[1.0] * 4, [-1.0] * 4]]]))
-    if not 0.85 < sharp[0, 0, 0] <= 1 or not 0 <= sharp[0, 0, 1] < 0.15:
-        raise Violation("the better token does not have the weight", [1, 0], sharp)
-    require_near(impl.tova.score(queries, queries), np.ones((1, 1, 1)), rounding(impl), "the score of a single token")
+    require(0.85 < sharp[0, 0, 0] <= 1 and 0 <= sharp[0, 0, 1] < 0.15, "the better token does not have the weight", [1, 0], sharp)
+    near(impl.tova.score(queries, queries), np.ones((1, 1, 1)), rounding(impl), "the score of a single token")
     shared = impl.tova.score(queries, np.zeros((1, 1, 4, 4)))
-    require_near(shared, np.full((1, 1, 4), 0.25), rounding(impl), "the score of each of four equal keys")
+    near(shared, np.full((1, 1, 4), 0.25), rounding(impl), "the score of each of four equal keys")
 
 
 @law("TO-1", of=SCORE, examples=1, case=paper_cases(groups=(4, 1)))
@@ -127,9 +102,9 @@ def check_long_prompt(impl, case):
     expected = mean_weights(queries, keys)
     slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
     got = impl.tova.score(queries, keys)
-    require_near(got, expected, slack, "the score of a long prompt")
+    near(got, expected, slack, "the score of a long prompt")
     # Where rounded logits leave a single weight no digit, the errors of thousands cancel.
-    require_near(got.sum(axis=-1), np.ones(keys.shape[:2]), rounding(impl, case.length), "the sum of the scores")
+    near(got.sum(axis=-1), np.ones(keys.shape[:2]), rounding(impl, case.length), "the sum of the scores")
 
 
 @law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16,), lengths=SPLIT_LENGTHS))
@@ -138,4 +113,4 @@ def test_no_split_of_a_long_prompt_is_lost(impl, case):
     queries, keys = looking(case, *neighbours(case))
     queries = queries[:, :, None]
     expected = mean_weights(queries, keys)
-    require_near(impl.tova.score(queries, keys), expected, rounding(impl) * expected.max(), "the score of a long prompt")
+    near(impl.tova.score(queries, keys), expected, rounding(impl) * expected.max(), "the score of a long prompt")

@@ -1,28 +1,14 @@
 """Laws of TriAttention: TA-1 to TA-4."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference.rope import rotate
-from evictionary.spec_tests.judge.by_hand import (
-    angle_error,
-    check_heads_alone,
-    check_permuted,
-    lengths,
-    require_equal,
-    require_loops,
-    require_near,
-    rounding,
-)
-from evictionary.spec_tests.judge.cases import long_cases, seeded_cases, seeds
-from evictionary.spec_tests.judge.law import law
-from evictionary.spec_tests.judge.tolerance import Violation, require_numbers
+from evictionary.spec_tests.judge.prelude import *
 
 STATISTICS, AVERAGE, LOGITS, SCORE = (f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score"))
 positions = st.sampled_from([0, 1, 7, 1000, 131_072])
-KINDS = ("normal", "ties", "mixed_norms", "drift", "sinks", "outlier_channel")
+TRAITS = ("normal", "ties", "mixed_norms", "drift", "sinks", "outlier_channel")
 
 
 def pairs(states):
@@ -42,14 +28,13 @@ def calibrated(case, seed):
 @law("TA-1", of=STATISTICS, case=seeded_cases())
 def test_the_slack_is_what_the_mean_hides_of_the_lengths(impl, case):
     """The mean query, and for each pair the mean length less the length of the mean, which is never negative."""
-    slack = impl.triattention.statistics(case.keys)[1]
-    impl.agrees(STATISTICS, case.keys)
     states = pairs(impl.round(case.keys))
+    size = float(np.abs(states).max())
+    slack = agrees(impl, STATISTICS, case.keys)[1]
     by_hand = np.abs(states).mean(axis=-2) - np.abs(states.mean(axis=-2))
-    allowed = impl.allowance(STATISTICS, case.keys, pick=1)
-    require_loops(allowed.expected, by_hand, float(np.abs(states).max()))
-    if slack.min() < -allowed.largest - 1e-12 * np.abs(states).max():
-        raise Violation("a mean is longer than the mean length", 0.0, slack)
+    agrees(impl, STATISTICS, case.keys, pick=1, got=slack, by_hand=by_hand, size=size)
+    least = -within(impl, pick=1, roundings=0) - 1e-12 * size
+    require(slack.min() >= least, "a mean is longer than the mean length", 0.0, slack)
 
 
 @law("TA-1", of=STATISTICS)
@@ -58,7 +43,7 @@ def test_opposite_queries_have_no_mean_and_their_length_as_slack(impl):
     for second, expected in ((-1.0, ([0, 0], [5])), (1.0, ([3, 4], [0]))):
         queries = np.array([[3.0, 4], [3 * second, 4 * second]])
         for pick, got in enumerate(impl.triattention.statistics(queries)):
-            require_near(got, np.array(expected[pick], float), 5 * rounding(impl), ("the mean", "the slack")[pick])
+            near(got, np.array(expected[pick], float), 5 * rounding(impl), ("the mean", "the slack")[pick])
 
 
 @law("TA-2", of=AVERAGE, case=seeded_cases(), position=positions, max_offset=st.sampled_from([1, 2, 3, 64, 65_536]))
@@ -70,7 +55,7 @@ def test_the_average_is_over_the_powers_of_two(impl, case, position, max_offset)
     expected = np.mean(turned, axis=0)
     got = impl.triattention.average_over_offsets(mean, position=position, max_offset=max_offset)
     slack = (angle_error(impl, position + max_offset) + rounding(impl, len(offsets))) * np.tile(np.abs(pairs(mean)), 2)
-    require_near(got, expected, slack, "the average")
+    near(got, expected, slack, "the average")
 
 
 @law("TA-2", of=AVERAGE)
@@ -79,10 +64,10 @@ def test_the_last_offset_is_65536_by_default(impl):
     got = impl.triattention.average_over_offsets(np.array([1.0, 0]), position=3)
     angles = 3 + 2.0 ** np.arange(17)
     slack = angle_error(impl, angles.max()) + rounding(impl, 17)
-    require_near(got, np.array([np.cos(angles).mean(), np.sin(angles).mean()]), slack, "the average")
+    near(got, np.array([np.cos(angles).mean(), np.sin(angles).mean()]), slack, "the average")
 
 
-@law("TA-3", of=(STATISTICS, AVERAGE, LOGITS), case=seeded_cases(kinds=KINDS), position=positions)
+@law("TA-3", of=(STATISTICS, AVERAGE, LOGITS), case=seeded_cases(kinds=TRAITS), position=positions)
 def test_with_constant_queries_s_is_the_exact_logit(impl, case, position):
     """Of equal queries nothing is hidden: S is q . k at each future position, averaged, for keys that RoPE has turned."""
     query, keys = impl.round(case.queries[:, :1, :1]), impl.round(case.keys[:, :1])
@@ -93,10 +78,10 @@ def test_with_constant_queries_s_is_the_exact_logit(impl, case, position):
     got = impl.triattention.logits(rotate(keys, position + places), direction, slack)
     exact = [rotate(query, np.array([ahead + d])) @ np.swapaxes(rotate(keys, position + places), -1, -2) for d in (1, 2, 4)]
     slack = (angle_error(impl, ahead + 4) + 2 * rounding(impl, case.head_dim)) * lengths(query).max() * lengths(keys).max()
-    require_near(got, sum(exact)[:, :, 0] / 3, slack, "S")
+    near(got, sum(exact)[:, :, 0] / 3, slack, "S")
 
 
-@law("TA-3", of=(AVERAGE, LOGITS), case=seeded_cases(kinds=KINDS), seed=seeds(), shift=st.sampled_from([1, 64, 4096]))
+@law("TA-3", of=(AVERAGE, LOGITS), case=seeded_cases(kinds=TRAITS), seed=seeds(), shift=st.sampled_from([1, 64, 4096]))
 def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shift):
     """Only distances count: the same S for a text that begins `shift` positions later."""
     direction, slack = calibrated(case, seed)
@@ -110,7 +95,7 @@ def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shi
     ]
     error = 2 * angle_error(impl, shift + case.length + 65536) + 4 * rounding(impl, case.head_dim)
     longest = lengths(direction).max() + lengths(slack).max()
-    require_near(found[1], found[0], error * longest * lengths(keys).max(), "S of the later text")
+    near(found[1], found[0], error * longest * lengths(keys).max(), "S of the later text")
 
 
 @law("TA-3", of=LOGITS)
@@ -120,53 +105,49 @@ def test_the_cosines_of_the_paper_are_a_product(impl):
     direction = rotate(np.array([[2.0, 0]]), np.array([7]))[0]
     got = impl.triattention.logits(keys, direction, np.array([0.5]))
     expected = np.array([6 * np.cos(2 - np.pi / 2) + 1.5])
-    require_near(got, expected, 8 * rounding(impl, 3), "S")
+    near(got, expected, 8 * rounding(impl, 3), "S")
 
 
-@law("TA-4", of=SCORE, case=seeded_cases(min_length=2, kinds=KINDS), seed=seeds())
+@law("TA-4", of=SCORE, case=seeded_cases(min_length=2, kinds=TRAITS), seed=seeds())
 def test_each_head_is_standardised_and_the_largest_of_the_group_counts(impl, case, seed):
     """(S - mean) / std over the tokens for each query head, then the maximum; also head by head from complex pairs."""
     direction, slack = calibrated(case, seed)
-    allowed = impl.allowance(SCORE, case.keys, direction, slack)
-    allowed.check(impl.triattention.score(case.keys, direction, slack), "the score")
     keys, group = impl.round(case.keys), direction.shape[1] // case.num_kv_heads
+    by_hand = oracle(SCORE)(keys, direction, slack)
     for item, head in np.ndindex(keys.shape[:2]):
         rows = []
         for reader in range(head * group, (head + 1) * group):
             turned = pairs(direction[item, reader]) * np.conj(pairs(keys[item, head]))
             rows.append(turned.real.sum(axis=-1) + np.abs(pairs(keys[item, head])) @ slack[item, reader])
         if min(np.std(row) / (1 + np.abs(row).max()) for row in rows) > 1e-4:
-            expected = np.max([(row - row.mean()) / row.std() for row in rows], axis=0)
-            require_loops(allowed.expected[item, head], expected, 1e4)
+            by_hand[item, head] = np.max([(row - row.mean()) / row.std() for row in rows], axis=0)
+    agrees(impl, SCORE, keys, direction, slack, by_hand=by_hand, size=1e4)
 
 
 @law("TA-4", of=SCORE, case=seeded_cases(min_length=3, kinds=("normal",)), seed=seeds())
 def test_the_scale_of_a_head_does_not_count(impl, case, seed):
     """Direction and slack of a query head may be twice or half as long: the standardised scores stay."""
-    direction, slack = calibrated(case, seed)
+    direction, slack = states = calibrated(case, seed)
     factors = 2.0 ** np.random.default_rng(seed).integers(-1, 2, size=(*direction.shape[:2], 1))
-    allowed = impl.allowance(SCORE, case.keys, direction, slack)
     got = impl.triattention.score(case.keys, direction * factors, slack * factors)
-    allowed.wider(allowed.largest, allowed.mean).check(got, "the score of rescaled heads")
+    more = impl.allowance(SCORE, case.keys, *states).errors()
+    agrees(impl, SCORE, case.keys, *states, got=got, more=more, what="the score of rescaled heads")
 
 
 @law("TA-4", of=SCORE, case=seeded_cases(min_length=2, kinds=("normal", "drift")), seed=seeds())
 def test_tokens_may_be_permuted_and_heads_stand_alone(impl, case, seed):
     """The scores move with the tokens, and each KV head scores alone as among others."""
     calibration = calibrated(case, seed)
-    check_permuted(impl, SCORE, seed, (case.keys,), *calibration)
-    check_heads_alone(impl, SCORE, case.keys, *calibration)
+    move_with_tokens(impl, SCORE, seed, (case.keys,), *calibration)
+    same_alone(impl, SCORE, case.keys, *calibration)
 
 
 @law("TA-4", of=SCORE)
 def test_two_heads_score_by_hand(impl):
     """One pair, keys (1, 0), (3, 0), (2, 0): head 0 wants them long, head 1 short: 0 in the middle, the same at both ends."""
-    keys = np.array([[[[1.0, 0], [3, 0], [2, 0]]]])
+    keys, end = np.array([[[[1.0, 0], [3, 0], [2, 0]]]]), (3 / 2) ** 0.5
     got = impl.triattention.score(keys, np.array([[[1.0, 0], [-2, 0]]]), np.zeros((1, 2, 1)))
-    end = (3 / 2) ** 0.5
-    require_numbers(got, (1, 1, 3), "the score")
-    if np.abs(got - [[[end, end, 0]]]).max() > 1e-2:
-        raise Violation("the scores are not those of the better head", [[[end, end, 0]]], got)
+    near(got, np.array([[[end, end, 0]]]), 1e-2, "the score of the better head")
 
 
 @law("TA-4", of=SCORE, kind="edge")
@@ -174,17 +155,16 @@ def test_equal_keys_score_zero(impl):
     """Without any deviation nothing is divided: all scores are 0."""
     keys = np.broadcast_to([3.0, 4], (1, 1, 4, 2))
     got = impl.triattention.score(keys, np.ones((1, 2, 2)), np.ones((1, 2, 1)))
-    require_equal(got, 0.0, "equal keys have different scores")
+    equal(got, 0.0, "equal keys have different scores")
 
 
 @law("TA-4", of=SCORE, examples=2, case=long_cases(groups=(2,), lengths=(16_385, 8_191), head_dims=(64, 80)))
 def test_a_long_prompt_is_standardised_over_all_of_its_tokens(impl, case):
     """Over thousands of tokens: the scores of the loops, one head after the other."""
     direction, slack = calibrated(case, case.seed)
-    allowed = impl.allowance(SCORE, case.keys, direction, slack)
     states = pairs(impl.round(case.keys))
     rows = np.repeat(np.abs(states), 2, axis=1) @ slack[..., None]
     rows = rows[..., 0] + (np.repeat(np.conj(states), 2, axis=1) @ pairs(direction)[..., None])[..., 0].real
     standard = (rows - rows.mean(axis=-1, keepdims=True)) / rows.std(axis=-1, keepdims=True)
     expected = standard.reshape(1, case.num_kv_heads, 2, -1).max(axis=2)
-    allowed.wider(1e-9).check(impl.triattention.score(case.keys, direction, slack), "the score", expected)
+    agrees(impl, SCORE, case.keys, direction, slack, expected=expected, more=1e-9)

@@ -1,4 +1,4 @@
-"""What `--device compiled` says of wrong kernels: the kind of fault and the line. `make compiled` runs these in their environment."""
+"""What `--device compiled` says of wrong kernels: the kind of fault and the line. `make compiled` runs these."""
 
 import json
 import subprocess
@@ -69,7 +69,7 @@ SLOW = {"offsets_of_32_bits": pytest.mark.slow}
 )
 def test_a_fault_is_named_with_its_line(kind, name, line):
     function = faulty(name)
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(Exception, match=r"kernel `") as raised:
         function("cuda")
     assert compiled.STOPPED[-1] is raised.value
     what, where = compiled.fault(raised.value)

@@ -25,6 +25,7 @@ from tools.programs import json_in, judge, pytest_of, python, run
 from tools.reading import refused
 
 from evictionary.reference import cache, keydiff
+from evictionary.spec_tests.judge.compare import agrees
 from evictionary.spec_tests.judge.domain import NothingToAsk
 from evictionary.spec_tests.judge.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.judge.law import load_laws
@@ -99,7 +100,7 @@ def test_the_clients_give_the_numbers_of_the_reference(language: str, tmp_path: 
         run("c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", CLIENTS / "keydiff.cpp", "-o", start)
     for dtype in ("float64", "float32"):
         impl = load(f"exec:{start}", dtype=dtype)
-        impl.agrees("keydiff.score", np.random.default_rng(0).normal(size=(2, 3, 17, 5)))
+        agrees(impl, "keydiff.score", np.random.default_rng(0).normal(size=(2, 3, 17, 5)))
         with impl.refuses():
             impl.keydiff.score(KEYS * np.nan)
         if "selection.top_k" in impl.functions():

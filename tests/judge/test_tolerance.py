@@ -14,7 +14,8 @@ from tools.reading import refused
 from evictionary.reference import attention, gvote, keydiff, lagkv, momentkv
 from evictionary.spec_tests.judge.arithmetic import EPSILON, Rounded, round_to
 from evictionary.spec_tests.judge.cases import KINDS, Case
-from evictionary.spec_tests.judge.tolerance import Violation, allowance, check_selection, forget
+from evictionary.spec_tests.judge.compare import selects
+from evictionary.spec_tests.judge.tolerance import Violation, allowance, forget
 
 DTYPES = sorted(EPSILON)
 
@@ -116,7 +117,7 @@ ROW, ENDLESS = [3.0, 1, 1, 0], [np.inf, -np.inf, -np.inf]
     ],
 )
 def test_selections_are_judged_by_scores_not_by_positions(kept: list[Any], row: list[float], named: dict[str, Any]) -> None:
-    check_selection(np.array([kept]), np.array([row]), 2, **named)
+    selects(np.array([kept]), np.array([row]), 2, **named)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_selections_are_judged_by_scores_not_by_positions(kept: list[Any], row: 
     ],
 )
 def test_wrong_selections_are_told(kept: list[Any], row: list[float], named: dict[str, Any], said: str) -> None:
-    refused(lambda: check_selection(np.array([kept]), np.array([row]), 2, **named), said, Violation)
+    refused(lambda: selects(np.array([kept]), np.array([row]), 2, **named), said, Violation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
