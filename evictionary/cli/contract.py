@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from evictionary.cli.console import AsJson, as_json_if, exit_codes, messages
+from evictionary.cli.console import AsJson, exit_codes, messages, show
 from evictionary.errors import UsageError, did_you_mean
 
 app = typer.Typer()
@@ -60,17 +61,16 @@ def contract(
         from evictionary.spec_tests.judge.implementation import contract_functions
 
         found = described(function) if function else {}
-    if as_json_if(as_json, found or contract_functions()):
-        return
     if not function:
-        typer.echo("\n".join(contract_functions()))
+        show(as_json, contract_functions(), map(Text, contract_functions()))
         return
     named = {axis: AXES[axis] for axes in found["axes"].values() for axis in axes if axis in AXES}
     lines = [found["signature"], "", found["says"], ""]
     lines += [f"{name}: [{', '.join(axes)}]" for name, axes in found["axes"].items()]
     lines += ["axes: " + ", ".join(f"{axis} {meaning}" for axis, meaning in named.items())] if named else []
     lines += [f"{name}: {text}" for name, text in found["equations"].items()]
-    typer.echo("\n".join([*lines, f"dtypes: {', '.join(found['dtypes'])}", f"{found['laws']} laws"]))
+    lines += [f"dtypes: {', '.join(found['dtypes'])}", f"{found['laws']} laws"]
+    show(as_json, found, [Text("\n".join(lines))])
 
 
 @app.command(epilog="Example: [bold]evictionary new keydiff.score lagkv.score --folder my_kernels[/]")
@@ -109,9 +109,7 @@ def _imports(signature: str, function: Any) -> list[str]:
     for name in set(re.findall(r"\b[A-Za-z_]\w*", signature)):
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            found.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
-        elif value is not None and not callable(value):
+            found.append(f"import {value.__name__}" + f" as {name}" * (value.__name__ != name))
+        elif value is not None:
             found.append(f"from {function.__module__} import {name}")
-        elif isinstance(value, type):
-            found.append(f"from {value.__module__} import {name}")
     return found
