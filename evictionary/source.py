@@ -1,7 +1,5 @@
 """A Python file of a user, imported as it stands now."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from importlib.machinery import SourceFileLoader

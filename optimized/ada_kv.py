@@ -1,7 +1,5 @@
 r"""AdaKV (arXiv 2407.11550), an allocator: one budget for a layer, divided among its heads by one top-k over all heads."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import torch

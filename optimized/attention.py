@@ -1,7 +1,5 @@
 r"""Attention over a compressed cache, and of the queries of a prompt, which all methods share (ATT-1 to ATT-6)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 r"""The compressed cache: flat storage that holds the kept tokens and nothing else (requirements CACHE-1 to CACHE-3)."""
 
-from __future__ import annotations
-
 import torch
 
 from .checks import require_fit

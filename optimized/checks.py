@@ -1,7 +1,5 @@
 """Shared preconditions of tensors: a ValueError names the argument, its value and the wanted form."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 A block is converted to the working dtype in a room, memory that the next block overwrites.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

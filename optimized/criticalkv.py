@@ -4,8 +4,6 @@ The attention is aggregated as in DefensiveKV (arXiv 2510.13334). Both papers ar
 kvpress/presses/criticalkv_press.py at 0603dec, and FFY0/DefensiveKV, kvpress/presses/efficient_defensivekv_press.py at c278cd0.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

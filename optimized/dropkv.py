@@ -3,8 +3,6 @@ r"""DropKV (openreview MqfNzH3TVH): keep the last tokens, and those whose remova
 The paper is known here from its public code: NVIDIA/kvpress, pull requests 284 and 285, kvpress/presses/dropkv_press.py at 7fb8625.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ The paper is known here from public code: NVIDIA/kvpress, kvpress/presses/duo_at
 mit-han-lab/duo-attention.
 """
 
-from __future__ import annotations
-
 import torch
 
 from evictionary.reference.checks import as_count

@@ -1,7 +1,5 @@
 r"""Expected Attention (arXiv 2510.00636): keep the tokens that future queries, modelled as Gaussian, are expected to use most."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 r"""GVote (arXiv 2509.03136): sampled future queries vote on the tokens to keep, each for as many as the current query needs."""
 
-from __future__ import annotations
-
 import numpy
 import torch
 

@@ -1,7 +1,5 @@
 r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so far (heavy hitters), and as many recent tokens."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average direction of the cache."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

@@ -1,7 +1,5 @@
 r"""KNorm (arXiv 2406.11430), a baseline: keep the keys of smallest norm."""
 
-from __future__ import annotations
-
 import torch
 from torch.linalg import vector_norm
 

@@ -4,8 +4,6 @@ The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kv
 snu-mllab/KVzip.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .attention import grouped_attention

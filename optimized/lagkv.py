@@ -1,7 +1,5 @@
 r"""LagKV (arXiv 2504.04704): score the tokens of each partition by their variation relative to the range of the next partition."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 

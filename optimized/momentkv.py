@@ -1,7 +1,5 @@
 r"""MomentKV (arXiv 2606.01563): sum the evicted tokens up in four moments, and estimate their share of the attention from them."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 from typing import NamedTuple

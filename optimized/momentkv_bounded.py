@@ -3,8 +3,6 @@ r"""A correction that is never worse: bounds of what the evicted tokens can have
 Derived here, from no paper; the proofs are in the file of the same name in `reference`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

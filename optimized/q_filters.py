@@ -3,8 +3,6 @@ r"""Q-Filters (arXiv 2503.02812): keep the keys that point along the main direct
 The paper is known here from its public code: NathanGodey/qfilters, make_filters.py and src/hf_cache.py at cda5c38.
 """
 
-from __future__ import annotations
-
 import torch
 
 from evictionary.reference.checks import group_size

@@ -3,8 +3,6 @@ r"""R-KV (arXiv 2505.24133): keep the last tokens, and those that the last queri
 The paper is known here from its public code: Zefan-Cai/R-KV, rkv/compression/r1_kv.py and rkv/utils.py at d15c976.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 r"""Rotary position embedding, in the half-split pairing of transformers: channels i and i + D/2 rotate together."""
 
-from __future__ import annotations
-
 import torch
 
 from .checks import require_fit, require_same_device, working_dtype

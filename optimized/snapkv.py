@@ -1,7 +1,5 @@
 r"""SnapKV (arXiv 2404.14469), a baseline: keep the tokens that the prompt's last queries attend to, smoothed over neighbours."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Tuples of tensors that entries and kernels exchange: the compressed cache, MomentKV's moments, its step."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

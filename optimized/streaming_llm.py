@@ -1,7 +1,5 @@
 r"""StreamingLLM (arXiv 2309.17453), a baseline: keep the first tokens, the attention sinks, and the most recent ones."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 r"""TOVA (arXiv 2401.06104), a baseline: keep the tokens that the last query attends to, one set for the whole layer."""
 
-from __future__ import annotations
-
 import torch
 
 from .checks import require_fit

@@ -4,8 +4,6 @@ The paper is known here from its public code: WeianMao/triattention, triattentio
 triattention.py at 1129a5f.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .checks import require_fit, working_dtype

@@ -2,8 +2,6 @@ r"""AdaKV (arXiv 2407.11550), an allocator: one budget for a layer, divided amon
 top-k over all heads.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 r"""Scaled dot-product attention, which all the papers use (requirements ATT-1 to ATT-6)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .cache import CompressedCache, heads

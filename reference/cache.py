@@ -2,8 +2,6 @@ r"""The compressed cache: flat storage that holds the kept tokens and nothing el
 CACHE-1 to CACHE-3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@
 what is wrong.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

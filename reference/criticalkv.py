@@ -6,8 +6,6 @@ their public code: NVIDIA/kvpress, kvpress/presses/criticalkv_press.py at 0603de
 FFY0/DefensiveKV, kvpress/presses/efficient_defensivekv_press.py at c278cd0.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

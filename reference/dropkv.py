@@ -5,8 +5,6 @@ The paper is known here from its public code: NVIDIA/kvpress, pull requests 284 
 kvpress/presses/dropkv_press.py at 7fb8625.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax

@@ -5,8 +5,6 @@ The paper is known here from public code: NVIDIA/kvpress, kvpress/presses/duo_at
 00a150c, and for the training of the gates mit-han-lab/duo-attention, duo_attn/ at 03dca84.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import attention_logits, by_group, grouped, softmax

@@ -2,8 +2,6 @@ r"""Expected Attention (arXiv 2510.00636): keep the tokens that future queries, 
 Gaussian, are expected to use most.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -2,8 +2,6 @@ r"""Expected Attention (arXiv 2510.00636), its derivation: the residual stream, 
 removal, the measures.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import attention_logits, softmax

@@ -2,8 +2,6 @@ r"""GVote (arXiv 2509.03136): sampled future queries vote on the tokens to keep,
 the current query needs.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import attention_logits, grouped, softmax

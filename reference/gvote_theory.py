@@ -2,8 +2,6 @@ r"""GVote (arXiv 2509.03136), its derivation: the selection with a budget that i
 smallest set to keep.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import attention_logits, softmax

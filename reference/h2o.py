@@ -2,8 +2,6 @@ r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so f
 and as many recent tokens.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import by_group, causal_attention

@@ -2,8 +2,6 @@ r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average d
 cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@ r"""KeyDiff (arXiv 2504.15364), its derivation: the attention, the objective, th
 the theorems.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@ r"""KeyDiff (arXiv 2504.15364), the variants that its ablations compare: other a
 similarities, a recent window.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

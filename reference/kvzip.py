@@ -5,8 +5,6 @@ The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kv
 00dd63a, which names snu-mllab/KVzip.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import by_group, causal_attention

@@ -2,8 +2,6 @@ r"""LagKV (arXiv 2504.04704): score the tokens of each partition by their variat
 range of the next partition.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction

@@ -2,8 +2,6 @@ r"""LagKV (arXiv 2504.04704), the attention of its section 2.1, with the cache t
 compresses.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import attention_logits, softmax

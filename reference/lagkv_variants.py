@@ -2,8 +2,6 @@ r"""LagKV (arXiv 2504.04704), the variants of its section 4.4: the range of the 
 and norms of keys.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

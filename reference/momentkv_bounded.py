@@ -8,8 +8,6 @@ and its correction shrinks as far as the box cannot show that it helps.
 E is the evicted set, R the retained one; logits are `s_i = q . k_i / sqrt(d)`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

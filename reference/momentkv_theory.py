@@ -9,8 +9,6 @@ values are those of the evicted set. Centred logits must stay below 700 where th
 itself is asked for.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -2,8 +2,6 @@ r"""PyramidKV (arXiv 2406.02069), an allocator: budgets that fall linearly with 
 total.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -5,8 +5,6 @@ The paper is known here from its public code: NathanGodey/qfilters, make_filters
 src/hf_cache.py at cda5c38.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .checks import array, arrays, group_size

@@ -5,8 +5,6 @@ The paper is known here from its public code: Zefan-Cai/R-KV, rkv/compression/r1
 rkv/utils.py at d15c976.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax

@@ -1,7 +1,5 @@
 r"""R-KV (arXiv 2505.24133), the score of the released code, Zefan-Cai/R-KV at d15c976."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import softmax

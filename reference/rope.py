@@ -2,8 +2,6 @@ r"""Rotary position embedding, in the half-split pairing of transformers: channe
 rotate together.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .checks import array

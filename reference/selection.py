@@ -1,7 +1,5 @@
 r"""Budgets and top-k selection, which every scoring method shares (requirements SEL-1 to SEL-4)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

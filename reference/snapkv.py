@@ -2,8 +2,6 @@ r"""SnapKV (arXiv 2404.14469), a baseline: keep the tokens that the prompt's las
 smoothed over neighbours.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import by_group, causal_attention

@@ -2,8 +2,6 @@ r"""StreamingLLM (arXiv 2309.17453), a baseline: keep the first tokens, the atte
 most recent ones.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .checks import array, as_count

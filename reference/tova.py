@@ -2,8 +2,6 @@ r"""TOVA (arXiv 2401.06104), a baseline: keep the tokens that the last query att
 the whole layer.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax

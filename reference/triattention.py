@@ -5,8 +5,6 @@ The paper is known here from its public code: WeianMao/triattention,
 triattention/methods/pruning_utils.py at 092e4dc and triattention.py at 1129a5f.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .attention import grouped

@@ -4,8 +4,6 @@
 they exist only where an argument is `--impl`, `--exec`, a path in this folder, or a folder that holds it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The suite as an instrument: `--impl` names what is judged, the header says what it provides, the end gives the verdict."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ would have to change, or a command to be run that the page does not name. It pri
 another method ask nothing of this one, and are left out.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

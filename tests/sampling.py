@@ -1,7 +1,5 @@
 """Which cases `make test` runs of a long list: some at once, the rest with `make slow`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

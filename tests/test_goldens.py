@@ -1,7 +1,5 @@
 """No law, mistake, right variant or requirement of the goldens is gone. What is new is no difference here."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.goldens.__main__ import PARTS, differences, stored

@@ -4,8 +4,6 @@ One folder holds the user's own file alone, the other is a project that has its 
 must stay out of the way and be left alone. `python tests/wheel.py`; it needs a package index.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

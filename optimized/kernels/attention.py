@@ -24,8 +24,6 @@ A cache in pages (`PagedCache`) differs in one thing: the row of a token is foun
 Queries go in waves whose partial results fit `WORKSPACE`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

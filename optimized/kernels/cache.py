@@ -12,8 +12,6 @@ positions and next to one another, so the writes are contiguous although the rea
 The tile holds 4,096 elements for 4 warps: with 128 channels of 16 bits, sixteen threads copy a row, 16 bytes each.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -15,8 +15,6 @@ Another version of Triton needs no other environment: `pip install --no-deps --t
 PYTHONPATH. `make compile-all` does this.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

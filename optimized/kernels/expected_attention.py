@@ -23,8 +23,6 @@ Third launch, `weigh_values`: one program takes a run of tokens, adds up the max
 tiles, and turns logits and norms to scores.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

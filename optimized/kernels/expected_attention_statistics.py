@@ -16,8 +16,6 @@ bits may differ between batches, and are the same in every run.
 follow one another, as in a prompt, a program carries the angles from tile to tile.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -31,8 +31,6 @@ the mask. Nothing waits for the host. Masses of chunks are added in their order,
 every bit, and so does a sequence in whatever batch it runs. float32 caches are multiplied in full float32, without tensor cores.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -22,8 +22,6 @@ Range: a key is first multiplied by the power of two that brings its largest com
 squares of keys around 1e-30 or 1e30 neither vanish nor overflow. float16 has no such numbers and skips this step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

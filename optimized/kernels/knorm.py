@@ -5,8 +5,6 @@ one sum along the channels, one store. A row is divided by its largest component
 float32.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

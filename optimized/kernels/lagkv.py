@@ -24,8 +24,6 @@ channel normalises to 0. The deviation is computed in two steps, mean and then s
 ranges counts as 1e18 ranges: its square is still a float32.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ entry gets a bare module of kernels, but one whose launchers make the device of 
 The entries of `optimized` import this file, also without Triton: it imports Triton and the kernels when they are needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

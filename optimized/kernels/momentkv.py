@@ -38,8 +38,6 @@ batch. The covariance is rounded once, to the dtype of the keys (float16: multip
 entry below 2^15), and the residual is computed n times as large, so that one division a token replaces one for each channel.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

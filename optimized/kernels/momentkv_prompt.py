@@ -12,8 +12,6 @@ the product. Second launch, `add_splits`: the sums of the splits, float32, are a
 the splits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -23,8 +23,6 @@ shares every key that is read, and the rows that see a key are the last ones. Su
 The programs with most work start first. Their number follows from the prompt alone, so a sequence has the same bits in any batch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -21,8 +21,6 @@ last histogram is also stored chunk by chunk, so that `keep_chunks` knows how ma
 Protected tokens get the highest key, which no number has; NaN gets the lowest, so that a row with NaN still keeps exactly k.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

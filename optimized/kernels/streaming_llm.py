@@ -9,8 +9,6 @@ The kept positions are known beforehand, so there are no scores and no selection
 program copies a tile of the kept rows of one head, K and V; the writes are contiguous.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Tensors as arguments of kernels: a pointer and its strides travel as one tuple, whose fields a kernel reads by name."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Addresses and tiles that all kernels share: offsets in int64, masked loads, float32 right after the load."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

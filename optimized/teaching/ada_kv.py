@@ -4,8 +4,6 @@ In the first, a row is a head, and keeps the tokens that the head has for itself
 these tokens are protected, and the rest of the layer's budget goes to the best scores of any head.
 """
 
-from __future__ import annotations
-
 import torch
 
 from evictionary.reference.checks import as_fraction

@@ -5,8 +5,6 @@ values by a tile of the output projection at a time and adds up absolute numbers
 one program for each of the last queries, and writes its weights of the tokens before the window.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

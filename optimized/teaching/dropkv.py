@@ -5,8 +5,6 @@ it sees and writes the square of `p_j / (1 - p_j) |v_j - o|`. Then one program f
 The token of the largest weight is set apart: where its weight rounds to 1, that form is infinity times 0.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

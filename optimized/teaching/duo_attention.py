@@ -1,7 +1,5 @@
 r"""DuoAttention to read: a retrieval head keeps every token, a streaming head the first and the last ones (DA-2). One launch."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

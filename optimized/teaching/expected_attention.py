@@ -5,8 +5,6 @@ takes three. First, one program for each query head and tile of tokens computes 
 head makes them a softmax. Last, one program for each KV head and tile averages the weights of the group and multiplies by |v|.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ nucleus is the number of votes of a sample. One launch computes the logits of th
 votes, and one program for each KV head and tile of tokens unites the votes of its group.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

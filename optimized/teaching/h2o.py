@@ -6,8 +6,6 @@ the queries, makes the weights of a tile from the logits, and adds them up over 
 never stored.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

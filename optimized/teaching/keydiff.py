@@ -4,8 +4,6 @@ Two launches, since no score is known before the last key has entered the mean. 
 and averages their directions. Then one program for each tile of tokens reads its keys again and scores them.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 r"""KNorm to read: `score_i = -|k_i|` (KN-1). One launch; a program scores one tile of tokens, whatever head they are of."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Two launches, as for `h2o`, whose first one serves here too: the sums that turn 
 of tokens walks over the queries, makes the weights of a tile from the logits, and keeps the largest ones in place of their sum.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

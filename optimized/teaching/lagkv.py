@@ -5,8 +5,6 @@ the next partition for the range of each channel, and then over its own for the 
 deviations of a partition into a softmax and adds it to the scores.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ query head, is plain attention with one token more, which stands for all the evi
 value from the sums. A step of decoding calls the three one after the other.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

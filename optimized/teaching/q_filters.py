@@ -1,7 +1,5 @@
 r"""Q-Filters to read: `score_t = f . k_t`, f the filter of the head (QF-3). One launch; a program scores one tile of a head."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

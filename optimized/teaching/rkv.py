@@ -5,8 +5,6 @@ finds the latest similar key of each row; then for each tile of columns one prog
 computed twice and never stored. The fourth launch finds the largest logits of the groups.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ row. Nothing is sorted: the program searches the number of the last token that s
 walks over the row. One walk more counts the numbers above the threshold, and the last one, from left to right, writes the mask.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The attention that a token receives comes from the two launches of `h2o`, for th
 the mean over neighbours.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

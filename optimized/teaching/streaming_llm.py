@@ -1,7 +1,5 @@
 r"""StreamingLLM to read: `score_t = t`, infinity for the sinks (SL-1). One launch, which writes the scores and reads nothing."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Two launches. First, one program for each query head walks over the keys twice: 
 of the exponentials, the second one writes the weights. Then one program for each tile of tokens averages the weights of the heads.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Two launches. First, one program for each tile of tokens of a query head compute
 over its row three times: for the mean, for the deviation, and to write how many deviations each `S_t` lies above the mean.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Wrong GVotes that are no edit of the right one; the others are in gvote.toml."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from evictionary.reference import gvote

@@ -3,8 +3,6 @@
 So a verdict is told whatever an implementation does to its process. Workers of pytest-xdist ask the laws, under a `watch`.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

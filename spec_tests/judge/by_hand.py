@@ -1,7 +1,5 @@
 """What laws of several papers share: attention in plain loops, which each paper states anew, and what long sums may be wrong by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

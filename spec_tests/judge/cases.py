@@ -4,8 +4,6 @@ Both have the same fields, so that a law takes either: keys, values, queries, ne
 expression that makes it again.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from dataclasses import dataclass, replace

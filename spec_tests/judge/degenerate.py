@@ -4,8 +4,6 @@ Each predicate takes the arguments of a call by name and says what is degenerate
 mathematics are asked of other inputs only; laws of the class *edge* say what we decided of these (docs/decisions.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

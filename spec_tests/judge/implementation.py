@@ -1,7 +1,5 @@
 """What is judged: a package, a folder or a file that mirrors `reference/`, called with NumPy arrays whatever it computes with."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

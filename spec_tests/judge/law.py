@@ -1,7 +1,5 @@
 """A law: a test of one requirement, quantified over drawn inputs, that any implementation can be put to."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

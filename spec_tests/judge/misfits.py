@@ -1,7 +1,5 @@
 """Wrong arguments made from the contract: an axis longer, empty or missing, and numbers of another kind."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

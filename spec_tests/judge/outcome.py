@@ -1,7 +1,5 @@
 """One law on one implementation: passed, failed by an assertion of the law, failed by anything else, or without an end."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The programs of `judge --exec`, the process that imports what is judged, and the child that runs a student's file are one of these.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

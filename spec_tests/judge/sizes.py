@@ -1,7 +1,5 @@
 """The sizes that the papers use themselves, between the short inputs of most laws and the long ones: few channels, one head."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 

@@ -5,8 +5,6 @@ reads the note: the law at hand has failed, and others are asked by another work
 asked no more.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

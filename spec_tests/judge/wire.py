@@ -4,8 +4,6 @@ A program in another language reads the arrays from files (`process.py`). A proc
 and the arrays one after another. The child of the classroom loads this file by its path: it imports NumPy and nothing of ours.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """Wrong LagKVs that are no edit of the right one; the others are in lagkv.toml."""
 
-from __future__ import annotations
-
 from evictionary.reference.lagkv import Stream, step
 from evictionary.spec_tests.proof.planted import mutant
 

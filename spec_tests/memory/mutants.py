@@ -3,8 +3,6 @@
 torch is imported when they run: whoever judges NumPy functions may have none.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from evictionary.spec_tests.proof.planted import mutant

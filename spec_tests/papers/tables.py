@@ -1,7 +1,5 @@
 """The tables that the papers print: CSV files beside this one, with the numbers as they are printed."""
 
-from __future__ import annotations
-
 import csv
 import functools
 

@@ -4,8 +4,6 @@ A mutant is killed only by an assertion of a law. A crash, a hang or a law that 
 apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

@@ -6,8 +6,6 @@ program makes of the source (`source_mutations.py`). `python -m evictionary.spec
 docs/oracle.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ A mutant is a mistake that people make, with the requirement that must kill it a
 implementation fails with the numbers of a mutant, the report names that mistake. A control is correct but different.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -5,8 +5,6 @@ and the bounds that the functions of `checks` are given. So are the defaults of 
 a table.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

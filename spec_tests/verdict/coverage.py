@@ -3,8 +3,6 @@
 The ids of a function are those that its docstring begins with: `KD-7: ...`, `LK-7..11: ...`, `EA-1, EA-2: ...`.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -4,8 +4,6 @@ On the smallest input many mistakes coincide: a mean over too few tokens and one
 So the law is asked again, of larger inputs, and a mistake is named only where it is the only one that is left.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Container
 from contextlib import suppress

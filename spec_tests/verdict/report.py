@@ -1,7 +1,5 @@
 """The sentence of a failing law: what does not hold, the smallest input, the misconception that it matches, and a repro."""
 
-from __future__ import annotations
-
 import shlex
 import traceback
 from fractions import Fraction

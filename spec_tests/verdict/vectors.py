@@ -6,8 +6,6 @@ mistakes that it tells from the right answer at float32. docs/any_language.md de
 schema.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

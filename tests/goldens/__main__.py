@@ -4,8 +4,6 @@
 A commit that changes the goldens says why.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import lzma

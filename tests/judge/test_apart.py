@@ -1,7 +1,5 @@
 """Whatever a function does to the process that runs it, the verdict is told, and it is not a good one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

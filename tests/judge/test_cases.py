@@ -1,7 +1,5 @@
 """The inputs that the laws draw: every kind is reached and has its trait, sizes are spread, large arrays are not degenerate."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """No false alarms: correct but different implementations pass every law, at every dtype that they claim."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from pathlib import Path

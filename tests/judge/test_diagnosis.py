@@ -1,7 +1,5 @@
 """A mistake is named only where the numbers leave no other, and a NaN is traced to the division that made it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import Phase, settings

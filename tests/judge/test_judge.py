@@ -1,7 +1,5 @@
 """`evictionary judge`: what an implementation says of itself is respected, and three classes of law are told apart."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

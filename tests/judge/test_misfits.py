@@ -1,7 +1,5 @@
 """The generated refusals: their right calls are accepted, and they tell an implementation that looks from one that does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

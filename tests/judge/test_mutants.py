@@ -1,7 +1,5 @@
 """The laws are measured: every planted mistake dies by its own law, by assertion, and every law is there for a mistake."""
 
-from __future__ import annotations
-
 import pytest
 from sampling import sampled
 

@@ -1,7 +1,5 @@
 """The program that guards the oracle: it plants a mistake for every caller, sees what laws see, and its list is up to date."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A program in any language is judged over its standard input and output, and whatever it does wrong is one sentence."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """The idea first: a method file opens with its score or its choice, and no function is mostly checks."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The suite as a user meets it: --impl with a folder, a file, a package; the header, the sentence, the verdict, the errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What counts as equal, tried on what must not: constants, shuffled rows, NaN; and on what must: other correct arithmetics."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The vectors: every case follows the schema, catches what it says, and is enough for a checker that has none of our code."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The machine code is looked at in test_kernel_compile.py, the results of the kernels in test_kernels.py.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Every kernel compiles for GPUs that need not be here: no spills, loads of 16 bytes, tensor cores where the design says."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pathlib

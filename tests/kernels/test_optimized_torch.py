@@ -1,7 +1,5 @@
 """What the laws leave to the torch path: errors before any work, inputs left alone, nothing aliased, any strides, any scale."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

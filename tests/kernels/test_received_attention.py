@@ -3,8 +3,6 @@
 Sizes at which the two passes cut their work, beside the torch path in float64. `test_kernels.py` asks what it asks of all kernels.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 

@@ -3,8 +3,6 @@
 The laws judge them in a run of their own: `make kernels`.
 """
 
-from __future__ import annotations
-
 import ast
 
 import pytest

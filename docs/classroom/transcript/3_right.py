@@ -1,7 +1,5 @@
 """KeyDiff: keep the keys that point away from the average direction. Write the four functions; NumPy alone is needed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 
