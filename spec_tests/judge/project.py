@@ -45,7 +45,8 @@ def table(path: Path) -> dict[str, Any]:
 def modules(path: Path, known: frozenset[str]) -> tuple[dict[str, types.ModuleType], types.ModuleType]:
     """The functions that a project names, as modules like those of `reference/`, and what it says of them as their package."""
     sys.path[:0] = [str(folder) for folder in (path.parent / "src", path.parent) if folder.is_dir()]
-    said, found = table(path), {}
+    said = table(path)
+    found: dict[str, types.ModuleType] = {}
     for name, place in said.get("functions", {}).items():
         where = f"{path.name}: tool.evictionary.functions: {name}"
         if name not in known:

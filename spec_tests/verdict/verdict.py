@@ -254,8 +254,8 @@ class Verdict:
                 uncounted = "fail" in words and not any(map(self._counts, own))
                 shown = f"  {kind:15}{'; '.join(line)}{UNCOUNTED * uncounted}"
                 terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
-            if line := self._executed(one):
-                terminal.write_line(f"  {'executed':15}{line}")
+            if executed := self._executed(one):
+                terminal.write_line(f"  {'executed':15}{executed}")
             for word in ("not applicable", "variant"):
                 found = {name: why for (name, each), (said, why) in self.reasons.items() if each == column and said == word}
                 found = {name: why for name, why in found.items() if (name, column) not in self.laws}
