@@ -366,9 +366,9 @@ def test_a_table_of_the_inputs_of_one_check_is_worth_little_at_the_next() -> Non
     assert (points(1), points(2)) == (45, 0)
 
 
-def wrong_style(name: str, mistake: str) -> str:
+def wrong_style(name: str, mistake: str) -> classroom_styles.Submission:
     (one,) = (each for each in classroom_styles.submissions(name) if each.wrong == mistake)
-    return one.source
+    return one
 
 
 def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
@@ -385,7 +385,7 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
 )
 def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
     plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
-    result = judged("kernel", wrong_style("kernel", mistake) if mistake else plain, examples=1, explain=False)
+    result = judged("kernel", wrong_style("kernel", mistake).source if mistake else plain, examples=1, explain=False)
     assert (result.score, result.lines[0].laws["grader::score"]) == (0, "crashed")
     assert not mistake or "a kernel has to compute with the keys" in result.lines[0].message
 
