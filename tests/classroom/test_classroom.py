@@ -437,5 +437,5 @@ def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path
 )
 def test_a_softmax_without_its_maximum_loses_the_same_points_at_every_seed(secret: bytes) -> None:
     one = alone("lagkv", "score", "range", "normalise", "deviation")
-    result = judged(one, wrong_style("lagkv", "softmax_without_the_maximum"), secret=secret, examples=3, explain=False)
+    result = judged(one, wrong_style("lagkv", "softmax_without_the_maximum").source, secret=secret, examples=3, explain=False)
     assert verdicts(result) == {"score": "failed", "range": "passed", "normalise": "passed", "deviation": "passed"}
