@@ -362,12 +362,6 @@ def code(page: str, target: str) -> str:
     return f"~~~~ {language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n~~~~"
 
 
-def readme(page: str, title: str) -> str:
-    """A section of README.md, whose links begin at the root of the repository."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0].strip()
-    return re.sub(r"\]\(docs/([^)]+)\)", lambda match: f"]({relative(page, match[1])})", text)
-
-
 MARKERS: dict[str, Callable[..., str]] = {
     "overview": overview,
     "equations": equations,
@@ -385,7 +379,6 @@ MARKERS: dict[str, Callable[..., str]] = {
     "signature": signature,
     "code": code,
     "compiled": compiled,
-    "readme": readme,
 }
 
 
