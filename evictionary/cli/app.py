@@ -11,7 +11,7 @@ from evictionary.cli import calibrate, claims, classroom, contract, demo, evalua
 # torch and transformers take seconds to import, so each command imports what it needs when it runs.
 
 app = typer.Typer(
-    help="An executable dictionary of KV-cache eviction: run any method inside a real language model.",
+    help="An executable dictionary of KV-cache eviction: judge an implementation, or run any method inside a real language model.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -29,7 +29,7 @@ def export(
     ] = None,
     seed: RandomSeed = 0,
 ) -> None:
-    """Write a folder for model.generate(custom_generate=FOLDER): users of transformers evict without a line of their own."""
+    """Write a folder for model.generate(custom_generate=FOLDER): plain transformers code can use it unchanged."""
     with exit_codes(extra="model"):
         require_seed(seed)
         from evictionary.cache.export import export as write

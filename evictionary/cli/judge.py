@@ -37,7 +37,7 @@ def judge(
     methods: Annotated[
         list[str] | None, typer.Option("--method", help="Judge these methods only, such as keydiff; by default all that are there.")
     ] = None,
-    law: Annotated[str | None, typer.Option(help="Judge by this law only; a report names it.")] = None,
+    law: Annotated[str | None, typer.Option(help="Run only this law (copy its name from a report).")] = None,
     domain: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,7 +63,7 @@ def judge(
     ] = None,
     strict: Annotated[bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")] = False,
     expected_failures: Annotated[
-        Path | None, typer.Option(help="A file of requirement ids or law names, a reason behind each: they may fail.")
+        Path | None, typer.Option(help="File that lists the ids or laws that may fail, one a line, each with a reason.")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="A folder for conformance.json, junit.xml and badge.json.")] = None,
     as_json: AsJson = False,
@@ -75,7 +75,9 @@ def judge(
     nothing to judge.
     """
     with exit_codes(extra="torch"):
-        require((path is None) != (command is None), f"path: got {path} and --exec {command}, wanted one of the two")
+        nothing = "nothing to judge: give a file, folder or package, or --exec COMMAND. Example: evictionary judge my_kernels"
+        require(path is not None or command is not None, nothing)
+        require(path is None or command is None, f"path: got {path} and --exec {command}, wanted one of the two")
         require(timeout > 0, f"--timeout: got {timeout:g}, wanted more than 0 seconds")
         require(path is None or not path.endswith((".py", "/")) or Path(path).exists(), f"{path}: no such file or folder")
         if report is not None:

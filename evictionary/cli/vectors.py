@@ -24,7 +24,7 @@ def vectors(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write test cases as JSON, for a port in a language that no Python reaches.
+    """Write the test cases as JSON, for implementations that cannot be called from Python.
 
     A file for each requirement holds inputs, what the reference gives, the error that float32 and float64 allow, and which planted
     mistakes each case catches. All methods take three minutes or so. With --check the exit code is 1 where a file has been changed.

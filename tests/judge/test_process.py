@@ -128,7 +128,7 @@ def test_judge_takes_a_program() -> None:
     ("arguments", "wanted"),
     [
         (["--exec", "true", "keydiff.py"], "wanted one of the two"),
-        ([], "wanted one of the two"),
+        ([], "nothing to judge: give a file"),
         (["--exec", "true", "--timeout", "0"], "--timeout: got 0"),
     ],
 )
