@@ -50,13 +50,15 @@ kernels: .venv/installed
 
 # The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.
 # `make compiled-all` asks every law of them, which takes hours.
-EXECUTED := PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST) --profile quick --device compiled --dtype float32,float16,bfloat16
+# A cache of its own: code that another clone has compiled names the files of that clone.
+COMPILED := PYTHONPATH=$(CURDIR)/build/compiled TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache $(PYTEST)
+EXECUTED := $(COMPILED) --profile quick --device compiled --dtype float32,float16,bfloat16
 compiled: build/compiled
-	PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST) -m "compiled and not slow" tests/compiled
+	$(COMPILED) -m "compiled and not slow" tests/compiled
 	$(EXECUTED) spec_tests/memory -k compiled_code --impl optimized --impl evictionary.optimized.teaching
 
 compiled-all: build/compiled
-	PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST) -m compiled tests/compiled
+	$(COMPILED) -m compiled tests/compiled
 	$(EXECUTED) spec_tests --impl optimized --impl evictionary.optimized.teaching
 
 build/compiled: compiled.txt | .venv/installed
