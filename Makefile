@@ -52,14 +52,18 @@ kernels: .venv/installed
 # `make compiled-all` asks every law of them, which takes hours.
 # A cache of its own: code that another clone has compiled names the files of that clone.
 COMPILED := PYTHONPATH=$(CURDIR)/build/compiled TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache $(PYTEST)
-EXECUTED := $(COMPILED) --profile quick --device compiled --dtype float32,float16,bfloat16
+EXECUTED := $(COMPILED) --profile quick --device compiled
+TUNED := --impl optimized --dtype float32,float16,bfloat16
+TO_READ := --impl evictionary.optimized.teaching --dtype float32
 compiled: build/compiled
 	$(COMPILED) -m "compiled and not slow" tests/compiled
-	$(EXECUTED) spec_tests/memory -k compiled_code --impl optimized --impl evictionary.optimized.teaching
+	$(EXECUTED) spec_tests/memory -k compiled_code $(TUNED)
+	$(EXECUTED) spec_tests/memory -k compiled_code $(TO_READ)
 
 compiled-all: build/compiled
 	$(COMPILED) -m compiled tests/compiled
-	$(EXECUTED) spec_tests --impl optimized --impl evictionary.optimized.teaching
+	$(EXECUTED) spec_tests $(TUNED)
+	$(EXECUTED) spec_tests $(TO_READ)
 
 build/compiled: compiled.txt | .venv/installed
 	rm -rf $@
