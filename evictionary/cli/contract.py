@@ -1,5 +1,6 @@
 """The commands `evictionary contract` and `evictionary new`: what a function takes and gives, and a file to begin with."""
 
+import ast
 import inspect
 import re
 import types
@@ -28,27 +29,34 @@ AXES = {
 def described(path: str) -> dict[str, Any]:
     """What the contract says of a function. Raises UsageError for a function that it does not have."""
     from evictionary.reference.contract import CONTRACT, arguments
+    from evictionary.spec_tests.judge.arithmetic import EPSILON
     from evictionary.spec_tests.judge.implementation import contract_functions, oracle
     from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+    from evictionary.spec_tests.verdict.coverage import ids_of
 
     known = contract_functions()
     if path not in known:
         raise UsageError(f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}")
     function = oracle(path)
-    text = inspect.getdoc(function) or ""
-    head = inspect.getsource(function).partition('"""')[0].rstrip().removesuffix(" r").rstrip().removesuffix("r").rstrip()
     laws = [law for law in load_laws().values() if path in law.functions]
-    ids = re.findall(r"[A-Z]+-\w+", text.partition("\n")[0]) or dict.fromkeys(law.requirement.id for law in laws)
+    ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)
     listed = arguments(path) if path in CONTRACT else ()
     return {
         "function": path,
-        "signature": re.sub(r"^@.*\n", "", head),
-        "says": text,
+        "signature": _signature(function),
+        "says": inspect.getdoc(function) or "",
         "axes": {each.name: [*each.axes] for each in listed if each.axes},
-        "dtypes": ["float64", "float32", "float16", "bfloat16"],
-        "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids if name in REQUIREMENTS},
+        "dtypes": list(EPSILON),
+        "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids},
         "laws": len(laws),
     }
+
+
+def _signature(function: Any) -> str:
+    """The lines of a function from `def` to the colon, as its file has them."""
+    source = inspect.getsource(function)
+    (node,) = ast.parse(source).body
+    return "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])  # type: ignore[attr-defined]
 
 
 @app.command(epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract keydiff.score --json[/]")
@@ -62,7 +70,7 @@ def contract(
 
         found = described(function) if function else {}
     if not function:
-        show(as_json, contract_functions(), map(Text, contract_functions()))
+        show(as_json, known := contract_functions(), map(Text, known))
         return
     named = {axis: AXES[axis] for axes in found["axes"].values() for axis in axes if axis in AXES}
     lines = [found["signature"], "", found["says"], ""]

@@ -288,7 +288,9 @@ def contract_functions(stems: tuple[str, ...] = STEMS) -> list[str]:
         for stem in STEMS
         if stem in stems and stem not in NOT_SEAMS
         for name, value in vars(_reference(stem)).items()
-        if isinstance(value, types.FunctionType) and value.__module__ == f"evictionary.reference.{stem}"
+        if isinstance(value, types.FunctionType)
+        and value.__module__ == f"evictionary.reference.{stem}"
+        and not name.startswith("_")
     ]
 
 

@@ -1,10 +1,9 @@
 """A project names its functions in pyproject.toml: `pytest` asks their laws beside its tests, and `judge` asks the same."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from tools.programs import python
 
 from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.implementation import contract_functions
@@ -38,7 +37,7 @@ def folder(tmp_path):
 
 
 def run(folder, *command):
-    return subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True)
+    return python("-m", *command, cwd=folder, code=None)
 
 
 def test_pytest_asks_the_laws_beside_the_tests_of_the_project(folder):
@@ -103,3 +102,13 @@ def test_a_contract_and_a_folder_to_begin_with(tmp_path):
     assert "NotImplementedError" in done.stdout and done.returncode == 1
     again = run(tmp_path, "evictionary", "new", "keydiff.score")
     assert again.returncode == 2 and "is not written over" in again.stderr
+
+
+def test_a_function_without_a_docstring_gives_its_signature_and_no_body():
+    from evictionary.cli.contract import _signature
+
+    assert _signature(keydiff) == "def keydiff(keys):"
+
+
+def keydiff(keys):
+    return keys
