@@ -17,8 +17,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     here = early_config.invocation_params.dir
     places = [(here / each.split("::")[0]).resolve() for each in early_config.known_args_namespace.file_or_dir] or [here]
     asked = asked or (early_config.rootpath == SUITE.parent and any(each.startswith("--profile") for each in args))
-    if not asked and not early_config.known_args_namespace.file_or_dir and _asks_its_laws(early_config, args):
-        asked = True
+    asked = asked or (not early_config.known_args_namespace.file_or_dir and _asks_its_laws(early_config, args))
     if asked or any(SUITE in (place, *place.parents) or place in SUITE.parents for place in places):
         early_config.pluginmanager.import_plugin(PLUGIN)
 

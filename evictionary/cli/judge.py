@@ -116,13 +116,11 @@ def _law_files(laws: Path, methods: list[str]) -> list[Path]:
     """The files of the laws that judge an implementation: of these methods and of the memory of their functions, or of all."""
     from evictionary.spec_tests.judge.law import judging_files
 
-    found = judging_files(laws)
+    known = [path.stem.removeprefix("test_") for path in judging_files(laws)]
     for method in methods:
-        if f"test_{method}" not in {path.stem for path in found}:
-            known = ", ".join(path.stem.removeprefix("test_") for path in found)
-            raise UsageError(f"--method: got {method!r}, wanted some of {known}")
-    stems = [f"test_{method}" for method in [*methods, MEMORY] if methods]
-    return [path for path in found if not stems or any(path.stem == stem or path.stem.startswith(f"{stem}_") for stem in stems)]
+        if method not in known:
+            raise UsageError(f"--method: got {method!r}, wanted some of {', '.join(known)}")
+    return judging_files(laws, [*methods, MEMORY] if methods else ())
 
 
 def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: bool) -> int:

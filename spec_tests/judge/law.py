@@ -5,7 +5,7 @@ import hashlib
 import importlib
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -141,10 +141,15 @@ def import_all(pattern: str) -> None:
         importlib.import_module(f"evictionary.spec_tests.{path.parent.name}.{path.stem}")
 
 
-def judging_files(suite: Path = SUITE) -> list[Path]:
-    """The files of laws that judge an implementation; those about a paper end in `_paper`, `_tables` or are in `papers/`."""
+def judging_files(suite: Path = SUITE, stems: Iterable[str] = ()) -> list[Path]:
+    """The files of laws that judge an implementation, of these stems or of all.
+
+    Those about a paper end in `_paper` or `_tables` or are in `papers/`.
+    """
     found = sorted(suite.glob("*/test_*.py"), key=lambda path: path.stem)
-    return [path for path in found if not path.stem.endswith(("_paper", "_tables")) and path.parent.name != "papers"]
+    found = [path for path in found if not path.stem.endswith(("_paper", "_tables")) and path.parent.name != "papers"]
+    begun = tuple(f"test_{stem}_" for stem in stems)
+    return [path for path in found if f"{path.stem}_".startswith(begun)] if begun else found
 
 
 # After so many inputs outside the domain, and none inside, a law is not applicable.
