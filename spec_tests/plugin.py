@@ -305,11 +305,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 result.user_properties.append(("not applicable", subject.outside))
             else:
                 result.longrepr = report.sentence(law, subject, error)
-        if law.functions and result.when == "call" and result.passed and compiled.STOPPED:  # a fault that the code has caught
-            _fail(result, law, _subject(item), *(compiled.fault(compiled.STOPPED[0]) or (str(compiled.STOPPED[0]), "")))
         if law.functions and result.when == "call":
-            result.user_properties.append(("compiled", dict(compiled.COUNTED)))
-            compiled.COUNTED.update(dict.fromkeys(compiled.COUNTED, 0))
+            if result.passed and compiled.STOPPED:  # a fault that the code has caught
+                _fail(result, law, _subject(item), *(compiled.fault(compiled.STOPPED[0]) or (str(compiled.STOPPED[0]), "")))
+            if _subject(item).device == compiled.DEVICE:
+                result.user_properties.append(("compiled", dict(compiled.COUNTED)))
+                compiled.COUNTED.update(dict.fromkeys(compiled.COUNTED, 0))
             _subject(item).outside = ""  # what this law asked outside the domain excuses no other
     return result
 
