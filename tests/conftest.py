@@ -38,24 +38,12 @@ CHAT = (
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """Two layers, four query heads over two KV heads of eight channels, random weights that are always the same."""
     import torch
+    from tools.families import SMALL
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings = {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "initializer_range": 0.6,
-    }
+    settings = SMALL | {"num_hidden_layers": 2, "initializer_range": 0.6}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+    return LlamaForCausalLM(LlamaConfig(**settings | changes)).eval()
 
 
 @pytest.fixture(scope="session")

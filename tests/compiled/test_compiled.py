@@ -1,11 +1,10 @@
 """What `--device compiled` says of wrong kernels: the kind of fault and the line. `make compiled` runs these."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tools.programs import judge
 
 from evictionary.spec_tests.judge import compiled
 
@@ -93,9 +92,7 @@ def test_every_fault_stands_on_the_page():
 
 def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path):
     (tmp_path / "knorm.py").write_text(KNORM, encoding="utf-8")
-    command = [sys.executable, "-m", "evictionary", "judge", "knorm.py", "--device", "compiled", "--profile", "quick", "--json"]
-    done = subprocess.run([*command, "--domain", "head_dim=16"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
+    done = judge("knorm.py", "--device", "compiled", "--json", "--domain", "head_dim=16", cwd=tmp_path, code=1)
     (found,) = json.loads(done.stdout)["implementations"]
     memory = found["requirements"]["MEM-8"]
     assert memory["verdict"] == "fail" and memory["kinds"] == {"memory": "fail"}
