@@ -9,18 +9,19 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from evictionary import store
 from evictionary.errors import InstallError, MethodError, UsageError, require, usage
+
+if TYPE_CHECKING:
+    from evictionary import store
 
 messages, out = Console(stderr=True), Console(highlight=False)
 
@@ -194,8 +195,12 @@ LOG_SECONDS = 30.0
 
 
 @contextmanager
-def _bar(first: str, *columns: ProgressColumn) -> Iterator[Callable[[str, int, int], None]]:
+def _bar(first: str, form: str, width: int, *, elapsed: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr, or lines where that is a log file, as a function of a text and the steps that are done and planned."""
+    # A command that shows no bar does not wait for the import.
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn(form), BarColumn(width), MofNCompleteColumn(), *[TimeElapsedColumn()] * elapsed
     with Progress(*columns, console=messages, transient=True) as bar:
         task, told = bar.add_task(first, total=None), time.monotonic()
 
@@ -212,26 +217,27 @@ def _bar(first: str, *columns: ProgressColumn) -> Iterator[Callable[[str, int, i
 @contextmanager
 def progress() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
     """Progress on stderr, as (plan, advance): the number of steps, then what each step is about to do."""
-    columns = TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with _bar("preparing", *columns) as tell:
+    with _bar("preparing", "{task.description:<48}", 40, elapsed=True) as tell:
         done, planned = itertools.count(), list[int]()
         yield planned.append, lambda text: tell(text, next(done), sum(planned))
 
 
 @contextmanager
-def measuring() -> Iterator[Callable[[store.Progress], None]]:
+def measuring() -> "Iterator[Callable[[store.Progress], None]]":
     """Progress on stderr of measurements that are shared out, with the time left."""
-    with _bar("loading the model", TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()) as tell:
+    with _bar("loading the model", "{task.description}", 20, elapsed=False) as tell:
 
-        def advance(at: store.Progress) -> None:
+        def advance(at: "store.Progress") -> None:
             left = f"{at.seconds_left / 60:.0f} min" if at.seconds_left > 90 else f"{at.seconds_left:.0f} s"
             tell(f"{at.text}; {left} left", at.done, at.total)
 
         yield advance
 
 
-def carry_out(plan: store.Plan, output: Path, jobs: int, dask: str | None) -> list[store.Line]:
+def carry_out(plan: "store.Plan", output: Path, jobs: int, dask: str | None) -> "list[store.Line]":
     """Measure what the folder lacks of a plan, with progress, and return all its lines."""
+    from evictionary import store
+
     with measuring() as advance:
         return store.run(plan, output, jobs=jobs, dask=dask, advance=advance)
 

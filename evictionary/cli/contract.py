@@ -73,11 +73,14 @@ def contract(
         show(as_json, known := contract_functions(), map(Text, known))
         return
     named = {axis: AXES[axis] for axes in found["axes"].values() for axis in axes if axis in AXES}
-    lines = [found["signature"], "", found["says"], ""]
-    lines += [f"{name}: [{', '.join(axes)}]" for name, axes in found["axes"].items()]
-    lines += ["axes: " + ", ".join(f"{axis} {meaning}" for axis, meaning in named.items())] if named else []
-    lines += [f"{name}: {text}" for name, text in found["equations"].items()]
-    lines += [f"dtypes: {', '.join(found['dtypes'])}", f"{found['laws']} laws"]
+    lines = [
+        *(found["signature"], "", found["says"], ""),
+        *(f"{name}: [{', '.join(axes)}]" for name, axes in found["axes"].items()),
+        *(["axes: " + ", ".join(f"{axis} {meaning}" for axis, meaning in named.items())] if named else []),
+        *(f"{name}: {text}" for name, text in found["equations"].items()),
+        f"dtypes: {', '.join(found['dtypes'])}",
+        f"{found['laws']} laws",
+    ]
     show(as_json, found, [Text("\n".join(lines))])
 
 
