@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from evictionary.cache import calibration, checks, compression, partial_attention
 from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
-from evictionary.cache.layers import KEPT_AS, EvictingLayer
+from evictionary.cache.layers import KEPT_AS, EvictingLayer, is_recurrent, layers_of
 from evictionary.cache.model_hooks import Attention, watch
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request
-from evictionary.models.load import is_sliding, require_supported, unwrapped
+from evictionary.models.load import require_supported, unwrapped
 from evictionary.models.queries import logit_factor
 from evictionary.policies import DEFAULT, hooks
 
@@ -67,15 +66,14 @@ class WatchedCache(Cache):
             self.record <= CAPTURED, f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}"
         )
         config = model.config.get_text_config()
-        layers: list[Any] = [
-            DynamicSlidingWindowLayer(config.sliding_window) if is_sliding(config, index) else EvictingLayer()
-            for index in range(config.num_hidden_layers)
-        ]
+        layers = layers_of(model.config)
         require(
             not ((self.record | (self.method.captured if self.method else frozenset())) & REPLAYED)
-            or all(isinstance(layer, EvictingLayer) for layer in layers),
-            "model: got layers with a sliding window, wanted full attention in all to read the prompt twice",
+            or all(type(layer) is EvictingLayer for layer in layers),
+            "model: got layers with a sliding window or a recurrent state, wanted full attention alone in all to read the prompt "
+            "twice",
         )
+        self._first = next(index for index, layer in enumerate(layers) if hasattr(layer, "get_seq_length"))
         self._policies = self.method.policies if self.method else ()
         self._step = next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, "stepping"))), None)
         self._longest = getattr(config, "max_position_embeddings", None)
@@ -89,7 +87,7 @@ class WatchedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
         layer = self.layers[layer_idx]
-        if layer_idx == 0:
+        if layer_idx == self._first:
             checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
             checks.require_announced(self._is_announced or not self._finalizer.alive)
             self._is_announced = False
@@ -107,7 +105,7 @@ class WatchedCache(Cache):
             if layer.seen == key_states.shape[-2]:
                 layer.padding = None if self.padding is None else self.padding.to(keys.device)
             self.peak_tokens = max(self.peak_tokens, layer.longest)
-            if layer_idx == 0 and key_states.shape[-2] > 1:
+            if not self.is_warned and key_states.shape[-2] > 1:
                 compression.warn_of_what_stays(self, layer)
             if self._finalizer.alive:
                 self._handed[layer_idx] = keys
@@ -136,7 +134,7 @@ class WatchedCache(Cache):
         write in the words of a model's tokenizer.
         """
         model = self.model
-        is_asked = self._names & REPLAYED and not self._replaying and not any(layer.evicted_at for layer in self.layers)
+        is_asked = self._names & REPLAYED and not self._replaying and not any(layer.evicted_at for layer in self.evicting.values())
         if model is None or not (self._handed or is_asked):
             return
         try:
@@ -259,7 +257,10 @@ class WatchedCache(Cache):
 
     def request(self, layer_index: int, **named: Any) -> Request:
         """What the arguments ask of a layer, and what else is said of it."""
-        return Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers), self.seed, **named)
+        places = list(self.evicting)
+        return Request(
+            self.compression_ratio, self.budget, self.options, places.index(layer_index), len(places), self.seed, **named
+        )
 
     def amounts(self, layer_index: int, seen: int) -> list[int]:
         """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
@@ -339,6 +340,11 @@ class WatchedCache(Cache):
         self._watch()
 
     @property
+    def evicting(self) -> dict[int, EvictingLayer]:
+        """The layers that are compressed, by their places in the model."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
+
+    @property
     def model(self) -> PreTrainedModel | None:
         """The model, which a cache does not keep alive."""
         return self._model()
@@ -353,7 +359,7 @@ class WatchedCache(Cache):
         # The mask of a model does not know that padding was removed.
         if self.method is not None and (self.every or self.padding is not None):
             return
-        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        layers = self.evicting.values()
         # One mask serves all layers of a model. In the middle of a forward they have not seen the same tokens yet.
         is_one_mask = len({(layer.longest, layer.seen) for layer in layers}) == 1
         if is_one_mask and all(layer.evicted_at and layer.is_plain for layer in layers):
