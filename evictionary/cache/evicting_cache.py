@@ -242,5 +242,9 @@ class EvictingCache(WatchedCache):
 def _states(layer: Any) -> list[torch.Tensor]:
     """The key and value tensors of a layer, including the flat tensors of ragged heads."""
     ragged = getattr(layer, "ragged", None)
-    states = [getattr(layer, "keys", None), getattr(layer, "values", None), *((ragged.keys, ragged.values) if ragged is not None else ())]
+    states = [
+        getattr(layer, "keys", None),
+        getattr(layer, "values", None),
+        *((ragged.keys, ragged.values) if ragged is not None else ()),
+    ]
     return [state for state in states if state is not None]

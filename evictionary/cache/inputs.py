@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from evictionary import policies
 from evictionary.cache import calibration
-from evictionary.cache.model_hooks import attention_modules, output_projection
+from evictionary.cache.model_hooks import attention_module, attention_modules, output_projection
 from evictionary.errors import UsageError, require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED
 from evictionary.methods.method import Method, Supply
-from evictionary.models.queries import logit_factor, project, rotation, unrotated
+from evictionary.models.queries import logit_factor, project, rotation, softmax_of, unrotated
 
 if TYPE_CHECKING:
     from evictionary.cache.watched_cache import WatchedCache
@@ -33,7 +33,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             return each.unflatten(1, (kv_heads, -1))[:, states["kv_heads"]].flatten(1, 2)
 
         if model is not None and name == "w_o":
-            w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"])
+            w_o = output_projection(model, attention_module(model, layer_index)).to(states["values"])
             return {name: of_heads(w_o[None])[0]}
         if model is not None and name in CALIBRATED and cache.calibrated:
             own = {entry: of_heads(each) for entry, each in cache.calibrated[layer_index].items()}
@@ -51,7 +51,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             key_places = states["positions"] if cache.layers[layer_index].evicted_at == 0 else None
             state = calibration.of_states(model, layer_index, queries, places, states["keys"], key_places)
             return calibration.at_position(model, layer_index, state, position)
-        source = policies.Source(model, attention_modules(model)[layer_index], layer_index)
+        source = policies.Source(model, attention_module(model, layer_index), layer_index)
         inputs = policies.load(DECLARED[name][0]).supply(source, states, position)
         # queries belong to the heads at hand already; hidden states have no heads, so what is computed from them has all
         return inputs if captured_as == "queries" else {entry: of_heads(each) for entry, each in inputs.items()}
@@ -65,6 +65,12 @@ def require_suitable(
     """Raise UsageError where a model cannot give a method its inputs, or not again with `every`."""
     if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
         require_readable_queries(model, method.name, recording)
+    caps = {softmax_of(module).cap for module in attention_modules(model).values()} - {None}
+    require(
+        not caps or not any(getattr(policy, "UNCAPPED", False) for policy in (*method.policies, *method.suppliers)),
+        f"model: got {type(model).__name__} with capped attention logits, wanted a method without a closed form of them instead of "
+        f"{method.name}",
+    )
     require(
         not every or is_calibrated or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
         f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys of the "

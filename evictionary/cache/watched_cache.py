@@ -12,12 +12,13 @@ from evictionary.cache import calibration, checks, compression, partial_attentio
 from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
 from evictionary.cache.layers import KEPT_AS, EvictingLayer, is_recurrent, layers_of
-from evictionary.cache.model_hooks import Attention, watch
+from evictionary.cache.model_hooks import Attention, attention_modules, watch
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request
 from evictionary.models.load import require_supported, unwrapped
-from evictionary.models.queries import logit_factor
+from evictionary.models.queries import logit_factor, softmax_of
+from evictionary.optimized.softmax import PLAIN, Softmax, of_model
 from evictionary.policies import DEFAULT, hooks
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
@@ -75,7 +76,10 @@ class WatchedCache(Cache):
         )
         self._first = next(index for index, layer in enumerate(layers) if hasattr(layer, "get_seq_length"))
         self._policies = self.method.policies if self.method else ()
-        self._step = next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, "stepping"))), None)
+        self.softmax = {index: softmax_of(module) for index, module in attention_modules(model).items()}
+        steps = (stepping(self.method) for stepping in hooks(self._policies, "stepping"))
+        is_plain = all(softmax.sinks is None for softmax in self.softmax.values())
+        self._step = next(filter(None, steps), None) if is_plain else None  # a step knows no sink
         self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
@@ -158,9 +162,9 @@ class WatchedCache(Cache):
             return
         self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
 
-    def handed(self, layer_index: int, keys: torch.Tensor) -> bool:
-        """Whether the attention of a layer was handed these keys by this cache."""
-        return self._handed.get(layer_index) is keys
+    def handed(self, layer_index: int, keys: torch.Tensor) -> int | None:
+        """The layer whose attention was handed these keys by this cache; layers may share a module, which names one of them."""
+        return next((index for index, own in self._handed.items() if own is keys), None)
 
     def attend(
         self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
@@ -237,7 +241,8 @@ class WatchedCache(Cache):
         elif layer.is_plain:
             output = attention(_mask(layer, queries))
         else:
-            output = partial_attention.attend(scaled, layer, self._policies).transpose(1, 2).contiguous(), None
+            own = self.softmax.get(layer_index, PLAIN)
+            output = partial_attention.attend(scaled, layer, self._policies, own).transpose(1, 2).contiguous(), None
         if due:
             self._compress_if_memory_allows(layer_index)
         return output
@@ -246,11 +251,17 @@ class WatchedCache(Cache):
         """The attention [B, M, H_q, D_v] of a policy, which leaves a note for the compression that follows; None without one."""
         for attend_prompt in hooks(self._policies, "attend_prompt"):
             checks.require_finite(layer_index, *self.layers[layer_index].slots())
-            found = attend_prompt(queries, *self.layers[layer_index].slots())
+            with of_model(self.softmax_of_batch(layer_index, len(queries))):
+                found = attend_prompt(queries, *self.layers[layer_index].slots())
             if found is not None:
                 self._captured[layer_index]["note"] = found[1]
                 return found[0].transpose(1, 2).contiguous()
         return None
+
+    def softmax_of_batch(self, layer_index: int, batch: int) -> Softmax:
+        """The softmax of a layer with sinks [B, H_q]."""
+        cap, sinks = self.softmax.get(layer_index, PLAIN)
+        return Softmax(cap, None if sinks is None else sinks.detach().expand(batch, -1))
 
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every

@@ -115,8 +115,8 @@ class GatedModel:
 
     # called by the attention of model_hooks.py
 
-    def handed(self, layer_index: int, keys: torch.Tensor) -> bool:
-        return self._gates is not None and layer_index in self.layers
+    def handed(self, layer_index: int, keys: torch.Tensor) -> int | None:
+        return layer_index if self._gates is not None and layer_index in self.layers else None
 
     def attend(
         self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from evictionary.errors import UsageError, require
+from evictionary.optimized.softmax import Softmax
 
 HORIZON = 512
 """The future positions that RoPE is averaged over."""
@@ -87,3 +88,8 @@ def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) ->
 def logit_factor(module: Any, head_dim: int) -> float:
     """The factor for queries that makes `q . k / sqrt(D)` the model's logit: 1, except for models with another scale."""
     return float(getattr(module, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)
+
+
+def softmax_of(module: Any) -> Softmax:
+    """The softmax of an attention module: its cap, and its learned sinks [H_q]."""
+    return Softmax(getattr(module, "attn_logit_softcapping", None), getattr(module, "sinks", None))
