@@ -75,7 +75,7 @@ def attend_paged(queries: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor
 
 
 def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""ATT-5: `q . k_t / sqrt(D)`, under the model's cap if there is one, query head h = kv_head * G + g beside the others of its KV head.
+    r"""ATT-5: `q . k_t / sqrt(D)`, under the cap of the model, query head h = kv_head * G + g beside the others of its KV head.
 
     The query heads of a group and their M queries are rows of one product with the keys that they share.
 

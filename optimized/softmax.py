@@ -47,7 +47,7 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
 
 
 def with_sink(logits: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Logits [B, H_kv, G, ..., T] with that of the sink behind them, [..., T + 1], or as they are; `first` is their first KV head."""
+    """Logits [B, H_kv, G, ..., T] with that of the sink behind them, [..., T + 1], or as they are; `first`, their first KV head."""
     sinks = current().sinks
     if sinks is None:
         return logits

@@ -11,7 +11,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from evictionary.cache import checks, file
-from evictionary.cache.layers import KEPT_AS, EvictingLayer, is_recurrent, recurrent, restore_recurrent
+from evictionary.cache.layers import KEPT_AS, EvictingLayer, forget_recurrent, is_recurrent, recurrent, restore_recurrent
 from evictionary.cache.watched_cache import CAPTURED, WatchedCache
 from evictionary.errors import UsageError, require
 from evictionary.models.load import unwrapped
@@ -116,12 +116,12 @@ class EvictingCache(WatchedCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, or raise and change nothing.
 
-        Raises ValueError for tokens before the last eviction, and RuntimeError where a sliding window has lost tokens or a layer has
-        a recurrent state.
+        Raises ValueError for tokens before the last eviction, and RuntimeError where a sliding window has lost tokens or a layer
+        has a recurrent state.
         """
         require(
             not any(map(is_recurrent, self.layers)),
-            "crop: got layers with a recurrent state, which no token can be taken out of; wanted a copy (copy.deepcopy) from before",
+            "crop: got layers with a recurrent state, which no token can be taken out of; wanted copy.deepcopy(cache) from before",
             RuntimeError,
         )
         evicting = self.evicting.values()
@@ -157,6 +157,8 @@ class EvictingCache(WatchedCache):
         """Forget everything and wait for a new prompt."""
         self.close()
         for layer in self.layers:  # older versions of transformers would keep as many zeros instead
+            if is_recurrent(layer):
+                forget_recurrent(layer)
             if hasattr(layer, "get_seq_length"):
                 layer.keys, layer.values, layer.is_initialized = None, None, False
         super().reset()

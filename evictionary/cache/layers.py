@@ -346,7 +346,7 @@ class EvictingHybridLayer(LinearAttentionAndFullAttentionLayer, EvictingLayer):
 
     def reset(self) -> None:
         """Forget everything."""
-        LinearAttentionCacheLayerMixin.reset(self)
+        forget_recurrent(self)
         EvictingLayer.reset(self)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -381,6 +381,11 @@ def _ours(layer: Any) -> EvictingLayer:
 def is_recurrent(layer: Any) -> bool:
     """Whether a layer has a state that no token can be taken out of again."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def forget_recurrent(layer: Any) -> None:
+    """Let a layer forget its states, and the batch that they were of; transformers' own reset keeps that."""
+    LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
 
 
 def recurrent(layer: Any) -> dict[str, torch.Tensor]:

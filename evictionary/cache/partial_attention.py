@@ -25,7 +25,8 @@ def attend(
     """The attention of the layer's last M tokens over all stored tokens and, with moments, over the evicted ones.
 
     Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended;
-    policies, of which one gives the part of the moments; softmax, the model's: a sink is one more part, of output 0. Returns [B, H_q, M, D_v] in the dtype of queries.
+    policies, of which one gives the part of the moments; softmax, the model's: a sink is one more part, of output 0. Returns
+    [B, H_q, M, D_v] in the dtype of queries.
     """
     keys, values = layer.slots()
     moments = layer.moments

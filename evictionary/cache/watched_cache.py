@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 from evictionary.cache import calibration, checks, compression, partial_attention
 from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
-from evictionary.cache.layers import KEPT_AS, EvictingLayer, is_recurrent, layers_of
+from evictionary.cache.layers import KEPT_AS, EvictingLayer, layers_of
 from evictionary.cache.model_hooks import Attention, attention_modules, watch
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED

@@ -36,7 +36,7 @@ class Request:
     head, which replaces the ratio; options, the method's own; layer_index, of num_layers; seed, for methods that draw; filled
     [B, H_kv, T], False where there is no token, None for a token everywhere; seen, the tokens that each row has read without
     padding, None for T each; is_prompt, whether the states cover all tokens of a prompt (later, queries and hidden_states cover
-    only the last tokens); cap, that of the model's attention logits; state, that of the layer, for the method's policies; supply, see Supply.
+    only the last tokens); cap, that of the attention logits; state, that of the layer, for its policies; supply, see Supply.
     """
 
     compression_ratio: float = 0.0
