@@ -1,4 +1,4 @@
-"""The models of 2026 in a cache: every phase against masks by hand, and what methods read of a softmax that is not the plain one."""
+"""The models of 2026 in a cache: every phase against masks by hand, and what methods read of a softmax that is not plain."""
 
 from pathlib import Path
 from typing import Any
