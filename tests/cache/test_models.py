@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from tools import masked
-from tools.families import OF_2026, build
+from tools.families import OF_2026, SMALL, build, random_model
 from tools.reading import cached, generate, loaded, read, read_in, refused
+from transformers import DynamicCache, HrmTextConfig
 
 from evictionary import EvictingCache
 from evictionary.cache import partial_attention
@@ -30,8 +31,27 @@ RECURRENT = ["Qwen3-Next", "Jamba", "Nemotron-H", "LFM2", "Falcon-H1", "Zamba2"]
 @pytest.mark.parametrize("phase", masked.PHASES)
 @pytest.mark.parametrize("family", OF_2026)
 def test_a_model_reads_what_the_masks_by_hand_leave_it(family: str, phase: str, method: str) -> None:
+    if (family, phase) in masked.REFUSED:
+        refused(lambda: masked.difference(build(family), method, **masked.PHASES[phase]), "wanted one: with several the recurrent")
+        return
     found = masked.difference(build(family), method, **masked.PHASES[phase])
     assert found.largest <= 2e-4 * found.of
+
+
+@torch.no_grad()
+def test_what_is_refused_is_wrong_in_transformers_itself() -> None:
+    """The day it is right there, it need not be refused here."""
+    model = build("Jamba")
+    found = read_in(model, DynamicCache(config=model.config), [36, 8], IDS)
+    assert (found - read(model, IDS, None)).abs().max() > 1
+
+
+@pytest.mark.parametrize("phase", masked.PHASES)
+def test_a_model_that_goes_through_its_layers_again_and_again(phase: str) -> None:
+    """HRM has a place in the cache for each time. It magnifies the rounding of float32, so it is compared in float64."""
+    model = random_model(HrmTextConfig(**{**SMALL, "num_hidden_layers": 2})).double()
+    found = masked.difference(model, "keydiff", **masked.PHASES[phase])
+    assert found.largest <= 1e-4 * found.of
 
 
 def test_the_page_has_these_models_in_these_phases() -> None:
@@ -41,7 +61,9 @@ def test_the_page_has_these_models_in_these_phases() -> None:
     assert rows[start][1:-1] == list(masked.PHASES)
     table = rows[start + 2 : start + 2 + len(OF_2026)]
     assert [row[0] for row in table] == list(OF_2026)
-    assert all(float(cell) <= 2e-4 * float(row[-1]) for row in table for cell in row[1:-1])
+    cells = [(row[0], phase, cell, row[-1]) for row in table for phase, cell in zip(masked.PHASES, row[1:-1], strict=True)]
+    assert [(family, phase) for family, phase, cell, _ in cells if cell == "refused"] == masked.REFUSED
+    assert all(cell == "refused" or float(cell) <= 2e-4 * float(largest) for *_, cell, largest in cells)
 
 
 @pytest.mark.parametrize("family", RECURRENT)

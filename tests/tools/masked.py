@@ -33,6 +33,10 @@ PHASES: dict[str, dict[str, Any]] = {
 }
 
 
+REFUSED = [("Jamba", "prompt in blocks"), ("Jamba", "several tokens later")]
+"""What transformers itself gets wrong: the layers with a state begin anew where several later tokens are read at once."""
+
+
 class Difference(NamedTuple):
     """The largest difference of two sets of logits, and the largest logit."""
 
@@ -47,18 +51,17 @@ def difference(model: Any, method: str, sizes: Sequence[int], padding: int = 0, 
     real = torch.arange(IDS.shape[1]) >= torch.tensor([0, padding])[:batch, None]
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)
     others, worst, largest = DynamicCache(config=model.config), 0.0, 0.0
-    group = model.config.num_attention_heads // model.config.num_key_value_heads
     with EvictingCache(model, method, 0.5, small(method), every=every) as cache:
         seen, masks = 0, {}
         for size in sizes:
             part, end = slice(seen, seen + size), seen + size
             named = {"attention_mask": real[:, :end].long(), "position_ids": positions[:, part]}
             for index in cache.evicting:
-                held = _held(cache, index, batch, model.config.num_key_value_heads)
+                held = _held(cache, index, batch)
                 visible = torch.cat([held, real[:, None, part].expand(-1, held.shape[1], -1)], dim=-1)[:, :, None]
                 visible = visible & (torch.arange(end) <= torch.arange(seen, end)[:, None]) | torch.eye(end, dtype=torch.bool)[part]
-                mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
-                masks[index] = mask.repeat_interleave(group, dim=1)
+                mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min).to(model.dtype)
+                masks[index] = mask.repeat_interleave(model.config.num_attention_heads // held.shape[1], dim=1)
             ours = model(ids[:, part], past_key_values=cache, **named).logits[real[:, part]]
             theirs = _masked(model, masks, ids[:, part], past_key_values=others, **named)[real[:, part]]
             worst, largest = max(worst, float((ours - theirs).abs().max())), max(largest, float(theirs.abs().max()))
@@ -67,23 +70,22 @@ def difference(model: Any, method: str, sizes: Sequence[int], padding: int = 0, 
     return Difference(worst, largest)
 
 
-def _held(cache: EvictingCache, index: int, batch: int, heads: int) -> torch.Tensor:
-    """What each head of a layer holds of the tokens that it has seen, [B, H_kv, seen]."""
+def _held(cache: EvictingCache, index: int, batch: int) -> torch.Tensor:
+    """What each head of a layer holds of the tokens that it has seen, [B, H_kv, seen], or one head of none."""
     layer = cache.layers[index]
     if layer.keys is None:
-        return torch.zeros(batch, heads, 0, dtype=torch.bool)
+        return torch.zeros(batch, 1, 0, dtype=torch.bool)
     _, _, positions, filled = layer.contents()
     held = torch.zeros(*positions.shape[:2], layer.seen + 1, dtype=torch.bool)
     return held.scatter(2, torch.where(filled, positions, layer.seen).long(), True)[..., :-1]
 
 
 def _masked(model: Any, masks: dict[int, torch.Tensor], ids: torch.Tensor, **named: Any) -> torch.Tensor:
-    """The logits of a model whose attention layers get these masks; modules without a number are called in the order of layers."""
+    """The logits of a model whose attention layers get these masks, in the order of layers; a module may serve several."""
     waiting = dict(masks)
 
     def hook(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        own = waiting.pop(module.layer_idx if module.layer_idx in masks else min(waiting))
-        return arguments, given | {"attention_mask": own}
+        return arguments, given | {"attention_mask": waiting.pop(min(waiting))}
 
     with ExitStack() as hooks:
         for module in model.modules():
@@ -99,9 +101,10 @@ def table() -> Iterator[str]:
     yield from (f"| logits differ by at most | {' | '.join(PHASES)} | of logits up to |", "|---" * (len(PHASES) + 2) + "|")
     for family in OF_2026:
         model = build(family)
-        found = [max(difference(model, method, **phase) for method in METHODS) for phase in PHASES.values()]
-        cells = [f"{each.largest:.0e}" for each in found]
-        yield f"| {family} | {' | '.join(cells)} | {max(each.of for each in found):.0f} |"
+        names = [name for name in PHASES if (family, name) not in REFUSED]
+        found = {name: max(difference(model, method, **PHASES[name]) for method in METHODS) for name in names}
+        cells = [f"{found[name].largest:.0e}" if name in found else "refused" for name in PHASES]
+        yield f"| {family} | {' | '.join(cells)} | {max(each.of for each in found.values()):.0f} |"
     made = f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d} with transformers {transformers_version}"
     yield f"\nMeasured on {made} by `python -m tests.tools.masked`, with {' and '.join(METHODS)}."
 
