@@ -14,12 +14,11 @@ from evictionary import EvictingCache
 from evictionary.cache import partial_attention
 from evictionary.cache.layers import EvictingLayer, is_recurrent
 from evictionary.cache.model_hooks import attention_modules
-from evictionary.methods.resolve import resolve
 from evictionary.models import queries as future_queries
 from evictionary.optimized import criticalkv, dropkv, expected_attention, h2o, kvzip, momentkv, snapkv, tova
 from evictionary.optimized.attention import attend
 from evictionary.optimized.cache import compress
-from evictionary.optimized.softmax import Softmax, of_model, weights
+from evictionary.optimized.softmax import Softmax, of_model
 from evictionary.policies import momentkv as policy
 
 IDS = masked.IDS[:1]
@@ -222,22 +221,9 @@ def test_moments_of_nothing_change_nothing_beside_sinks(method: str) -> None:
     torch.testing.assert_close(read_in(model, cache, [40, 1, 3], IDS), read(model, IDS, None), rtol=1e-3, atol=1e-3)
 
 
-def test_a_softmax_that_no_module_tells_is_refused() -> None:
+def test_a_cap_that_only_the_call_of_a_module_tells_is_refused() -> None:
     model = build("gpt-oss")
-    for index, module in attention_modules(model).items():
-        module.told = module.sinks
-        if index == 1:
-            module.forward = _hidden(module)
+    module: Any = attention_modules(model)[1]
+    own = module.forward
+    module.forward = lambda *arguments, **named: own(*arguments, **named, softcap=3.0)
     refused(lambda: read(model, IDS, EvictingCache(model, "keydiff")), "with a softmax of its own, wanted a plain one")
-
-
-def _hidden(module: Any) -> Any:
-    """The forward of an attention module whose cap only its call knows."""
-    own = type(module).forward
-    return lambda *arguments, **named: own(module, *arguments, **named, softcap=3.0)
-
-
-def test_plain_weights_are_a_softmax() -> None:
-    logits = states(1, HEADS, GROUP, 5)
-    assert torch.equal(weights(logits), logits.softmax(dim=-1))
-    assert resolve("snapkv").captured == {"queries"}
