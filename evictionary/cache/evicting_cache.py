@@ -59,7 +59,7 @@ class EvictingCache(WatchedCache):
                 if not isinstance(layer, EvictingLayer):
                     cache.layers[index] = copy.deepcopy(full)
                     continue
-                restore_recurrent(layer, recurrent(full), cache.model.dtype)
+                restore_recurrent(layer, recurrent(full), model.dtype)
                 checks.require_whole(full, index, recorded.get(index, {}))
                 layer.update(full.keys, full.values)
                 cache.peak_tokens = max(cache.peak_tokens, layer.longest)

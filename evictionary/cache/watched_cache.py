@@ -33,6 +33,7 @@ class WatchedCache(Cache):
     recorded: dict[int, dict[str, torch.Tensor]]
     padding: torch.Tensor | None  # [B], of the prompt
     counts_padding: bool  # whether the positions of the model count it
+    softmax: dict[int, Softmax]  # of the layers
     _finalizer: Any
     _names: frozenset[str]
     _replaying: bool
