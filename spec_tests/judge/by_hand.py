@@ -235,4 +235,5 @@ def output_slack(impl: Implementation, queries: np.ndarray, keys: np.ndarray, va
     moved = attention_in_parts(queries * (1 + EPSILON[impl.dtype] * signs), keys, values)[0]
     together = FACTOR_OF.get(impl.dtype, FACTOR) * np.abs(moved - output).max()
     each = softmax_slack(impl, weights, logit_errors(impl, queries, keys))
-    return np.asarray(np.sqrt(each**2 @ values**2) + together + rounding(impl) * np.abs(output))
+    added = sum_errors(impl, len(keys), output, weights**2 @ values**2, weights @ np.abs(values))
+    return np.asarray(np.sqrt(each**2 @ values**2) + together + added)

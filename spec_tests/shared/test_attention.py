@@ -200,5 +200,5 @@ def test_no_block_of_the_causal_mask_is_lost(impl, case, last):
     # Exact products, and equal ones where a query looks: rounded logits hide no block. All are negative, so that padding shows.
     keys[:, :, ::17, 0], queries[..., 0] = -2, math.isqrt(case.head_dim)
     expected = causal_weights(queries, keys)
-    slack = rounding(impl, case.length) * np.where(expected > 0, expected, 1e-6 * expected.max())
+    slack = rounding(impl, case.length) * np.maximum(expected, 1e-6 * expected.max())
     near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")
