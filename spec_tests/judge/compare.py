@@ -12,7 +12,7 @@ import numpy as np
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.by_hand import heads_alone
 from evictionary.spec_tests.judge.implementation import Implementation
-from evictionary.spec_tests.judge.tolerance import Allowance, Violation, require_mask, require_numbers
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation, note, require_mask, require_numbers
 
 
 def require(holds: Any, message: str, expected: Any = None, got: Any = None) -> None:
@@ -40,6 +40,7 @@ def near(got: Any, expected: np.ndarray, slack: float | np.ndarray | Allowance, 
     require_numbers(got, expected.shape, what)
     with np.errstate(invalid="ignore"):
         apart = np.where(got == expected, 0, np.abs(got - expected))
+    note((lambda: slack.mean) if isinstance(slack, Allowance) else slack, expected)
     if isinstance(slack, Allowance):
         largest, size = float(apart.max(initial=0)), max(1.0, float(np.abs(expected).max(initial=0)))
         require(slack.covers((largest - 1e-12 * size) / 2, 0), f"{what} differs from the loops by {largest:.3g}", expected, got)

@@ -79,7 +79,7 @@ def test_two_disjoint_caches_merge_exactly(impl, case, seed):
         [impl.allowance("attention.attend", case.queries, cache, pick=pick) for cache in caches] for pick in (0, 1)
     )
     share = 1 / (1 + np.exp(np.diff([each.expected for each in normalisers], axis=0)[0]))
-    moved = share * (1 - share) * np.expm1(min(sum(each.largest for each in normalisers), 50.0))
+    moved = np.minimum(share * (1 - share) * np.expm1(min(sum(each.largest for each in normalisers), 50.0)), 1)
     slack = moved[..., None] * np.abs(outputs[0].expected - outputs[1].expected) + 3 * max(each.largest for each in outputs)
     whole = attention.attend(impl.round(case.queries), compressed(impl, case, np.ones_like(kept)))[0]
     near(merged, whole, slack + 4 * np.finfo(np.float64).eps * np.abs(case.values).max(), "the merged output")
