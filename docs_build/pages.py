@@ -1,12 +1,12 @@
 """Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it writes for."""
 
-import functools
 import inspect
 import itertools
 import json
 import posixpath
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from evictionary.store import table
 from tutorials.build import heading, lessons, question
 
 LAYERS = ("reference", "optimized", "optimized/kernels")
-SOURCES = ("reference", "optimized", "spec_tests")
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
 ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
 
 
@@ -42,16 +42,18 @@ def relative(page: str, target: str) -> str:
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
 
 
-def source_uri(path: str, name: str = "") -> str:
-    """The page that shows a file of the repository, at a function of it."""
-    return f"source/{path.removesuffix('.py')}.md" + (f"#{name}" if name else "")
+def source_url(path: str, name: str = "") -> str:
+    """The address of a file of the repository, at the lines of a function of it."""
+    found = definitions(path)[name] if name else None
+    return f"{REPOSITORY}/blob/main/{path}" + (f"#L{found.first}-L{found.last}" if found else "")
 
 
-def api_uri(definition: Definition) -> str:
-    """The place of a function in the pages of the API, or in its source where the API has no page of it."""
+def api_link(page: str, definition: Definition) -> str:
+    """The link to a function in the pages of the API, or to its source where the API has no page of it."""
     if posixpath.dirname(definition.path) not in LAYERS:
-        return source_uri(definition.path, definition.name)
-    return f"reference/api/{definition.path.removesuffix('.py')}.md#evictionary.{definition.module}.{definition.name}"
+        return source_url(definition.path, definition.name)
+    module = definition.path.removesuffix(".py")
+    return relative(page, f"reference/api/{module}.md#evictionary.{definition.module}.{definition.name}")
 
 
 def escaped(text: str) -> str:
@@ -76,7 +78,7 @@ def _verdict(words: str) -> str:
 
 
 def _named(page: str, found: Iterable[Definition]) -> str:
-    return ", ".join(f"[`{one.name}`]({relative(page, api_uri(one))})" for one in found)
+    return ", ".join(f"[`{one.name}`]({api_link(page, one)})" for one in found)
 
 
 def _fence(code: str) -> str:
@@ -129,7 +131,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "mistake": _mistake,
         "named": _named,
         "relative": relative,
-        "source_uri": source_uri,
+        "source_url": source_url,
     }
     path = Path(__file__).parent / "templates" / f"{template}.md.j2"
     return rendered(path, filters, page=page, **helpers, **content).rstrip("\n")
@@ -137,7 +139,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
 
 def _law_links(page: str, entry: Entry) -> list[str]:
     found = [(law, law_definition(law)) for law in entry.laws]
-    return [f"[{escaped(law.sentence)}]({relative(page, source_uri(at.path, at.name))})" for law, at in found]
+    return [f"[{escaped(law.sentence)}]({source_url(at.path, at.name)})" for law, at in found]
 
 
 def _errata_links(page: str, entry: Entry) -> list[str]:
@@ -147,7 +149,7 @@ def _errata_links(page: str, entry: Entry) -> list[str]:
 def _mistake(page: str, mutant: Mutant) -> str:
     """A planted mistake: a link to its function, or the edits of the right function."""
     if at := mutant_definition(mutant):
-        return f"[{escaped(mutant.misconception)}]({relative(page, source_uri(at.path, at.name))})"
+        return f"[{escaped(mutant.misconception)}]({source_url(at.path, at.name)})"
     edits = [[" ".join(code.split()) for code in edit] for edit in mutant.edits]
     told = (f"<br>`{was}` " + (f"became `{now}`" if now else "left out") for was, now in edits)
     return escaped(mutant.misconception) + "".join(told)
@@ -342,7 +344,7 @@ def signature(page: str, path: str) -> str:
     """The first lines of a function of reference/, up to its docstring, and the first paragraph of that."""
     sentence, head = summary(path)
     found = definitions(f"reference/{path.partition('.')[0]}.py")[path.partition(".")[2]]
-    return f"[`{path}`]({relative(page, api_uri(found))}): {escaped(sentence)}\n\n{_fence(head)}"
+    return f"[`{path}`]({api_link(page, found)}): {escaped(sentence)}\n\n{_fence(head)}"
 
 
 def summary(path: str) -> tuple[str, str]:
@@ -357,7 +359,7 @@ def code(page: str, target: str) -> str:
     path, _, name = target.partition("::")
     if name:
         found = definitions(path)[name]
-        return f"{_fence(found.source)}\n\n[{path}]({relative(page, source_uri(path, name))})" + "{ .from }"
+        return f"{_fence(found.source)}\n\n[{path}]({source_url(path, name)})" + "{ .from }"
     language = {"py": "python"}.get(Path(path).suffix[1:], Path(path).suffix[1:])
     return f"~~~~ {language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n~~~~"
 
@@ -401,7 +403,7 @@ def filled(page: str, markdown: str) -> str:
 
 
 def linked(page: str, markdown: str) -> str:
-    """The page with links added: ids to their equations, tests to their lines, files of the repository to their pages."""
+    """The page with links added: ids to their equations, tests to their lines there, files outside docs/ to the repository."""
     lines, fenced, before = [], "", ""
     for line in markdown.splitlines():
         fence = re.match(r"\s*(`{3,}|~{3,})", line)
@@ -425,41 +427,18 @@ def _linked_line(page: str, line: str) -> str:
                 lambda match: f"[{match[0]}]({link_to(page, match[0])})" if match[0] in entries() else match[0], part
             )
         elif test := re.fullmatch(r"`((?:spec_)?tests/[\w/]+\.py)::(\w+)`", part):
-            path, name = test.groups()
-            if path in source_files():
-                parts[place] = f"[{part}]({relative(page, source_uri(path, name))})"
-        elif file := re.fullmatch(r"(\[[^\]]*\])\((\.\./[^)#]+\.py)\)", part):
+            parts[place] = f"[{part}]({source_url(*test.groups())})"
+        elif file := re.fullmatch(r"(\[[^\]]*\])\((\.\./[^)#]+)\)", part):
             path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), file[2]))
-            parts[place] = f"{file[1]}({relative(page, source_uri(path))})"
+            parts[place] = part if path.startswith("docs/") else f"{file[1]}({source_url(path)})"
     return "".join(parts)
-
-
-@functools.cache
-def source_files() -> tuple[str, ...]:
-    """The Python files that have a page."""
-    return tuple(sorted(str(path.relative_to(ROOT)) for folder in SOURCES for path in (ROOT / folder).rglob("*.py")))
-
-
-def source_page(path: str) -> str:
-    """A file of the repository as a page, cut before each function, so that each has an anchor and a place in the contents."""
-    lines = (ROOT / path).read_text(encoding="utf-8").rstrip().splitlines()
-    starts = {found.first: name for name, found in definitions(path).items()}
-    cuts = sorted({1, *starts, len(lines) + 1})
-    text = ["---", "search:", "  exclude: true", "---", f"# {escaped(path)}", ""]
-    for first, after in itertools.pairwise(cuts):
-        if first in starts:
-            text += [f"## {escaped(starts[first])} {{ #{starts[first]} .source }}", ""]
-        piece = "\n".join(lines[first - 1 : after - 1]).rstrip()
-        text += [f'~~~~ {{ .python linenums="{first}" }}', piece, "~~~~", ""]
-    return "\n".join(text)
 
 
 def api_pages() -> dict[str, str]:
     """A page for each module of the three layers, for mkdocstrings to fill."""
-    return {
-        f"reference/api/{folder}/{path.stem}.md": f"# {folder}/{path.name}\n\n::: {module}.{path.stem}\n"
-        for folder in LAYERS
-        for module in ["evictionary." + folder.replace("/", ".")]
-        for path in sorted((ROOT / folder).glob("*.py"))
-        if path.stem != "__init__"
-    }
+    paths = [path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
+    found = {}
+    for path in (each.relative_to(ROOT).as_posix() for each in paths):
+        module = "evictionary." + path.removesuffix(".py").replace("/", ".")
+        found[f"reference/api/{path.removesuffix('.py')}.md"] = f"# {path}\n\n[Source]({source_url(path)})\n\n::: {module}\n"
+    return found

@@ -51,7 +51,7 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         "../reference/api/reference/keydiff.md#evictionary.reference.keydiff.score",
         "../reference/api/optimized/keydiff.md#evictionary.optimized.keydiff.score",
         "../reference/api/optimized/kernels/keydiff.md#evictionary.optimized.kernels.keydiff.score",
-        "../source/spec_tests/keydiff/test_keydiff.md#test_rescaling_each_key_changes_nothing",
+        f"{pages.REPOSITORY}/blob/main/spec_tests/keydiff/test_keydiff.py#L",
         "mean taken before normalising",
         "return -cosine(keys, anchor(keys))",
     ):
@@ -192,26 +192,18 @@ def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() 
         assert all(int(number.replace(",", "")) == rows for number in told), page.name
 
 
-def test_a_source_page_holds_the_file_and_an_anchor_for_each_function() -> None:
-    path = "spec_tests/knorm/test_knorm.py"
-    text = pages.source_page(path)
-    code = "\n".join(re.findall(r"^~~~~ .*?\n(.*?)^~~~~$", text, flags=re.DOTALL | re.MULTILINE))
-    original = (site.ROOT / path).read_text(encoding="utf-8")
-    assert re.sub(r"\n+", "\n", code) == re.sub(r"\n+", "\n", original)
-    assert all(f"{{ #{name} .source }}" in text for name in site.definitions(path))
-
-
 def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
     text = pages.linked(
         "tolerance.md",
         "See KD-8, `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
-        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../spec_tests/law.py) UTF-8",
+        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../README.md) [a page](../docs/a.md) UTF-8",
     )
+    law = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]
     assert text == (
         "See [KD-8](methods/keydiff.md#kd-8), `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
         "[`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm`]"
-        "(source/spec_tests/knorm/test_knorm.md#test_score_is_minus_the_norm) "
-        "[a file](source/spec_tests/law.md) UTF-8\n"
+        f"({pages.REPOSITORY}/blob/main/spec_tests/knorm/test_knorm.py#L{law.first}-L{law.last}) "
+        f"[a file]({pages.REPOSITORY}/blob/main/README.md) [a page](../docs/a.md) UTF-8\n"
     )
 
 
@@ -248,7 +240,10 @@ def test_the_navigation_names_what_exists() -> None:
 def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
     settings = (site.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "font: false" in settings
-    assert "repo_url" not in settings  # the theme would ask the host of the repository for its stars
+    assert f"repo_url: {pages.REPOSITORY}\n" in settings
+    # the theme would ask the host of the repository for its stars
+    html = hooks.on_post_page('<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>')
+    assert html == "<a >\na\n</a><article> data-md-component\n </article>"
     for path in re.findall(r"- (assets/\S+|stylesheets/\S+)", settings):
         assert (DOCS / path).exists(), path
     style = (DOCS / "assets/vendor/katex/katex.min.css").read_text(encoding="utf-8")
