@@ -21,8 +21,6 @@ from evictionary.spec_tests.verdict.coverage import functions, ids_of
 ROOT = Path(__file__).parent.parent
 
 SHARED = ("shared", "rope", "memory")
-# Corrections of a method's output: they have a page, and select no tokens.
-CORRECTIONS = ("momentkv_bounded",)
 
 
 def _page(stem: str) -> str:

@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from docs_build import pages
+from docs_build import charts, figures, pages
 from docs_build.entries import PAGES, ROOT
 from evictionary.spec_tests.verdict import coverage
 from tutorials.build import LessonError, built, is_built, lessons
@@ -25,10 +25,14 @@ log = logging.getLogger("mkdocs.hooks.lessons")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the coverage page, and a page for each module (the API) and each lesson."""
+    """Add the coverage page, the pictures of methods and results, and a page for each module (the API) and each lesson."""
     files.append(File.generated(config, "coverage.md", content=coverage.page()))
     for uri, content in pages.api_pages().items():
         files.append(File.generated(config, uri, content=content))
+    for name, picture in figures.strips(figures.stored()).items():
+        files.append(File.generated(config, f"images/kept_{name}.png", content=picture))
+    for name, chart in charts.CHARTS.items():
+        files.append(File.generated(config, f"images/results_{name}.svg", content=chart.svg()))
     for folder in lesson_folders():
         for path in sorted(folder.rglob("*.*")):
             files.append(File.generated(config, f"lessons/{path.relative_to(folder).as_posix()}", abs_src_path=str(path)))

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from docs_build.charts import CHARTS, RATIOS, at_ratios
 from docs_build.entries import (
-    CORRECTIONS,
     PAGES,
     ROOT,
-    SHARED,
     Definition,
     Entry,
     definitions,
@@ -27,11 +26,15 @@ from docs_build.entries import (
 )
 from evictionary.evaluation import study
 from evictionary.evaluation.pages import markdown as rendered
-from evictionary.methods.resolve import MOMENTS
+from evictionary.methods import catalogue
+from evictionary.methods.resolve import MOMENTS, resolve
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.store import table
 from tutorials.build import heading, lessons, question
 
+PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
+# Inputs of a method that say how much to keep, and nothing of the text.
+NOT_READ = {"budget", "keep_ratio", "moments", "query"}
 LAYERS = ("reference", "optimized", "optimized/kernels")
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
 ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
@@ -160,30 +163,58 @@ def _is_program(definition: Definition) -> bool:
     return "@triton.jit" in definition.source
 
 
-def method_table(page: str) -> str:
-    """A table of every method in reference/: its description, its inputs, its page."""
+def gallery(page: str) -> str:
+    """A card for each method: what it keeps of a text, its name and its idea; the five papers first."""
+    cards = []
+    for stem in methods():
+        title, _, sentence = _module_says(stem).partition(": ")
+        strip, target = relative(page, f"images/kept_{stem}.png"), relative(page, PAGES[stem])
+        name = title.partition(" (")[0].partition(",")[0]
+        cards.append(
+            f"-   [![The tokens that {name} keeps]({strip}){{ .strip }}]({target})\n\n    **[{name}]({target})** {sentence}"
+        )
+    return '<div class="grid cards" markdown>\n\n' + "\n\n".join(cards) + "\n\n</div>"
+
+
+def methods() -> list[str]:
+    """The methods of the dictionary, those of the five papers first."""
+    return sorted(catalogue.names(), key=lambda name: (name not in PAPERS, name))
+
+
+def compared(page: str) -> str:
+    """A table of the methods: what they need, what they cost and how good they are, from the catalogue and the stored results."""
+    time = {row["method"]: row["share_of_prefill"] for row in CHARTS["speed"].data["compression"]}
+    memory = CHARTS["against_kvpress"].data["methods"]["float32"]["4096"]
+    cost = {row["method"]: row for row in CHARTS["finals"].data["rows"] if row["ratio"] == 0.5}
     rows = []
-    for stem in sorted(set(PAGES) - {*SHARED, *CORRECTIONS}, key=lambda stem: (PAGES[stem] == "methods/baselines.md", stem)):
-        found = definitions(f"reference/{stem}.py")
-        seam = found.get("select") or found.get("score") or next(iter(found.values()))
-        module = (ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").split('"""')[1]
-        title, _, sentence = _first_paragraph(module).partition(": ")
-        arguments = re.match(r"def \w+\(\s*(.*?)\)", seam.source, re.DOTALL)
-        names = re.findall(r"(\w+):", (arguments.group(1) if arguments else "").partition("*")[0])
-        shown = f"[{title.partition(' (')[0].partition(',')[0]}]({relative(page, PAGES[stem])})"
-        rows.append((shown, sentence, ", ".join(f"`{name}`" for name in names)))
-    return table(["method", "what it does", "reads"], rows)
+    for name in methods():
+        method, row = resolve(name), cost[name]
+        given = {each.removeprefix("replay_").replace("_", " ") for each in method.captured} - {"keys"}
+        rows.append(
+            (
+                f"[`{name}`]({relative(page, PAGES[name])})",
+                escaped(", ".join(sorted(method.reads - NOT_READ))),
+                "yes" if catalogue.REPLAYED & method.reads else "",
+                "yes" if "own_budget" in method.traits else "",
+                f"with its {' and '.join(sorted(given))}" if given else "yes",
+                f"{memory[name]['ours_bytes'] / 2**20:.1f}" if name in memory else "",
+                f"{time[name]:.1%}",
+                f"{row['cost']:.3f}",
+                *(f"{end:.3f}" for end in row["interval"]),
+            )
+        )
+    head = ["method", "reads", "second pass", "own budget", "fused attention", "memory, MiB", "time", "cost", "from", "to"]
+    return table(head, rows, "lllllrrrrr")
 
 
 def counts(page: str) -> str:
-    """The numbers of requirements, functions, laws and planted mistakes, in a few sentences."""
+    """The numbers of requirements, functions, laws and planted mistakes, in a sentence."""
     found = entries().values()
     laws, mutants = sum(len(entry.laws) for entry in found), sum(len(entry.mutants) for entry in found)
     functions = len({one for entry in found for one in entry.reference})
     return (
-        f"There are {len(found)} requirements, the equations and claims of the papers and of the methods they compare with; "
-        f"{functions} functions of mathematics that compute them; {laws} laws, which judge any implementation; and {mutants} "
-        "planted mistakes, wrong implementations that test the laws."
+        f"There are {len(found)} equations and claims, {functions} reference functions, {laws} laws that can test any "
+        f"implementation, and {mutants} planted mistakes: deliberately wrong implementations that test the laws."
     )
 
 
@@ -219,18 +250,25 @@ def measured(page: str, stem: str) -> str:
 
 
 def retrieved(page: str, stem: str) -> str:
-    """A table of the retrieval results of the small model with a method, its compositions, and random eviction."""
-    result = json.loads((ROOT / "benchmarks" / "results" / "retrieval.json").read_text(encoding="utf-8"))
-    # A method with its own budget has the same numbers for every requested ratio: they are shown once.
-    rows: dict[str, dict[tuple[str, str, str], None]] = {}
-    for row in result["rows"]:
-        if row["method"].partition("+")[0] in (stem, "random"):
-            found = row["summary"]
-            removed = f"{1 - found['bytes_after'] / found['bytes_before']:.0%}"
-            rows.setdefault(found["label"], {})[removed, str(found["right"]), f"{found['error']:.1f}"] = None
+    """A table of the retrieval results of the small model with a method, its compositions and random eviction, or with `all`."""
+    result = CHARTS["retrieval"].data
+    rows = []
+    for label, summaries in at_ratios(result).items():
+        if stem in ("all", re.split(r"[+ ]", label)[0]) or label == "random":
+            removed = {f"{1 - each['bytes_after'] / each['bytes_before']:.0%}" for each in summaries}
+            name = escaped(label) + (f", removes {removed.pop()}" if len(removed) == 1 else "")
+            rows.append((name, *(each["right"] for each in summaries), *(f"{each['error']:.1f}" for each in summaries)))
     first = result["rows"][0]["summary"]
-    columns = {label: list(zip(*summaries, strict=True)) for label, summaries in rows.items()}
-    return _rendered("retrieved", page, tokens=first["tokens_before"], prompts=first["of"], date=result["date"], rows=columns)
+    head = ["method", *(f"{what} {ratio:.0%}" for what in ("found at", "moved at") for ratio in RATIOS)]
+    shown = table(head, rows, "lrrrrrr")
+    return _rendered("retrieved", page, tokens=first["tokens_before"], prompts=first["of"], date=result["date"], table=shown)
+
+
+def chart(page: str, name: str) -> str:
+    """A chart of the stored results, its data and the command that measures them."""
+    found = CHARTS[name]
+    picture = f"![{found.sentence}]({relative(page, f'images/results_{name}.svg')})"
+    return f"{picture}\n\n{found.sentence} Data: [{found.stored}]({source_url(found.stored)}), measured by `{found.command}`."
 
 
 def studied(page: str, part: str) -> str:
@@ -336,6 +374,11 @@ def kills(page: str, identifiers: str) -> str:
     return _rendered("kills", page, found=found) + "\n"
 
 
+def _module_says(stem: str) -> str:
+    """The first paragraph of a file of reference/."""
+    return _first_paragraph((ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").split('"""')[1])
+
+
 def _first_paragraph(docstring: str) -> str:
     return inspect.cleandoc(docstring).partition("\n\n")[0].replace("\n", " ")
 
@@ -367,7 +410,8 @@ def code(page: str, target: str) -> str:
 MARKERS: dict[str, Callable[..., str]] = {
     "overview": overview,
     "equations": equations,
-    "methods": method_table,
+    "gallery": gallery,
+    "compared": compared,
     "counts": counts,
     "errata": errata_list,
     "lessons": lesson_table,
@@ -378,6 +422,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "head_map": head_map,
     "retrieved": retrieved,
     "studied": studied,
+    "chart": chart,
     "signature": signature,
     "code": code,
     "compiled": compiled,

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from docs_build import charts, figures, hooks, judging, kills, pages
 from docs_build import entries as site
-from docs_build import hooks, judging, kills, pages
 from docs_build.running import said
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS
@@ -172,11 +172,13 @@ def test_the_page_on_judging_is_what_its_programs_are_told_today() -> None:
     assert judging.written(REPORTS) == REPORTS
 
 
-def test_every_method_is_in_the_table_and_has_a_page() -> None:
-    table = pages.method_table("index.md")
+def test_every_method_is_in_the_gallery_and_in_the_comparison_and_has_a_page() -> None:
     methods = [stem for stem in STEMS if "METHOD = " in (site.ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8")]
     assert [stem for stem in methods if stem not in site.PAGES] == []
-    assert table.count("\n") + 1 == 2 + len(methods) + 2  # a head of two lines, and two allocators
+    cards, table = pages.gallery("methods/index.md"), pages.compared("methods/index.md")
+    assert set(methods) <= set(figures.strips(figures.stored()))
+    assert all(f"(../images/kept_{stem}.png)" in cards and f"| [`{stem}`](" in table for stem in methods)
+    assert "| [`kvzip`](kvzip.md) | keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | 145.1% |" in table
 
 
 def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() -> None:
@@ -248,6 +250,23 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
         assert (DOCS / path).exists(), path
     style = (DOCS / "assets/vendor/katex/katex.min.css").read_text(encoding="utf-8")
     assert all((DOCS / "assets/vendor/katex" / Path(font)).exists() for font in re.findall(r"url\((fonts/\S+?\.woff2)\)", style))
+
+
+@pytest.mark.parametrize("name", charts.CHARTS)
+def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: str) -> None:
+    chart, page = charts.CHARTS[name], (DOCS / "results.md").read_text(encoding="utf-8")
+    told = pages.filled("results.md", page)
+    assert f"(images/results_{name}.svg)" in told and f"/{chart.stored})" in told and f"`{chart.command}`" in told
+    svg = chart.svg().decode()
+    assert svg == chart.svg().decode()
+    assert "keydiff" in svg
+
+
+def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
+    told = pages.retrieved("retrieval.md", "all")
+    assert "| keydiff+moments | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |" in told
+    assert "| gvote, removes 64% | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |" in told  # a budget of its own: the same at every size
+    assert told.count("\n| ") == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
 
 
 def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
