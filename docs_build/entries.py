@@ -24,11 +24,13 @@ SHARED = ("shared", "rope", "memory")
 
 
 def _page(stem: str) -> str:
-    own = f"methods/{stem}.md"
-    return "reference/shared_rules.md" if stem in SHARED else own if (ROOT / "docs" / own).exists() else "methods/baselines.md"
+    own = (
+        f"methods/{name}.md" for name in (f"{stem}_equations", stem, "baselines") if (ROOT / "docs/methods" / f"{name}.md").exists()
+    )
+    return "reference/shared_rules.md" if stem in SHARED else next(own)
 
 
-# The page of each file of requirements: its own, if there is one.
+# The page with the equations of each file of requirements: its own, if there is one.
 PAGES = {path.parent.name: _page(path.parent.name) for path in sorted((ROOT / "spec_tests").glob("*/requirements.toml"))}
 
 

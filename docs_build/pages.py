@@ -168,12 +168,44 @@ def gallery(page: str) -> str:
     cards = []
     for stem in methods():
         title, _, sentence = _module_says(stem).partition(": ")
-        strip, target = relative(page, f"images/kept_{stem}.png"), relative(page, PAGES[stem])
+        strip, target = relative(page, f"images/kept_{stem}.png"), relative(page, page_of(stem))
         name = title.partition(" (")[0].partition(",")[0]
         cards.append(
             f"-   [![The tokens that {name} keeps]({strip}){{ .strip }}]({target})\n\n    **[{name}]({target})** {sentence}"
         )
     return '<div class="grid cards" markdown>\n\n' + "\n\n".join(cards) + "\n\n</div>"
+
+
+def page_of(stem: str) -> str:
+    """The page of a method."""
+    return PAGES[stem].replace("_equations", "")
+
+
+def kept(page: str, stem: str) -> str:
+    """The picture of what a method keeps, as in the gallery."""
+    strip, gallery = relative(page, f"images/kept_{stem}.png"), relative(page, "methods/index.md#gallery")
+    caption = f"*What it keeps at half of the cache: [the gallery]({gallery}) explains it.*"
+    return f"![The tokens that the method keeps]({strip}){{ .strip }}\n\n{caption}"
+
+
+def run(page: str, stem: str) -> str:
+    """The lines that run a method, in Python and in a terminal."""
+    return f"""```python
+from evictionary import EvictingCache
+from evictionary.models.load import load
+
+model, tokenizer = load("embedded")
+inputs = tokenizer(open("book.txt").read(), return_tensors="pt")
+cache = EvictingCache(model, method="{stem}", compression_ratio=0.5)
+print(tokenizer.decode(model.generate(**inputs, past_key_values=cache, max_new_tokens=20)[0]))
+```
+
+Or in a terminal: `evictionary run --prompt-file book.txt --question "Who wrote it?" --method {stem} --compression-ratio 0.5`."""
+
+
+def ids(page: str, stem: str) -> str:
+    """The ids of a paper, each a link to its card, and the place of old links to it."""
+    return " ".join(f"[{entry.requirement.id}]({link_to(page, entry.requirement.id)}){{ #{entry.anchor} }}" for entry in _of(stem))
 
 
 def methods() -> list[str]:
@@ -192,7 +224,7 @@ def compared(page: str) -> str:
         given = {each.removeprefix("replay_").replace("_", " ") for each in method.captured} - {"keys"}
         rows.append(
             (
-                f"[`{name}`]({relative(page, PAGES[name])})",
+                f"[`{name}`]({relative(page, page_of(name))})",
                 escaped(", ".join(sorted(method.reads - NOT_READ))),
                 "yes" if catalogue.REPLAYED & method.reads else "",
                 "yes" if "own_budget" in method.traits else "",
@@ -411,6 +443,9 @@ MARKERS: dict[str, Callable[..., str]] = {
     "overview": overview,
     "equations": equations,
     "gallery": gallery,
+    "kept": kept,
+    "run": run,
+    "ids": ids,
     "compared": compared,
     "counts": counts,
     "errata": errata_list,
