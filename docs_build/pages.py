@@ -33,6 +33,7 @@ from evictionary.store import table
 from tutorials.build import heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
+METHODS = (*PAPERS, *(name for name in catalogue.names() if name not in PAPERS))
 # Inputs of a method that say how much to keep, and nothing of the text.
 NOT_READ = {"budget", "keep_ratio", "moments", "query"}
 LAYERS = ("reference", "optimized", "optimized/kernels")
@@ -166,12 +167,12 @@ def _is_program(definition: Definition) -> bool:
 def gallery(page: str) -> str:
     """A card for each method: what it keeps of a text, its name and its idea; the five papers first."""
     cards = []
-    for stem in methods():
-        title, _, sentence = _module_says(stem).partition(": ")
+    for stem in METHODS:
+        module = catalogue.definition(stem)
+        name, idea = re.split(r" ?[(,:]", module.__doc__ or "")[0], catalogue.description(module)
         strip, target = relative(page, f"images/kept_{stem}.png"), relative(page, page_of(stem))
-        name = title.partition(" (")[0].partition(",")[0]
         cards.append(
-            f"-   [![The tokens that {name} keeps]({strip}){{ .strip }}]({target})\n\n    **[{name}]({target})** {sentence}"
+            f"-   [![The tokens that {name} keeps]({strip}){{ .strip }}]({target})\n\n    **[{name}]({target})** {escaped(idea)}."
         )
     return '<div class="grid cards" markdown>\n\n' + "\n\n".join(cards) + "\n\n</div>"
 
@@ -208,18 +209,13 @@ def ids(page: str, stem: str) -> str:
     return " ".join(f"[{entry.requirement.id}]({link_to(page, entry.requirement.id)}){{ #{entry.anchor} }}" for entry in _of(stem))
 
 
-def methods() -> list[str]:
-    """The methods of the dictionary, those of the five papers first."""
-    return sorted(catalogue.names(), key=lambda name: (name not in PAPERS, name))
-
-
 def compared(page: str) -> str:
     """A table of the methods: what they need, what they cost and how good they are, from the catalogue and the stored results."""
     time = {row["method"]: row["share_of_prefill"] for row in CHARTS["speed"].data["compression"]}
     memory = CHARTS["against_kvpress"].data["methods"]["float32"]["4096"]
     cost = {row["method"]: row for row in CHARTS["finals"].data["rows"] if row["ratio"] == 0.5}
     rows = []
-    for name in methods():
+    for name in METHODS:
         method, row = resolve(name), cost[name]
         given = {each.removeprefix("replay_").replace("_", " ") for each in method.captured} - {"keys"}
         rows.append(
@@ -299,8 +295,9 @@ def retrieved(page: str, stem: str) -> str:
 def chart(page: str, name: str) -> str:
     """A chart of the stored results, its data and the command that measures them."""
     found = CHARTS[name]
-    picture = f"![{found.sentence}]({relative(page, f'images/results_{name}.svg')})"
-    return f"{picture}\n\n{found.sentence} Data: [{found.stored}]({source_url(found.stored)}), measured by `{found.command}`."
+    picture, data = relative(page, f"images/results_{name}.svg"), source_url(found.stored)
+    told = found.draw.__doc__
+    return f"![{told}]({picture})\n\n{told} Data: [{found.stored}]({data}), measured by `{found.command}`."
 
 
 def studied(page: str, part: str) -> str:
@@ -404,11 +401,6 @@ def kills(page: str, identifiers: str) -> str:
         killed = {*measured[identifier]["killed"], *own}
         found[identifier] = ([planted[name] for name in sorted(killed)], len(set(measured[identifier]["not_seen"]) - killed))
     return _rendered("kills", page, found=found) + "\n"
-
-
-def _module_says(stem: str) -> str:
-    """The first paragraph of a file of reference/."""
-    return _first_paragraph((ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").split('"""')[1])
 
 
 def _first_paragraph(docstring: str) -> str:
