@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from docs_build.charts import CHARTS, RATIOS, at_ratios
+import typer
+
+from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
     ROOT,
@@ -24,18 +26,18 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
+from evictionary.cli.app import app
 from evictionary.evaluation import study
 from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods import catalogue
-from evictionary.methods.resolve import MOMENTS, resolve
+from evictionary.methods.resolve import resolve
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.store import table
 from tutorials.build import heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
 METHODS = (*PAPERS, *(name for name in catalogue.names() if name not in PAPERS))
-# Inputs of a method that say how much to keep, and nothing of the text.
-NOT_READ = {"budget", "keep_ratio", "moments", "query"}
+TEMPLATES = Path(__file__).parent / "templates"
 LAYERS = ("reference", "optimized", "optimized/kernels")
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
 ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
@@ -98,11 +100,6 @@ def _is_equation(entry: Entry) -> bool:
     return bool(entry.formula or entry.reference or not entry.requirement.where)
 
 
-def overview(page: str, stems: str) -> str:
-    """A table of the equations: id, name, function, kernel, number of laws and planted mistakes, verdict."""
-    return _rendered("overview", page, entries=filter(_is_equation, _of(stems)))
-
-
 def equations(page: str, stems: str) -> str:
     """A card for each equation, and a table of the claims that have no function."""
     cards = [entry for entry in _of(stems) if _is_equation(entry)]
@@ -127,18 +124,32 @@ def equations(page: str, stems: str) -> str:
 
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
-    filters = {"escaped": escaped, "sentence": _sentence, "verdict": _verdict}
+    filters = {"escaped": escaped, "interval": study.with_interval, "sentence": _sentence, "verdict": _verdict}
     helpers = {
+        "at_ratios": at_ratios,
+        "cards": lambda stems: filter(_is_equation, _of(stems)),
+        "charts": CHARTS,
+        "commands": typer.main.get_command(app).commands,
+        "method": catalogue.definition,
+        "methods": METHODS,
+        "page_of": page_of,
+        "question": question,
+        "requirements": _of,
+        "resolve": resolve,
+        "entries": entries(),
         "errata_links": _errata_links,
+        "fence": _fence,
+        "heading": heading,
+        "law_definition": law_definition,
         "law_links": _law_links,
+        "lessons": lessons(),
         "link_to": link_to,
         "mistake": _mistake,
         "named": _named,
         "relative": relative,
         "source_url": source_url,
     }
-    path = Path(__file__).parent / "templates" / f"{template}.md.j2"
-    return rendered(path, filters, page=page, **helpers, **content).rstrip("\n")
+    return rendered(TEMPLATES / f"{template}.md.j2", filters, page=page, **helpers | content).rstrip("\n")
 
 
 def _law_links(page: str, entry: Entry) -> list[str]:
@@ -164,92 +175,9 @@ def _is_program(definition: Definition) -> bool:
     return "@triton.jit" in definition.source
 
 
-def gallery(page: str) -> str:
-    """A card for each method: what it keeps of a text, its name and its idea; the five papers first."""
-    cards = []
-    for stem in METHODS:
-        module = catalogue.definition(stem)
-        name, idea = re.split(r" ?[(,:]", module.__doc__ or "")[0], catalogue.description(module)
-        strip, target = relative(page, f"images/kept_{stem}.png"), relative(page, page_of(stem))
-        cards.append(
-            f"-   [![The tokens that {name} keeps]({strip}){{ .strip }}]({target})\n\n    **[{name}]({target})** {escaped(idea)}."
-        )
-    return '<div class="grid cards" markdown>\n\n' + "\n\n".join(cards) + "\n\n</div>"
-
-
 def page_of(stem: str) -> str:
     """The page of a method."""
     return PAGES[stem].replace("_equations", "")
-
-
-def kept(page: str, stem: str) -> str:
-    """The picture of what a method keeps, as in the gallery."""
-    strip, gallery = relative(page, f"images/kept_{stem}.png"), relative(page, "methods/index.md#gallery")
-    caption = f"*What it keeps at half of the cache: [the gallery]({gallery}) explains it.*"
-    return f"![The tokens that the method keeps]({strip}){{ .strip }}\n\n{caption}"
-
-
-def run(page: str, stem: str) -> str:
-    """The lines that run a method, in Python and in a terminal."""
-    return f"""```python
-from evictionary import EvictingCache
-from evictionary.models.load import load
-
-model, tokenizer = load("embedded")
-inputs = tokenizer(open("book.txt").read(), return_tensors="pt")
-cache = EvictingCache(model, method="{stem}", compression_ratio=0.5)
-print(tokenizer.decode(model.generate(**inputs, past_key_values=cache, max_new_tokens=20)[0]))
-```
-
-Or in a terminal: `evictionary run --prompt-file book.txt --question "Who wrote it?" --method {stem} --compression-ratio 0.5`."""
-
-
-def ids(page: str, stem: str) -> str:
-    """The ids of a paper, each a link to its card, and the place of old links to it."""
-    return " ".join(f"[{entry.requirement.id}]({link_to(page, entry.requirement.id)}){{ #{entry.anchor} }}" for entry in _of(stem))
-
-
-def compared(page: str) -> str:
-    """A table of the methods: what they need, what they cost and how good they are, from the catalogue and the stored results."""
-    time = {row["method"]: row["share_of_prefill"] for row in CHARTS["speed"].data["compression"]}
-    memory = CHARTS["against_kvpress"].data["methods"]["float32"]["4096"]
-    cost = {row["method"]: row for row in CHARTS["finals"].data["rows"] if row["ratio"] == 0.5}
-    rows = []
-    for name in METHODS:
-        method, row = resolve(name), cost[name]
-        given = {each.removeprefix("replay_").replace("_", " ") for each in method.captured} - {"keys"}
-        rows.append(
-            (
-                f"[`{name}`]({relative(page, page_of(name))})",
-                escaped(", ".join(sorted(method.reads - NOT_READ))),
-                "yes" if catalogue.REPLAYED & method.reads else "",
-                "yes" if "own_budget" in method.traits else "",
-                f"with its {' and '.join(sorted(given))}" if given else "yes",
-                f"{memory[name]['ours_bytes'] / 2**20:.1f}" if name in memory else "",
-                f"{time[name]:.1%}",
-                f"{row['cost']:.3f}",
-                *(f"{end:.3f}" for end in row["interval"]),
-            )
-        )
-    head = ["method", "reads", "second pass", "own budget", "fused attention", "memory, MiB", "time", "cost", "from", "to"]
-    return table(head, rows, "lllllrrrrr")
-
-
-def counts(page: str) -> str:
-    """The numbers of requirements, functions, laws and planted mistakes, in a sentence."""
-    found = entries().values()
-    laws, mutants = sum(len(entry.laws) for entry in found), sum(len(entry.mutants) for entry in found)
-    functions = len({one for entry in found for one in entry.reference})
-    return (
-        f"There are {len(found)} equations and claims, {functions} reference functions, {laws} laws that can test any "
-        f"implementation, and {mutants} planted mistakes: deliberately wrong implementations that test the laws."
-    )
-
-
-def lesson_table(page: str) -> str:
-    """A table of the lessons and their questions."""
-    rows = ((f"[{heading(lesson)}]({relative(page, f'lessons/{lesson.stem}.md')})", question(lesson)) for lesson in lessons())
-    return table(["lesson", "question"], rows)
 
 
 def errata_list(page: str, stem: str) -> str:
@@ -277,29 +205,6 @@ def measured(page: str, stem: str) -> str:
     return _rendered("measured", page, paper=papers[0], date=result["date"], link=link, command=command)
 
 
-def retrieved(page: str, stem: str) -> str:
-    """A table of the retrieval results of the small model with a method, its compositions and random eviction, or with `all`."""
-    result = CHARTS["retrieval"].data
-    rows = []
-    for label, summaries in at_ratios(result).items():
-        if stem in ("all", re.split(r"[+ ]", label)[0]) or label == "random":
-            removed = {f"{1 - each['bytes_after'] / each['bytes_before']:.0%}" for each in summaries}
-            name = escaped(label) + (f", removes {removed.pop()}" if len(removed) == 1 else "")
-            rows.append((name, *(each["right"] for each in summaries), *(f"{each['error']:.1f}" for each in summaries)))
-    first = result["rows"][0]["summary"]
-    head = ["method", *(f"{what} {ratio:.0%}" for what in ("found at", "moved at") for ratio in RATIOS)]
-    shown = table(head, rows, "lrrrrrr")
-    return _rendered("retrieved", page, tokens=first["tokens_before"], prompts=first["of"], date=result["date"], table=shown)
-
-
-def chart(page: str, name: str) -> str:
-    """A chart of the stored results, its data and the command that measures them."""
-    found = CHARTS[name]
-    picture, data = relative(page, f"images/results_{name}.svg"), source_url(found.stored)
-    told = found.draw.__doc__
-    return f"![{told}]({picture})\n\n{told} Data: [{found.stored}]({data}), measured by `{found.command}`."
-
-
 def studied(page: str, part: str) -> str:
     """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two also of `finals.` and
     `pyramid.`, the final with PyramidKV's division.
@@ -307,38 +212,8 @@ def studied(page: str, part: str) -> str:
     found = json.loads(study.STORED.read_text(encoding="utf-8"))
     summary, dot, part = part.rpartition(".")
     found = found[summary] if dot else found
-    return {"recommended": _recommended, "corrected": _corrected, "effects": _effects, "table": study.markdown}[part](found)
-
-
-def _recommended(found: study.Summary) -> str:
-    rows = []
-    for entry in found["recommended"]:
-        names = ", ".join(f"`{name}`" for name in entry["as_good"]) or "none"
-        cost = study.with_interval(entry["cost"], entry)
-        prompts = sum(entry["prompts"].values())
-        rows.append((f"{entry['ratio']:.0%}", prompts, f"`{entry['method']}`", cost, f"{entry['exact']:.0%}", names))
-    head = ["removed", "prompts", "least cost", "nats a token", "exact", "not to be told from it"]
-    return table(head, rows, "rrlrrl")
-
-
-def _corrected(found: study.Summary) -> str:
-    """What MomentKV's correction changes behind each selection of the final, with one size for all heads and with AdaKV."""
     cost = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
-    ratios = sorted({ratio for _, ratio in cost})
-    selections = dict.fromkeys(row["method"].partition("+")[0] for row in found["finals"]["rows"])
-    names = (f"{selection}{allocator}" for selection in selections for allocator in ("", "+ada_kv"))
-    rows = [
-        [f"`{name}`", *(f"{cost[name, ratio]:.3f} to {cost[f'{name}+{MOMENTS}', ratio]:.3f}" for ratio in ratios)] for name in names
-    ]
-    return table(["selection", *(f"{ratio:.0%} removed" for ratio in ratios)], rows, "lr")
-
-
-def _effects(found: study.Summary) -> str:
-    rows = []
-    for effect in found["effects"]:
-        change = study.with_interval(effect["change"], effect, "+")
-        rows.append((f"`{effect['addition']}`", f"{effect['ratio']:.0%}", change, f"{effect['better']} of {effect['of']}"))
-    return table(["addition", "removed", "change of the cost, nats a token", "better in"], rows, "lr")
+    return study.markdown(found) if part == "table" else _rendered(f"studied_{part}", page, found=found, cost=cost)
 
 
 def head_map(page: str, stored: str) -> str:
@@ -373,22 +248,6 @@ def compiled(page: str) -> str:
 
 def _change(before: int | None, now: int | str) -> str:
     return str(now) if before in (None, now) else f"{before} → {now}"
-
-
-def formulas(page: str, identifiers: str) -> str:
-    """The typeset equations of some requirements, each with the link to its card."""
-    found = [entries()[identifier] for identifier in identifiers.split(", ")]
-    return "\n".join(
-        f"$$\n{entry.formula}\n$$\n\n[{entry.requirement.id} · {escaped(entry.name)}]"
-        f"({link_to(page, entry.requirement.id)}){{ .from }}\n"
-        for entry in found
-    )
-
-
-def laws(page: str, identifiers: str) -> str:
-    """The laws of some requirements, each with its file, its sentence and, folded, its source."""
-    found = [(law, law_definition(law)) for identifier in identifiers.split(", ") for law in entries()[identifier].laws]
-    return _rendered("laws", page, found=found, fence=_fence) + "\n"
 
 
 def kills(page: str, identifiers: str) -> str:
@@ -431,28 +290,24 @@ def code(page: str, target: str) -> str:
     return f"~~~~ {language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n~~~~"
 
 
+def included(page: str, path: str) -> str:
+    """A page of the repository, with its links as they are from the folder docs/."""
+    text = (ROOT / path).read_text(encoding="utf-8").rstrip()
+    return re.sub(r"\]\((?!https?:|#)(docs/)?", lambda match: "](" if match[1] else "](../", text)
+
+
+# Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
-    "overview": overview,
     "equations": equations,
-    "gallery": gallery,
-    "kept": kept,
-    "run": run,
-    "ids": ids,
-    "compared": compared,
-    "counts": counts,
     "errata": errata_list,
-    "lessons": lesson_table,
-    "formulas": formulas,
     "kills": kills,
-    "laws": laws,
     "measured": measured,
     "head_map": head_map,
-    "retrieved": retrieved,
     "studied": studied,
-    "chart": chart,
     "signature": signature,
     "code": code,
     "compiled": compiled,
+    "included": included,
 }
 
 
@@ -464,10 +319,12 @@ def filled(page: str, markdown: str) -> str:
     """
 
     def fill(match: re.Match[str]) -> str:
-        return textwrap.indent(MARKERS[match["name"]](page, *([match["argument"]] if match["argument"] else [])), match["indent"])
+        written = MARKERS.get(match["name"], lambda page, of="": _rendered(match["name"], page, of=of))
+        return textwrap.indent(written(page, *([match["argument"]] if match["argument"] else [])), match["indent"])
 
+    names = "|".join([*MARKERS, *(path.name.partition(".")[0] for path in TEMPLATES.iterdir())])
     return re.sub(
-        rf"^(?P<indent> *)<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$",
+        rf"^(?P<indent> *)<!-- (?P<name>{names})(?:: (?P<argument>.+?))? -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$",
         fill,
         markdown,
         flags=re.MULTILINE,
@@ -500,9 +357,10 @@ def _linked_line(page: str, line: str) -> str:
             )
         elif test := re.fullmatch(r"`((?:spec_)?tests/[\w/]+\.py)::(\w+)`", part):
             parts[place] = f"[{part}]({source_url(*test.groups())})"
-        elif file := re.fullmatch(r"(\[[^\]]*\])\((\.\./[^)#]+)\)", part):
+        elif file := re.fullmatch(r"(\[[^\]]*\])\((\.\./[^)#]+|[^)#:]+\.json)\)", part):
             path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), file[2]))
-            parts[place] = part if path.startswith("docs/") else f"{file[1]}({source_url(path)})"
+            on_site = path.startswith("docs/") and not path.endswith(".json")
+            parts[place] = part if on_site else f"{file[1]}({source_url(path)})"
     return "".join(parts)
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 import yaml
 
 from docs_build import charts, figures, hooks, judging, kills, pages
 from docs_build import entries as site
 from docs_build.running import said
+from evictionary.cli.app import app
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS
 from evictionary.spec_tests.proof.planted import load_mutants
@@ -115,7 +117,7 @@ def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_onc
 
 
 def test_the_method_in_short_shows_formulas_that_lead_to_their_cards() -> None:
-    text = pages.formulas("methods/keydiff.md", "KD-8, KD-7")
+    text = pages.filled("methods/keydiff.md", "<!-- formulas: KD-8, KD-7 -->")
     assert text.count("$$") == 4
     assert r"\mathrm{score}_i = -\cos(\mu, k_i)" in text
     assert "[KD-8 · The score](keydiff_equations.md#kd-8){ .from }" in text and "(keydiff_equations.md#kd-7)" in text
@@ -144,7 +146,7 @@ def test_the_stored_kill_lists_are_of_the_mistakes_that_are_planted(identifier: 
 
 
 def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() -> None:
-    table = pages.retrieved("methods/keydiff.md", "keydiff")
+    table = pages.filled("methods/keydiff.md", "<!-- retrieved: keydiff -->")
     assert [line.split(" | ")[0] for line in re.findall(r"^\| .+ \| \d.+$", table, re.MULTILINE)] == [
         "| keydiff",
         "| keydiff+moments",
@@ -186,7 +188,7 @@ def test_the_page_on_judging_is_what_its_programs_are_told_today() -> None:
 def test_every_method_is_in_the_gallery_and_in_the_comparison_and_has_a_page() -> None:
     methods = [stem for stem in STEMS if "METHOD = " in (site.ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8")]
     assert [stem for stem in methods if stem not in site.PAGES] == []
-    cards, table = pages.gallery("methods/index.md"), pages.compared("methods/index.md")
+    cards, table = (pages.filled("methods/index.md", f"<!-- {marker} -->") for marker in ("gallery", "compared"))
     assert set(methods) <= set(figures.strips(figures.stored()))
     assert all(f"(../images/kept_{stem}.png)" in cards and f"| [`{stem}`](" in table for stem in methods)
     assert "| [`kvzip`](kvzip.md) | keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | 145.1% |" in table
@@ -274,10 +276,31 @@ def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: st
 
 
 def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
-    told = pages.retrieved("retrieval.md", "all")
+    told = pages.filled("retrieval.md", "<!-- retrieved: all -->")
     assert "| keydiff+moments | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |" in told
     assert "| gvote, removes 64% | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |" in told  # a budget of its own: the same at every size
     assert told.count("\n| ") == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
+
+
+def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
+    text = pages.filled("reference/cli.md", "<!-- cli -->")
+    for name, command in typer.main.get_command(app).commands.items():
+        section = text.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        assert all(f"| `{one.opts[0]}`" in section for one in command.params) and command.help.split()[0] in section, name
+
+
+def test_the_bibliography_has_every_paper() -> None:
+    text = (DOCS / "reference" / "papers.bib").read_text(encoding="utf-8")
+    named = {number for one in REQUIREMENTS.values() for number in re.findall(r"arXiv (\d{4}\.\d{5})", one.paper)}
+    assert named == set(re.findall(r"eprint = \{(.+?)\}", text))
+    assert {*pages.METHODS, "ada_kv", "pyramid_kv"} <= set(re.findall(r"@misc\{(\w+),", text))
+
+
+def test_a_page_of_the_repository_is_included_with_links_that_lead_somewhere() -> None:
+    text = pages.filled("contributing.md", (DOCS / "contributing.md").read_text(encoding="utf-8"))
+    assert "](testing.md)" in text and f"]({pages.REPOSITORY}/blob/main/tests/budgets.toml)" in pages.linked(
+        "contributing.md", text
+    )
 
 
 def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
