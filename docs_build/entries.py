@@ -21,16 +21,16 @@ from evictionary.spec_tests.verdict.coverage import functions, ids_of
 ROOT = Path(__file__).parent.parent
 
 SHARED = ("shared", "rope", "memory")
-# Corrections of a method's output: they have a page, and select no tokens.
-CORRECTIONS = ("momentkv_bounded",)
 
 
 def _page(stem: str) -> str:
-    own = f"methods/{stem}.md"
-    return "reference/shared_rules.md" if stem in SHARED else own if (ROOT / "docs" / own).exists() else "methods/baselines.md"
+    own = (
+        f"methods/{name}.md" for name in (f"{stem}_equations", stem, "baselines") if (ROOT / "docs/methods" / f"{name}.md").exists()
+    )
+    return "reference/shared_rules.md" if stem in SHARED else next(own)
 
 
-# The page of each file of requirements: its own, if there is one.
+# The page with the equations of each file of requirements: its own, if there is one.
 PAGES = {path.parent.name: _page(path.parent.name) for path in sorted((ROOT / "spec_tests").glob("*/requirements.toml"))}
 
 
