@@ -34,6 +34,16 @@ class Rows(NamedTuple):
     stride_d: int
 
 
+class Pages(NamedTuple):
+    """A pool [P, S, H_kv, D], or [P, S, H_kv] of one number each: its pointer and its strides."""
+
+    ptr: Any
+    stride_p: int
+    stride_s: int
+    stride_h: int
+    stride_d: int = 1
+
+
 def strided(tensor: torch.Tensor) -> Vectors | Tokens | Rows:
     """Return a tensor of two, three or four axes with its strides, by name."""
     kind: Any = {2: Rows, 3: Vectors, 4: Tokens}[tensor.ndim]
