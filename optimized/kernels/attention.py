@@ -34,7 +34,7 @@ import triton.language as tl
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, outputs, padded, warps
-from .strided import Pages, Rows, load_row, strided
+from .strided import Rows, load_row, pages, row_of_slot, strided
 from .tiles import at_head, dot_dtype, load_queries, load_tile
 
 PROGRAMS_WANTED = 1024
@@ -135,7 +135,7 @@ def _attend(
         stored = plans[chunk] = plans.get(chunk) or plan(cache, chunk)
     flat: list[Any] = [strided(states[0, 0] if cache is None else states) for states in (keys, values)]
     if paged := isinstance(cache, PagedCache):
-        flat = [Pages(pool, *pool.stride()) for pool in (keys, values)]
+        flat = [pages(pool) for pool in (keys, values)]
     dense = [strided(states) for states in (recent or (queries, queries))]
     programs = stored.programs + heads * chunks_each
     partial, partial_log = floats(queries, programs, rows, value_dim), floats(queries, programs, rows)
@@ -196,25 +196,22 @@ def attend_chunks(
         own_first = (program - tl.load(plan.first_chunk + own_head)) * plan.chunk
         own_tokens = tl.load(plan.first_token + own_head + 1) - before - own_first
         head = tl.where(is_recent, head, own_head)
-        first = tl.where(is_recent, first, before + own_first)
+        first = tl.where(is_recent, first, 0 if PAGE else before + own_first)
         tokens = tl.where(is_recent, tokens, own_tokens)
         visible = tl.where(is_recent, visible, own_tokens)
         keys_here, values_here = tl.where(is_recent, keys_here, keys.ptr), tl.where(is_recent, values_here, values.ptr)
-        key_stride_d = tl.where(is_recent, key_stride_d, keys.stride_d)
+        key_stride_t, key_stride_d = (
+            tl.where(is_recent, key_stride_t, keys.stride_t),
+            tl.where(is_recent, key_stride_d, keys.stride_d),
+        )
+        value_stride_t = tl.where(is_recent, value_stride_t, values.stride_t)
         value_stride_d = tl.where(is_recent, value_stride_d, values.stride_d)
-        if not PAGE:
-            key_stride_t = tl.where(is_recent, key_stride_t, keys.stride_t)
-            value_stride_t = tl.where(is_recent, value_stride_t, values.stride_t)
     if tokens > 0:
         channels = tl.arange(0, BLOCK_D)
         value_channels = tl.arange(0, BLOCK_DV)
         query = load_queries(queries, head, row, channels, num_kv_heads, rows, num_queries, head_dim).to(DOT_DTYPE)
-        if PAGE:
-            # Pages lie anywhere: elements are counted in the place of rows.
-            own_keys, own_values = Rows(keys_here, 1, key_stride_d), Rows(values_here, 1, value_stride_d)
-        else:
-            own_keys = Rows(keys_here + first * key_stride_t, key_stride_t, key_stride_d)
-            own_values = Rows(values_here + first * value_stride_t, value_stride_t, value_stride_d)
+        own_keys = Rows(keys_here + first * key_stride_t, key_stride_t, key_stride_d)
+        own_values = Rows(values_here + first * value_stride_t, value_stride_t, value_stride_d)
         highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
         mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         output = tl.zeros([BLOCK_ROWS, BLOCK_DV], dtype=tl.float32)
@@ -226,14 +223,10 @@ def attend_chunks(
             if PAGE:
                 place = own_first + token
                 in_page = token < tl.where(is_recent, 0, end)
-                page = tl.load(plan.table + own_head // num_kv_heads * plan.pages + place // PAGE, mask=in_page, other=0).to(
-                    tl.int64
-                )
-                kv_head, recent_token = own_head % num_kv_heads, (first + token).to(tl.int64)
-                key_row = page * keys.stride_p + place % PAGE * keys.stride_s + kv_head * keys.stride_h
-                value_row = page * values.stride_p + place % PAGE * values.stride_s + kv_head * values.stride_h
-                key_row = tl.where(is_recent, recent_token * key_stride_t, key_row)
-                value_row = tl.where(is_recent, recent_token * value_stride_t, value_row)
+                kv_head, own_table = own_head % num_kv_heads, plan.table + own_head // num_kv_heads * plan.pages
+                page = tl.load(own_table + place // PAGE, mask=in_page, other=0)
+                key_row = tl.where(is_recent, token, row_of_slot(keys, page, place % PAGE, kv_head))
+                value_row = tl.where(is_recent, token, row_of_slot(values, page, place % PAGE, kv_head))
             key = load_tile(own_keys, key_row, channels, inside, head_dim).to(DOT_DTYPE)
             value = load_tile(own_values, value_row, value_channels, inside, value_dim).to(DOT_DTYPE)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale

@@ -22,46 +22,45 @@ import triton.language as tl
 from ..states import PagedCache
 from .compiling import HEAD_DIMS, configurations
 from .launching import launch, padded
-from .strided import Pages
+from .strided import pages, row_of_slot
 
 ELEMENTS_OF_A_TILE = 4096
 
 
 def compact(paged: PagedCache, kept: torch.Tensor) -> torch.Tensor:
     """Move the kept tokens inside the pools of `paged`; return the new lengths [B, H_kv]. kept [B, H_kv, n * S]."""
-    block_table, lengths = paged.block_table, paged.lengths
-    (batch, num_heads), (_, page_size, _, head_dim), value_dim = lengths.shape, paged.keys.shape, paged.values.shape[-1]
-    found = torch.empty_like(lengths, memory_format=torch.contiguous_format)
-    block_d, block_dv = padded(head_dim), padded(value_dim)
+    (batch, num_heads), (_, page_size, _, head_dim), value_dim = paged.lengths.shape, paged.keys.shape, paged.values.shape[-1]
+    pools = (pages(paged.keys), pages(paged.values), pages(paged.positions[..., None]))
+    table, lengths = paged.block_table.contiguous(), paged.lengths.contiguous()
+    found, block_d, block_dv = torch.empty_like(lengths), padded(head_dim), padded(value_dim)
     launch(compact_heads, (batch * num_heads,))(
-        *(Pages(pool, *pool.stride()) for pool in paged[:3]), kept.contiguous(), block_table.contiguous(), lengths.contiguous(),
-        found, num_heads, block_table.shape[1], head_dim, value_dim, PAGE=page_size,
+        *pools, kept.contiguous(), table, lengths, found, num_heads, table.shape[1], head_dim, value_dim, PAGE=page_size,
         BLOCK_T=min(64, ELEMENTS_OF_A_TILE // max(block_d, block_dv)), BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
     )  # fmt: skip
     return found
 
 
-@triton.jit(do_not_specialize=["pages"])
+@triton.jit(do_not_specialize=["columns"])
 def compact_heads(
-    keys, values, positions, kept_ptr, block_table_ptr, lengths_ptr, found_ptr, num_heads, pages, head_dim, value_dim,
+    keys, values, positions, kept_ptr, block_table_ptr, lengths_ptr, found_ptr, num_heads, columns, head_dim, value_dim,
     PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Move the kept tokens of one head to its first places. Grid: sequences * heads."""
     program = tl.program_id(0).to(tl.int64)
     item, head = program // num_heads, program % num_heads
     length = tl.load(lengths_ptr + program).to(tl.int32)
-    table = block_table_ptr + item * pages
+    table = block_table_ptr + item * columns
     channels, value_channels = tl.arange(0, BLOCK_D).to(tl.int64)[None, :], tl.arange(0, BLOCK_DV).to(tl.int64)[None, :]
     count = tl.zeros([], dtype=tl.int32)
     for start in range(0, length, BLOCK_T):
         # [BLOCK_T]
         places = start + tl.arange(0, BLOCK_T)
-        kept = tl.load(kept_ptr + program * pages * PAGE + places, mask=places < length, other=0) != 0
+        kept = tl.load(kept_ptr + program * columns * PAGE + places, mask=places < length, other=0) != 0
         targets = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
         count += tl.sum(kept.to(tl.int32), axis=0)
         moved = kept & (targets < places)
-        page = tl.load(table + places // PAGE, mask=moved, other=0).to(tl.int64)
-        new_page = tl.load(table + targets // PAGE, mask=moved, other=0).to(tl.int64)
+        page = tl.load(table + places // PAGE, mask=moved, other=0)
+        new_page = tl.load(table + targets // PAGE, mask=moved, other=0)
         offset, new_offset = places % PAGE, targets % PAGE
         # [BLOCK_T, channels]
         inside = moved[:, None] & (channels < head_dim)
@@ -79,7 +78,7 @@ def compact_heads(
 @triton.jit
 def slots(pool, page, offset, head):
     """Where the slots of a head begin in a pool [P, S, H_kv, ..]: page and offset [n] give pointers [n, 1]."""
-    return (pool.ptr + page * pool.stride_p + offset.to(tl.int64) * pool.stride_s + head * pool.stride_h)[:, None]
+    return pool.ptr + (row_of_slot(pool, page, offset, head) * pool.stride_t)[:, None]
 
 
 def _launch(dtype: torch.dtype, head_dim: int) -> None:
