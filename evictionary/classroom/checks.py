@@ -49,8 +49,8 @@ def own_law(found: Check, name: str, requirement: str) -> Law:
 
     def judging(impl: Implementation, **inputs: Any) -> None:
         impl.calls.clear()
-        impl.asking, impl.drawn = "", inputs
-        found.check(impl, **inputs)
+        impl.asking, impl.drawn = "", impl.domain.fitted(inputs)
+        found.check(impl, **impl.drawn)
 
     fields = (found.functions, f"{OWN}{name}", found.sentence, "", judging, found.drawn, lambda one: "")
     return replace(Law(REQUIREMENTS[requirement], *fields), examples=found.examples)

@@ -18,8 +18,8 @@ from evictionary.spec_tests.judge import wire
 from evictionary.spec_tests.judge.remote import Gone, Remote
 
 START_SECONDS = 120.0
-BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials")
-BANNED += ("kvpress", "pytest", "_pytest", "hypothesis")
+BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials", "kvpress", "pytest",
+    "_pytest", "hypothesis")  # fmt: skip
 # A message can carry the secret inputs out, so that it is short: with the kind of the error and its place, 500 characters.
 LONGEST_MESSAGE, LONGEST_KIND, LONGEST_PLACE, MOST_FUNCTIONS = 500, 60, 160, 1000
 # The answers of all assignments have at most 0.2 MiB; a failing law keeps several of them.

@@ -173,7 +173,8 @@ def read(
         order = content.get("order", [*range(found.ndim)])
         if sorted(order) != [*range(found.ndim)]:
             raise BadMessage(f"the axes {shown(order)} of an array of shape {found.shape}")
-        return native(found.transpose(np.argsort(order)))[()]
+        own = native(found.transpose(np.argsort(order)))
+        return own if own.ndim else own[()]
 
     values = [from_json(each, array, named) for each in message["values"]]
     if left:

@@ -117,7 +117,7 @@ def sign(implementation: Implementation, law: Law | None = None) -> str:
     The largest of the latest answers are looked at, and with a law those of larger inputs of it: one number looks like anything.
     """
     answered = [call for call in (*implementation.history, *implementation.calls) if isinstance(call.result, np.ndarray)]
-    larger = _larger(law, implementation, law.functions) if law else {}
+    larger = _larger(law, implementation, law.functions) if law and not law.examples and law.kind == MATHEMATICS else {}
     found = [call for calls in larger.values() for call in calls if isinstance(call.result, np.ndarray)]
     found += sorted(answered, key=lambda call: -numbers_in(tuple(call.arguments.values())))
     wrong = (call for call in found if differs(oracle(call.function), call, implementation.dtype))

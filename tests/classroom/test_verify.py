@@ -15,24 +15,32 @@ from tools.grader import SOLUTION, bundled, text_of, written
 
 from evictionary.classroom import verifier
 from evictionary.classroom.child import Child
+from evictionary.spec_tests.judge.domain import Domain
 
 ROOT = Path(__file__).parents[2]
-EXPLOITS: dict[str, dict[str, str]] = tomllib.loads(text_of(ROOT / "tests" / "exploits.toml"))
+EXPLOITS: dict[str, dict[str, Any]] = tomllib.loads(text_of(ROOT / "tests" / "exploits.toml"))
 BASES = EXPLOITS.pop("base") | {"numpy": SOLUTION}
-SETTINGS = {"seed": 1, "examples": 3, "seconds": 4}
+# Few and short inputs, for there are many exploits.
+SETTINGS: dict[str, Any] = {"seed": 1, "examples": 3, "seconds": 4, "domain": Domain(max_length=129)}
 
 
 def verified(source: str, method: str = "keydiff.score", **settings: Any) -> dict[str, Any]:
     return verifier.verify(source.encode(), method.split(".")[0], (method,), **SETTINGS | settings)
 
 
-def source_of(exploit: dict[str, str]) -> str:
+def source_of(exploit: dict[str, Any]) -> str:
     """The file of an exploit: what stands above the right file, that file, and what stands below it."""
     stem, name = exploit.get("method", "keydiff.score").split(".")
     base = BASES[exploit.get("base", "numpy")] if stem == "keydiff" else bundled(stem)
     below = f"\n\nimport numpy as np\n\nright = {name}\n{exploit.get('after', '')}\n"
     text = f"{exploit.get('before', '')}\n{base}{below}"
     return text.replace("AT_FIRST", str(calls_at_first())) if "AT_FIRST" in text else text
+
+
+def judged(exploit: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of an exploit; one that is `long` is asked for long inputs too."""
+    settings = {"domain": Domain()} if exploit.get("long") else {}
+    return verified(source_of(exploit), exploit.get("method", "keydiff.score"), **settings)
 
 
 @cache
@@ -48,7 +56,7 @@ def calls_at_first() -> int:
 @pytest.mark.parametrize("name", sampled(EXPLOITS, every=11))
 def test_an_exploit_is_caught_and_named(name: str) -> None:
     exploit = EXPLOITS[name]
-    found = verified(source_of(exploit), exploit.get("method", "keydiff.score"))
+    found = judged(exploit)
     said = " ".join(found[key] for key in ("verdict", "looks_like", "wrong", "misconception"))
     assert not found["correct"]
     assert exploit["named"] in found["reasons"], said
