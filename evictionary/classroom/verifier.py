@@ -120,7 +120,10 @@ class Untrusted(ByLaws):
                     return
                 if not turn:
                     advance("the time")
-                    self.take_time(judged)
+                    try:
+                        self.take_time(judged)
+                    except (Violation, StudentError, ValueError) as error:
+                        self.reasons["time"] = str(error)
 
     def outcome(self, law: Law, judged: Implementation, step: Step) -> str:
         if reason := law.missing(judged)[1]:
@@ -142,36 +145,33 @@ class Untrusted(ByLaws):
         return self.strict or law.kind not in UNCOUNTED
 
     def take_time(self, judged: Any) -> None:
-        """Each function on new inputs and on the same ones at once again; a right answer to either takes its time.
+        """Each function on new inputs, and on the same ones at once again: the answers have to be right, and each to take its time.
 
-        The kernel of the system counts the processor time, and that of a function that does nothing is taken off.
+        The kernel of the system counts the processor time; that of a function that does nothing is taken off.
         """
-        for path in self.functions:
-            new, old, nothing = list[float](), list[float](), list[float]()
-            name = path.split(".")[1]
-            try:
-                with put_down(NOTHING.format(name).encode(), name) as empty, replace(self, path=empty).child() as other:
-                    for number in range(TIMES):
-                        drawn = self.domain.fitted({"case": replace(TIMED, seed=self.seed(f"{path} {number}") % 2**16)})
-                        arguments = memory.arguments_of(judged, path, drawn["case"])
-                        if arguments is None:
-                            break
-                        nothing.append(timed(other, name, arguments)[0])
-                        expected = oracle(path)(**arguments)
-                        for seconds in (new, old):
-                            taken, got = timed(judged.child, name, arguments)
-                            seconds.append(taken)
+        names = [path.split(".")[1] for path in self.functions]
+        idle = "".join(map(NOTHING.format, names)).encode()
+        with put_down(idle, self.assignment.stem) as file, replace(self, path=file).child() as idling:
+            for path, name in zip(self.functions, names, strict=True):
+                seconds: dict[str, list[float]] = {"new": [], "old": [], "idle": []}
+                for number in range(TIMES):
+                    case = replace(TIMED, seed=self.seed(f"{path} {number}") % 2**16)
+                    arguments = memory.arguments_of(judged, path, self.domain.fitted({"case": case})["case"])
+                    if arguments is None:
+                        break
+                    expected = oracle(path)(**arguments)
+                    for word, child in (("new", judged.child), ("old", judged.child), ("idle", idling)):
+                        before = child.remote.busy()
+                        got = child.call(name, **arguments)
+                        seconds[word].append(child.remote.busy() - before)
+                        if word != "idle":
                             memory.agree_within_rounding(judged, path, arguments, expected, got, "is wrong while its time is taken")
-            except (Violation, StudentError, ValueError) as error:
-                self.reasons["time"] = str(error)
-            except Gone as error:
-                self.reasons.setdefault("no answer", str(error))
-            if len(old) == TIMES:
-                own, again = (max(0.0, statistics.median(each) - statistics.median(nothing)) for each in (new, old))
-                self.seconds_of[path] = own
-                if own > LEAST_SECONDS and again < REMEMBERED * own:
-                    told = f"{path} takes {own:.2g} s for a new input, and {again:.2g} s for one that it has just been given"
-                    self.reasons["remembered"] = f"{told}: it remembers answers"
+                else:
+                    new, old, none = map(statistics.median, seconds.values())
+                    self.seconds_of[path] = max(0.0, new - none)
+                    if new - none > LEAST_SECONDS and old - none < REMEMBERED * (new - none):
+                        told = f"{path} takes {new - none:.2g} s for a new input, and {max(0, old - none):.2g} s for one just given"
+                        self.reasons["remembered"] = f"{told}: it remembers answers"
 
     def explain_failure(self, step: Step) -> None:
         """What is wrong with the first law that fails, with the smallest input, in a process of its own."""
@@ -184,13 +184,6 @@ class Untrusted(ByLaws):
                 self.said["what is wrong"] = TWO_ANSWERS
             else:
                 self.said |= {name: plain(text) for name, text in report.said(self.failed, judged, error)}
-
-
-def timed(child: Child, name: str, arguments: dict[str, Any]) -> tuple[float, Any]:
-    """The processor time of a call, its way through the pipes included, and the answer."""
-    before = child.remote.busy()
-    got = child.call(name, **arguments)
-    return child.remote.busy() - before, got
 
 
 def in_turn(impl: Any, case: Case, seed: int) -> None:
@@ -263,8 +256,8 @@ def told(run: Untrusted) -> dict[str, Any]:
     failing = [name for name in fail if name in counted]
     if failing:
         reasons["laws"] = f"{len(failing)} of {len(asked)} laws fail"
-    elif silent := [path for path in run.functions if not any(path in known[name].functions for name in hold if name in known)]:
-        reasons.setdefault("laws", f"no law of {', '.join(silent)} was asked")
+    elif not reasons and not {*run.functions} <= {path for name in hold if name in known for path in known[name].functions}:
+        reasons["laws"] = f"no law of one of {', '.join(run.functions)} was asked"
     correct, cheats = not reasons, {"tried", "remembered", "time", "later"} & {*reasons}
     score = 0.0 if cheats or not asked else sum(name in hold for name in asked) / len(asked)
     return {

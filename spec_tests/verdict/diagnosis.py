@@ -133,7 +133,8 @@ def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> I
     got, function = call.result, oracle(call.function)
     both = got.dtype.kind == right.dtype.kind == "f"
     if both and np.isnan(got).sum() > np.isnan(right).sum():
-        yield f"{np.isnan(got).sum()} of {got.size} numbers are NaN: does the code read memory that nothing was written to?"
+        told = "a division of zero by zero, or memory that nothing was written to"
+        yield f"{np.isnan(got).sum()} of {got.size} numbers are NaN: {told}"
     yield from _axes(call, right, dtype)
     if got.size and (got == got.flat[0]).all() and (got.size > 1 or not got.any()):
         yield f"every number of the answer is {got.flat[0]}"
