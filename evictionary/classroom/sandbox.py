@@ -111,6 +111,20 @@ _DENIED = (
 THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}  # what a file may import beside the standard library
 
 
+def asked_by(file: str) -> bool:
+    """Whether the event of an audit hook is the file's doing, or that of a text that it runs, and not a library's.
+
+    The frame is that to which an error leads: asking for a frame would be an event of its own.
+    """
+    try:
+        raise LookupError
+    except LookupError as error:
+        frame = error.__traceback__.tb_frame.f_back.f_back  # type: ignore[union-attr]
+    while frame and frame.f_code.co_filename.endswith("inspect.py"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename in (file, "<string>")
+
+
 def guard(readable: list[str], banned: list[str], library: str, file: str) -> list[str]:
     """Refuse, by an audit hook, actions that no scorer needs: the oracle, other people's files, writing, programs, the network.
 
@@ -120,7 +134,7 @@ def guard(readable: list[str], banned: list[str], library: str, file: str) -> li
     """
     roots = tuple(os.path.realpath(path) + os.sep for path in readable)
     closed, denied = frozenset(banned), _DENIED  # own references: a student can replace a module's names
-    looking, there, own = _LOOKING, sys.stdlib_module_names.union(THERE[library]), (file, "<string>")
+    looking, there, is_asked = _LOOKING, sys.stdlib_module_names.union(THERE[library]), asked_by
     only = "torch, Triton and NumPy are there" if library == "torch" else "this assignment is for NumPy only"
     only += f" (and Python's own modules); of your files only {os.path.basename(file)} is handed in"
     tried: list[str] = []
@@ -130,21 +144,11 @@ def guard(readable: list[str], banned: list[str], library: str, file: str) -> li
             tried.append(what[:LONGEST_TRIED])
         return PermissionError(told)
 
-    def asked_by_file() -> bool:
-        """Whether the file asks, and no library does; a frame that an error leads to raises no event of its own."""
-        try:
-            raise LookupError
-        except LookupError as error:
-            frame = error.__traceback__.tb_frame.f_back.f_back  # type: ignore[union-attr]
-        while frame and frame.f_code.co_filename.endswith("inspect.py"):
-            frame = frame.f_back
-        return frame is not None and frame.f_code.co_filename in own
-
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "import" and arguments[0].split(".")[0] in closed:
             refusal(f"import {arguments[0]}", "")
             raise ImportError(f"{arguments[0]}: not there while your code is judged")
-        if event == "import" and (library == "numpy" or asked_by_file()):
+        if event == "import" and (library == "numpy" or is_asked(file)):
             top = arguments[0].split(".")[0]
             if top not in there and not top.startswith("_sysconfigdata"):
                 raise ImportError(f"{arguments[0]}: {only}")
@@ -156,7 +160,7 @@ def guard(readable: list[str], banned: list[str], library: str, file: str) -> li
                 raise refusal(f"write {path}", f"{path}: no writing while your code is judged")
             if not (os.path.realpath(path) + os.sep).startswith(roots):
                 raise refusal(f"open {path}", f"{path}: not yours to read while your code is judged")
-        if event.startswith(looking) and asked_by_file():
+        if event.startswith(looking) and is_asked(file):
             refusal(event, "")
         if event.startswith(denied):
             raise refusal(event, f"{event}: not allowed while your code is judged")
