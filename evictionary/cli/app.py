@@ -18,6 +18,7 @@ from evictionary.cli import (
     methods,
     run,
     study,
+    tasks,
     vectors,
     verify,
 )
@@ -49,5 +50,6 @@ def main(
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(os.devnull, "hypothesis"))
 
 
-for _commands in (methods, judge, verify, contract, vectors, demo, run, export, calibrate, evaluate, study, claims, classroom):
+_judging, _running = (methods, judge, verify, tasks, contract, vectors), (demo, run, export, calibrate, evaluate, study, claims)
+for _commands in (*_judging, *_running, classroom):
     app.add_typer(_commands.app)

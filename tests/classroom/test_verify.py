@@ -10,12 +10,13 @@ from unittest.mock import patch
 
 import pytest
 from sampling import sampled
-from tools.commands import failed, invoke
+from tools.commands import as_json, failed, invoke
 from tools.grader import SOLUTION, bundled, text_of, written
 
 from evictionary.classroom import verifier
 from evictionary.classroom.child import Child
 from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import oracle
 
 ROOT = Path(__file__).parents[2]
 EXPLOITS: dict[str, dict[str, Any]] = tomllib.loads(text_of(ROOT / "tests" / "exploits.toml"))
@@ -109,3 +110,24 @@ def test_the_page_lists_every_exploit() -> None:
         if re.match(r"\| [^|]+ \| [^|]+ \| (laws|no answer|tried|remembered|time|later) \|", line)
     ] == rows
     assert f"{len(rows)} exploits" in page
+
+
+@pytest.mark.parametrize("form", ["flashinfer-bench", "kernelbench"])
+def test_a_task_gives_the_numbers_of_the_reference(form: str, tmp_path: Path) -> None:
+    """The definitions were read by flashinfer-bench 0.1.2 too, which is no dependency."""
+    torch = pytest.importorskip("torch")
+    files = as_json("tasks", tmp_path, "--format", form)
+    (file,) = (each for each in files if "keydiff_score" in each)
+    text, scope = text_of(tmp_path / file), dict[str, Any]()
+    if form == "kernelbench":
+        exec(text, scope)
+        (keys,) = scope["get_inputs"]()
+        got = scope["Model"](*scope["get_init_inputs"]())(keys)
+    else:
+        task, keys = json.loads(text), torch.randn(2, 8, 17, 128)
+        assert [task["axes"][axis].get("value") for axis in task["inputs"]["keys"]["shape"]] == [None, 8, None, 128]
+        assert task["outputs"] == {"result": {"shape": ["B", "H_kv", "T"], "dtype": "float32"}}
+        exec(task["reference"], scope)
+        got = scope["run"](keys)
+    assert len(files) >= 11
+    assert (got - torch.from_numpy(oracle("keydiff.score")(keys.double().numpy()))).abs().max() < 1e-6
