@@ -127,3 +127,13 @@ def test_ten_minutes_end_as_the_page_says(tmp_path: Path) -> None:
     assert [re.findall("^(PASS|FAIL): ", output, flags=re.MULTILINE) for _, output in pairs] == [["FAIL"], ["FAIL"], ["PASS"]]
     badge = json.loads((tmp_path / "verdict" / "badge.json").read_text())
     assert badge in [json.loads(block) for block in blocks(DOCS / "ten_minutes.md", "json")] and badge["color"] == "green"
+
+
+def test_the_chinese_readme_shows_what_the_english_one_shows() -> None:
+    """The same programs and outputs, and links to the same places; only sentences differ."""
+    english, chinese = (ROOT / name for name in ("README.md", "README.zh.md"))
+    fenced, linked = r"```.*?```", r"\]\(([^)]+)\)"
+    shown = [re.findall(fenced, page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in (english, chinese)]
+    links = [set(re.findall(linked, page.read_text(encoding="utf-8"))) for page in (english, chinese)]
+    assert shown[0] == shown[1] and len(shown[0]) == 6
+    assert links[0] ^ links[1] == {"README.md", "README.zh.md"}
