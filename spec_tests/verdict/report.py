@@ -52,7 +52,7 @@ def sentence(law: Law, implementation: Implementation, error: BaseException, mat
         )
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
-        lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
+        lines.append(f"  misconception   your numbers match a known bug: {match.misconception} ({match.killed_by}{above})")
     for place, source in compiled.UNFILLED.items():
         lines.append(f"  undefined       {place}: `{source}` has no `other`: behind the mask it holds no number")
     if calls:
