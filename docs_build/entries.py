@@ -24,10 +24,9 @@ SHARED = ("shared", "rope", "memory")
 
 
 def _page(stem: str) -> str:
-    own = (
-        f"methods/{name}.md" for name in (f"{stem}_equations", stem, "baselines") if (ROOT / "docs/methods" / f"{name}.md").exists()
-    )
-    return "reference/shared_rules.md" if stem in SHARED else next(own)
+    candidates = (f"methods/{stem}_equations.md", f"methods/{stem}.md", f"{stem}.md")
+    own = (page for page in candidates if (ROOT / "docs" / page).exists())
+    return next(own, "reference/shared_rules.md" if stem in SHARED else "methods/baselines.md")
 
 
 # The page with the equations of each file of requirements: its own, if there is one.

@@ -129,12 +129,14 @@ def test_the_window_scores_all_of_a_long_prompt(impl, case):
 def check_long_prompt(impl, case):
     shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
     drawn, keys = np.random.default_rng(case.seed).normal(size=shape), impl.round(case.keys)
+
+    def pooled(weights):
+        received = over_group(weights[..., :-32].mean(axis=2), case.num_kv_heads)
+        return np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])
+
     for size in (1.0, 2.0**-6):  # weights of all sizes, and weights nearly alike, whose sum half precision still holds
         queries = impl.round(size * drawn)
-        weights = causal_weights(queries, for_each_reader(keys, queries))[..., :-32]
-        received = over_group(weights.mean(axis=2), case.num_kv_heads)
-        expected = np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])
-        slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+        expected, slack = map(pooled, attended(impl, queries, keys))
         got = scored(impl, queries, keys)
         near(got[..., :-32], expected, slack, "the score of a long prompt")
         equal(got[..., -32:], np.inf, "a token of the window does not score more than those before it")
