@@ -16,9 +16,9 @@ from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
 WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
-# Records for maintainers, which a reader's search should not find first.
+# Records for maintainers, and what another page says again: a reader's search should not find them.
 NOT_SEARCHED = re.compile(
-    r"(coverage|kill_matrix|oracle|four_laws)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/kernels/"
+    r"(coverage|kill_matrix|oracle|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"
 )
 
 log = logging.getLogger("mkdocs.hooks.lessons")

@@ -112,7 +112,7 @@ def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
     start, law = f"{sys.executable} {wrong}", f"spec_tests/keydiff/{COSINE.replace('::', '.py::')}"
     output = pytest_of("--profile", "quick", law, "--exec", start, "--dtype", "float32", code=1).stdout
     assert "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)" in output
-    assert "your numbers equal those of: the sign left out" in output
+    assert "your numbers match a known bug: the sign left out" in output
     assert f"judge --exec '{start}' --law " in output
 
 
