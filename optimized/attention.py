@@ -7,12 +7,10 @@ import torch
 from .checks import require_finite, require_fit, require_same_kind, working_dtype
 from .kernels.launching import kernels_for
 from .softmax import capped, weights
-from .states import CompressedCache, PagedCache
+from .states import CompressedCache
 
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
 BLOCK = 2**20
-# The arguments of `attend_paged`, as lines of the contract are written.
-PAGED = "queries: B H_q M D, cache.keys: P S D, cache.values: P S D_v, cache.table: whole B H_kv n, cache.lengths: whole B H_kv"
 
 
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,26 +50,6 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     for head, span in enumerate(spans):
         torch.mm(weights[head, :, : span.stop - span.start], cache.values[span].to(dtype), out=output[head])
     return output.to(queries.dtype).reshape(*shape, -1), normaliser.reshape(shape)
-
-
-def attend_paged(queries: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""ATT-1..3 over a cache in pages: `attend`, for a cache whose tokens are found by a table of pages for each head.
-
-    Args: queries [B, H_q, M, D], all later than the cache; cache, see PagedCache. Returns and raises as `attend`. On a GPU the
-    pages are read in place; on a CPU the tokens are gathered first.
-    """
-    require_fit(PAGED, queries, *cache, finite=False)
-    require_finite("queries", queries)
-    require_same_kind("cache.keys", cache.keys, "queries", queries)
-    pages = cache.table.shape[2]
-    if kernels := kernels_for("attention", queries, cache.values):
-        return kernels.attend(queries, cache)
-    size = cache.keys.shape[1]
-    places = torch.arange(pages * size, device=cache.table.device)
-    rows = cache.table.repeat_interleave(size, dim=2) * size + places % size
-    filled = places < cache.lengths[..., None]
-    keys, values = (pool.flatten(0, 1)[rows[filled].long()] for pool in (cache.keys, cache.values))
-    return attend(queries, CompressedCache(keys, values, places.expand(rows.shape)[filled], cache.lengths))
 
 
 def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,9 @@ def check_statistics(impl, case):
     queries = of_dtype(impl, case.keys)
     count = queries.shape[-2]
     size = 3000 if count > 3000 else 100
-    mean = sum(in_parts(lambda part: part.sum(axis=-2), queries, size=size)) / count
+    terms = queries, np.square(queries), np.abs(queries)
+    totals = [sum(in_parts(lambda part: part.sum(axis=-2), each, size=size)) for each in terms]
+    mean = totals[0] / count
     covariance = np.zeros((*mean.shape, mean.shape[-1]))
     for part in in_parts(lambda part: part, queries, size=size):
         own = part.mean(axis=-2)
@@ -32,7 +34,7 @@ def check_statistics(impl, case):
     magnitude = np.sqrt(np.square(queries).mean(axis=-2))
     got = impl.expected_attention.query_statistics(queries)
     slack = rounding(impl, count)
-    near(got[0], mean, slack * magnitude, "the mean of many queries")
+    near(got[0], mean, sum_errors(impl, count, *totals) / count, "the mean of many queries")
     near(got[1], covariance, slack * magnitude[..., :, None] * magnitude[..., None, :], "the covariance of many queries")
 
 
@@ -65,6 +67,13 @@ def log_expected(queries_mean, factor, keys):
     return keys @ queries_mean / np.sqrt(keys.shape[-1]) + np.square(keys @ factor).sum(axis=-1) / (2 * keys.shape[-1])
 
 
+def log_errors(impl, queries_mean, factor, keys):
+    """What `log_expected` may be wrong by: as a logit of the mean query, and of the query Sigma k / 2 that each key has."""
+    turned = keys @ factor @ factor.T / 2 / np.sqrt(keys.shape[-1])
+    of_covariance = logit_errors(impl, turned[:, None], keys[:, None])[:, 0, 0]
+    return logit_errors(impl, queries_mean[None], keys)[0] + 2 * of_covariance
+
+
 @law(
     "EA-9",
     of=SCORE,
@@ -88,12 +97,13 @@ def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
     for reader in range(readers[1]):
         head = reader // case.group
         logits = log_expected(mean[0, reader], factors[0, reader], keys[0, head])
-        size = log_expected(np.abs(mean[0, reader]), np.abs(factors[0, reader]), np.abs(keys[0, head])).max()
         # The softmax of these logits is the attention of the query 1 on keys of one channel.
         normaliser = attention_in_parts(np.ones((1, 1)), logits[:, None], logits[:, None])[1]
         weights = np.exp(logits - normaliser)
         expected[0, head] += weights / case.group
-        slack[0, head] += softmax_slack(impl, weights, rounding(impl, case.head_dim) * float(size)) / case.group
+        slack[0, head] += (
+            softmax_slack(impl, weights, log_errors(impl, mean[0, reader], factors[0, reader], keys[0, head])) / case.group
+        )
     slack = (slack + rounding(impl, case.head_dim) * (expected + 0.02)) * norms
     got = impl.expected_attention.score(keys, values, mean, factors @ np.swapaxes(factors, -1, -2))
     near(got, (expected + 0.02) * norms, slack, "the score of a long prompt")

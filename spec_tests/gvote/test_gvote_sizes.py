@@ -17,7 +17,7 @@ def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
     """One softmax over all of thousands of tokens."""
     queries, keys = impl.round(case.queries[:, :, 0]), impl.round(case.keys)
     expected = np.array([[weights_in_parts(query[None], rows)[0] for query, rows in zip(queries[0], keys[0], strict=True)]])
-    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+    slack = softmax_slack(impl, expected, logit_errors(impl, queries[..., None, :], keys)[..., 0, :])
     near(impl.gvote.attention_weights(queries, keys), expected, slack, "the weights over a long prompt")
 
 
@@ -93,18 +93,19 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
     kept = impl.gvote.select(query, keys, sampled, p=p)
     require_mask(kept, keys.shape[:3], "the selection")
     must, may = np.zeros(keys.shape[1:3], dtype=bool), np.zeros(keys.shape[1:3], dtype=bool)
-    mass_error = 4 * logit_error(impl, query, keys) + rounding(impl, case.length)
     for reader in range(query.shape[1]):
         head = reader // case.group
-        mass = np.cumsum(-np.sort(-weights_in_parts(query[0, reader : reader + 1], keys[0, head])[0]))
+        weights = weights_in_parts(query[0, reader : reader + 1], keys[0, head])
+        errors = logit_errors(impl, query[0, reader : reader + 1], keys[0, head])
+        mass = np.cumsum(-np.sort(-weights[0]))
+        mass_error = softmax_slack(impl, weights, errors).sum() + rounding(impl, case.length)
         least, most = np.searchsorted(mass, p - mass_error) + 1, np.searchsorted(mass, p + mass_error) + 1
         logits = sampled[0, reader] @ keys[0, head].T / np.sqrt(case.head_dim)
-        apart = 2 * logit_error(impl, sampled, keys)
-        for row in logits:
-            rising = np.sort(row)
+        wrong = logit_errors(impl, sampled[0, reader], keys[0, head])
+        for low, high in zip(logits - wrong, logits + wrong, strict=True):
             # How many others may score as much, and how many score more for sure.
-            could = case.length - np.searchsorted(rising, row - apart) - 1
-            beaten = case.length - np.searchsorted(rising, row + apart, side="right")
+            could = case.length - np.searchsorted(np.sort(high), low) - 1
+            beaten = case.length - np.searchsorted(np.sort(low), high, side="right")
             must[head] |= could < least
             may[head] |= beaten < most
     require(not (must & ~kept[0]).any(), "a token is evicted that is among the top B_0 of a sampled query", must[None], kept)

@@ -186,13 +186,54 @@ def angle_error(impl: Implementation, position: Any) -> Any:
     return 2 * position * accumulating(impl)
 
 
-def logit_error(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> float:
-    """What a logit `q . k / sqrt(D)` may be wrong by."""
-    longest = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(keys, axis=-1).max()
-    return float(rounding(impl, keys.shape[-1]) * longest / np.sqrt(keys.shape[-1]))
+def sum_errors(impl: Implementation, terms: int, total: np.ndarray, squares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """What a sum of so many exact terms may be wrong by; `squares` and `sizes` are the sums of their squares and magnitudes.
+
+    The terms are rounded to the dtype, independently of each other, and so is the sum; the accumulator adds them one by one.
+    """
+    factor = FACTOR_OF.get(impl.dtype, FACTOR)
+    rounded = EPSILON[impl.dtype] * (np.abs(total) + np.sqrt(squares))
+    return np.asarray(factor * (2 * rounded + accumulating(impl) * np.sqrt(terms) * sizes))
 
 
-def softmax_slack(impl: Implementation, weights: np.ndarray, error: float) -> np.ndarray:
-    """What softmax weights [.., T], or sums of such, may be wrong by where the logits may be by `error`."""
+def logit_errors(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """What each logit q . k / sqrt(D) of queries [.., M, D] and keys [.., T, D] may be wrong by, [.., M, T].
+
+    The inputs are exact. The logit is rounded to the dtype, or the query times 1 / sqrt(D) is; the accumulator adds the products.
+    """
+    root, across = np.sqrt(keys.shape[-1]), np.swapaxes(keys, -1, -2)
+    products = queries @ across, queries**2 @ across**2, np.abs(queries) @ np.abs(across)
+    return sum_errors(impl, keys.shape[-1], *products) / root
+
+
+def softmax_slack(impl: Implementation, weights: np.ndarray, errors: Any) -> np.ndarray:
+    """What softmax weights [.., T] may be wrong by, at most 1, where their logits may be by `errors`, [.., T] or one number."""
+    errors = np.minimum(errors, 50.0)
+    least = (weights * np.exp(-errors)).sum(axis=-1, keepdims=True)
     smallest = 2.0**-23 if impl.dtype == "float16" else 1e-37  # below it numbers lose their digits
-    return weights * (np.expm1(min(2 * error, 50.0)) + rounding(impl, weights.shape[-1])) + smallest
+    return np.minimum(weights * (np.exp(errors) / least - 1 + rounding(impl, weights.shape[-1])), 1) + smallest
+
+
+def attended(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The causal weights [B, H_q, M, T] of queries [B, H_q, M, D] on the keys of KV heads, and what they may be wrong by."""
+    keys = for_each_reader(keys, queries)
+    weights = causal_weights(queries, keys)
+    slack = np.empty_like(weights)
+    for head in np.ndindex(weights.shape[:2]):  # one after the other: of long prompts they are large
+        slack[head] = softmax_slack(impl, weights[head], logit_errors(impl, queries[head], keys[head]))
+    return weights, slack
+
+
+def output_slack(impl: Implementation, queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """What attention of queries [M, D] on one KV head, keys [T, D] and values [T, D_v], may be wrong by, [M, D_v].
+
+    Errors of weights are independent of each other, so they add up by their squares. Where the query itself is rounded, all
+    logits move together: so much as one such query moves the output.
+    """
+    weights, output = weights_in_parts(queries, keys), attention_in_parts(queries, keys, values)[0]
+    signs = np.random.default_rng(len(keys)).choice([-1, 1], size=queries.shape)
+    moved = attention_in_parts(queries * (1 + EPSILON[impl.dtype] * signs), keys, values)[0]
+    together = FACTOR_OF.get(impl.dtype, FACTOR) * np.abs(moved - output).max()
+    each = softmax_slack(impl, weights, logit_errors(impl, queries, keys))
+    added = sum_errors(impl, len(keys), output, weights**2 @ values**2, weights @ np.abs(values))
+    return np.asarray(np.sqrt(each**2 @ values**2) + together + added)

@@ -12,7 +12,7 @@ import numpy as np
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.by_hand import heads_alone
 from evictionary.spec_tests.judge.implementation import Implementation
-from evictionary.spec_tests.judge.tolerance import Allowance, Violation, require_mask, require_numbers
+from evictionary.spec_tests.judge.tolerance import Allowance, Violation, note, require_mask, require_numbers
 
 
 def require(holds: Any, message: str, expected: Any = None, got: Any = None) -> None:
@@ -40,6 +40,7 @@ def near(got: Any, expected: np.ndarray, slack: float | np.ndarray | Allowance, 
     require_numbers(got, expected.shape, what)
     with np.errstate(invalid="ignore"):
         apart = np.where(got == expected, 0, np.abs(got - expected))
+    note((lambda: slack.mean) if isinstance(slack, Allowance) else slack, expected)
     if isinstance(slack, Allowance):
         largest, size = float(apart.max(initial=0)), max(1.0, float(np.abs(expected).max(initial=0)))
         require(slack.covers((largest - 1e-12 * size) / 2, 0), f"{what} differs from the loops by {largest:.3g}", expected, got)
@@ -67,31 +68,32 @@ def selects(
     scores: np.ndarray,
     budget: int,
     *,
-    slack: float | Callable[[], float] = 0.0,
+    slack: float | np.ndarray | Callable[[], float] = 0.0,
     protected: np.ndarray | None = None,
     what: str = "the selection",
 ) -> None:
     """Raise Violation unless `kept` is a boolean mask that keeps `budget` of each row, and among the best by `scores`.
 
-    slack is the error allowed on one score: an evicted token may score more than a kept one by twice that. A function that gives
-    it is called only where that matters, for an allowance is dear. Protected tokens must be kept and are not compared.
+    slack is what a score may be wrong by, one number or an array: an evicted token may score more than a kept one by what both may.
+    A function that gives it is called only where that matters, for an allowance is dear. Protected tokens must be kept and are
+    not compared.
     """
     require_mask(kept, scores.shape, what)
     count = kept.sum(axis=-1)
     require((count == budget).all(), f"{what} keeps {_few(count)} tokens of a head, wanted {budget}", budget, count)
     require(protected is None or kept[protected].all(), f"{what} evicts a protected token", protected, kept)
     free = scores if protected is None else np.where(protected, np.inf, scores)
-    # The worst kept score may not lie below the best evicted one by more than both may be wrong.
-    worst = np.where(kept, free, np.inf).min(axis=-1, initial=np.inf)
-    best = np.where(kept, -np.inf, free).max(axis=-1, initial=-np.inf)
-    with np.errstate(invalid="ignore"):  # of two equal infinities, which are no gap
-        largest = float(np.where(best > worst, best - worst, 0).max(initial=0))
-    if largest > 0 and largest > (allowed := 2 * (slack() if callable(slack) else slack)):
-        raise Violation(
-            f"{what} evicts a token that scores {largest:.3g} more than one it keeps (allowed: {allowed:.3g})",
-            scores,
-            kept,
-        )
+
+    def gap(wrong: float | np.ndarray) -> float:
+        """By how much the best evicted score lies above the worst kept one, where each may be wrong by so much."""
+        worst = np.where(kept, free + wrong, np.inf).min(axis=-1, initial=np.inf)
+        best = np.where(kept, -np.inf, free - wrong).max(axis=-1, initial=-np.inf)
+        with np.errstate(invalid="ignore"):  # of two equal infinities, which are no gap
+            return float(np.where(best > worst, best - worst, 0).max(initial=0))
+
+    if (largest := gap(0.0)) > 0 and gap(slack() if callable(slack) else slack) > 0:
+        beyond = "more than the rounding of both explains"
+        raise Violation(f"{what} evicts a token that scores {largest:.3g} more than one it keeps, {beyond}", scores, kept)
 
 
 def _few(counts: np.ndarray) -> str:

@@ -25,6 +25,7 @@ from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, ProgramFailed
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance
 from evictionary.spec_tests.judge.watch import WATCH, NotAsked
+from evictionary.spec_tests.judge.widen import cut, widened
 
 STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
 # The packages of this project, which go by these names on the command line.
@@ -156,7 +157,11 @@ class Implementation:
         function = self.function(path)
         call = Call(path, self._rounded_arguments(path, args, kwargs), positional=len(args))
         if self.asking not in ("", REFUSAL) and (reason := self.domain.excludes(call.arguments)):
-            raise OutsideDomain(reason)
+            wide = widened(path, oracle(path), call.arguments, self.domain)
+            if wide is None or self.domain.excludes(wide[0]):
+                raise OutsideDomain(reason)
+            values = list(wide[0].items())
+            return cut(self.call(path, *(value for _, value in values[: len(args)]), **dict(values[len(args) :])), wide[1])
         if self.asking == MATHEMATICS and (reason := degenerate(path, call.arguments)):
             raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")
         self.calls.append(call)

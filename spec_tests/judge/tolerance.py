@@ -43,6 +43,18 @@ class Violation(AssertionError):
         self.message, self.expected, self.got = message, expected, got
 
 
+# Where somebody listens: for each comparison the mean error that is allowed, in parts of the mean number that is expected.
+LISTENERS: list[list[float]] = []
+
+
+def note(slack: Any, expected: np.ndarray) -> None:
+    """Tell the listeners what a comparison allows; slack is a number, an array, or a function that gives one."""
+    if LISTENERS and (size := float(np.abs(expected[np.isfinite(expected)]).mean())) > 0:
+        share = float(np.mean(slack() if callable(slack) else slack)) / size
+        for listener in LISTENERS:
+            listener.append(share)
+
+
 class Allowance:
     """The oracle's numbers and the error allowed on them; `largest` is infinite where the dtype cannot hold the result."""
 
@@ -81,6 +93,7 @@ class Allowance:
         error = np.where(same, 0, np.abs(got - np.where(np.isfinite(expected), expected, 0)))
         error = np.where(np.isfinite(expected) | same, error, np.inf)
         largest, mean = float(error.max(initial=0)), float(error.mean()) if error.size else 0.0
+        note(lambda: self.mean, expected)
         if not self.covers(largest, mean):
             raise Violation(
                 f"{what} differs by {largest:.3g} at most and {mean:.3g} on average; "

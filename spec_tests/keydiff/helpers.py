@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.judge.by_hand import in_parts, rounding
+from evictionary.spec_tests.judge.by_hand import in_parts, logit_errors, sum_errors
 
 paper_budgets = st.sampled_from([2048, 8192, 4096, 6144])
 
@@ -12,17 +12,24 @@ def one_over_norm(keys):
     return 1 / np.sqrt(np.einsum("...d,...d->...", keys, keys))
 
 
-def mean_direction(keys, weights):
-    """The sum of `k / |k|`, part by part, divided by the number of keys."""
-    parts = in_parts(lambda part, weight: (part * weight).sum(axis=-2), keys, weights[..., None])
-    return sum(parts) / keys.shape[-2]
+def mean_direction(impl, keys):
+    """The mean of `k / |k|`, added part by part, and what its channels may be wrong by: errors of many keys add up by squares."""
+    parts = in_parts(
+        lambda part, weight: np.stack([part * weight, (part * weight) ** 2, np.abs(part * weight)]).sum(axis=-2),
+        keys,
+        one_over_norm(keys)[..., None],
+    )
+    return sum(parts)[0] / keys.shape[-2], sum_errors(impl, keys.shape[-2], *sum(parts)) / keys.shape[-2]
 
 
 def scores_in_parts(impl, keys):
     """The score of many keys, the anchor added part by part, and what it may be wrong by."""
-    weights = one_over_norm(keys)
-    mu = mean_direction(keys, weights)
-    length = np.linalg.norm(mu, axis=-1)[..., None]
-    # The magnitudes whose sum is mu have a mean of at most 1; those of a cosine a sum of at most 1.
-    slack = rounding(impl, keys.shape[-1]) + 2 * rounding(impl, keys.shape[-2]) / length
-    return -(keys @ mu[..., None])[..., 0] * weights / length, slack
+    khat = keys * one_over_norm(keys)[..., None]
+    mu, error = mean_direction(impl, keys)
+    length = np.linalg.norm(mu, axis=-1, keepdims=True)
+    muhat, error = (mu / length)[..., None, :], (error / length)[..., None, :]
+    cosines = (khat @ np.swapaxes(muhat, -1, -2))[..., 0]
+    # A cosine is a logit of two unit vectors, but for the root; muhat has the error of mu, and that of its length.
+    slack = np.sqrt(keys.shape[-1]) * logit_errors(impl, muhat, khat)[..., 0, :]
+    slack += 2 * np.sqrt((khat**2 * error**2).sum(axis=-1)) + 2 * np.abs(cosines) * np.sqrt((muhat**2 * error**2).sum(axis=-1))
+    return -cosines, slack

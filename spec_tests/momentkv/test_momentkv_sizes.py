@@ -123,9 +123,11 @@ def test_thousands_of_tokens_and_their_moments_mix(impl, case):
         log_evicted = np.log(of_head.count) + queries @ mean_key / np.sqrt(case.head_dim)
         share = 1 / (1 + np.exp(log_evicted - log_retained))[:, None]
         expected[0, readers] = share * retained + (1 - share) * evicted_part
-        error = logit_error(impl, queries, keys[0, head]) + rounding(impl, case.length)
-        largest = np.abs(values).max() + np.abs(evicted_part).max()
-        slack[0, readers] = np.expm1(min(2 * error, 50.0)) * largest + of_estimate
+        errors = logit_errors(impl, queries, np.concatenate([keys[0, head, kept], mean_key[None]]))
+        of_logs = (weights_in_parts(queries, keys[0, head, kept]) * errors[:, :-1]).sum(axis=-1) + errors[:, -1]
+        of_share = share * (1 - share) * np.expm1(of_logs + rounding(impl, case.length))[:, None]
+        slack[0, readers] = share * output_slack(impl, queries, keys[0, head, kept], values[0, head, kept])
+        slack[0, readers] += of_share * np.abs(retained - evicted_part) + (1 - share) * of_estimate
     got = impl.momentkv.attend(query, keys, values, ~evicted, moments)
     near(got, expected, slack, "the output over a long cache")
 
@@ -136,14 +138,11 @@ def test_moments_of_thousands_of_evicted_tokens_are_their_sums(impl, case):
     keys, values = impl.round(case.keys), impl.round(case.values)
     evicted = np.random.default_rng(case.seed).random(keys.shape[:3]) < 0.95
     expected = held(impl, sums(keys, values, evicted))
-    # No sum of magnitudes is larger than what the sums of squares allow (Cauchy and Schwarz).
-    of_keys, of_values = (np.sqrt((np.square(states) * evicted[..., None]).sum(axis=-2)) for states in (keys, values))
-    root = np.sqrt(expected.count)[..., None]
-    sizes = (root * of_keys, root * of_values, of_values[..., :, None] * of_keys[..., None, :])
+    squares, sizes = (sums(power(keys), power(values), evicted) for power in (np.square, np.abs))
     got = impl.momentkv.update(no_moments(keys, values), keys, values, evicted)
     equal(got[0], expected.count, "the count of the evicted tokens is wrong")
-    for name, field, wanted, magnitude in zip(Moments._fields[1:], got[1:], expected[1:], sizes, strict=True):
-        near(field, wanted, rounding(impl, case.length) * magnitude, f"{name} of many tokens")
+    for name, field, *of_terms in list(zip(Moments._fields, got, expected, squares, sizes, strict=True))[1:]:
+        near(field, of_terms[0], sum_errors(impl, case.length, *of_terms), f"{name} of many tokens")
 
 
 @law("MK-25", of=UPDATE, examples=2, case=long_cases(lengths=(16_384, 65_536, 8_192)))
@@ -168,12 +167,13 @@ def test_thousands_of_retained_tokens_are_scored_together(impl, case):
     expected, slack = np.zeros(keys.shape[:3]), np.zeros(keys.shape[:3])
     for head in range(case.num_kv_heads):
         queries, of_head = query[0, head * case.group : (head + 1) * case.group], Moments(*(field[0, head] for field in moments))
-        alpha = weights_in_parts(queries, keys[0, head]).mean(axis=0)
+        weights = weights_in_parts(queries, keys[0, head])
+        alpha = weights.mean(axis=0)
         explained, of_estimate = estimate(impl, keys[0, head], of_head)
         unexplained = np.linalg.norm(values[0, head] - explained, axis=-1)
         wrong = np.linalg.norm(of_estimate + rounding(impl) * np.abs(values[0, head]), axis=-1)
         expected[0, head] = alpha * unexplained
-        of_alpha = softmax_slack(impl, alpha, logit_error(impl, queries, keys[0, head]))
+        of_alpha = softmax_slack(impl, weights, logit_errors(impl, queries, keys[0, head])).mean(axis=0)
         slack[0, head] = of_alpha * (unexplained + wrong) + alpha * (wrong + rounding(impl, case.value_dim) * unexplained)
     near(impl.momentkv.score(query, keys, values, moments), expected, slack, "the score of a long cache")
 
@@ -184,11 +184,14 @@ def test_chunks_of_a_long_prompt_score_by_the_window(impl, case):
     shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
     queries = impl.round(np.random.default_rng(case.seed).normal(size=shape))
     keys, values = impl.round(case.keys), impl.round(case.values)
-    alpha = over_group(causal_weights(queries, for_each_reader(keys, queries)).mean(axis=2), case.num_kv_heads)
-    each = alpha * np.linalg.norm(values, axis=-1)
     chunk = np.arange(case.length) // 4
-    expected = np.array([[(np.bincount(chunk, head) / np.bincount(chunk))[chunk] for head in each[0]]])
-    slack = softmax_slack(impl, expected, logit_error(impl, queries, keys) + rounding(impl, case.value_dim))
+
+    def of_chunks(weights):
+        each = over_group(weights.mean(axis=2), case.num_kv_heads) * np.linalg.norm(values, axis=-1)
+        return np.array([[(np.bincount(chunk, head) / np.bincount(chunk))[chunk] for head in each[0]]])
+
+    expected, slack = map(of_chunks, attended(impl, queries, keys))
+    slack += rounding(impl, case.value_dim) * expected
     near(impl.momentkv.score_prompt(queries, keys, values), expected, slack, "the score of a long prompt")
 
 

@@ -20,6 +20,7 @@ from evictionary.store import put, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONTROLS = DOCS / "controls.json"
+POWER = DOCS / "power.json"
 
 
 def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
@@ -51,6 +52,59 @@ def row(name: str, max_examples: int) -> dict[str, Any]:
     }
 
 
+def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
+    """By whose law a mutant dies at a dtype, judged as a kernel for so many channels: its "own", "another", or "none"."""
+    mutant = load_mutants()[name]
+    implementation = mutant.implementation(dtype)
+    implementation.domain |= Domain.read({"head_dim": (head_dim,)})
+    for law in laws_for(mutant):
+        own = law.requirement.id == mutant.killed_by
+        examples = max_examples if own else max(1, max_examples // 4)
+        if not law.missing(implementation)[0] and outcome(law, implementation, max_examples=examples)[0] == "killed":
+            return "own" if own else "another"
+    return "none"
+
+
+def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int) -> int:
+    """Judge every mutant at a dtype and a number of channels; write docs/power.json, and return how many live."""
+    from joblib import Parallel, delayed
+    from rich.progress import track
+
+    names = sorted(load_mutants())
+    work = Parallel(n_jobs=jobs, return_as="generator")(delayed(dies)(name, dtype, head_dim, max_examples) for name in names)
+    found = list(track(work, total=len(names), description=f"{dtype}, {head_dim} channels"))
+    alive = [name for name, by in zip(names, found, strict=True) if by == "none"]
+    content = json.loads(POWER.read_text(encoding="utf-8")) if POWER.exists() else {}
+    content[f"{dtype} {head_dim}"] = {
+        "suite": suite_version(),
+        "max_examples": max_examples,
+        **Counter(found),
+        "alive": alive,
+    }
+    put(POWER, json.dumps(content, indent=1) + "\n")
+    print(f"{len(names) - len(alive)} of {len(names)} die in {dtype} with {head_dim} channels; alive: {', '.join(alive) or 'none'}")
+    return len(alive)
+
+
+def _power() -> list[str]:
+    """How many mutants die in half precision and at the channels of real kernels, as a table; nothing where none was asked."""
+    if not POWER.exists():
+        return []
+    cells = []
+    for cell, found in json.loads(POWER.read_text(encoding="utf-8")).items():
+        own, another, alive = found.get("own", 0), found.get("another", 0), len(found["alive"])
+        share = f"{100 * (own + another) / (own + another + alive):.1f} %"
+        names = ", ".join(f"`{name}`" for name in found["alive"])
+        cells.append((*cell.split(), own, another, share, names or "none"))
+    return [
+        "",
+        "The same at dtypes and channels of real kernels. Each mistake is judged as a kernel that takes so many channels",
+        "and no other number (`--dtype bfloat16 --head-dim 64`).",
+        "",
+        table(["dtype", "channels", "die by their own law", "by another", "die", "alive"], cells),
+    ]
+
+
 def _controls() -> list[str]:
     """What the last run of the correct variants found, as a paragraph; nothing where there was none."""
     if not CONTROLS.exists():
@@ -66,8 +120,9 @@ def _controls() -> list[str]:
         ]
     return [
         "",
-        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, a",
-        f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law,",
+        f"False alarms: {content['controls']} correct variants were run with {content['seeds']} seeds each, "
+        f"{content['max_examples']} inputs a law,",
+        "one dtype of the variant after the other,",
         *how,
         f"{len(content['alarms'])} alarms in {content['runs']} runs{silent}",
         f"(`python -m evictionary.spec_tests.proof.matrix --controls {content['seeds']}`).",
@@ -91,6 +146,7 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
         "",
         ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",
         *_controls(),
+        *_power(),
         "",
     ]
     cells = []
@@ -187,10 +243,14 @@ def main() -> None:
     )
     parser.add_argument("--max-examples", type=int, help="inputs that each law draws (default 30, and 4 for --controls)")
     parser.add_argument("--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds")
+    parser.add_argument("--dtype", help="judge the mistakes at this dtype, with --head-dim, up to the first law that sees them")
+    parser.add_argument("--head-dim", type=int, default=64, help="the channels of that kernel (default 64)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     arguments = parser.parse_args()
     if arguments.controls:
         raise SystemExit(run_controls(arguments.controls, arguments.max_examples or 4, arguments.jobs))
+    if arguments.dtype:
+        raise SystemExit(bool(run_power(arguments.dtype, arguments.head_dim, arguments.max_examples or 100, arguments.jobs)))
     max_examples = arguments.max_examples or 30
     names = sorted(load_mutants())
     work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, max_examples) for name in names)

@@ -53,7 +53,7 @@ def test_queries_before_the_window_do_not_count(impl, case, seed, window_size):
 
 @law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds())
 def test_scores_are_shares_of_attention(impl, case, seed):
-    """From 0 to 1; without pooling those before the window sum to less than 1 by what the window looks at itself."""
+    """Scores lie in [0, 1]. Without pooling, the scores before the window sum to 1 minus the window's attention to itself."""
     before = scored(impl, prompt_queries(case, seed), case.keys, window_size=2, kernel_size=1)[..., :-2]
     most = 1 + case.length * within(impl, roundings=0)
     require(before.min() >= 0, "a score before the window is negative", 0.0, before)
@@ -129,12 +129,14 @@ def test_the_window_scores_all_of_a_long_prompt(impl, case):
 def check_long_prompt(impl, case):
     shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
     drawn, keys = np.random.default_rng(case.seed).normal(size=shape), impl.round(case.keys)
+
+    def pooled(weights):
+        received = over_group(weights[..., :-32].mean(axis=2), case.num_kv_heads)
+        return np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])
+
     for size in (1.0, 2.0**-6):  # weights of all sizes, and weights nearly alike, whose sum half precision still holds
         queries = impl.round(size * drawn)
-        weights = causal_weights(queries, for_each_reader(keys, queries))[..., :-32]
-        received = over_group(weights.mean(axis=2), case.num_kv_heads)
-        expected = np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])
-        slack = softmax_slack(impl, expected, logit_error(impl, queries, keys))
+        expected, slack = map(pooled, attended(impl, queries, keys))
         got = scored(impl, queries, keys)
         near(got[..., :-32], expected, slack, "the score of a long prompt")
         equal(got[..., -32:], np.inf, "a token of the window does not score more than those before it")

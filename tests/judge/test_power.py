@@ -1,0 +1,75 @@
+"""What the laws still see in half precision, and inside a domain of 64 channels, where real kernels run."""
+
+from statistics import median
+
+import pytest
+from sampling import sampled
+
+from evictionary.spec_tests.judge import tolerance
+from evictionary.spec_tests.judge.degenerate import MATHEMATICS
+from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import Implementation
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.proof.planted import load_mutants, replaced
+
+LAWS = load_laws()
+ASKED = sorted(name for name, law in LAWS.items() if law.functions and law.kind == MATHEMATICS)
+CHANNELS = Domain.read({"head_dim": (64,)})
+
+
+def reference_at(dtype: str) -> Implementation:
+    found = replaced("reference", {}, dtype=dtype)
+    found.domain |= CHANNELS
+    return found
+
+
+# Why these allow as much as they expect, or more, in half precision.
+ANGLE = "an angle of a far position is a product rounded in float32, and the mean of many turns nearly cancels"
+LARGE = "a logit of 1e4 in half precision is off by tens; the law asks that nothing overflows"
+SINK = "a sink of 50 has a logit that bfloat16 knows to a quarter, and it shares its weight with three others"
+SIMILAR = "a cosine near the threshold may be on either side of it, and then a row counts another key"
+WIDE = {
+    "test_expected_attention_sizes::test_queries_of_far_positions_turn_by_them": ANGLE,
+    "test_expected_attention_statistics::test_mean_and_covariance_are_turned_alike": ANGLE,
+    "test_expected_attention_statistics::test_the_horizon_is_512_and_the_base_10000_unless_given": ANGLE,
+    "test_momentkv::test_logits_of_ten_thousand_do_not_overflow_the_score": LARGE,
+    "test_momentkv_attend::test_logits_of_ten_thousand_do_not_overflow": LARGE,
+    "test_momentkv_sizes::test_thousands_of_tokens_and_their_moments_mix": SINK,
+    "test_rkv::test_every_token_of_a_long_prompt_has_its_importance": SINK,
+    "test_rkv::test_the_released_code_leaves_out_token_0_where_no_key_is_similar": SIMILAR,
+    "test_rope::test_a_dot_product_depends_on_the_distance_only": ANGLE,
+    "test_rope::test_rotations_add_up": ANGLE,
+    "test_triattention::test_a_constant_added_to_all_positions_changes_nothing": ANGLE,
+    "test_triattention::test_the_last_offset_is_65536_by_default": ANGLE,
+    "test_triattention::test_with_constant_queries_s_is_the_exact_logit": ANGLE,
+}
+
+
+def shares(name: str, dtype: str) -> list[float]:
+    """Of each comparison of a law, the mean error that is allowed in parts of the mean number that is expected."""
+    tolerance.LISTENERS.append(found := [])
+    try:
+        assert outcome(LAWS[name], reference_at(dtype), max_examples=8)[0] != "killed"
+    finally:
+        tolerance.LISTENERS.pop()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", sampled(ASKED, every=40))
+def test_no_law_allows_as_much_as_it_expects(name: str, dtype: str) -> None:
+    """One that does would pass a tensor of zeros. Those that must say why."""
+    found = shares(name, dtype)
+    assert not found or median(found) <= 1 or name in WIDE
+
+
+def test_a_law_by_hand_is_asked_of_a_kernel_for_64_channels() -> None:
+    """Channels of zeros change no logit, so the law is asked. One whose numbers they change is not."""
+    asked = LAWS["test_h2o::test_equal_keys_score_by_how_long_they_were_seen"]
+    apart = LAWS["test_lagkv::test_the_deviation_is_that_of_a_sample"]
+    assert outcome(asked, reference_at("bfloat16"))[0] == "passed"
+    wrong = load_mutants()["h2o.mean_over_queries"].implementation("bfloat16")
+    wrong.domain |= CHANNELS
+    assert outcome(asked, wrong)[0] == "killed"
+    assert outcome(apart, reference_at("float64")) == ("crashed", "NothingToAsk: head_dim 2 lies outside its domain (64)")
