@@ -75,12 +75,6 @@ def slot_by_slot(paged, count):
     )
 
 
-@control(SLOTS, array_library="torch")
-def torch_slots(paged, count):
-    size, places = paged.keys.shape[1], paged.lengths[..., None] + torch.arange(count)
-    return paged.block_table.gather(1, (places // size).flatten(1)).view(places.shape) * size + places % size
-
-
 @control(GATHER, dtypes=NUMPY)
 def slot_after_slot(paged):
     return CompressedCache(*(np.concatenate(list(held(paged, pool, paged.lengths))) for pool in paged[:3]), paged.lengths)
