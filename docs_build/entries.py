@@ -20,17 +20,16 @@ from evictionary.spec_tests.verdict.coverage import functions, ids_of
 
 ROOT = Path(__file__).parent.parent
 
-SHARED = ("shared", "rope", "memory", "paging")
-# Corrections of a method's output: they have a page, and select no tokens.
-CORRECTIONS = ("momentkv_bounded",)
+SHARED = ("shared", "rope", "memory")
 
 
 def _page(stem: str) -> str:
-    own = (page for page in (f"methods/{stem}.md", f"{stem}.md") if (ROOT / "docs" / page).exists())
+    candidates = (f"methods/{stem}_equations.md", f"methods/{stem}.md", f"{stem}.md")
+    own = (page for page in candidates if (ROOT / "docs" / page).exists())
     return next(own, "reference/shared_rules.md" if stem in SHARED else "methods/baselines.md")
 
 
-# The page of each file of requirements: its own, if there is one.
+# The page with the equations of each file of requirements: its own, if there is one.
 PAGES = {path.parent.name: _page(path.parent.name) for path in sorted((ROOT / "spec_tests").glob("*/requirements.toml"))}
 
 

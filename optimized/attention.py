@@ -6,6 +6,7 @@ import torch
 
 from .checks import require_finite, require_fit, require_same_kind, working_dtype
 from .kernels.launching import kernels_for
+from .softmax import capped, weights
 from .states import CompressedCache
 
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
@@ -52,7 +53,7 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
 
 
 def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""ATT-5: `q . k_t / sqrt(D)`, query head h = kv_head * G + g beside the others of its KV head.
+    r"""ATT-5: `q . k_t / sqrt(D)`, under the cap of the model, query head h = kv_head * G + g beside the others of its KV head.
 
     The query heads of a group and their M queries are rows of one product with the keys that they share.
 
@@ -70,16 +71,17 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         for part, block in zip(logits.split(tokens, dim=3), keys.split(tokens, dim=2), strict=True):
             part.copy_(rows @ block.to(dtype).mT)
     logits.div_(math.sqrt(head_dim))  # in place: the logits are the largest tensor here
-    return logits.view(batch, num_kv_heads, group, num_queries, keys.shape[2])
+    return capped(logits).view(batch, num_kv_heads, group, num_queries, keys.shape[2])
 
 
-def grouped_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, first: int = 0) -> torch.Tensor:
     r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
 
-    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T. Returns [B, H_kv, G, M, T], 0 for tokens that a query cannot see.
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T; first, the number of the first KV head in its model. Returns
+    [B, H_kv, G, M, T], 0 for tokens that a query cannot see.
     """
     logits = grouped_logits(queries, keys)
     num_queries = queries.shape[2]
     later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu(1)
     logits[..., -num_queries:].masked_fill_(later, -math.inf)  # every query sees the tokens before the queries
-    return logits.softmax(dim=-1)
+    return weights(logits, first)

@@ -304,7 +304,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 result.outcome, result.longrepr = "passed", None
                 result.user_properties.append(("not applicable", subject.outside))
             else:
-                result.longrepr = report.sentence(law, subject, error)
+                parts = report.said(law, subject, error)
+                result.longrepr = report.told(law, subject, parts)
+                result.user_properties.append(("said", dict(parts)))
         if law.functions and result.when == "call":
             if result.passed and compiled.STOPPED:  # a fault that the code has caught
                 _fail(result, law, _subject(item), *(compiled.fault(compiled.STOPPED[0]) or (str(compiled.STOPPED[0]), "")))

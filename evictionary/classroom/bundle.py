@@ -41,17 +41,17 @@ def sources() -> dict[str, str]:
     """The text of each module of the reference, by its name in the file, after those that it imports."""
     found = {"bundled": ""}
     for name in STEMS:
-        _add(name, found)
+        add(name, found)
     return found
 
 
-def _add(name: str, sources: dict[str, str]) -> None:
+def add(name: str, sources: dict[str, str]) -> None:
     """Add a module of the reference after those that it imports."""
     source = (Path(next(iter(reference.__path__))) / f"{name}.py").read_text(encoding="utf-8")
     for module, listed in re.findall(r"^from \.(\w*) import \(?([\w, ]*)", source, flags=re.MULTILINE):
         for needed in [module] if module else re.findall(r"\w+", listed):
             if f"bundled.{needed}" not in sources:
-                _add(needed, sources)
+                add(needed, sources)
     sources.setdefault(f"bundled.{name}", renamed(source))
 
 

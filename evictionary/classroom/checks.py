@@ -41,16 +41,19 @@ class Check:
 def law(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Law:
     """The law of a step's `check`, for the file `stem` of a student with these constants. Raises KeyError where there is none."""
     one = CHECKS[step.check]
-    found = one if isinstance(one, Check) else one(step, stem, constants, seed)
+    return own_law(one if isinstance(one, Check) else one(step, stem, constants, seed), step.name, step.requirement)
+
+
+def own_law(found: Check, name: str, requirement: str) -> Law:
+    """A check as the law of a requirement."""
 
     def judging(impl: Implementation, **inputs: Any) -> None:
         impl.calls.clear()
-        impl.asking, impl.drawn = "", inputs
-        found.check(impl, **inputs)
+        impl.asking, impl.drawn = "", impl.domain.fitted(inputs)
+        found.check(impl, **impl.drawn)
 
-    name = f"{OWN}{step.name}"
-    own = Law(REQUIREMENTS[step.requirement], found.functions, name, found.sentence, "", judging, found.drawn, lambda one: "")
-    return replace(own, examples=found.examples)
+    fields = (found.functions, f"{OWN}{name}", found.sentence, "", judging, found.drawn, lambda one: "")
+    return replace(Law(REQUIREMENTS[requirement], *fields), examples=found.examples)
 
 
 def _constants(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:

@@ -18,7 +18,8 @@ from evictionary.spec_tests.judge import wire
 from evictionary.spec_tests.judge.remote import Gone, Remote
 
 START_SECONDS = 120.0
-BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials")
+BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials", "kvpress", "pytest",
+    "_pytest", "hypothesis")  # fmt: skip
 # A message can carry the secret inputs out, so that it is short: with the kind of the error and its place, 500 characters.
 LONGEST_MESSAGE, LONGEST_KIND, LONGEST_PLACE, MOST_FUNCTIONS = 500, 60, 160, 1000
 # The answers of all assignments have at most 0.2 MiB; a failing law keeps several of them.
@@ -48,11 +49,16 @@ def clean(text: Any, longest: int = LONGEST_MESSAGE) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a child for one requirement: seconds of waiting and of processor time, bytes of memory."""
+    """The limits of a child for one requirement: seconds of waiting and of processor time, bytes of memory and of an answer.
+
+    With each_call the seconds of waiting are those of one call.
+    """
 
     wall_seconds: float = 20.0
     cpu_seconds: int = 20
     memory: int = 2 * 2**30
+    answer: int = LARGEST_ANSWER
+    each_call: bool = False
 
 
 class StudentError(Exception):
@@ -72,7 +78,9 @@ def as_tuple(name: str, fields: dict[str, Any]) -> Any:
 class Child:
     """One student file in a process of its own. Use it as a context manager; `functions` names the functions of the file.
 
-    `named` makes the named tuples of answers. `tried` takes what the audit hook refused to the code.
+    `named` makes the named tuples of answers. `tried` takes what the audit hook refused to the code. `strict` is for code that
+    nobody trusts: its arguments come at the addresses of earlier ones, its results have to be memory of their own, what torch
+    allocates holds NaN, and a function of a library that it replaces counts as tried.
 
     Raises StudentError if the file cannot be imported and Gone if the process gives no answer.
     """
@@ -87,6 +95,7 @@ class Child:
         device: str = "cpu",
         interpret: bool = False,
         confine: bool = True,
+        strict: bool = False,
         named: Callable[[str, dict[str, Any]], Any] = as_tuple,
         tried: set[str] | None = None,
     ) -> None:
@@ -95,6 +104,7 @@ class Child:
         self.setup = {"path": str(self.path), "stem": stem, "library": library, "device": device} | {
             "interpret": interpret,
             "confine": confine,
+            "strict": strict,
             "site": self.site,
             "cpu_seconds": limits.cpu_seconds,
             "memory": limits.memory,
@@ -146,6 +156,8 @@ class Child:
 
         A ValueError is raised unchanged, because laws expect it; any other exception is raised as StudentError.
         """
+        if self.limits.each_call:
+            self.remote.allow(self.limits.wall_seconds)
         asked = {"call": name, "keywords": list(kwargs), "time": time_it, "change launches": change_launches}
         reply, values = self._exchange(wire.frame(asked, [*args, *kwargs.values()]))
         if reply.get("value_error"):
@@ -159,7 +171,7 @@ class Child:
         try:
             with self.remote.asking():
                 self.remote.send(frame)
-                text, body = wire.sizes(self.remote.receive(16), LARGEST_ANSWER)
+                text, body = wire.sizes(self.remote.receive(16), self.limits.answer)
                 reply, values = wire.read(self.remote.receive(text), self.remote.receive(body), self.named)
         except Gone as gone:
             self.is_late = self.is_late or gone.is_late

@@ -66,22 +66,28 @@ def judge(
         for line in result.lines:
             line.verdict, line.reason = "blocked", reason
         return result
-    with tempfile.TemporaryDirectory(prefix="evictionary-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / f"{assignment.stem}.py"
-        path.write_bytes(source)
-        path.parent.chmod(0o755)
-        path.chmod(0o644)
+    with put_down(source, assignment.stem) as path:
         kind = _contest().Contest if assignment.contest else ByLaws
         run = kind(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a law that divides by a student's zero fails; a warning would only repeat it
-            run.judge_steps(result, explained=not explain)
+        run.judge_steps(result, explained=not explain)
     if run.tried:
         result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
     for line in result.lines:
         line.reason, line.message, line.repro = (clean(each, LONGEST_TEXT) for each in (line.reason, line.message, line.repro))
     result.seconds = round(time.monotonic() - started, 2)
     return result
+
+
+@contextlib.contextmanager
+def put_down(source: bytes, stem: str) -> Iterator[Path]:
+    """A file of this text in a folder of its own, for a child to read. A warning would only repeat what a law says."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings():
+        path = Path(folder) / f"{stem}.py"
+        path.write_bytes(source)
+        path.parent.chmod(0o755)
+        path.chmod(0o644)
+        warnings.simplefilter("ignore")
+        yield path
 
 
 def _contest() -> types.ModuleType:
@@ -240,7 +246,7 @@ class ByLaws(Run):
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
                         died = message.startswith(Gone.__name__)
-                        message = _plain(message)
+                        message = plain(message)
                         if died and "SIGSEGV" in message:
                             message += ": a load or a store outside of an array. Does each have its mask?"
                         is_whole = bool(missing) or died or word == "timed out"  # the message says it all
@@ -285,18 +291,13 @@ class ByLaws(Run):
 
     def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
         """Run a failing law once more with shrinking, and write the student's message."""
-        try:
-            with time_limit(SECONDS):
-                self.drawn(law, step, shrinks=True).check(implementation)
+        told = self.failure(law, implementation, step)
+        if told is None:
             line.message = f"{line.message}\n{TWO_ANSWERS}"
             return
-        except (KeyboardInterrupt, TimedOut):
-            raise
-        except BaseException as error:
-            told = _told(error)
         matches = misconceptions(law, implementation)
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
-        lines = _plain(report.sentence(law, implementation, told, matches)).splitlines()
+        lines = plain(report.sentence(law, implementation, told, matches)).splitlines()
         # A student cannot open the grader's own files, nor run its own laws.
         hidden = ("classroom/", "this law alone") if law.name.startswith(checks.OWN) else ("classroom/",)
         line.message = "\n".join(each for each in lines if not any(part in each for part in hidden))
@@ -306,8 +307,19 @@ class ByLaws(Run):
             line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
         line.misconceptions = [match.misconception for match in matches]
 
+    def failure(self, law: Law, implementation: Implementation, step: Step) -> BaseException | None:
+        """Why a law fails with the smallest input that is found; None where it holds this time."""
+        try:
+            with time_limit(SECONDS):
+                self.drawn(law, step, shrinks=True).check(implementation)
+        except (KeyboardInterrupt, TimedOut):
+            raise
+        except BaseException as error:
+            return _told(error)
+        return None
 
-def _plain(message: str) -> str:
+
+def plain(message: str) -> str:
     """A message without the names of our own exceptions."""
     return re.sub(rf"\b({StudentError.__name__}|{Gone.__name__}): ", "", message)
 
@@ -345,20 +357,10 @@ def _last_the_one_that_failed(calls: list[Call], dtype: str) -> None:
 
 
 def _hint(told: BaseException, law: Law) -> str:
-    """What an error in the last digits comes from, because expected and got look alike when they are printed; how one refuses."""
+    """How bad input is refused, for a function that fails on it by chance."""
     if law.kind == REFUSAL and isinstance(told, StudentError):
         return "\n  wanted          a ValueError: bad input is refused by `raise ValueError(...)`, not by assert or by chance"
-    expected, got = (np.asarray(getattr(told, name, None)) for name in ("expected", "got"))
-    if {expected.dtype.kind, got.dtype.kind} != {"f"} or expected.shape != got.shape:
-        return ""
-    with np.errstate(all="ignore"):
-        apart, size = np.abs(got - expected).max(initial=0), np.abs(expected).max(initial=0)
-    if not 0 < apart < 1e-5 * size:
-        return ""
-    return (
-        f"\n  so small        the largest difference is {apart:.1e}, more than rounding in the dtype of the input explains:\n"
-        "                  a number added for safety (norm + 1e-12) or a step in float32 does this. Treat zero as a case of its own"
-    )
+    return ""
 
 
 def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) -> Callable[..., Any]:

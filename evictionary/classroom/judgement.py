@@ -79,11 +79,11 @@ class Run:
     check_seed: int = 0
     tried: set[str] = field(default_factory=set)
 
-    def child(self, patience: int = 1) -> Child:
-        """A process that runs the file, and may take `patience` times its limit."""
+    def child(self, patience: int = 1, **changes: Any) -> Child:
+        """A process that runs the file, and may take `patience` times its limit; changes are of its settings."""
         one = self.assignment
         limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
-        settings: dict[str, Any] = {"library": one.library, "interpret": one.interpret, "limits": limits}
+        settings: dict[str, Any] = {"library": one.library, "interpret": one.interpret, "limits": limits, **changes}
         return Child(self.path, one.stem, named=named(one.stem), tried=self.tried, **settings)
 
     def seed(self, name: str) -> int:

@@ -98,6 +98,9 @@ def landlock(readable: list[str], listable: list[str]) -> int:
     return version if done == 0 else 0
 
 
+# To look at the frames and objects of others, and to follow what they do. Libraries do it too, and there is nothing to find: where
+# the file does it, it is written down and not refused.
+_LOOKING = ("sys._getframe", "sys._current_", "sys.settrace", "sys.setprofile", "sys.addaudithook", "gc.", "object.__setattr__")
 _DENIED = (
     "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "os.spawn", "os.kill", "os.killpg", "subprocess.Popen",
     "pty.spawn", "socket.", "ctypes.", "os.symlink", "os.link", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate",
@@ -106,6 +109,20 @@ _DENIED = (
 
 
 THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}  # what a file may import beside the standard library
+
+
+def asked_by(file: str) -> bool:
+    """Whether the event of an audit hook is the file's doing, or that of a text that it runs, and not a library's.
+
+    The frame is that to which an error leads: asking for a frame would be an event of its own.
+    """
+    try:
+        raise LookupError
+    except LookupError as error:
+        frame = error.__traceback__.tb_frame.f_back.f_back  # type: ignore[union-attr]
+    while frame and frame.f_code.co_filename.endswith("inspect.py"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename in (file, "<string>")
 
 
 def guard(readable: list[str], banned: list[str], library: str, file: str) -> list[str]:
@@ -117,7 +134,7 @@ def guard(readable: list[str], banned: list[str], library: str, file: str) -> li
     """
     roots = tuple(os.path.realpath(path) + os.sep for path in readable)
     closed, denied = frozenset(banned), _DENIED  # own references: a student can replace a module's names
-    there, frame_of = sys.stdlib_module_names.union(THERE[library]), sys._getframe
+    looking, there, is_asked = _LOOKING, sys.stdlib_module_names.union(THERE[library]), asked_by
     only = "torch, Triton and NumPy are there" if library == "torch" else "this assignment is for NumPy only"
     only += f" (and Python's own modules); of your files only {os.path.basename(file)} is handed in"
     tried: list[str] = []
@@ -131,7 +148,7 @@ def guard(readable: list[str], banned: list[str], library: str, file: str) -> li
         if event == "import" and arguments[0].split(".")[0] in closed:
             refusal(f"import {arguments[0]}", "")
             raise ImportError(f"{arguments[0]}: not there while your code is judged")
-        if event == "import" and (library == "numpy" or frame_of(1).f_code.co_filename == file):
+        if event == "import" and (library == "numpy" or is_asked(file)):
             top = arguments[0].split(".")[0]
             if top not in there and not top.startswith("_sysconfigdata"):
                 raise ImportError(f"{arguments[0]}: {only}")
@@ -143,6 +160,8 @@ def guard(readable: list[str], banned: list[str], library: str, file: str) -> li
                 raise refusal(f"write {path}", f"{path}: no writing while your code is judged")
             if not (os.path.realpath(path) + os.sep).startswith(roots):
                 raise refusal(f"open {path}", f"{path}: not yours to read while your code is judged")
+        if event.startswith(looking) and is_asked(file):
+            refusal(event, "")
         if event.startswith(denied):
             raise refusal(event, f"{event}: not allowed while your code is judged")
 

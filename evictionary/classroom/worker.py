@@ -135,8 +135,28 @@ def numbers(value: Any) -> Any:
     return value.detach().cpu().numpy().tobytes() if hasattr(value, "detach") else getattr(value, "tobytes", lambda: value)()
 
 
-def answer(function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
-    """Call a function. Raises TypeError if it returns nothing, or has written into an argument by then."""
+def in_memory_of(result: Any, given: Any) -> bool:
+    """Whether a result, or an array of a tuple of them, lies in the memory of an argument."""
+    import numpy as np
+
+    if isinstance(result, tuple | list):
+        return any(in_memory_of(entry, given) for entry in result)
+    if hasattr(result, "untyped_storage") and hasattr(given, "untyped_storage"):
+        return bool(given.numel()) and result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return isinstance(result, np.ndarray) and isinstance(given, np.ndarray) and np.may_share_memory(result, given)
+
+
+def answer(
+    function: Callable[..., Any],
+    arguments: list[Any],
+    keywords: dict[str, Any],
+    strict: bool = False,
+    numbers: Callable[[Any], Any] = numbers,
+) -> Any:
+    """Call a function. Raises TypeError if it returns nothing, or has written into an argument by then.
+
+    With strict, also if the result lies in the memory of an argument.
+    """
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
     named = itertools.zip_longest(names[: len(arguments)], range(1, 1 + len(arguments)))
@@ -148,34 +168,81 @@ def answer(function: Callable[..., Any], arguments: list[Any], keywords: dict[st
         raise TypeError(f"{called} returned None: is there a return?")
     if written := [name for name, value in given.items() if numbers(value) != before[name]]:
         raise TypeError(f"{called} writes into {', '.join(written)}, which others still need: work on a copy")
+    if strict and (lent := [name for name, value in given.items() if in_memory_of(result, value)]):
+        raise TypeError(f"{called} returns memory of its argument {', '.join(lent)}: return a copy")
     return result
+
+
+WATCHED = (
+    "__main__",
+    "wire",
+    "sandbox",
+    "builtins",
+    "time",
+    "math",
+    "numpy",
+    "numpy.linalg",
+    "torch",
+    "torch.nn.functional",
+    "torch.testing",
+)
+
+
+def functions_there() -> dict[tuple[str, str], Any]:
+    """The functions of the modules that a clock or a comparison needs, and that a file might replace."""
+    modules = {name: vars(sys.modules[name]) for name in WATCHED if name in sys.modules}
+    return {(module, name): value for module, names in modules.items() for name, value in names.items() if callable(value)}
+
+
+def replaced(before: dict[tuple[str, str], Any]) -> list[str]:
+    """The functions that are others than before."""
+    return [f"replace {module}.{name}" for (module, name), was in before.items() if vars(sys.modules[module]).get(name) is not was]
+
+
+LARGEST_PLACE = 2**16  # numbers of an argument that comes where an earlier one was
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Read the settings from the first frame, load the file, then answer one call after another."""
     sys.path.append(sys.argv[1])
-    import numpy as np
 
     wire, sandbox = load(sys.argv[2], "wire"), load(sys.argv[3], "sandbox")
     tried: list[str] = []
+    there: dict[tuple[str, str], Any] = {}
+    places: dict[Any, Any] = {}
+    taken: list[Any] = []
     module = torch = None
+    # By names of their own: a file can replace those of this module, and is seen then.
+    ask, changes = answer, replaced
 
     def reply(message: dict[str, Any], *values: Any) -> None:
-        replies.write(wire.frame(message | {"tried": tried}, values))
+        told = [*tried, *changes(there)][: sandbox.MOST_TRIED]
+        replies.write(wire.frame(message | {"tried": told}, values))
         replies.flush()
 
     def named(name: str, fields: dict[str, Any]) -> Any:
         kind = name.rpartition(".")[2]
         return (getattr(module, kind, None) or namedtuple(kind, fields))(*fields.values())
 
+    def placed(array: Any) -> Any:
+        """The array at the address of an earlier argument of its kind: a file that knows inputs by their addresses is wrong."""
+        taken.append((len(taken), array.shape, array.strides, array.dtype.str))
+        if array.size > LARGEST_PLACE:
+            return array
+        place = places.setdefault(taken[-1], array)
+        place[...] = array
+        return place
+
     def native(array: Any) -> Any:
-        return array if torch is None else torch.from_numpy(np.array(array, order="K")).to(setup["device"])
+        own = placed(array) if setup["strict"] else array
+        return own if torch is None else torch.from_numpy(own).to(setup["device"])
 
     def request() -> tuple[dict[str, Any], list[Any]]:
         header = requests.read(16)
         if len(header) < 16:
             os._exit(0)  # the parent has ended or closed the pipe
         text, body = wire.sizes(header, LARGEST_CALL)
+        taken.clear()
         message, values = wire.read(requests.read(text), requests.read(body), named, native)
         return message, values
 
@@ -186,13 +253,16 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         if setup["interpret"]:
             os.environ["TRITON_INTERPRET"] = "1"
             import triton.language  # noqa: F401
+        if setup["strict"]:
+            torch.use_deterministic_algorithms(True, warn_only=True)  # what torch.empty gives holds NaN
     watching = watched_launches() if setup["interpret"] else contextlib.nullcontext({"added": 0.0})
     launches = watching.__enter__()  # as long as the process lives
     path = setup["path"]
     walls, tried = sandbox.confined(setup) if setup["confine"] else ({"audit hook": False}, [])
     reply({"walls": walls})
+    there = functions_there() if setup["strict"] else {}
     try:
-        module = load(path, f"student_{setup['stem']}")
+        module = load(path, setup["stem"])
     except BaseException as error:
         reply(describe(error, path))
         return
@@ -208,8 +278,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 result = do_bench(functools.partial(function, *arguments, **keywords), return_mode="median")
             else:
                 launches["added"] = float(message["change launches"])
-                asked = kernels_alone(arguments[0])(function) if setup["interpret"] else function
-                result = answer(asked, arguments, keywords)
+                alone = setup["interpret"] and not setup["strict"]
+                asked = kernels_alone(arguments[0])(function) if alone else function
+                result = ask(asked, arguments, keywords, setup["strict"])
             reply({}, result)
         except wire.BadMessage as error:
             reply({"error": "TypeError", "message": f"{message['call']} returned {error}", "place": "", "value_error": False})

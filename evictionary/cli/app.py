@@ -6,7 +6,22 @@ from typing import Annotated
 import typer
 
 from evictionary import __version__
-from evictionary.cli import calibrate, claims, classroom, contract, demo, evaluate, export, judge, methods, run, study, vectors
+from evictionary.cli import (
+    calibrate,
+    claims,
+    classroom,
+    contract,
+    demo,
+    evaluate,
+    export,
+    judge,
+    methods,
+    run,
+    study,
+    tasks,
+    vectors,
+    verify,
+)
 
 # torch and transformers take seconds to import, so each command imports what it needs when it runs.
 
@@ -35,5 +50,6 @@ def main(
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(os.devnull, "hypothesis"))
 
 
-for _commands in (methods, judge, contract, vectors, demo, run, export, calibrate, evaluate, study, claims, classroom):
+_judging, _running = (methods, judge, verify, tasks, contract, vectors), (demo, run, export, calibrate, evaluate, study, claims)
+for _commands in (*_judging, *_running, classroom):
     app.add_typer(_commands.app)

@@ -21,6 +21,7 @@ from evictionary.cli.console import (
     AsJson,
     exit_codes,
     messages,
+    missing_walls,
     names_in,
     plain_table,
     progress,
@@ -307,7 +308,7 @@ def grade(
         if left_out:
             told = f"Left out, because a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}"
             messages.print(told, style="yellow", markup=False)
-        missing = _missing_walls(without_walls)
+        missing = missing_walls(without_walls)
         secret = os.urandom(32) if try_it else _secret(seed_file)
         order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds, ids, assignments)
         require(len(found) <= 1 or not (try_it or law), f"submission: got {len(found)}, wanted a single one")
@@ -382,23 +383,6 @@ def _roster(path: Path) -> frozenset[str]:
     ids = frozenset(row[0].strip() for row in rows if row and row[0].strip())
     require(ids, f"--roster: got {path} without an id, wanted one in each line")
     return ids
-
-
-def _missing_walls(without: bool) -> list[str]:
-    """The walls that are missing here. Raises UsageError if code could do harm and the instructor does not say `without`."""
-    from evictionary.classroom import child
-
-    walls = child.walls_here()
-    harm = [f"no {name}: it could {what}" for name, what in child.OPEN.items() if not walls.get(name)]
-    told = f"A student's code has too few walls around it on this machine ({'; '.join(harm)})."
-    require(
-        not harm or without,
-        f"--without-walls: {told} Nothing was run. Grade each submission in a container of its own "
-        "(the page of that name in the documentation), or give --without-walls if there is nothing here to lose",
-    )
-    if harm:
-        messages.print(told, style="yellow", markup=False)
-    return [name for name, stands in walls.items() if not stands]
 
 
 def _of_one(paths: list[Path]) -> Path:

@@ -242,5 +242,22 @@ def carry_out(plan: "store.Plan", output: Path, jobs: int, dask: str | None) -> 
         return store.run(plan, output, jobs=jobs, dask=dask, advance=advance)
 
 
+def missing_walls(without: bool) -> list[str]:
+    """The walls that are missing here. Raises UsageError if code could do harm and nobody says `without`."""
+    from evictionary.classroom import child
+
+    walls = child.walls_here()
+    harm = [f"no {name}: it could {what}" for name, what in child.OPEN.items() if not walls.get(name)]
+    told = f"The code has too few walls around it on this machine ({'; '.join(harm)})."
+    require(
+        not harm or without,
+        f"--without-walls: {told} Nothing was run. Run it in a container of its own "
+        "(the page of that name in the documentation), or give --without-walls if there is nothing here to lose",
+    )
+    if harm:
+        messages.print(told, style="yellow", markup=False)
+    return [name for name, stands in walls.items() if not stands]
+
+
 def mebibytes(nbytes: float) -> str:
     return f"{nbytes / 2**20:.1f}"

@@ -133,10 +133,10 @@ def frame(message: dict[str, Any], values: Sequence[Any] = ()) -> bytes:
         array = np.asarray(value)
         if array.dtype.name not in NATIVE:
             raise BadMessage(f"an array of {array.dtype}; wanted numbers or booleans")
-        is_turned = array.flags.f_contiguous and not array.flags.c_contiguous
-        rows = array.T if is_turned else array
-        parts.append(rows.astype(NATIVE[array.dtype.name]).tobytes())
-        return {"shape": list(rows.shape), "dtype": array.dtype.name, "turned": is_turned}
+        # The axes travel in the order in which they lie in the memory, so that a transposed array arrives as one.
+        order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+        parts.append(array.transpose(order).astype(NATIVE[array.dtype.name]).tobytes())
+        return {"shape": [array.shape[axis] for axis in order], "dtype": array.dtype.name, "order": order}
 
     text = json.dumps({**message, "values": [to_json(each, leaf) for each in values]}).encode()
     return struct.pack(">QQ", len(text), sum(map(len, parts))) + text + b"".join(parts)
@@ -170,7 +170,11 @@ def read(
         size = size_of(content, NATIVE)
         own, left = left[:size], left[size:]
         found = numbers(content, own, NATIVE)
-        return native(found.T if content.get("turned") else found)[()]
+        order = content.get("order", [*range(found.ndim)])
+        if sorted(order) != [*range(found.ndim)]:
+            raise BadMessage(f"the axes {shown(order)} of an array of shape {found.shape}")
+        own = native(found.transpose(np.argsort(order)))
+        return own if own.ndim else own[()]
 
     values = [from_json(each, array, named) for each in message["values"]]
     if left:

@@ -85,21 +85,26 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
 def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and what it gives."""
     for path in impl.asked_of_memory():
-        if path.split(".")[1] not in SEAMS:
-            continue
-        arguments = {}
-        for parameter in inspect.signature(oracle(path)).parameters.values():
-            if parameter.name in ARGUMENTS:
-                arguments[parameter.name] = impl.rounded(ARGUMENTS[parameter.name](case))
-            elif parameter.default is parameter.empty:
-                break
-        else:
-            try:
-                oracle(path)(**arguments)
-            except ValueError:  # this method wants something else of such a case, such as a query for each token
-                continue
-            if (numbers := answer(impl, path, arguments)) is not None:
-                yield path, arguments, numbers
+        arguments = arguments_of(impl, path, case)
+        if arguments is not None and (numbers := answer(impl, path, arguments)) is not None:
+            yield path, arguments, numbers
+
+
+def arguments_of(impl: Implementation, path: str, case: Case) -> dict[str, Any] | None:
+    """The arguments of a seam, rounded to the dtype; None where ARGUMENTS cannot call it."""
+    if path.split(".")[1] not in SEAMS:
+        return None
+    arguments = {}
+    for parameter in inspect.signature(oracle(path)).parameters.values():
+        if parameter.name in ARGUMENTS:
+            arguments[parameter.name] = impl.rounded(ARGUMENTS[parameter.name](case))
+        elif parameter.default is parameter.empty:
+            return None
+    try:
+        oracle(path)(**arguments)
+    except ValueError:  # this method wants something else of such a case, such as a query for each token
+        return None
+    return arguments
 
 
 def answer(impl: Implementation, path: str, arguments: dict[str, Any]) -> Any:

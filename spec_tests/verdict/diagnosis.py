@@ -4,8 +4,9 @@ On the smallest input many mistakes coincide: a mean over too few tokens and one
 So the law is asked again, of larger inputs, and a mistake is named only where it is the only one that is left.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 
-from evictionary.spec_tests.judge.arithmetic import EPSILON
+from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS
 from evictionary.spec_tests.judge.domain import NothingToAsk
 from evictionary.spec_tests.judge.implementation import Call, Implementation, oracle
@@ -108,6 +109,78 @@ def _larger(law: Law, implementation: Implementation, functions: Container[str])
     for function, calls in wrong.items():
         found[function] += calls
     return found
+
+
+def sign(implementation: Implementation, law: Law | None = None) -> str:
+    """What wrong answers look like where no planted mistake gives them, in a sentence; empty where they look like nothing.
+
+    The largest of the latest answers are looked at, and with a law those of larger inputs of it: one number looks like anything.
+    """
+    answered = [call for call in (*implementation.history, *implementation.calls) if isinstance(call.result, np.ndarray)]
+    larger = _larger(law, implementation, law.functions) if law and not law.examples and law.kind == MATHEMATICS else {}
+    found = [call for calls in larger.values() for call in calls if isinstance(call.result, np.ndarray)]
+    found += sorted(answered, key=lambda call: -numbers_in(tuple(call.arguments.values())))
+    wrong = (call for call in found if differs(oracle(call.function), call, implementation.dtype))
+    for call in itertools.islice(wrong, COMPARED):
+        right = answer(oracle(call.function), **call.arguments)
+        if isinstance(right, np.ndarray) and (looks := next(_signs(call, right, implementation.dtype, answered), "")):
+            return looks
+    return ""
+
+
+def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> Iterator[str]:
+    """All that a wrong answer looks like, the most telling first."""
+    got, function = call.result, oracle(call.function)
+    both = got.dtype.kind == right.dtype.kind == "f"
+    if both and np.isnan(got).sum() > np.isnan(right).sum():
+        told = "a division of zero by zero, or memory that nothing was written to"
+        yield f"{np.isnan(got).sum()} of {got.size} numbers are NaN: {told}"
+    yield from _axes(call, right, dtype)
+    if got.size and (got == got.flat[0]).all() and (got.size > 1 or not got.any()):
+        yield f"every number of the answer is {got.flat[0]}"
+    if any(np.array_equal(value, got) for value in call.arguments.values()):
+        yield "the answer is one of the arguments"
+    for earlier in answered:
+        alike = earlier.function == call.function and got.size > 1 and earlier.result.shape == got.shape
+        if alike and not _unlike(got, answer(function, **earlier.arguments), dtype):
+            yield "the answer is that to an earlier input: does the code remember it by its address, its shape or a part of it?"
+    if not both or got.shape != right.shape or not np.isfinite(right).all() or not right.any():
+        return
+    factor = float((got * right).sum() / (right * right).sum())
+    if abs(factor - 1) > 1e-3 and right.size > 1 and not _unlike(got, factor * right, dtype):
+        yield f"the answer is {factor:.6g} times the right one"
+    for coarse in (name for name in EPSILON if EPSILON[name] > EPSILON[dtype]):
+        rounded = {key: round_to(each, coarse) if _is_float(each) else each for key, each in call.arguments.items()}
+        for what, numbers in (("the inputs", answer(function, **rounded)), ("the answers", round_to(right, coarse))):
+            if not _unlike(got, numbers, dtype):
+                yield f"{what} are rounded to {coarse}"
+    error = float(np.abs(got - right).max() / np.abs(right).max())
+    if error < 1e-4:
+        told = "more than rounding explains: a number added for safety (norm + 1e-12) or a step in a lower precision does this"
+        yield f"the largest error is {error:.1e} of the largest number, {told}"
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind == "f"
+
+
+def _axes(call: Call, right: np.ndarray, dtype: str) -> Iterator[str]:
+    """Whether the answer has the axes of tokens and heads exchanged, or the code takes them so in its arguments."""
+    got = call.result
+    if right.ndim < 3 or got.ndim != right.ndim:
+        return
+    wanted, turned = (("B", "H", "T", "D")[: right.ndim], ("B", "T", "H", "D")[: right.ndim])
+    if got.shape != right.shape or right.shape[1] > 1 < right.shape[2]:
+        told = f"the axes are [{', '.join(turned)}], wanted [{', '.join(wanted)}]"
+        if not _unlike(np.swapaxes(got, 1, 2), right, dtype):
+            yield f"{told}: exchange the second and the third of the answer"
+        exchanged = {
+            name: np.swapaxes(value, 1, 2) if isinstance(value, np.ndarray) and value.ndim > 2 else value
+            for name, value in call.arguments.items()
+        }
+        other = answer(oracle(call.function), **exchanged)
+        if isinstance(other, np.ndarray) and not all(_unlike(got, each, dtype) for each in (other, np.swapaxes(other, 1, 2))):
+            yield f"{told}: the code takes the second axis of its arguments for the tokens"
 
 
 def numbers_in(value: Any) -> int:

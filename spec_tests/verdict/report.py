@@ -17,59 +17,71 @@ from evictionary.spec_tests.judge.process import PREFIX, ProgramFailed
 from evictionary.spec_tests.judge.tolerance import Violation
 from evictionary.spec_tests.judge.watch import NotAsked
 from evictionary.spec_tests.proof.planted import Mutant
-from evictionary.spec_tests.verdict.diagnosis import misconceptions, numbers_in
+from evictionary.spec_tests.verdict.diagnosis import misconceptions, numbers_in, sign
 
+AGAIN = "to see it again, run"
 _MOST_LINES = 10  # of an input
 _MOST_PRINTED = 128  # numbers in an argument of a program that makes a call again
 
 
 def sentence(law: Law, implementation: Implementation, error: BaseException, matches: list[Mutant] | None = None) -> str:
     """Say what does not hold, for which input, and how to see it again; matches are the mistakes to name, if they are known."""
+    return told(law, implementation, said(law, implementation, error, matches))
+
+
+def told(law: Law, implementation: Implementation, parts: list[tuple[str, str]]) -> str:
+    """The parts of a report, a line each below the requirement that does not hold."""
+    lines = [f"{law.requirement.id} does not hold for {_functions(law)} of {implementation}"]
+    for name, text in parts:
+        if name == AGAIN:
+            lines += [f"  {name}", *(f"    {line}" for line in text.splitlines())]
+        else:
+            lines.append(f"  {name:16}{indented(text)}")
+    return "\n".join(lines)
+
+
+def said(
+    law: Law, implementation: Implementation, error: BaseException, matches: list[Mutant] | None = None
+) -> list[tuple[str, str]]:
+    """The parts of a report, each with its name, in the order in which they are read."""
     matches = misconceptions(law, implementation) if matches is None else matches
-    requirement = law.requirement
-    lines = [
-        f"{requirement.id} does not hold for {_functions(law)} of {implementation}",
-        f"  the law         {law.sentence}",
-        f"  the equation    {requirement.statement} ({requirement.source})",
-        *([f"  what holds      {requirement.mended}"] if requirement.mended else []),
-    ]
-    calls = implementation.calls
+    requirement, calls = law.requirement, implementation.calls
+    parts = [("the law", law.sentence), ("the equation", f"{requirement.statement} ({requirement.source})")]
+    if requirement.mended:
+        parts.append(("what holds", requirement.mended))
     if isinstance(error, Violation):
-        lines.append(f"  what is wrong   {error.message}")
-        if error.expected is not None:
-            lines.append("  expected        " + indented(_show(error.expected)))
-        if error.got is not None:
-            lines.append("  got             " + indented(_show(error.got)))
+        parts.append(("what is wrong", error.message))
+        parts += [(name, _show(each)) for name, each in (("expected", error.expected), ("got", error.got)) if each is not None]
         if worst := _worst(error.expected, error.got):
-            lines.append(f"  worst           {worst}")
+            parts.append(("worst", worst))
     else:
-        lines.append(f"  what is wrong   {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        parts.append(("what is wrong", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"))
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        lines.append(f"  raised in       {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}")
+        parts.append(("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"))
     if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
-        lines.append(
-            f"  the dtype       it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in its own"
+        parts.append(
+            ("the dtype", f"it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in its own")
         )
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
-        lines.append(f"  misconception   your numbers equal those of: {match.misconception} ({match.killed_by}{above})")
+        parts.append(("misconception", f"your numbers equal those of: {match.misconception} ({match.killed_by}{above})"))
+    if not matches and (looks := sign(implementation, law)):
+        parts.append(("it looks like", looks))
     for place, source in compiled.UNFILLED.items():
-        lines.append(f"  undefined       {place}: `{source}` has no `other`: behind the mask it holds no number")
+        parts.append(("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number"))
     if calls:
         small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
-        lines.append(f"  {'smallest' if small else 'an'} input".ljust(18) + indented(_shortened(arguments(calls[-1].arguments))))
+        parts.append((f"{'smallest' if small else 'an'} input", _shortened(arguments(calls[-1].arguments))))
     if calls and (program := repro(law, implementation)):
-        lines += ["  to see it again, run", *(f"    {line}" for line in program.splitlines())]
+        parts.append((AGAIN, program))
     elif calls and implementation.drawn:
-        drawn = ", ".join(
-            f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray)
-        )
-        lines.append(f"  made of         {drawn}")
-    return "\n".join([*lines, _alone(law, implementation)])
+        drawn = (f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray))
+        parts.append(("made of", ", ".join(drawn)))
+    return [*parts, ("this law alone", _alone(law, implementation))]
 
 
 def _alone(law: Law, implementation: Implementation) -> str:
-    return f"  this law alone  evictionary judge {_named(implementation.origin)} --law {law.name.partition('::')[2]}"
+    return f"evictionary judge {_named(implementation.origin)} --law {law.name.partition('::')[2]}"
 
 
 def _functions(law: Law) -> str:
@@ -84,7 +96,7 @@ def unanswered(law: Law, subject: Any, what: str, line: str = "") -> str:
         f"  the law         {law.sentence}",
         f"  what is wrong   {what}",
         *([f"  it was at       {line}"] if line else []),
-        *([_alone(law, subject)] if judged else []),
+        *([f"  this law alone  {_alone(law, subject)}"] if judged else []),
     ]
     return "\n".join(lines)
 

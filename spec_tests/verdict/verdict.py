@@ -103,6 +103,7 @@ class Verdict:
                 entry = {"law": name, "kind": kind, "functions": functions, "outcome": "pass" if outcome == "passed" else "fail"}
                 if entry["outcome"] == "fail":
                     entry["message"] = str(result.longrepr)
+                    entry["said"] = properties.get("said", {})
                 if "unanswered" in properties:
                     entry["unanswered"] = properties["unanswered"]
                 self.laws.setdefault((requirement, column), []).append(entry)

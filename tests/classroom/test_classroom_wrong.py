@@ -78,7 +78,9 @@ MESSAGES = [
         *('except ValueError as error:\n    print("expected a ValueError:", error)\nprint("got', "bad_shapes"),
     ),
     # The last digits, two answers, constants, and the call that is wrong among others that are right.
-    Wrong("keydiff", "anchor", "anchor", "(keys): return right(keys) * (1 + 1e-9)", "(norm + 1e-12) or a step in float32"),
+    Wrong(
+        "keydiff", "anchor", "anchor", "(keys): return right(keys) * (1 + 1e-9)", "(norm + 1e-12) or a step in a lower precision"
+    ),
     Wrong("keydiff", "anchor", "anchor", f"{COUNTED}(len(calls) > 6)", "two answers to one input"),
     Wrong("keydiff", "anchor", "anchor", f"{COUNTED}(len(calls) == 3)", "two answers to one input"),
     Wrong(

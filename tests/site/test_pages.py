@@ -13,6 +13,7 @@ from tools.pages import ROOT, blocks, commands
 from tools.reading import refused
 from typer.testing import CliRunner
 
+from docs_build.pages import PAPERS, filled
 from docs_build.running import said
 from evictionary.cli.app import app
 from evictionary.models import embedded
@@ -88,6 +89,14 @@ def test_every_program_runs(page: Path, tiny_for_embedded: Path, capsys: pytest.
     for program in programs:
         exec(compile(program, page.name, "exec"), {})
     assert " MiB -> " in capsys.readouterr().out or page != README
+
+
+@pytest.mark.parametrize("stem", PAPERS)
+def test_the_lines_of_a_method_page_run(stem: str, tiny_for_embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = filled(f"methods/{stem}.md", f"<!-- run: {stem} -->")
+    exec(compile(told.split("```")[1].removeprefix("python\n"), stem, "exec"), {})
+    assert "Clara Winter" in capsys.readouterr().out
+    understood(told.split("`")[-2])
 
 
 def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:

@@ -1,0 +1,133 @@
+"""`evictionary verify`: right code passes, and each exploit of tests/exploits.toml is caught and named."""
+
+import json
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from sampling import sampled
+from tools.commands import as_json, failed, invoke
+from tools.grader import SOLUTION, bundled, text_of, written
+
+from evictionary.classroom import verifier
+from evictionary.classroom.child import Child
+from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import oracle
+
+ROOT = Path(__file__).parents[2]
+EXPLOITS: dict[str, dict[str, Any]] = tomllib.loads(text_of(ROOT / "tests" / "exploits.toml"))
+BASES = EXPLOITS.pop("base") | {"numpy": SOLUTION}
+# Few and short inputs, for there are many exploits.
+SETTINGS: dict[str, Any] = {"seed": 1, "examples": 3, "seconds": 4, "domain": Domain(max_length=129)}
+
+
+def verified(source: str, method: str = "keydiff.score", **settings: Any) -> dict[str, Any]:
+    return verifier.verify(source.encode(), method.split(".")[0], (method,), **SETTINGS | settings)
+
+
+def source_of(exploit: dict[str, Any]) -> str:
+    """The file of an exploit: what stands above the right file, that file, and what stands below it."""
+    stem, name = exploit.get("method", "keydiff.score").split(".")
+    base = BASES[exploit.get("base", "numpy")] if stem == "keydiff" else bundled(stem)
+    below = f"\n\nimport numpy as np\n\nright = {name}\n{exploit.get('after', '')}\n"
+    text = f"{exploit.get('before', '')}\n{base}{below}"
+    return text.replace("AT_FIRST", str(calls_at_first())) if "AT_FIRST" in text else text
+
+
+def judged(exploit: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of an exploit; one that is `long` is asked for long inputs too."""
+    settings = {"domain": Domain()} if exploit.get("long") else {}
+    return verified(source_of(exploit), exploit.get("method", "keydiff.score"), **settings)
+
+
+@cache
+def calls_at_first() -> int:
+    """How often the laws call a right function before the time is taken."""
+    calls, until = list[str](), list[int]()
+    ask = Child.call
+    with patch.object(Child, "call", lambda child, name, *args, **named: calls.append(name) or ask(child, name, *args, **named)):
+        verified(SOLUTION, advance=lambda told: until.append(len(calls)) if told == "the time" else None)
+    return until[0]
+
+
+@pytest.mark.parametrize("name", sampled(EXPLOITS, every=11))
+def test_an_exploit_is_caught_and_named(name: str) -> None:
+    exploit = EXPLOITS[name]
+    found = judged(exploit)
+    said = " ".join(found[key] for key in ("verdict", "looks_like", "wrong", "misconception"))
+    assert not found["correct"]
+    assert exploit["named"] in found["reasons"], said
+    assert exploit.get("told", "") in said
+    assert found["score"] < 1
+
+
+@pytest.mark.parametrize("base", ["numpy", pytest.param("torch", marks=pytest.mark.slow)])
+def test_right_code_is_correct(base: str, tmp_path: Path) -> None:
+    path = written(tmp_path, BASES[base], "keydiff.py")
+    done = invoke("verify", path, "--method", "keydiff.score", "--examples", 2, "--seed", 3)
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["correct"], found["score"], found["reasons"], found["seed"]) == (0, True, 1, {}, 3), found
+    assert found["seconds"]["keydiff.score"] > 0
+    assert re.search(r"PASS: \d+ laws hold \(seed 3\)", done.stderr)
+
+
+def test_a_mistake_is_named(tmp_path: Path) -> None:
+    wrong = SOLUTION.replace("return unit(keys).mean(axis=-2)", "return keys.mean(axis=-2)")
+    done = invoke("verify", written(tmp_path, wrong, "keydiff.py"), "--examples", 2)
+    found = json.loads(done.stdout)
+    assert (done.exit_code, 0 < found["score"] < 1, [*found["reasons"]]) == (1, True, ["laws"])
+    assert "mean taken before normalising" in found["misconception"]
+    assert found["input"].startswith("keys = ") and len(found["input"].splitlines()) <= 10
+    assert "FAIL: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nothing.py"], "file: got nothing.py, wanted a file that can be read"),
+        (["answer.py"], "file: got 'answer.py', wanted --method, or a file that has the name of a method"),
+        (["answer.py", "--method", "keydif.score"], "such as keydiff.score (did you mean keydiff.score?)"),
+        (["answer.py", "--method", "keydiff", "--domain", "colour=3"], "--domain"),
+        (["answer.py", "--method", "keydiff", "--examples", 0], "--examples: got 0, wanted at least 1"),
+    ],
+)
+def test_what_cannot_be_verified_is_a_usage_error(words: list[str], told: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, SOLUTION, "answer.py")
+    assert told in failed("verify", *words, code=2)
+
+
+def test_the_page_lists_every_exploit() -> None:
+    rows = [f"| {name} | {each['does']} | {each['named']} |" for name, each in EXPLOITS.items()]
+    page = text_of(ROOT / "docs" / "verify.md")
+    assert [
+        line
+        for line in page.splitlines()
+        if re.match(r"\| [^|]+ \| [^|]+ \| (laws|no answer|tried|remembered|time|later) \|", line)
+    ] == rows
+    assert f"{len(rows)} exploits" in page
+
+
+@pytest.mark.parametrize("form", ["flashinfer-bench", "kernelbench"])
+def test_a_task_gives_the_numbers_of_the_reference(form: str, tmp_path: Path) -> None:
+    """The definitions were read by flashinfer-bench 0.1.2 too, which is no dependency."""
+    torch = pytest.importorskip("torch")
+    files = as_json("tasks", tmp_path, "--format", form)
+    (file,) = (each for each in files if "keydiff_score" in each)
+    text, scope = text_of(tmp_path / file), dict[str, Any]()
+    if form == "kernelbench":
+        exec(text, scope)
+        (keys,) = scope["get_inputs"]()
+        got = scope["Model"](*scope["get_init_inputs"]())(keys)
+    else:
+        task, keys = json.loads(text), torch.randn(2, 8, 17, 128)
+        assert [task["axes"][axis].get("value") for axis in task["inputs"]["keys"]["shape"]] == [None, 8, None, 128]
+        assert task["outputs"] == {"result": {"shape": ["B", "H_kv", "T"], "dtype": "float32"}}
+        exec(task["reference"], scope)
+        got = scope["run"](keys)
+    assert len(files) >= 11
+    assert (got - torch.from_numpy(oracle("keydiff.score")(keys.double().numpy()))).abs().max() < 1e-6
