@@ -56,6 +56,17 @@ def check_each_selection(kept, scores, budgets):
         selects(kept[row], scores[row], min(budgets[row], scores.shape[-1]))
 
 
+def check_nucleus(kept, weights, p, slack):
+    """Raise Violation unless each row of weights [.., T] has as many of its largest in the nucleus as reach p, within the slack."""
+    require_mask(kept, weights.shape, "the nucleus")
+    for row in np.ndindex(weights.shape[:-1]):
+        falling, count = -np.sort(-weights[row]), int(kept[row].sum())
+        mass = np.cumsum(falling) / falling.sum()
+        least, most = np.searchsorted(mass, p - slack) + 1, np.searchsorted(mass, p + slack) + 1
+        require(least <= count <= most, f"the nucleus has {count} tokens, wanted {least} to {most}", least, count)
+        selects(kept[row], weights[row], count, what="the nucleus")
+
+
 def check_votes(impl, kept, weights, logits, num_kv_heads, p):
     """Raise Violation unless each KV head keeps what its samples must vote for, and nothing that none of them may vote for.
 

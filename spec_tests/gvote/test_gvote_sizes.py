@@ -6,7 +6,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.reference import rope
-from evictionary.spec_tests.gvote.helpers import SELECT, WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack
+from evictionary.spec_tests.gvote.helpers import (
+    SELECT,
+    WEIGHTS,
+    check_each_selection,
+    check_nucleus,
+    drawn_queries,
+    first_of_each,
+    mass_slack,
+)
 from evictionary.spec_tests.judge.prelude import *
 
 NUCLEUS = "gvote.nucleus"
@@ -25,16 +33,8 @@ def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
 def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, percent):
     """Of thousands of weights the largest, as many as reach p."""
     weights = row_of_weights(impl, case)
-    kept = impl.gvote.nucleus(weights, percent / 100)
-    require_mask(kept, weights.shape, "the nucleus")
     slack = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length)
-    for row, chosen in zip(weights[0], kept[0], strict=True):
-        order = np.argsort(-row, kind="stable")
-        mass = np.cumsum(row[order]) / row.sum()
-        least, most = np.searchsorted(mass, percent / 100 - slack) + 1, np.searchsorted(mass, percent / 100 + slack) + 1
-        count = int(chosen.sum())
-        require(least <= count <= most, f"the nucleus has {count} tokens, wanted {least} to {most}", least, count)
-        selects(chosen, row, count, what="the nucleus")
+    check_nucleus(impl.gvote.nucleus(weights, percent / 100), weights, percent / 100, slack)
 
 
 @law(

@@ -7,7 +7,15 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from evictionary.reference import gvote, rope
-from evictionary.spec_tests.gvote.helpers import WEIGHTS, check_each_selection, drawn_queries, first_of_each, mass_slack, whole
+from evictionary.spec_tests.gvote.helpers import (
+    WEIGHTS,
+    check_each_selection,
+    check_nucleus,
+    drawn_queries,
+    first_of_each,
+    mass_slack,
+    whole,
+)
 from evictionary.spec_tests.judge.prelude import *
 
 NUCLEUS = "gvote.nucleus"
@@ -118,16 +126,7 @@ def test_the_nucleus_of_attention_holds_p_and_not_a_token_more(impl, case, perce
     """Row by row: mass at least p, less than p without its smallest weight, and nothing left out weighs more than what is in."""
     keys = np.repeat(case.keys, case.group, axis=1)
     weights, p = impl.round(gvote.attention_weights(case.queries[:, :, 0], keys)), percent / 100
-    kept = impl.gvote.nucleus(weights, p)
-    require_mask(kept, weights.shape, "the nucleus")
-    slack = mass_slack(impl, case.length)
-    for row in np.ndindex(weights.shape[:2]):
-        inside, share = np.sort(weights[row][kept[row]]), weights[row] / weights[row].sum()
-        mass = share[kept[row]].sum()
-        require(inside.size and mass >= p - slack, f"the nucleus holds {mass}, wanted {p}", p, inside)
-        less = mass - share[kept[row]].min()
-        require(inside.size == 1 or less < p + slack, f"the nucleus holds {p} without its smallest weight", p, inside)
-        selects(kept[row], weights[row], inside.size, what="the nucleus")
+    check_nucleus(impl.gvote.nucleus(weights, p), weights, p, mass_slack(impl, case.length))
 
 
 @law("GV-A2", of=NUCLEUS, weights=exact_weights(max_length=9), first=SIXTEENTHS, second=SIXTEENTHS)

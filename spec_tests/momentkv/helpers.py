@@ -5,6 +5,7 @@ import numpy as np
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import attention_by_hand
 
 UPDATE, SCORE = "momentkv.update", "momentkv.score"
 
@@ -65,19 +66,11 @@ def score_in_loops(query, keys, values, moments):
     return scores
 
 
-def misfit(bad):
-    """Arguments of score and attend of which one does not fit the others."""
-    query, keys, values = np.ones((1, 4, 2)), np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5))
-    kept, moments = np.ones((1, 2, 3), dtype=bool), momentkv.no_moments(keys, values)
-    good: dict = {"query": query, "keys": keys, "values": values, "kept": kept, "moments": moments}
-    wrong: dict = {
-        "kept": {"kept": kept[:, :1]},
-        "moments": {"moments": moments._replace(value_key_sum=np.swapaxes(moments.value_key_sum, -1, -2))},
-        "query": {"query": query[..., :1]},
-        "heads": {"query": query[:, :3]},
-        "values": {"values": values[:, :, :2]},
-    }
-    return tuple((good | wrong[bad]).values())
+def refuses_misfits(impl, path, bad):
+    """Raise Violation unless each call is refused in which the axes of this argument, or its heads, do not fit the others."""
+    for wrong in misfits(path):
+        if wrong.argument == bad and not wrong.reads_numbers:
+            refused(impl, "query|queries" if bad == "query" else bad, path, *wrong.given.values())
 
 
 def turn(seed, query, keys, values, moments):
@@ -113,29 +106,17 @@ def attends(impl, query, keys, values, kept, moments, **another_way):
 
 
 def attend_in_loops(query, keys, values, kept, moments):
-    batch, num_kv_heads, length, head_dim = keys.shape
-    group = query.shape[1] // num_kv_heads
-    output = np.zeros((batch, query.shape[1], values.shape[-1]))
-    for item, reader in np.ndindex(batch, query.shape[1]):
-        head = reader // group
-        q, count = query[item, reader], int(moments.count[item, head])
-        logits = {j: float(q @ keys[item, head, j]) / head_dim**0.5 for j in range(length) if kept[item, head, j]}
-        mean_logit = float(q @ moments.key_sum[item, head]) / (count * head_dim**0.5) if count else -np.inf
-        top = max([*logits.values(), mean_logit])
-        if top == -np.inf:
-            continue
-        numerator, denominator = np.zeros(values.shape[-1]), 0.0
-        for j, logit in logits.items():
-            numerator += np.exp(logit - top) * values[item, head, j]
-            denominator += np.exp(logit - top)
-        if count:
-            value_sum, key_sum = moments.value_sum[item, head], moments.key_sum[item, head]
-            centred = moments.value_key_sum[item, head] - np.outer(value_sum, key_sum) / count
-            estimate = count * np.exp(mean_logit - top)
-            numerator += estimate * (value_sum / count + centred @ q / (count * head_dim**0.5))
-            denominator += estimate
-        output[item, reader] = numerator / denominator
-    return output
+    """Plain loops over the kept tokens; then each query head whose KV head has evicted tokens mixes their estimate in."""
+    output, logarithms = attention_by_hand(query[:, :, None], keys, values, kept)
+    for item, reader in np.ndindex(query.shape[:2]):
+        head = item, reader * keys.shape[1] // query.shape[1]
+        if count := int(moments.count[head]):
+            q, key_sum, value_sum = query[item, reader] / keys.shape[-1] ** 0.5, moments.key_sum[head], moments.value_sum[head]
+            centred = moments.value_key_sum[head] - np.outer(value_sum, key_sum) / count
+            estimate = value_sum / count + centred @ q / count
+            weight = np.exp(-np.logaddexp(0, logarithms[item, reader, 0] - np.log(count) - q @ key_sum / count))
+            output[item, reader, 0] = (1 - weight) * output[item, reader, 0] + weight * estimate
+    return output[:, :, 0]
 
 
 SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
@@ -156,3 +137,22 @@ def scores_of_prompt(chunk, queries, keys, values):
         for numbers in (mass, scores):
             numbers[..., start : start + chunk] = numbers[..., start : start + chunk].mean(axis=-1, keepdims=True)
     return scores, mass
+
+
+def check_prompt(impl, states, budget_of, **settings):
+    """Raise Violation unless each head of a prompt keeps all protected tokens and its best others; `budget_of` their number.
+
+    With a floor_ratio each head keeps a number of its own. Returns the mask, the protected tokens of a head, the budget, and the
+    attention.
+    """
+    queries, keys, values = states
+    place, length, chunk = np.arange(keys.shape[2]), keys.shape[2], settings.get("chunk_size", 4)
+    safe = (place < settings.get("sink_size", 1)) | (place >= length - queries.shape[2])
+    protected, budget = np.broadcast_to(safe, keys.shape[:3]), min(length, budget_of(int(safe.sum())))
+    kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
+    require_mask(kept, keys.shape[:3], "the selection")
+    scores, mass = scores_of_prompt(chunk, *impl.rounded(states))
+    allowed, more = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk), 1e-12 * float(scores.max())
+    counts = kept.sum(axis=-1) if "floor_ratio" in settings else budget
+    selects(kept, scores, counts, slack=lambda: 2 * allowed.largest + more, protected=protected)
+    return kept, safe, budget, mass

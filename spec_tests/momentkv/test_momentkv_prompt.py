@@ -6,31 +6,22 @@ from hypothesis import strategies as st
 
 from evictionary.spec_tests.ada_kv.helpers import shared_by_hand, without
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.momentkv.helpers import SCORE_PROMPT, SELECT_PROMPT, prompt, scores_of_prompt
+from evictionary.spec_tests.momentkv.helpers import SCORE_PROMPT, SELECT_PROMPT, check_prompt, prompt
 
 no_sharing = without(SELECT_PROMPT, "floor_ratio")
 
 
 def check_shares(impl, states, budget_of, percent, **settings):
     """Raise Violation unless the heads of a layer share a budget as they should; `budget_of` the protected tokens of a head."""
-    queries, keys, values = states
-    heads, length, chunk = keys.shape[1], keys.shape[2], settings.get("chunk_size", 4)
-    place = np.arange(length)
-    safe = (place < settings.get("sink_size", 1)) | (place >= length - queries.shape[2])
-    budget, least = min(length, budget_of(int(safe.sum()))), int(safe.sum())
-    ones, protected = np.ones((*keys.shape[:3], 1)), np.broadcast_to(safe, keys.shape[:3])
-    allowed, of_mass = (impl.allowance(SCORE_PROMPT, queries, keys, each, chunk_size=chunk) for each in (values, ones))
-    kept = impl.momentkv.select_prompt(queries, keys, values, budget, floor_ratio=percent / 100, **settings)
-    scores, mass = scores_of_prompt(chunk, *impl.rounded(states))
-    slack = lambda: 2 * allowed.largest + 1e-12 * float(scores.max())  # noqa: E731
-    require_mask(kept, keys.shape[:3], "the selection")
-    counts = kept.sum(axis=-1)
-    selects(kept, scores, counts, slack=slack, protected=protected)
+    kept, safe, budget, mass = check_prompt(impl, states, budget_of, floor_ratio=percent / 100, **settings)
+    heads, least, counts = kept.shape[1], int(safe.sum()), kept.sum(axis=-1)
     equal(counts.sum(axis=1), heads * budget, "the heads of a layer keep another number of tokens than they share")
     share = least + percent * (budget - least) // 100
     require((counts >= share).all(), "a head keeps fewer tokens than what is protected and its share of the rest", share, counts)
+    ones = np.ones((*kept.shape, 1))
+    of_mass = impl.allowance(SCORE_PROMPT, *states[:2], ones, chunk_size=settings.get("chunk_size", 4))
     for layer, numbers in zip(mass, counts, strict=True):
-        best = layer[shared_by_hand(layer, budget, percent / 100, protected[0])].sum()
+        best = layer[shared_by_hand(layer, budget, percent / 100, np.broadcast_to(safe, layer.shape))].sum()
         # The most attention that heads with these numbers of tokens can hold.
         free = [sorted(head[~safe], reverse=True)[: count - least] for head, count in zip(layer, numbers, strict=True)]
         held = layer[:, safe].sum() + sum(map(sum, free))

@@ -11,6 +11,7 @@ from evictionary.spec_tests.momentkv.helpers import (
     SCORE_PROMPT,
     SELECT_PROMPT,
     attend_in_loops,
+    check_prompt,
     moments_of,
     prompt,
     score_in_loops,
@@ -132,18 +133,6 @@ def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, 
     """alpha, causal within the window, is averaged over window and group; the products over each chunk, of 4 unless told."""
     states, settings = prompt(case, seed), {} if chunk is None else {"chunk_size": chunk}
     agrees(impl, SCORE_PROMPT, *states, **settings, also=scores_of_prompt(chunk or 4, *impl.rounded(states))[0])
-
-
-def check_prompt(impl, states, budget_of, **settings):
-    """Raise Violation unless the best tokens of a prompt stay, and all protected ones; `budget_of` their number."""
-    queries, keys, values = states
-    length, chunk = keys.shape[2], settings.get("chunk_size", 4)
-    safe = (np.arange(length) < settings.get("sink_size", 1)) | (np.arange(length) >= length - queries.shape[2])
-    protected, budget = np.broadcast_to(safe, keys.shape[:3]), min(length, budget_of(int(safe.sum())))
-    kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
-    scores = scores_of_prompt(chunk, *impl.rounded(states))[0]
-    slack = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk).largest + 1e-12 * float(scores.max())
-    selects(kept, scores, budget, slack=slack, protected=protected)
 
 
 @law(

@@ -265,20 +265,18 @@ def test_the_evicted_output_needs_only_centred_logits(impl, case, seed):
 
 def terms_by_hand(query, keys, values) -> dict[str, Any]:
     """Numerator and denominator of equation 26 and their parts, token by token."""
+    deltas = centre(query, keys)
+    weighted = [(math.exp(delta), delta, math.expm1(delta) - delta, value) for delta, value in zip(deltas, values, strict=True)]
     parts: dict[str, Any] = {
-        name: np.zeros(values.shape[-1]) for name in ("numerator", "mean_part", "linear_part", "numerator_remainder")
+        "numerator": sum(weight * value for weight, *_, value in weighted),
+        "mean_part": sum(value for *_, value in weighted),
+        "linear_part": sum(delta * value for _, delta, _, value in weighted),
+        "numerator_remainder": sum(rest * value for *_, rest, value in weighted),
+        "denominator": sum(weight for weight, *_ in weighted),
+        "denominator_remainder": sum(rest for *_, rest, _ in weighted),
+        "spread": max(map(abs, deltas)),
+        "largest_value": max(math.sqrt(sum(x * x for x in value)) for value in values),
     }
-    parts |= {"denominator": 0.0, "denominator_remainder": 0.0, "spread": 0.0, "largest_value": 0.0}
-    for delta, value in zip(centre(query, keys), values, strict=True):
-        rest = math.expm1(delta) - delta
-        parts["numerator"] = parts["numerator"] + math.exp(delta) * value
-        parts["mean_part"] = parts["mean_part"] + value
-        parts["linear_part"] = parts["linear_part"] + delta * value
-        parts["numerator_remainder"] = parts["numerator_remainder"] + rest * value
-        parts["denominator"] += math.exp(delta)
-        parts["denominator_remainder"] += rest
-        parts["spread"] = max(parts["spread"], abs(delta))
-        parts["largest_value"] = max(parts["largest_value"], math.sqrt(sum(x * x for x in value)))
     return parts
 
 

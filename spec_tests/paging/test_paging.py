@@ -15,18 +15,9 @@ COMPACT, ATTEND, GATHER, SLOTS = "paging.compact_pages", "paging.attend_pages", 
 CASES = seeded_cases(max_length=33).map(lambda case: replace(case, batch=case.batch + case.seed % 3))
 
 
-def compacted(impl, paged, kept):
-    """The compacted cache and the freed pages; the pools have the shapes that they had."""
-    after, freed = impl.paging.compact_pages(paged, kept)
-    for name in ("keys", "values", "positions"):
-        got, wanted = getattr(after, name).shape, getattr(paged, name).shape
-        require(got == wanted, f"the pool of {name} has another shape", wanted, got)
-    return after, freed
-
-
 def check_moved(impl, paged, kept, name):
     """Raise Violation unless the first places of each head hold what the kept places of this pool held, in their order."""
-    after, _ = compacted(impl, paged, kept)
+    after, _ = impl.paging.compact_pages(paged, kept)
     pool = getattr(impl.rounded(paged), name)
     wanted = [rows[mask] for rows, mask in zip(held(paged, pool, paged.lengths), of_places(paged, kept), strict=True)]
     got = held(paged, getattr(after, name), counts_of(paged, kept))
@@ -35,7 +26,7 @@ def check_moved(impl, paged, kept, name):
 
 def check_freed(impl, paged, kept):
     """Raise Violation unless each page is freed that held a token and holds none now, and no other."""
-    _, freed = compacted(impl, paged, kept)
+    _, freed = impl.paging.compact_pages(paged, kept)
     wanted = np.zeros(len(paged.keys), dtype=bool)
     for item in range(len(kept)):
         before, now = (pages_of(paged, item, lengths) for lengths in (paged.lengths, counts_of(paged, kept)))
@@ -89,7 +80,7 @@ def test_attention_after_compaction_is_that_over_the_kept_tokens(impl, case, see
     visible = np.zeros(case.keys.shape[:3], dtype=bool)
     for place, mask in zip(np.ndindex(paged.lengths.shape), of_places(paged, kept), strict=True):
         visible[place][: len(mask)] = mask
-    check_attend(impl, case, impl.round(case.queries), compacted(impl, paged, kept)[0], visible, 0)
+    check_attend(impl, case, impl.round(case.queries), impl.paging.compact_pages(paged, kept)[0], visible, 0)
 
 
 @law("PAGE-4", of=COMPACT, case=CASES, seed=seeds())
@@ -114,8 +105,10 @@ def test_values_and_positions_move_with_the_keys(impl, case, seed, name):
 def test_the_logical_length_and_the_dtype_stay(impl, case, seed):
     """The next token of a sequence has the position that it would have had, and the pools have the dtype that they had."""
     paged, kept = drawn(case, seed)
-    after, _ = compacted(impl, paged, kept)
+    after, _ = impl.paging.compact_pages(paged, kept)
     equal(after.seen, paged.seen, "the logical length is not what it was")
+    shapes = [[pool.shape for pool in each[:3]] for each in (after, paged)]
+    require(shapes[0] == shapes[1], "the pools have other shapes", *shapes[::-1])
     require(impl.calls[-1].dtype == impl.dtype, "the pools have another dtype", impl.dtype, impl.calls[-1].dtype)
 
 
@@ -123,7 +116,7 @@ def test_the_logical_length_and_the_dtype_stay(impl, case, seed):
 def test_each_head_has_the_length_that_it_keeps(impl, case, seed):
     """The physical length counts the kept tokens of the head; what the mask says beyond its length does not count."""
     paged, kept = drawn(case, seed)
-    equal(compacted(impl, paged, kept)[0].lengths, counts_of(paged, kept), "the lengths do not count the kept tokens")
+    equal(impl.paging.compact_pages(paged, kept)[0].lengths, counts_of(paged, kept), "the lengths do not count the kept tokens")
 
 
 @law("PAGE-7", of=COMPACT, case=CASES, seed=seeds())
@@ -138,7 +131,7 @@ def test_the_freed_pages_are_those_of_the_tail(impl, case, seed):
 def test_the_first_pages_of_the_block_table_stay(impl, case, seed):
     """The pages that still hold tokens are the first of the block table, in their order."""
     paged, kept = drawn(case, seed)
-    after, _ = compacted(impl, paged, kept)
+    after, _ = impl.paging.compact_pages(paged, kept)
     for item, pages in enumerate(after.block_table):
         stay = pages_of(paged, item, counts_of(paged, kept))
         equal(pages[: len(stay)], stay, "the first pages of the block table are not those that stay")
@@ -149,52 +142,45 @@ def test_pages_of_others_stay_bit_for_bit(impl, case, seed):
     """The first sequence evicts and the others keep all: no slot of another page changes, one without a token neither."""
     paged, kept = drawn(case, seed)
     kept[1:] = True
-    after, _ = compacted(impl, paged, kept)
+    after, _ = impl.paging.compact_pages(paged, kept)
     others = ~np.isin(np.arange(len(paged.keys)), pages_of(paged, 0, paged.lengths))
     for name in ("keys", "values", "positions"):
         got, wanted = (np.nan_to_num(getattr(each, name)[others], nan=77) for each in (after, impl.rounded(paged)))
         equal(got, wanted, f"the {name} of pages that the first sequence does not hold have changed")
 
 
+def check_alone(impl, case, seed, axis):
+    """Raise Violation unless each sequence (axis 0) or head (axis 1) has alone the tokens and the length that it has here."""
+    paged, kept = drawn(case, seed)
+    after, _ = impl.paging.compact_pages(paged, kept)
+    for index in range(kept.shape[axis]):
+        items, heads = own = tuple(slice(index, index + 1) if each == axis else slice(None) for each in (0, 1))
+        pools = (pool[:, :, heads] for pool in paged[:3])
+        part = PagedCache(*pools, paged.block_table[items], paged.lengths[own], paged.seen[items])
+        alone, _ = impl.paging.compact_pages(part, kept[own])
+        equal(alone.lengths, after.lengths[own], "it has another length alone")
+        lengths = np.minimum(alone.lengths, part.lengths)
+        got, wanted = (list(held(part, pool, lengths)) for pool in (alone.keys, after.keys[:, :, heads]))
+        equal(np.concatenate(got), np.concatenate(wanted), "it has other tokens alone")
+
+
 @law("PAGE-8", of=COMPACT, case=CASES, seed=seeds())
 def test_a_sequence_gives_alone_what_it_gives_among_others(impl, case, seed):
-    """Each sequence compacted alone has the tokens, the length and the freed pages that it has in the batch."""
-    paged, kept = drawn(case, seed)
-    after, freed = compacted(impl, paged, kept)
-    alone_freed = np.zeros_like(freed)
-    for item in range(len(kept)):
-        own = slice(item, item + 1)
-        rows = [part[own] for part in (paged.block_table, paged.lengths, paged.seen)]
-        alone, of_item = compacted(impl, PagedCache(*paged[:3], *rows), kept[own])
-        equal(after.lengths[own], alone.lengths, "a sequence has another length alone")
-        lengths = np.minimum(alone.lengths, paged.lengths[own])
-        got, wanted = (list(held(alone, each.keys, lengths)) for each in (after, alone))
-        equal(np.concatenate(got), np.concatenate(wanted), "a sequence has other tokens alone")
-        alone_freed |= of_item
-    equal(freed, alone_freed, "the sequences free other pages alone")
+    """Each sequence compacted alone has the tokens and the length that it has in the batch."""
+    check_alone(impl, case, seed, 0)
 
 
 @law("PAGE-6", of=COMPACT, case=CASES, seed=seeds())
 def test_a_layer_gives_alone_what_it_gives_beside_others(impl, case, seed):
     """Layers that share a block table are more heads: each has alone the tokens and the length that it has beside the others."""
-    paged, kept = drawn(case, seed)
-    after, _ = compacted(impl, paged, kept)
-    for head in range(kept.shape[1]):
-        own = slice(head, head + 1)
-        pools = [pool[:, :, own] for pool in paged[:3]]
-        layer = PagedCache(*pools, paged.block_table, paged.lengths[:, own], paged.seen)
-        alone, _ = compacted(impl, layer, kept[:, own])
-        equal(after.lengths[:, own], alone.lengths, "a layer has another length alone")
-        lengths = np.minimum(alone.lengths, layer.lengths)
-        got, wanted = (list(held(layer, pool, lengths)) for pool in (after.keys[:, :, own], alone.keys))
-        equal(np.concatenate(got), np.concatenate(wanted), "a layer has other tokens alone")
+    check_alone(impl, case, seed, 1)
 
 
 @law("PAGE-9", of=COMPACT, case=CASES, seed=seeds())
 def test_twice_is_once(impl, case, seed):
     """Compacted again with every token kept, a cache has the same tokens and frees no page."""
     paged, kept = drawn(case, seed)
-    once, every = compacted(impl, paged, kept)[0]._replace(lengths=counts_of(paged, kept)), np.ones_like(kept)
+    once, every = impl.paging.compact_pages(paged, kept)[0]._replace(lengths=counts_of(paged, kept)), np.ones_like(kept)
     check_freed(impl, once, every)
     check_moved(impl, once, every, "keys")
 
@@ -203,26 +189,28 @@ def test_twice_is_once(impl, case, seed):
 def test_a_call_leaves_nothing_behind(impl, case, seed):
     """After a call with the opposite mask tokens and pages are those of the own mask: no workspace or free list is carried over."""
     paged, kept = drawn(case, seed)
-    compacted(impl, paged, ~kept)
+    impl.paging.compact_pages(paged, ~kept)
     check_moved(impl, paged, kept, "keys")
-    compacted(impl, paged, ~kept)
+    impl.paging.compact_pages(paged, ~kept)
     check_freed(impl, paged, kept)
 
 
-@law("PAGE-10", of=COMPACT, kind="refusal", wrong=st.sampled_from(["twice", "outside", "beyond"]))
+def ones(pages, table, lengths):
+    """Pools of pages of two slots, all ones, with this block table."""
+    pools = np.ones((pages, 2, 1, 2)), np.ones((pages, 2, 1, 2)), np.zeros((pages, 2, 1), dtype=np.int64)
+    return PagedCache(*pools, np.array(table), np.array(lengths), np.array([9] * len(table)))
+
+
+@law("PAGE-10", of=COMPACT, kind="refusal", wrong=st.sampled_from([([0, 1], 3), ([0, 4], 3), ([0, 3], 5)]))
 def test_pages_that_are_not_the_sequence_s_own_are_refused(impl, wrong):
-    """A page that two sequences hold, one that the pool does not have, or more tokens than the table has places for."""
-    table = {"twice": [[0, 1], [2, 1]], "outside": [[0, 1], [2, 4]], "beyond": [[0, 1], [2, 3]]}[wrong]
-    pools = [np.ones((4, 2, 1, 2)), np.ones((4, 2, 1, 2)), np.zeros((4, 2, 1), dtype=np.int64)]
-    paged = PagedCache(*pools, np.array(table), np.array([[4], [5 if wrong == "beyond" else 3]]), np.array([9, 9]))
+    """A page that another sequence holds, one that the pool does not have, or more tokens than the table has places for."""
+    pages, length = wrong
     if impl.reads_numbers:
-        refused(impl, "paged", COMPACT, paged, np.ones((2, 1, 4), dtype=bool))
+        refused(impl, "paged", COMPACT, ones(4, [[2, 1], pages], [[4], [length]]), np.ones((2, 1, 4), dtype=bool))
 
 
 @law("PAGE-1", of=SLOTS, kind="refusal", count=st.sampled_from([0, -1, 3, 1.5]))
 def test_tokens_without_a_page_are_refused(impl, count):
     """A block table of two places has no slot for a third token, and there is no mapping of no tokens."""
-    pools = [np.ones((1, 2, 1, 2)), np.ones((1, 2, 1, 2)), np.zeros((1, 2, 1), dtype=np.int64)]
-    paged = PagedCache(*pools, np.array([[0]]), np.array([[0]]), np.array([0]))
     if impl.reads_numbers:
-        refused(impl, "count|paged", SLOTS, paged, count)
+        refused(impl, "count|paged", SLOTS, ones(1, [[0]], [[0]]), count)

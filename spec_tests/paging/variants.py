@@ -6,7 +6,7 @@ import torch
 from evictionary.reference.cache import CompressedCache, PagedCache
 from evictionary.spec_tests.paging.helpers import held, pages_of, slots_of
 from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, NUMPY
+from evictionary.spec_tests.shared.variants import ALL, NUMPY, padded_storage
 
 COMPACT, ATTEND, GATHER, SLOTS = "paging.compact_pages", "paging.attend_pages", "paging.gather_pages", "paging.slot_mapping"
 
@@ -75,28 +75,16 @@ def slot_by_slot(paged, count):
     )
 
 
-@control(SLOTS, array_library="torch")
-def torch_slots(paged, count):
-    size, places = paged.keys.shape[1], paged.lengths[..., None] + torch.arange(count)
-    return paged.block_table.gather(1, (places // size).flatten(1)).view(places.shape) * size + places % size
-
-
 @control(GATHER, dtypes=NUMPY)
 def slot_after_slot(paged):
     return CompressedCache(*(np.concatenate(list(held(paged, pool, paged.lengths))) for pool in paged[:3]), paged.lengths)
 
 
-@control(ATTEND, dtypes=NUMPY)
+@control(ATTEND, array_library="torch", dtypes=("float64", "float32"))
 def padded_and_masked(queries, paged):
-    """All places are read, slots without a token too, and these are cleared: their weight is exactly 0."""
-    size, group = paged.keys.shape[1], queries.shape[1] // paged.keys.shape[2]
-    filled = np.arange(paged.block_table.shape[1] * size) < paged.lengths[..., None]
-    of_head = [np.moveaxis(pool[paged.block_table].reshape(len(filled), -1, *pool.shape[2:]), 1, 2) for pool in paged[:2]]
-    keys, values = (np.repeat(np.where(filled[..., None], states, 0), group, axis=1) for states in of_head)
-    logits = queries @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1]).astype(keys.dtype)
-    logits = np.where(np.repeat(filled, group, axis=1)[:, :, None], logits, -np.inf)
-    top = np.maximum(logits.max(axis=-1, keepdims=True), np.finfo(logits.dtype).min)
-    weights = np.exp(logits - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        return weights @ values / np.where(total == 0, 1, total), (top + np.log(total))[..., 0]
+    """The slots of each head gathered in one go, padded to the longest head, and the padding masked."""
+    size, places = paged.keys.shape[1], torch.arange(paged.block_table.shape[1] * paged.keys.shape[1])
+    filled = places < paged.lengths[..., None]
+    rows = (paged.block_table.repeat_interleave(size, dim=1) * size + places % size)[:, None].expand(filled.shape)[filled]
+    head = torch.arange(filled.shape[1])[:, None].expand(filled.shape)[filled]
+    return padded_storage(queries, CompressedCache(*(pool.flatten(0, 1)[rows, head] for pool in paged[:3]), paged.lengths))

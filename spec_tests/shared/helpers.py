@@ -12,12 +12,20 @@ def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return generator.random(shape) < share
 
 
+def most_some_few(case):
+    """A mask of a long prompt, whose heads keep most, some and few tokens."""
+    shares = np.array([0.9, 0.3, 0.001])[: case.num_kv_heads, None]
+    return np.random.default_rng(case.seed).random(case.keys.shape[:3]) < shares
+
+
 def attention_by_hand(queries, keys, values, kept):
     """Attention of queries [B, H_q, M, D] and its log-sum-exp, in loops over the query heads and the kept tokens [B, H_kv, T]."""
     group = queries.shape[1] // keys.shape[1]
-    output, normaliser = np.zeros((*queries.shape[:3], values.shape[-1])), np.zeros(queries.shape[:3])
+    output, normaliser = np.zeros((*queries.shape[:3], values.shape[-1])), np.full(queries.shape[:3], -np.inf)
     for item, reader in np.ndindex(queries.shape[:2]):
         head = item, reader // group
+        if not kept[head].any():
+            continue
         logits = linear(queries[item, reader], keys[head][kept[head]].T) / np.sqrt(keys.shape[-1])
         exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
         total = exponentials.sum(axis=-1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from evictionary.reference import attention
 from evictionary.reference import cache as reference_cache
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import attention_by_hand, draw_mask
+from evictionary.spec_tests.shared.helpers import attention_by_hand, draw_mask, most_some_few
 
 CASES = seeded_cases(max_length=33)
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
@@ -68,7 +68,7 @@ def test_two_disjoint_caches_merge_exactly(impl, case, seed):
     outputs, normalisers = (
         [impl.allowance("attention.attend", case.queries, cache, pick=pick) for cache in caches] for pick in (0, 1)
     )
-    share = 1 / (1 + np.exp(np.diff([each.expected for each in normalisers], axis=0)[0]))
+    share = np.exp(-np.logaddexp(0, np.diff([each.expected for each in normalisers], axis=0)[0]))
     moved = np.minimum(share * (1 - share) * np.expm1(min(sum(each.largest for each in normalisers), 50.0)), 1)
     slack = moved[..., None] * np.abs(outputs[0].expected - outputs[1].expected) + 3 * max(each.largest for each in outputs)
     whole = attention.attend(impl.round(case.queries), compressed(impl, case, np.ones_like(kept)))[0]
@@ -130,8 +130,7 @@ GROUPS = (4, 16, 1)
 
 def long_attention(impl, case):
     """A cache whose heads keep most, some and few of a long prompt's tokens; output and log-sum-exp part by part, and slacks."""
-    shares = np.array([0.9, 0.3, 0.001])[: case.num_kv_heads, None]
-    kept = np.random.default_rng(case.seed).random(case.keys.shape[:3]) < shares
+    kept = most_some_few(case)
     cache, queries = compressed(impl, case, kept), impl.round(case.queries)
     parts = []
     for head, places in enumerate(kept[0]):
