@@ -84,7 +84,7 @@ class Untrusted(ByLaws):
 
     def child(self, patience: int = 1, **changes: Any) -> Child:
         limits = replace(LIMITS, wall_seconds=self.seconds or LIMITS.wall_seconds)
-        return super().child(patience, limits=limits, strict=True, **changes)
+        return super().child(patience, limits=limits, strict=memory.SEAMS, **changes)
 
     def implementation(self, child: Child, step: Step) -> Implementation:
         judged = super().implementation(child, step)

@@ -280,7 +280,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 launches["added"] = float(message["change launches"])
                 alone = setup["interpret"] and not setup["strict"]
                 asked = kernels_alone(arguments[0])(function) if alone else function
-                result = ask(asked, arguments, keywords, setup["strict"])
+                result = ask(asked, arguments, keywords, message["call"] in setup["strict"])
             reply({}, result)
         except wire.BadMessage as error:
             reply({"error": "TypeError", "message": f"{message['call']} returned {error}", "place": "", "value_error": False})
