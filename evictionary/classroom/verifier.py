@@ -138,7 +138,8 @@ class Untrusted(ByLaws):
         elif word != "passed":
             if self.failed is None or self.counts(law) > self.counts(self.failed):
                 self.failed = law
-            self.said["it looks like"] = self.said.get("it looks like") or sign(judged)
+            with contextlib.suppress(Exception):  # strange numbers must not end the judge
+                self.said["it looks like"] = self.said.get("it looks like") or sign(judged)
         return HOLDS if word == "passed" else FAILS
 
     def counts(self, law: Law) -> bool:

@@ -71,7 +71,7 @@ def test_an_exploit_is_caught_and_named(name: str) -> None:
 @pytest.mark.parametrize("base", ["numpy", pytest.param("torch", marks=pytest.mark.slow)])
 def test_right_code_is_correct(base: str, tmp_path: Path) -> None:
     path = written(tmp_path, BASES[base], "keydiff.py")
-    done = invoke("verify", path, "--method", "keydiff.score", "--examples", 2, "--seed", 3)
+    done = invoke("verify", path, "--method", "keydiff.score", "--examples", 2, "--seed", 3, "--json")
     found = json.loads(done.stdout)
     assert (done.exit_code, found["correct"], found["score"], found["reasons"], found["seed"]) == (0, True, 1, {}, 3), found
     assert found["seconds"]["keydiff.score"] > 0
