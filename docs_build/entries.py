@@ -21,16 +21,15 @@ from evictionary.spec_tests.verdict.coverage import functions, ids_of
 ROOT = Path(__file__).parent.parent
 
 SHARED = ("shared", "rope", "memory")
-# Corrections of a method's output: they have a page, and select no tokens.
-CORRECTIONS = ("momentkv_bounded",)
 
 
 def _page(stem: str) -> str:
-    own = f"methods/{stem}.md"
-    return "reference/shared_rules.md" if stem in SHARED else own if (ROOT / "docs" / own).exists() else "methods/baselines.md"
+    candidates = (f"methods/{stem}_equations.md", f"methods/{stem}.md", f"{stem}.md")
+    own = (page for page in candidates if (ROOT / "docs" / page).exists())
+    return next(own, "reference/shared_rules.md" if stem in SHARED else "methods/baselines.md")
 
 
-# The page of each file of requirements: its own, if there is one.
+# The page with the equations of each file of requirements: its own, if there is one.
 PAGES = {path.parent.name: _page(path.parent.name) for path in sorted((ROOT / "spec_tests").glob("*/requirements.toml"))}
 
 

@@ -1,19 +1,24 @@
 """Makes the data of the survivors figure: `python -m docs_build.figures` reads a prompt and writes each method's kept tokens.
 
+The gallery of the methods shows a strip of the same data, at one budget.
 The other two figures, of MomentKV and of KeyDiff and LagKV, calculate in the browser; tests compare that with `reference/`.
 """
 
 import base64
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.image import imsave
 from transformers import PreTrainedModel
 
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
+from evictionary.evaluation.pictures import KEPT_COLOUR, NEEDLE_COLOUR
 from evictionary.evaluation.pictures import survivors as kept
 from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
@@ -29,6 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"sink_size": 4, "lag_size": 32}}
 DEPTH, TOKENS, SEED = 0.4, 300, 0
 SMALLEST, STEP = 50, 10
 """The budgets of the figure in tokens, all below the length of the prompt."""
+STRIP = 150
+"""The budget of the strips: half of the prompt."""
 
 
 def survivors(
@@ -68,18 +75,44 @@ def survivors(
 
 
 def encode(masks: np.ndarray) -> dict[str, str]:
-    """Masks [budgets, layers, H_kv, T] in Base64: `levels`, or `masks` if a larger budget may drop tokens that a smaller one keeps.
+    """Masks [budgets, layers, H_kv, T] as `levels`, or as `masks` if a larger budget may drop tokens that a smaller one keeps.
 
-    levels has one byte for each layer, head and token: the index of the smallest budget that keeps it, len(budgets) for never.
-    masks has one bit for each budget, layer, head and token, the lowest bit of a byte first.
+    levels has a letter for each layer, head and token: A if the smallest budget keeps it, B if the next one does, and so on.
+    masks has, in Base64, one bit for each budget, layer, head and token, the lowest bit of a byte first.
     """
     if (masks[:-1] <= masks[1:]).all():
-        return {"levels": _text((~masks).sum(axis=0).astype(np.uint8))}
-    return {"masks": _text(np.packbits(masks, bitorder="little"))}
+        return {"levels": (ord("A") + (~masks).sum(axis=0)).astype(np.uint8).tobytes().decode("ascii")}
+    return {"masks": base64.b64encode(np.packbits(masks, bitorder="little").tobytes()).decode("ascii")}
 
 
-def _text(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode("ascii")
+def decode(data: Any, method: Any) -> np.ndarray:
+    """Masks [budgets, layers, H_kv, T] of one method of the figure's data."""
+    shape = (data["layers"], data["heads"], len(data["tokens"]))
+    if "levels" in method:
+        levels = np.frombuffer(method["levels"].encode("ascii"), dtype=np.uint8).reshape(shape)
+        return levels - ord("A") <= np.arange(len(data["budgets"]))[:, None, None, None]
+    bits = np.frombuffer(base64.b64decode(method["masks"]), dtype=np.uint8)
+    count = len(data["budgets"]) * int(np.prod(shape))
+    return np.unpackbits(bits, count=count, bitorder="little").astype(bool).reshape(-1, *shape)
+
+
+def stored() -> Any:
+    """The data of the figure, as it is in the repository."""
+    return json.loads(OUTPUT.read_text(encoding="utf-8").removeprefix(PREFIX).rstrip(";\n"))
+
+
+def strips(data: Any) -> dict[str, bytes]:
+    """For each method a picture of what it keeps at STRIP tokens a head: a row for each head, a column for each token."""
+    colours = ListedColormap(["white", KEPT_COLOUR, "#f8d9c8", NEEDLE_COLOUR])
+    needle = np.zeros(len(data["tokens"]), dtype=int)
+    needle[slice(*data["needle"])] = 2
+    found = {}
+    for method in data["methods"]:
+        kept = decode(data, method)[data["budgets"].index(STRIP)]
+        picture = io.BytesIO()
+        imsave(picture, kept.reshape(-1, len(needle)) + needle, cmap=colours, vmin=0, vmax=3, format="png")
+        found[method["name"]] = picture.getvalue()
+    return found
 
 
 def main() -> None:

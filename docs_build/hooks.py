@@ -9,28 +9,30 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from docs_build import pages
+from docs_build import charts, figures, pages
 from docs_build.entries import PAGES, ROOT
 from evictionary.spec_tests.verdict import coverage
 from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
 WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
-# Records for maintainers, which a reader's search should not find first.
+# Records for maintainers, and what another page says again: a reader's search should not find them.
 NOT_SEARCHED = re.compile(
-    r"(coverage|kill_matrix|oracle)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/kernels/"
+    r"(coverage|kill_matrix|oracle|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"
 )
 
 log = logging.getLogger("mkdocs.hooks.lessons")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the coverage page, and a page for each module (the API), each source file and each lesson."""
+    """Add the coverage page, the pictures of methods and results, and a page for each module (the API) and each lesson."""
     files.append(File.generated(config, "coverage.md", content=coverage.page()))
     for uri, content in pages.api_pages().items():
         files.append(File.generated(config, uri, content=content))
-    for path in pages.source_files():
-        files.append(File.generated(config, pages.source_uri(path), content=pages.source_page(path)))
+    for name, picture in figures.strips(figures.stored()).items():
+        files.append(File.generated(config, f"images/kept_{name}.png", content=picture))
+    for name, chart in charts.CHARTS.items():
+        files.append(File.generated(config, f"images/results_{name}.svg", content=chart.svg()))
     for folder in lesson_folders():
         for path in sorted(folder.rglob("*.*")):
             files.append(File.generated(config, f"lessons/{path.relative_to(folder).as_posix()}", abs_src_path=str(path)))
@@ -57,8 +59,6 @@ def on_serve(server: Any, **_: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill markers, then link ids, tests and files."""
     uri = page.file.src_uri
-    if uri.startswith("source/"):
-        return markdown
     if uri in WIDE:
         page.meta["hide"] = ["navigation"]
     if NOT_SEARCHED.match(uri):
@@ -69,23 +69,27 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Make code smaller by the spans of names, brackets and blanks, which need no colour; keep TeX out of the search."""
+    """Make code smaller by the spans of names, brackets and blanks, which need no colour.
+
+    Formulas, code in tabs, laws and mistakes stay out of the search.
+    """
     if page.file.src_uri in WIDE:
         html = f'<div class="wide {WIDE[page.file.src_uri]}">{html}</div>'
     # Until November 2026 the pages of the API named `reference.keydiff`: links to their anchors go on working.
     html = re.sub(r'<(\w+) id="evictionary\.([\w.]+)"', r'<a id="\2"></a>\g<0>', html)
-    html = html.replace('class="arithmatex"', 'class="arithmatex" data-search-exclude')
+    html = re.sub(r'class="(?:arithmatex|failure|success|tabbed-block)"', r"\g<0> data-search-exclude", html)
     return re.sub(r'<span class="(?:n|p|w)">([^<]*)</span>', r"\1", html)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Keep the link to the repository from asking its host for stars and forks, and leave out the blanks of the navigation."""
+    before, article, after = output.partition("<article")
+    return re.sub(r"\s*\n\s*", "\n", before).replace('data-md-component="source"', "") + article + after
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Leave out what no reader needs: source maps, the search's other languages, the page for web servers, which does not open from
-    a folder, and the pages of source files that no page links to."""
+    """Leave out what no reader needs: source maps, the search's other languages, and the page for web servers, which does not open
+    from a folder."""
     site = Path(config.site_dir)
-    needless = [*site.glob("assets/**/*.map"), *site.glob("assets/javascripts/lunr/**/*.js"), site / "404.html"]
-    sources = set(site.glob("source/**/*.html"))
-    for page in set(site.rglob("*.html")) - sources:
-        for link in re.findall(r'href="([^"#]*source/[^"#]*\.html)', page.read_text(encoding="utf-8")):
-            sources.discard((page.parent / link).resolve())
-    for path in [*needless, *sources]:
+    for path in [*site.glob("assets/**/*.map"), *site.glob("assets/javascripts/lunr/**/*.js"), site / "404.html"]:
         path.unlink()

@@ -1,21 +1,22 @@
 """Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it writes for."""
 
-import functools
 import inspect
 import itertools
 import json
 import posixpath
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
-    CORRECTIONS,
     PAGES,
     ROOT,
-    SHARED,
     Definition,
     Entry,
     definitions,
@@ -25,15 +26,20 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
+from evictionary.cli.app import app
 from evictionary.evaluation import study
 from evictionary.evaluation.pages import markdown as rendered
-from evictionary.methods.resolve import MOMENTS
+from evictionary.methods import catalogue
+from evictionary.methods.resolve import resolve
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.store import table
 from tutorials.build import heading, lessons, question
 
+PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
+METHODS = (*PAPERS, *(name for name in catalogue.names() if name not in PAPERS))
+TEMPLATES = Path(__file__).parent / "templates"
 LAYERS = ("reference", "optimized", "optimized/kernels")
-SOURCES = ("reference", "optimized", "spec_tests")
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
 ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
 
 
@@ -42,16 +48,18 @@ def relative(page: str, target: str) -> str:
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
 
 
-def source_uri(path: str, name: str = "") -> str:
-    """The page that shows a file of the repository, at a function of it."""
-    return f"source/{path.removesuffix('.py')}.md" + (f"#{name}" if name else "")
+def source_url(path: str, name: str = "") -> str:
+    """The address of a file of the repository, at the lines of a function of it."""
+    found = definitions(path)[name] if name else None
+    return f"{REPOSITORY}/blob/main/{path}" + (f"#L{found.first}-L{found.last}" if found else "")
 
 
-def api_uri(definition: Definition) -> str:
-    """The place of a function in the pages of the API, or in its source where the API has no page of it."""
+def api_link(page: str, definition: Definition) -> str:
+    """The link to a function in the pages of the API, or to its source where the API has no page of it."""
     if posixpath.dirname(definition.path) not in LAYERS:
-        return source_uri(definition.path, definition.name)
-    return f"reference/api/{definition.path.removesuffix('.py')}.md#evictionary.{definition.module}.{definition.name}"
+        return source_url(definition.path, definition.name)
+    module = definition.path.removesuffix(".py")
+    return relative(page, f"reference/api/{module}.md#evictionary.{definition.module}.{definition.name}")
 
 
 def escaped(text: str) -> str:
@@ -76,7 +84,7 @@ def _verdict(words: str) -> str:
 
 
 def _named(page: str, found: Iterable[Definition]) -> str:
-    return ", ".join(f"[`{one.name}`]({relative(page, api_uri(one))})" for one in found)
+    return ", ".join(f"[`{one.name}`]({api_link(page, one)})" for one in found)
 
 
 def _fence(code: str) -> str:
@@ -90,11 +98,6 @@ def _of(stems: str) -> list[Entry]:
 
 def _is_equation(entry: Entry) -> bool:
     return bool(entry.formula or entry.reference or not entry.requirement.where)
-
-
-def overview(page: str, stems: str) -> str:
-    """A table of the equations: id, name, function, kernel, number of laws and planted mistakes, verdict."""
-    return _rendered("overview", page, entries=filter(_is_equation, _of(stems)))
 
 
 def equations(page: str, stems: str) -> str:
@@ -121,23 +124,37 @@ def equations(page: str, stems: str) -> str:
 
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
-    filters = {"escaped": escaped, "sentence": _sentence, "verdict": _verdict}
+    filters = {"escaped": escaped, "interval": study.with_interval, "sentence": _sentence, "verdict": _verdict}
     helpers = {
+        "at_ratios": at_ratios,
+        "cards": lambda stems: filter(_is_equation, _of(stems)),
+        "charts": CHARTS,
+        "commands": typer.main.get_command(app).commands,
+        "method": catalogue.definition,
+        "methods": METHODS,
+        "page_of": page_of,
+        "question": question,
+        "requirements": _of,
+        "resolve": resolve,
+        "entries": entries(),
         "errata_links": _errata_links,
+        "fence": _fence,
+        "heading": heading,
+        "law_definition": law_definition,
         "law_links": _law_links,
+        "lessons": lessons(),
         "link_to": link_to,
         "mistake": _mistake,
         "named": _named,
         "relative": relative,
-        "source_uri": source_uri,
+        "source_url": source_url,
     }
-    path = Path(__file__).parent / "templates" / f"{template}.md.j2"
-    return rendered(path, filters, page=page, **helpers, **content).rstrip("\n")
+    return rendered(TEMPLATES / f"{template}.md.j2", filters, page=page, **helpers | content).rstrip("\n")
 
 
 def _law_links(page: str, entry: Entry) -> list[str]:
     found = [(law, law_definition(law)) for law in entry.laws]
-    return [f"[{escaped(law.sentence)}]({relative(page, source_uri(at.path, at.name))})" for law, at in found]
+    return [f"[{escaped(law.sentence)}]({source_url(at.path, at.name)})" for law, at in found]
 
 
 def _errata_links(page: str, entry: Entry) -> list[str]:
@@ -147,7 +164,7 @@ def _errata_links(page: str, entry: Entry) -> list[str]:
 def _mistake(page: str, mutant: Mutant) -> str:
     """A planted mistake: a link to its function, or the edits of the right function."""
     if at := mutant_definition(mutant):
-        return f"[{escaped(mutant.misconception)}]({relative(page, source_uri(at.path, at.name))})"
+        return f"[{escaped(mutant.misconception)}]({source_url(at.path, at.name)})"
     edits = [[" ".join(code.split()) for code in edit] for edit in mutant.edits]
     told = (f"<br>`{was}` " + (f"became `{now}`" if now else "left out") for was, now in edits)
     return escaped(mutant.misconception) + "".join(told)
@@ -158,37 +175,9 @@ def _is_program(definition: Definition) -> bool:
     return "@triton.jit" in definition.source
 
 
-def method_table(page: str) -> str:
-    """A table of every method in reference/: its description, its inputs, its page."""
-    rows = []
-    for stem in sorted(set(PAGES) - {*SHARED, *CORRECTIONS}, key=lambda stem: (PAGES[stem] == "methods/baselines.md", stem)):
-        found = definitions(f"reference/{stem}.py")
-        seam = found.get("select") or found.get("score") or next(iter(found.values()))
-        module = (ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8").split('"""')[1]
-        title, _, sentence = _first_paragraph(module).partition(": ")
-        arguments = re.match(r"def \w+\(\s*(.*?)\)", seam.source, re.DOTALL)
-        names = re.findall(r"(\w+):", (arguments.group(1) if arguments else "").partition("*")[0])
-        shown = f"[{title.partition(' (')[0].partition(',')[0]}]({relative(page, PAGES[stem])})"
-        rows.append((shown, sentence, ", ".join(f"`{name}`" for name in names)))
-    return table(["method", "what it does", "reads"], rows)
-
-
-def counts(page: str) -> str:
-    """The numbers of requirements, functions, laws and planted mistakes, in a few sentences."""
-    found = entries().values()
-    laws, mutants = sum(len(entry.laws) for entry in found), sum(len(entry.mutants) for entry in found)
-    functions = len({one for entry in found for one in entry.reference})
-    return (
-        f"There are {len(found)} requirements, the equations and claims of the papers and of the methods they compare with; "
-        f"{functions} functions of mathematics that compute them; {laws} laws, which judge any implementation; and {mutants} "
-        "planted mistakes, wrong implementations that test the laws."
-    )
-
-
-def lesson_table(page: str) -> str:
-    """A table of the lessons and their questions."""
-    rows = ((f"[{heading(lesson)}]({relative(page, f'lessons/{lesson.stem}.md')})", question(lesson)) for lesson in lessons())
-    return table(["lesson", "question"], rows)
+def page_of(stem: str) -> str:
+    """The page of a method."""
+    return PAGES[stem].replace("_equations", "")
 
 
 def errata_list(page: str, stem: str) -> str:
@@ -216,21 +205,6 @@ def measured(page: str, stem: str) -> str:
     return _rendered("measured", page, paper=papers[0], date=result["date"], link=link, command=command)
 
 
-def retrieved(page: str, stem: str) -> str:
-    """A table of the retrieval results of the small model with a method, its compositions, and random eviction."""
-    result = json.loads((ROOT / "benchmarks" / "results" / "retrieval.json").read_text(encoding="utf-8"))
-    # A method with its own budget has the same numbers for every requested ratio: they are shown once.
-    rows: dict[str, dict[tuple[str, str, str], None]] = {}
-    for row in result["rows"]:
-        if row["method"].partition("+")[0] in (stem, "random"):
-            found = row["summary"]
-            removed = f"{1 - found['bytes_after'] / found['bytes_before']:.0%}"
-            rows.setdefault(found["label"], {})[removed, str(found["right"]), f"{found['error']:.1f}"] = None
-    first = result["rows"][0]["summary"]
-    columns = {label: list(zip(*summaries, strict=True)) for label, summaries in rows.items()}
-    return _rendered("retrieved", page, tokens=first["tokens_before"], prompts=first["of"], date=result["date"], rows=columns)
-
-
 def studied(page: str, part: str) -> str:
     """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two also of `finals.` and
     `pyramid.`, the final with PyramidKV's division.
@@ -238,38 +212,8 @@ def studied(page: str, part: str) -> str:
     found = json.loads(study.STORED.read_text(encoding="utf-8"))
     summary, dot, part = part.rpartition(".")
     found = found[summary] if dot else found
-    return {"recommended": _recommended, "corrected": _corrected, "effects": _effects, "table": study.markdown}[part](found)
-
-
-def _recommended(found: study.Summary) -> str:
-    rows = []
-    for entry in found["recommended"]:
-        names = ", ".join(f"`{name}`" for name in entry["as_good"]) or "none"
-        cost = study.with_interval(entry["cost"], entry)
-        prompts = sum(entry["prompts"].values())
-        rows.append((f"{entry['ratio']:.0%}", prompts, f"`{entry['method']}`", cost, f"{entry['exact']:.0%}", names))
-    head = ["removed", "prompts", "least cost", "nats a token", "exact", "not to be told from it"]
-    return table(head, rows, "rrlrrl")
-
-
-def _corrected(found: study.Summary) -> str:
-    """What MomentKV's correction changes behind each selection of the final, with one size for all heads and with AdaKV."""
     cost = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
-    ratios = sorted({ratio for _, ratio in cost})
-    selections = dict.fromkeys(row["method"].partition("+")[0] for row in found["finals"]["rows"])
-    names = (f"{selection}{allocator}" for selection in selections for allocator in ("", "+ada_kv"))
-    rows = [
-        [f"`{name}`", *(f"{cost[name, ratio]:.3f} to {cost[f'{name}+{MOMENTS}', ratio]:.3f}" for ratio in ratios)] for name in names
-    ]
-    return table(["selection", *(f"{ratio:.0%} removed" for ratio in ratios)], rows, "lr")
-
-
-def _effects(found: study.Summary) -> str:
-    rows = []
-    for effect in found["effects"]:
-        change = study.with_interval(effect["change"], effect, "+")
-        rows.append((f"`{effect['addition']}`", f"{effect['ratio']:.0%}", change, f"{effect['better']} of {effect['of']}"))
-    return table(["addition", "removed", "change of the cost, nats a token", "better in"], rows, "lr")
+    return study.markdown(found) if part == "table" else _rendered(f"studied_{part}", page, found=found, cost=cost)
 
 
 def head_map(page: str, stored: str) -> str:
@@ -306,22 +250,6 @@ def _change(before: int | None, now: int | str) -> str:
     return str(now) if before in (None, now) else f"{before} → {now}"
 
 
-def formulas(page: str, identifiers: str) -> str:
-    """The typeset equations of some requirements, each with the link to its card."""
-    found = [entries()[identifier] for identifier in identifiers.split(", ")]
-    return "\n".join(
-        f"$$\n{entry.formula}\n$$\n\n[{entry.requirement.id} · {escaped(entry.name)}]"
-        f"({link_to(page, entry.requirement.id)}){{ .from }}\n"
-        for entry in found
-    )
-
-
-def laws(page: str, identifiers: str) -> str:
-    """The laws of some requirements, each with its file, its sentence and, folded, its source."""
-    found = [(law, law_definition(law)) for identifier in identifiers.split(", ") for law in entries()[identifier].laws]
-    return _rendered("laws", page, found=found, fence=_fence) + "\n"
-
-
 def kills(page: str, identifiers: str) -> str:
     """The planted mistakes that the laws of some requirements kill, as `python -m docs_build.kills` measured it."""
     measured, planted = json.loads((ROOT / "docs" / "four_laws.json").read_text(encoding="utf-8")), load_mutants()
@@ -342,7 +270,7 @@ def signature(page: str, path: str) -> str:
     """The first lines of a function of reference/, up to its docstring, and the first paragraph of that."""
     sentence, head = summary(path)
     found = definitions(f"reference/{path.partition('.')[0]}.py")[path.partition(".")[2]]
-    return f"[`{path}`]({relative(page, api_uri(found))}): {escaped(sentence)}\n\n{_fence(head)}"
+    return f"[`{path}`]({api_link(page, found)}): {escaped(sentence)}\n\n{_fence(head)}"
 
 
 def summary(path: str) -> tuple[str, str]:
@@ -357,28 +285,29 @@ def code(page: str, target: str) -> str:
     path, _, name = target.partition("::")
     if name:
         found = definitions(path)[name]
-        return f"{_fence(found.source)}\n\n[{path}]({relative(page, source_uri(path, name))})" + "{ .from }"
+        return f"{_fence(found.source)}\n\n[{path}]({source_url(path, name)})" + "{ .from }"
     language = {"py": "python"}.get(Path(path).suffix[1:], Path(path).suffix[1:])
     return f"~~~~ {language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n~~~~"
 
 
+def included(page: str, path: str) -> str:
+    """A page of the repository, with its links as they are from the folder docs/."""
+    text = (ROOT / path).read_text(encoding="utf-8").rstrip()
+    return re.sub(r"\]\((?!https?:|#)(docs/)?", lambda match: "](" if match[1] else "](../", text)
+
+
+# Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
-    "overview": overview,
     "equations": equations,
-    "methods": method_table,
-    "counts": counts,
     "errata": errata_list,
-    "lessons": lesson_table,
-    "formulas": formulas,
     "kills": kills,
-    "laws": laws,
     "measured": measured,
     "head_map": head_map,
-    "retrieved": retrieved,
     "studied": studied,
     "signature": signature,
     "code": code,
     "compiled": compiled,
+    "included": included,
 }
 
 
@@ -390,10 +319,12 @@ def filled(page: str, markdown: str) -> str:
     """
 
     def fill(match: re.Match[str]) -> str:
-        return textwrap.indent(MARKERS[match["name"]](page, *([match["argument"]] if match["argument"] else [])), match["indent"])
+        written = MARKERS.get(match["name"], lambda page, of="": _rendered(match["name"], page, of=of))
+        return textwrap.indent(written(page, *([match["argument"]] if match["argument"] else [])), match["indent"])
 
+    names = "|".join([*MARKERS, *(path.name.partition(".")[0] for path in TEMPLATES.iterdir())])
     return re.sub(
-        rf"^(?P<indent> *)<!-- (?P<name>{'|'.join(MARKERS)})(?:: (?P<argument>.+?))? -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$",
+        rf"^(?P<indent> *)<!-- (?P<name>{names})(?:: (?P<argument>.+?))? -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$",
         fill,
         markdown,
         flags=re.MULTILINE,
@@ -401,7 +332,7 @@ def filled(page: str, markdown: str) -> str:
 
 
 def linked(page: str, markdown: str) -> str:
-    """The page with links added: ids to their equations, tests to their lines, files of the repository to their pages."""
+    """The page with links added: ids to their equations, tests to their lines there, files outside docs/ to the repository."""
     lines, fenced, before = [], "", ""
     for line in markdown.splitlines():
         fence = re.match(r"\s*(`{3,}|~{3,})", line)
@@ -425,41 +356,19 @@ def _linked_line(page: str, line: str) -> str:
                 lambda match: f"[{match[0]}]({link_to(page, match[0])})" if match[0] in entries() else match[0], part
             )
         elif test := re.fullmatch(r"`((?:spec_)?tests/[\w/]+\.py)::(\w+)`", part):
-            path, name = test.groups()
-            if path in source_files():
-                parts[place] = f"[{part}]({relative(page, source_uri(path, name))})"
-        elif file := re.fullmatch(r"(\[[^\]]*\])\((\.\./[^)#]+\.py)\)", part):
+            parts[place] = f"[{part}]({source_url(*test.groups())})"
+        elif file := re.fullmatch(r"(\[[^\]]*\])\((\.\./[^)#]+|[^)#:]+\.json)\)", part):
             path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), file[2]))
-            parts[place] = f"{file[1]}({relative(page, source_uri(path))})"
+            on_site = path.startswith("docs/") and not path.endswith(".json")
+            parts[place] = part if on_site else f"{file[1]}({source_url(path)})"
     return "".join(parts)
-
-
-@functools.cache
-def source_files() -> tuple[str, ...]:
-    """The Python files that have a page."""
-    return tuple(sorted(str(path.relative_to(ROOT)) for folder in SOURCES for path in (ROOT / folder).rglob("*.py")))
-
-
-def source_page(path: str) -> str:
-    """A file of the repository as a page, cut before each function, so that each has an anchor and a place in the contents."""
-    lines = (ROOT / path).read_text(encoding="utf-8").rstrip().splitlines()
-    starts = {found.first: name for name, found in definitions(path).items()}
-    cuts = sorted({1, *starts, len(lines) + 1})
-    text = ["---", "search:", "  exclude: true", "---", f"# {escaped(path)}", ""]
-    for first, after in itertools.pairwise(cuts):
-        if first in starts:
-            text += [f"## {escaped(starts[first])} {{ #{starts[first]} .source }}", ""]
-        piece = "\n".join(lines[first - 1 : after - 1]).rstrip()
-        text += [f'~~~~ {{ .python linenums="{first}" }}', piece, "~~~~", ""]
-    return "\n".join(text)
 
 
 def api_pages() -> dict[str, str]:
     """A page for each module of the three layers, for mkdocstrings to fill."""
-    return {
-        f"reference/api/{folder}/{path.stem}.md": f"# {folder}/{path.name}\n\n::: {module}.{path.stem}\n"
-        for folder in LAYERS
-        for module in ["evictionary." + folder.replace("/", ".")]
-        for path in sorted((ROOT / folder).glob("*.py"))
-        if path.stem != "__init__"
-    }
+    paths = [path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
+    found = {}
+    for path in (each.relative_to(ROOT).as_posix() for each in paths):
+        module = "evictionary." + path.removesuffix(".py").replace("/", ".")
+        found[f"reference/api/{path.removesuffix('.py')}.md"] = f"# {path}\n\n[Source]({source_url(path)})\n\n::: {module}\n"
+    return found

@@ -6,12 +6,11 @@ import torch
 
 from .checks import require_finite, require_fit, require_same_kind, working_dtype
 from .kernels.launching import kernels_for
-from .states import CompressedCache, PagedCache
+from .softmax import capped, weights
+from .states import CompressedCache
 
 # Channels that are converted to float32 at a time: a copy that stays in the processor's cache costs nothing.
 BLOCK = 2**20
-# The arguments of `attend_paged`, as lines of the contract are written.
-PAGED = "queries: B H_q M D, cache.keys: P S D, cache.values: P S D_v, cache.table: whole B H_kv n, cache.lengths: whole B H_kv"
 
 
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,28 +52,8 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     return output.to(queries.dtype).reshape(*shape, -1), normaliser.reshape(shape)
 
 
-def attend_paged(queries: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""ATT-1..3 over a cache in pages: `attend`, for a cache whose tokens are found by a table of pages for each head.
-
-    Args: queries [B, H_q, M, D], all later than the cache; cache, see PagedCache. Returns and raises as `attend`. On a GPU the
-    pages are read in place; on a CPU the tokens are gathered first.
-    """
-    require_fit(PAGED, queries, *cache, finite=False)
-    require_finite("queries", queries)
-    require_same_kind("cache.keys", cache.keys, "queries", queries)
-    pages = cache.table.shape[2]
-    if kernels := kernels_for("attention", queries, cache.values):
-        return kernels.attend(queries, cache)
-    size = cache.keys.shape[1]
-    places = torch.arange(pages * size, device=cache.table.device)
-    rows = cache.table.repeat_interleave(size, dim=2) * size + places % size
-    filled = places < cache.lengths[..., None]
-    keys, values = (pool.flatten(0, 1)[rows[filled].long()] for pool in (cache.keys, cache.values))
-    return attend(queries, CompressedCache(keys, values, places.expand(rows.shape)[filled], cache.lengths))
-
-
 def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""ATT-5: `q . k_t / sqrt(D)`, query head h = kv_head * G + g beside the others of its KV head.
+    r"""ATT-5: `q . k_t / sqrt(D)`, under the cap of the model, query head h = kv_head * G + g beside the others of its KV head.
 
     The query heads of a group and their M queries are rows of one product with the keys that they share.
 
@@ -92,16 +71,17 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         for part, block in zip(logits.split(tokens, dim=3), keys.split(tokens, dim=2), strict=True):
             part.copy_(rows @ block.to(dtype).mT)
     logits.div_(math.sqrt(head_dim))  # in place: the logits are the largest tensor here
-    return logits.view(batch, num_kv_heads, group, num_queries, keys.shape[2])
+    return capped(logits).view(batch, num_kv_heads, group, num_queries, keys.shape[2])
 
 
-def grouped_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, first: int = 0) -> torch.Tensor:
     r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
 
-    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T. Returns [B, H_kv, G, M, T], 0 for tokens that a query cannot see.
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T; first, the number of the first KV head in its model. Returns
+    [B, H_kv, G, M, T], 0 for tokens that a query cannot see.
     """
     logits = grouped_logits(queries, keys)
     num_queries = queries.shape[2]
     later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu(1)
     logits[..., -num_queries:].masked_fill_(later, -math.inf)  # every query sees the tokens before the queries
-    return logits.softmax(dim=-1)
+    return weights(logits, first)

@@ -67,7 +67,7 @@ def _require_kind(argument: Argument, value: torch.Tensor) -> None:
 def _require_numbers(argument: Argument, value: torch.Tensor) -> None:
     """Raise ValueError for numbers on a CPU that the kind of the argument does not have."""
     match argument.kind:
-        case "bool":
+        case "bool" | "memory":
             return
         case "open":
             if value.isnan().any():

@@ -43,7 +43,7 @@ def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 
     require_window(queries.shape[2], keys.shape[2], window_size)
     group, largest = queries.shape[1] // keys.shape[1], []
     for head, last in enumerate(queries[:, :, -window_size:].split(group, dim=1)):
-        weights = grouped_attention(last, keys[:, head : head + 1])[..., :-window_size]
+        weights = grouped_attention(last, keys[:, head : head + 1], head)[..., :-window_size]
         pooled = average_pool(weights, kernel_size)
         total = pooled.sum(dim=-1, keepdim=True)
         # Decision: a query whose attention stays within the window to the last digit says nothing, in place of 0/0.

@@ -6,12 +6,14 @@ The paper is known here from its public code: NVIDIA/kvpress, pull requests 284 
 import math
 
 import torch
+from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_window
 
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
 from .snapkv import average_pool
+from .softmax import with_sink
 
 
 def perturbation(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -55,9 +57,10 @@ def score(
         later = torch.ones(window, length, dtype=torch.bool, device=keys.device).triu(length - window + 1)
         # One KV head at a time: the logits of all queries of the window are G * window numbers for every token and head.
         for head, last in enumerate(queries[:, :, -window:].split(group, dim=1)):
-            logits = grouped_logits(last, keys[:, head : head + 1])[:, 0].masked_fill_(later, -math.inf)
-            rows = logits.flatten(1, 2)
-            changes = perturbation(rows, values[:, head].to(rows.dtype)).square_().sum(dim=1) / group
+            logits = grouped_logits(last, keys[:, head : head + 1]).masked_fill_(later, -math.inf)
+            rows = with_sink(logits, head)[:, 0].flatten(1, 2)
+            own = pad(values[:, head].to(rows.dtype), (0, 0, 0, rows.shape[2] - length))  # a sink is a token whose value is 0
+            changes = perturbation(rows, own)[..., :length].square_().sum(dim=1) / group
             # Decision: the scores of the window are pooled with the others, as the public code does; SnapKV's are not.
             scores[:, head, : length - window] = average_pool(changes, kernel_size)[:, : length - window]
     return scores

@@ -12,6 +12,7 @@ from .checks import converted, is_finite, require_finite, require_fit, require_s
 from .kernels.launching import kernels_for
 from .knorm import score as norm_score
 from .rope import frequencies, rotate, turn
+from .softmax import weights
 
 # Tokens of a block of all heads, for those who undo the rotation of queries as they come.
 BLOCK_TOKENS = 512
@@ -147,9 +148,9 @@ def score(
     if kernels := kernels_for("expected_attention", keys, values):
         return kernels.score(keys, values, query_mean, query_covariance, epsilon)
     # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
-    weights = expected_logits(keys, query_mean, query_covariance).softmax(dim=-1).mean(dim=2)
+    expected = weights(expected_logits(keys, query_mean, query_covariance)).mean(dim=2)
     # Decision: |v|, as in the paper's experiments; W_o would need every value projected.
-    return (weights + epsilon).mul_(-norm_score(values))
+    return (expected + epsilon).mul_(-norm_score(values))
 
 
 def expected_logits(keys: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from evictionary.reference.checks import as_count
 from .checks import converted, require_fit, working_dtype, working_room
 from .kernels.launching import kernels_for
 from .selection import top_k
+from .softmax import capped, current
 
 # Entries of the attention at a time, and channels that are converted to float32 at a time: they stay in the processor's cache.
 # However long the rows are, a tile has at least so many, since each tile reads the keys once more.
@@ -78,8 +79,13 @@ def _walked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | No
             weights = tile[: rows.shape[:2].numel() * seen].view(*rows.shape[:2], seen)
             for part, piece in zip(weights.split(step, dim=2), own[:, :seen].split(step, dim=1), strict=True):
                 torch.bmm(rows, converted(piece, room).mT, out=part)
-            weights.view(-1, count, seen)[..., seen - count :].masked_fill_(later[:count, :count], -math.inf)
+            capped(weights).view(-1, count, seen)[..., seen - count :].masked_fill_(later[:count, :count], -math.inf)
+            if (sinks := current().sinks) is not None:
+                own = sinks[item, readers].to(dtype).view(count_heads, group).repeat_interleave(count, dim=1)
+                shares = (weights.logsumexp(dim=2) - own).sigmoid()  # of the tokens, beside the sink
             torch.softmax(weights, dim=2, out=weights)
+            if sinks is not None:
+                weights.mul_(shares[..., None])
             received = ones[:count_heads, :, : group * count] @ weights
             scores[item, heads, :seen].add_(received.squeeze(1), alpha=1 / group)
             if values is not None:

@@ -33,7 +33,7 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
         queries = replay_queries[:, head * group : (head + 1) * group].to(dtype)
         for start in range(0, num_queries, block):
             stop = min(start + block, num_queries)
-            weights = grouped_attention(queries[:, :, start:stop], whole[:, :, : length + stop])
+            weights = grouped_attention(queries[:, :, start:stop], whole[:, :, : length + stop], head)
             largest = weights[..., :length].amax(dim=(2, 3))
             scores[:, head : head + 1] = scores[:, head : head + 1].maximum(largest)
     return scores

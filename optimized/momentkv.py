@@ -18,6 +18,7 @@ from .checks import require_fit, require_same_device, require_shape, working_dty
 from .h2o import score as received_attention
 from .kernels.launching import kernels_for
 from .selection import top_k
+from .softmax import weights
 from .states import CompressedCache, Moments, Step, zero_moments
 
 # The largest group of query heads that a tile of the kernels holds.
@@ -122,7 +123,7 @@ def _scores(logits: torch.Tensor, parts: tuple[Part, ...], moments: Moments) -> 
     dtype = working_dtype(parts[0][0])
     count, (_, mean_value, covariance) = _recovered(moments, parts[0][0])
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the softmax.
-    alpha = logits.softmax(dim=-1).mean(dim=(2, 3))
+    alpha = weights(logits).mean(dim=(2, 3))
     # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual is v_j.
     scale = count.clamp(min=1)[..., None, None].to(dtype) * math.sqrt(covariance.shape[-1])
     residuals = (values.to(dtype) - mean_value[..., None, :] - keys.to(dtype) @ covariance.mT.div(scale) for keys, values in parts)
@@ -163,9 +164,9 @@ def _mixed(
     # The largest logit is subtracted before any logarithm or sum: at logits of 1e4 float32 has three decimals left.
     top = torch.maximum(logits.amax(dim=-1), evicted_logit)
     top = torch.where(top == -math.inf, 0, top)  # a head without tokens and moments; -inf minus -inf would be NaN
-    weights, evicted_weight = (logits - top[..., None]).exp(), (evicted_logit - top).exp()[..., None]
-    total = weights.sum(dim=-1, keepdim=True) + evicted_weight
-    shares = weights.split([values.shape[2] for values in parts], dim=-1)
+    of_tokens, evicted_weight = (logits - top[..., None]).exp(), (evicted_logit - top).exp()[..., None]
+    total = of_tokens.sum(dim=-1, keepdim=True) + evicted_weight
+    shares = of_tokens.split([values.shape[2] for values in parts], dim=-1)
     mixed = sum(share @ values.to(dtype) for share, values in zip(shares, parts, strict=True)) + evicted_weight * evicted_value
     return (mixed / torch.where(total == 0, 1, total)).reshape(batch, query.shape[1], -1).to(query.dtype)
 

@@ -21,16 +21,20 @@ class CompressedCache(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """The kept tokens of every head in pages, as serving engines store them: each head has pages of its own, anywhere in a pool.
+    """Pools of P pages of S tokens, as serving engines have them, and the pages of each sequence.
 
-    keys [P, S, D] and values [P, S, D_v]: a pool of P pages of S tokens; table [B, H_kv, n] int32, the pages of each head, in order
-    (behind the last page of a head: any number); lengths [B, H_kv] int64, the tokens of each head, at most n * S.
+    keys [P, S, H_kv, D], values [P, S, H_kv, D_v] and positions [P, S, H_kv], the place of each token in the text; a slot without a
+    token holds anything, NaN too. block_table [B, n], the pages of each sequence in their order; behind its last page stands any
+    number. lengths [B, H_kv] int64, the tokens that each head holds (physical). seen [B], the tokens that the sequence has had
+    (logical), which is the position of the next one.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    table: torch.Tensor
+    positions: torch.Tensor
+    block_table: torch.Tensor
     lengths: torch.Tensor
+    seen: torch.Tensor
 
 
 class Moments(NamedTuple):

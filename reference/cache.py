@@ -1,5 +1,5 @@
 r"""The compressed cache: flat storage that holds the kept tokens and nothing else (requirements
-CACHE-1 to CACHE-3).
+CACHE-1 to CACHE-3). `paging.py` is about a cache in pages.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,24 @@ class CompressedCache(NamedTuple):
     values: np.ndarray
     positions: np.ndarray
     lengths: np.ndarray
+
+
+class PagedCache(NamedTuple):
+    """Pools of P pages of S tokens, and the pages of each sequence.
+
+    keys [P, S, H_kv, D], values [P, S, H_kv, D_v] and positions [P, S, H_kv], the place of each
+    token in the text; a slot without a token holds anything, NaN too. block_table [B, n], the pages
+    of each sequence in their order; behind its last page stands any number. lengths [B, H_kv], the
+    tokens that each head holds (physical). seen [B], the tokens that the sequence has had (logical),
+    which is the position of the next one.
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    positions: np.ndarray
+    block_table: np.ndarray
+    lengths: np.ndarray
+    seen: np.ndarray
 
 
 def compress(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> CompressedCache:

@@ -44,18 +44,24 @@ def _read(argument: Argument, value: Any, axes: Axes) -> Any:
     return converted
 
 
-def as_open(name: str, value: Any) -> np.ndarray:
-    """Return `value` as a float64 array without NaN. Raises ValueError naming the argument.
+def as_memory(name: str, value: Any) -> np.ndarray:
+    """Return `value` as a float64 array, of which a part may be NaN: nobody has written it yet.
 
     Subclasses of `np.ndarray` keep their class, so that an array with its own arithmetic can run
-    through the reference.
+    through the reference. Raises ValueError naming the argument unless it holds real numbers.
     """
     array = np.asanyarray(value)
     if array.dtype.kind not in "fiu":
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted real numbers")
+    return np.asanyarray(array, dtype=np.float64)
+
+
+def as_open(name: str, value: Any) -> np.ndarray:
+    """Return `value` as `as_memory` does. Raises ValueError for NaN too."""
+    array = as_memory(name, value)
     if np.isnan(array).any():
         raise ValueError(f"{name}: got NaN, wanted numbers that can be ordered")
-    return np.asanyarray(array, dtype=np.float64)
+    return array
 
 
 def as_float64(name: str, value: Any) -> np.ndarray:
@@ -101,6 +107,7 @@ READ = {
     "weight": as_weight,
     "share": as_share,
     "open": as_open,
+    "memory": as_memory,
     "bool": as_mask,
     "whole": as_whole,
 }

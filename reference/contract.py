@@ -9,9 +9,9 @@ axes, the same wherever they stand; `*` are leading axes that broadcast. H_q is 
 such a size.
 
 The kinds: without a word finite real numbers; `weight`, of at least 0; `share`, from 0 to 1; `open`,
-infinite ones too; `bool`, a mask; `whole`, whole numbers of at least 0; or the name of a state, whose
-fields stand in STATES, each behind the axes that the line gives to the state. An argument with a
-question mark may be None.
+infinite ones too; `memory`, NaN too; `bool`, a mask; `whole`, whole numbers of at least 0; or the
+name of a state, whose fields stand in STATES, each behind the axes that the line gives to the state.
+An argument with a question mark may be None.
 """
 
 from __future__ import annotations
@@ -114,6 +114,10 @@ CONTRACT = {
     "momentkv_bounded.no_bounds": "keys: ... T D, values: ... T D_v",
     "momentkv_bounded.update": "bounds: Bounds ..., keys: ... T D, values: ... T D_v, evicted: bool ... T",
     "momentkv_theory.attend_zeroth_order": ATTENDED,
+    "paging.attend_pages": "queries: B H_q M D, paged: PagedCache",
+    "paging.compact_pages": "paged: PagedCache, kept: bool B H_kv n*S",
+    "paging.gather_pages": "paged: PagedCache",
+    "paging.slot_mapping": "paged: PagedCache",
     "q_filters.calibrate": "queries: B H_q N D",
     "q_filters.main_direction": "queries: ... N D",
     "q_filters.score": "keys: B H_kv T D, q_filters: B H_kv D",
@@ -140,11 +144,13 @@ STATES = {
     "CompressedCache": "keys: N>=0 D, values: N>=0 D_v, positions: whole N>=0, lengths: whole B H_kv",
     "Decoding": f"{SO_FAR}, positions: whole B H_kv n>=0, queries: B H_q m>=0 D",
     "Moments": "count: whole, key_sum: D, value_sum: D_v, value_key_sum: D_v D",
+    "PagedCache": "keys: memory P S H_kv D, values: memory P S H_kv D_v, positions: whole P S H_kv, "
+    "block_table: whole B n, lengths: whole B H_kv, seen: whole B",
     "Stream": "keys: N>=0 D, values: N>=0 D_v, positions: whole N>=0",
 }
 
 
-KINDS = ("weight", "share", "open", "bool", "whole")
+KINDS = ("weight", "share", "open", "memory", "bool", "whole")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from .checks import as_count
 from .selection import top_k
 
 METHOD = "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
+PROTECTED = "last half of the budget"
 TRAITS = {"prompt_only"}
 
 # Rows of the attention matrix at a time: all at once, 8 heads of 4096 tokens take 1 GiB, far beyond

@@ -21,6 +21,7 @@ METHOD = (
     "evicts what the moments of the evicted tokens already predict, and adds their estimate to "
     "the attention output"
 )
+PROTECTED = "last 32 of a prompt"
 TRAITS = {"every_token", "evicts_first"}
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from evictionary import policies
 from evictionary.cache import file
-from evictionary.cache.model_hooks import attention_modules
+from evictionary.cache.model_hooks import attention_module
 from evictionary.errors import require
 from evictionary.models.queries import rotation, unrotated
 
@@ -45,7 +45,7 @@ def at_position(model: PreTrainedModel, layer_index: int, state: Mapping[str, to
 
 
 def _joined(model: PreTrainedModel, layer_index: int, name: str, *given: object) -> State:
-    source = policies.Source(model, attention_modules(model)[layer_index], layer_index)
+    source = policies.Source(model, attention_module(model, layer_index), layer_index)
     found: State = {}
     for function in policies.hooks(map(policies.load, policies.stems()), name):
         found |= function(source, *given)

@@ -12,7 +12,7 @@ from evictionary.optimized.checks import is_finite
 
 def require_one_text(layers: Iterable[Any], new: int, longest: int | None) -> None:
     """Raise RuntimeError after an interrupted forward. Warn where `new` tokens exceed the context that the model was made for."""
-    read = sorted({layer.get_seq_length() for layer in layers})
+    read = sorted({layer.get_seq_length() for layer in layers if hasattr(layer, "get_seq_length")})
     require(
         len(read) <= 1,
         f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a forward was "

@@ -81,8 +81,10 @@ def described(
         states["positions"] = positions - padding.to(positions)[:, None, None]
     if (moments := moments_of(step.state)) is not None:
         states["moments"] = moments
+    cap, states["sinks"] = cache.softmax_of_batch(layer_index, len(filled))
     request = cache.request(
         layer_index,
+        cap=cap,
         filled=step.filled,
         seen=[layer.seen - count for count in padding.tolist()],
         is_prompt=layer.evicted_at == 0,

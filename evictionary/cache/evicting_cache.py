@@ -11,7 +11,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from evictionary.cache import checks, file
-from evictionary.cache.layers import KEPT_AS, EvictingLayer
+from evictionary.cache.layers import KEPT_AS, EvictingLayer, forget_recurrent, is_recurrent, recurrent, restore_recurrent
 from evictionary.cache.watched_cache import CAPTURED, WatchedCache
 from evictionary.errors import UsageError, require
 from evictionary.models.load import unwrapped
@@ -26,7 +26,8 @@ class EvictingCache(WatchedCache):
     the tokens that `method` chooses. Later tokens are appended, at their true positions. With `every`, a layer compresses again
     after that many new tokens: a prompt that is read in blocks of `every` tokens never takes more than the budget and a block,
     and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored ragged, without
-    padding, and rows of a batch may be padded on the left. Layers with a sliding window are left alone.
+    padding, and rows of a batch may be padded on the left. Layers with a sliding window, or with a state in the place of a cache,
+    are left alone.
 
     Args: model, a decoder with rotary positions, also inside of a wrapper such as PEFT's; method, a name, a
     `path/to/file.py[:function]`, a composition such as `name+ada_kv` or `name+moments`, or None to keep everything;
@@ -58,6 +59,7 @@ class EvictingCache(WatchedCache):
                 if not isinstance(layer, EvictingLayer):
                     cache.layers[index] = copy.deepcopy(full)
                     continue
+                restore_recurrent(layer, recurrent(full), cache.model.dtype)
                 checks.require_whole(full, index, recorded.get(index, {}))
                 layer.update(full.keys, full.values)
                 cache.peak_tokens = max(cache.peak_tokens, layer.longest)
@@ -83,8 +85,8 @@ class EvictingCache(WatchedCache):
             self.every or (not self.method.captured and not (self.method.traits & {"recursive", "prompt_only"})),
             f"compress: got {self.method.name} with every=0, wanted a cache made with every=N, which remembers what it needs",
         )
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, EvictingLayer) and 0 < layer.evicted_at < layer.seen:
+        for index, layer in self.evicting.items():
+            if 0 < layer.evicted_at < layer.seen:
                 recent = {name: getattr(layer, kept_as) for name, kept_as in KEPT_AS.items()}
                 self._captured[index] = {name: states for name, states in recent.items() if states is not None}
                 self._compress(index)
@@ -114,9 +116,15 @@ class EvictingCache(WatchedCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, or raise and change nothing.
 
-        Raises ValueError for tokens before the last eviction, and RuntimeError where a sliding window has lost tokens.
+        Raises ValueError for tokens before the last eviction, and RuntimeError where a sliding window has lost tokens or a layer
+        has a recurrent state.
         """
-        evicting = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        require(
+            not any(map(is_recurrent, self.layers)),
+            "crop: got layers with a recurrent state, which no token can be taken out of; wanted copy.deepcopy(cache) from before",
+            RuntimeError,
+        )
+        evicting = self.evicting.values()
         for layer in evicting:
             layer.require_croppable(tokens_to_remove)
         sliding = [layer for layer in self.layers if not isinstance(layer, EvictingLayer)]
@@ -125,7 +133,9 @@ class EvictingCache(WatchedCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
-        super().batch_select_indices(indices)
+        for layer in self.layers:
+            select = getattr(layer, "batch_select_indices", layer.reorder_cache)  # a recurrent state has the other name alone
+            select(indices)
         self.recorded = {
             index: {name: state[indices.to(state.device)] for name, state in recorded.items()}
             for index, recorded in self.recorded.items()
@@ -136,7 +146,8 @@ class EvictingCache(WatchedCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
         if self.get_seq_length():
-            self.batch_select_indices(torch.arange(self.layers[0].keys.shape[0]).repeat_interleave(repeats))
+            batch = self.layers[self._first].keys.shape[0]
+            self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder the batch for beam search."""
@@ -146,7 +157,10 @@ class EvictingCache(WatchedCache):
         """Forget everything and wait for a new prompt."""
         self.close()
         for layer in self.layers:  # older versions of transformers would keep as many zeros instead
-            layer.keys, layer.values, layer.is_initialized = None, None, False
+            if is_recurrent(layer):
+                forget_recurrent(layer)
+            if hasattr(layer, "get_seq_length"):
+                layer.keys, layer.values, layer.is_initialized = None, None, False
         super().reset()
         self._wait()
 
@@ -192,7 +206,7 @@ class EvictingCache(WatchedCache):
 
         Of a layer with a sliding window only its window counts, which may be a view of more.
         """
-        states = [state for layer in self.layers if isinstance(layer, EvictingLayer) for state in _states(layer)]
+        states = [state for layer in self.evicting.values() for state in _states(layer)]
         windows = [state for layer in self.layers if not isinstance(layer, EvictingLayer) for state in _states(layer)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states}
         return sum(storages.values()) + sum(state.nbytes for state in windows)
@@ -202,24 +216,25 @@ class EvictingCache(WatchedCache):
         """The bytes that the same tokens would take if nothing had been removed."""
         total = 0
         for layer in self.layers:
-            seen = layer.get_seq_length()
-            for state in (layer.keys, layer.values):
+            for state in (getattr(layer, "keys", None), getattr(layer, "values", None)):
                 if state is not None:
                     batch, heads, stored, width = state.shape
-                    total += batch * heads * (seen if isinstance(layer, EvictingLayer) else stored) * width * state.element_size()
+                    length = layer.seen if isinstance(layer, EvictingLayer) else stored
+                    total += batch * heads * length * width * state.element_size()
         return total
 
     @property
     def nbytes_beside(self) -> int:
-        """The bytes beside keys and values: positions, lengths, moments and recent queries."""
-        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
-        everything = sum(tensor.nbytes for layer in layers for tensor in layer.tensors().values())
+        """The bytes beside keys and values: positions, lengths, moments, recent queries, and states in the place of a cache."""
+        layers = self.evicting.values()
+        states = [state for layer in self.layers if layer not in layers for state in recurrent(layer).values()]
+        everything = sum(tensor.nbytes for tensor in (*states, *(own for layer in layers for own in layer.tensors().values())))
         return everything - sum(state.nbytes for layer in layers for state in _states(layer))
 
     @property
     def tokens_kept(self) -> float:
-        """The tokens stored in each head, on average over the batch, the heads and the layers without a sliding window."""
-        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer) and layer.keys is not None]
+        """The tokens stored in each head, on average over the batch, the heads and the layers that are compressed."""
+        layers = [layer for layer in self.evicting.values() if layer.keys is not None]
         if not layers:
             return 0
         mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in layers]).mean())
@@ -229,5 +244,9 @@ class EvictingCache(WatchedCache):
 def _states(layer: Any) -> list[torch.Tensor]:
     """The key and value tensors of a layer, including the flat tensors of ragged heads."""
     ragged = getattr(layer, "ragged", None)
-    states = [layer.keys, layer.values, *((ragged.keys, ragged.values) if ragged is not None else ())]
+    states = [
+        getattr(layer, "keys", None),
+        getattr(layer, "values", None),
+        *((ragged.keys, ragged.values) if ragged is not None else ()),
+    ]
     return [state for state in states if state is not None]

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from evictionary.cache.layers import EvictingLayer
+from evictionary.cache.layers import EvictingLayer, recurrent, restore_recurrent
 from evictionary.errors import UsageError, require
 from evictionary.models.load import loaded
 
@@ -34,9 +34,12 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         if isinstance(layer, EvictingLayer):
             layers.append(layer.numbers())
             own = layer.tensors()
-        else:  # a sliding window
+        elif hasattr(layer, "cumulative_length"):  # a sliding window
             layers.append({"cumulative_length": layer.cumulative_length})
             own = {"keys": layer.keys, "values": layer.values}
+        else:
+            layers.append({})
+            own = recurrent(layer)
         tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
     settings = {
         "schema": SCHEMA,
@@ -119,7 +122,7 @@ def restore(
         raise UsageError(f"model: got {type(model).__name__} with other weights, wanted the model of the cache in {path}")
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    if len(settings["layers"]) != len(cache.layers) or tensors["0.keys"].shape[1] != heads:
+    if len(settings["layers"]) != len(cache.layers) or tensors[f"{cache._first}.keys"].shape[1] != heads:
         cache.close()
         raise UsageError(f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in {path}")
     for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
@@ -127,6 +130,8 @@ def restore(
         if isinstance(layer, EvictingLayer):
             layer.restore(own, numbers, model.dtype)
             cache.peak_tokens = max(cache.peak_tokens, layer.longest)
+        elif not numbers:
+            restore_recurrent(layer, own, model.dtype)
         else:
             layer.lazy_initialization(own["keys"], own["values"])
             layer.keys, layer.values = own["keys"].to(model.dtype), own["values"].to(model.dtype)

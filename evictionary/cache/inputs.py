@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +10,21 @@ from transformers import PreTrainedModel
 
 from evictionary import policies
 from evictionary.cache import calibration
-from evictionary.cache.model_hooks import attention_modules, output_projection
+from evictionary.cache.model_hooks import attention_module, attention_modules, output_projection
 from evictionary.errors import UsageError, require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED
 from evictionary.methods.method import Method, Supply
-from evictionary.models.queries import logit_factor, project, rotation, unrotated
+from evictionary.models.queries import (
+    IN_HALVES,
+    LAYOUTS,
+    layouts,
+    logit_factor,
+    of_neighbours,
+    project,
+    rotation,
+    softmax_of,
+    unrotated,
+)
 
 if TYPE_CHECKING:
     from evictionary.cache.watched_cache import WatchedCache
@@ -33,7 +42,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             return each.unflatten(1, (kv_heads, -1))[:, states["kv_heads"]].flatten(1, 2)
 
         if model is not None and name == "w_o":
-            w_o = output_projection(model, attention_modules(model)[layer_index]).to(states["values"])
+            w_o = output_projection(model, attention_module(model, layer_index)).to(states["values"])
             return {name: of_heads(w_o[None])[0]}
         if model is not None and name in CALIBRATED and cache.calibrated:
             own = {entry: of_heads(each) for entry, each in cache.calibrated[layer_index].items()}
@@ -51,7 +60,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             key_places = states["positions"] if cache.layers[layer_index].evicted_at == 0 else None
             state = calibration.of_states(model, layer_index, queries, places, states["keys"], key_places)
             return calibration.at_position(model, layer_index, state, position)
-        source = policies.Source(model, attention_modules(model)[layer_index], layer_index)
+        source = policies.Source(model, attention_module(model, layer_index), layer_index)
         inputs = policies.load(DECLARED[name][0]).supply(source, states, position)
         # queries belong to the heads at hand already; hidden states have no heads, so what is computed from them has all
         return inputs if captured_as == "queries" else {entry: of_heads(each) for entry, each in inputs.items()}
@@ -64,7 +73,14 @@ def require_suitable(
 ) -> None:
     """Raise UsageError where a model cannot give a method its inputs, or not again with `every`."""
     if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
-        require_readable_queries(model, method.name, recording)
+        in_halves = any(getattr(policy, "IN_HALVES", False) for policy in method.suppliers)
+        require_readable_queries(model, method.name, recording, IN_HALVES if in_halves else LAYOUTS)
+    caps = {softmax_of(module).cap for module in attention_modules(model).values()} - {None}
+    require(
+        not caps or not any(getattr(policy, "UNCAPPED", False) for policy in (*method.policies, *method.suppliers)),
+        f"model: got {type(model).__name__} with capped attention logits, wanted a method without a closed form of them instead of "
+        f"{method.name}",
+    )
     require(
         not every or is_calibrated or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
         f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
@@ -72,38 +88,48 @@ def require_suitable(
     )
 
 
-_readable: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
-
-
-def require_readable_queries(model: PreTrainedModel, name: str, recording: type[WatchedCache]) -> None:
-    """Raise UsageError if this model's queries cannot be computed from hidden states; a few tokens are tried.
+def require_readable_queries(
+    model: PreTrainedModel, name: str, recording: type[WatchedCache], wanted: Iterable[str] = LAYOUTS
+) -> None:
+    """Raise UsageError if this model's queries cannot be computed from hidden states, or rotate otherwise; a few tokens are tried.
 
     A model may pair RoPE's channels in another way, leave RoPE out of some layers, or apply a norm after it; no configuration
     tells.
     """
-    if model not in _readable:
-        _readable[model] = _has_readable_queries(model, recording)
+    if model not in layouts:
+        layouts[model] = found = {}
+        found |= _layouts(model, recording)
     require(
-        _readable[model],
-        f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE in two halves; "
-        f"wanted a method that reads no future queries instead of {name}",
+        layouts[model] and set(layouts[model].values()) <= set(wanted),
+        f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE"
+        f"{' in two halves' if wanted is IN_HALVES else ''}; wanted a method that reads no future queries instead of {name}",
     )
 
 
 @torch.no_grad()
-def _has_readable_queries(model: PreTrainedModel, recording: type[WatchedCache]) -> bool:
-    places = torch.arange(4, device=model.device)
-    modules = attention_modules(model)
+def _layouts(model: PreTrainedModel, recording: type[WatchedCache]) -> dict[int, str]:
+    """The layout of each layer, with which queries before RoPE are the projected hidden states; empty if one has none."""
+    places, found = torch.arange(4, device=model.device), {}
     with recording(model, None, record=("queries", "hidden_states")) as cache:
-        try:
-            model.base_model(places[None] + 1, past_key_values=cache, use_cache=True)
-            for index, states in cache.recorded.items():
-                queries = unrotated(states["queries"], *rotation(model, index, places))
-                factor = logit_factor(modules[index], queries.shape[-1])
-                projected = project(model, modules[index], states["hidden_states"]).float() * factor
-                # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
-                if not (queries - projected).abs().max() <= 0.1 * projected.abs().max():
-                    return False
-        except (KeyError, UsageError):  # the model has another name for hidden states, or no separate projection for queries
+        model.base_model(places[None] + 1, past_key_values=cache, use_cache=True)
+        for index, states in cache.recorded.items():
+            fits = [layout for layout in LAYOUTS if _fits(model, index, states, places, layout)]
+            if not fits:
+                return {}
+            found[index] = fits[0]
+    return found
+
+
+def _fits(model: PreTrainedModel, index: int, states: Mapping[str, torch.Tensor], places: torch.Tensor, layout: str) -> bool:
+    layouts[model][index] = layout
+    try:
+        module: Any = attention_module(model, index)
+        cos, sin = rotation(model, index, places)
+        if layout in IN_HALVES and of_neighbours(sin):
             return False
-    return True
+        queries = unrotated(states["queries"], cos, sin)
+        projected = project(model, module, states["hidden_states"]).float() * logit_factor(module, queries.shape[-1])
+    except (KeyError, UsageError, RuntimeError):  # another name for hidden states, other shapes, or no projection for queries alone
+        return False
+    # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
+    return bool((queries - projected).abs().max() <= 0.1 * projected.abs().max())

@@ -7,9 +7,11 @@ room that grows by an eighth of the layer at a time, or into the slot of an evic
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionCacheLayerMixin
 
 from evictionary.errors import require
+from evictionary.models.load import EVICTED
 from evictionary.optimized.cache import CompressedCache, compress
 from evictionary.optimized.states import Moments
 from evictionary.policies import State, moments_of
@@ -326,6 +328,80 @@ class EvictingLayer(DynamicLayer):
         self.seen, self.evicted_at = numbers["seen"], numbers["evicted_at"]
         lists = {name: entry for name, entry in numbers.items() if name not in ("seen", "evicted_at", "tensors")}
         self.state = tensors | {name: entry for name, entry in lists.items() if entry is not None}
+
+
+class EvictingHybridLayer(LinearAttentionAndFullAttentionLayer, EvictingLayer):
+    """Attention with a recurrent state beside it (Falcon-H1, Zamba2): the keys and values are evicted, the state is left alone."""
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        EvictingLayer.__init__(self)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *states: torch.Tensor, **named: Any) -> None:
+        """Two states by place are keys and values; named ones are those of the recurrence."""
+        if states:
+            EvictingLayer.lazy_initialization(self, *states)
+        else:
+            super().lazy_initialization(**named)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        forget_recurrent(self)
+        EvictingLayer.reset(self)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        LinearAttentionCacheLayerMixin.reorder_cache(self, indices)
+        EvictingLayer.batch_select_indices(self, indices)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the layer by name, the recurrent states too."""
+        return EvictingLayer.tensors(self) | recurrent(self)
+
+    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any], dtype: torch.dtype) -> None:
+        """Put `tensors` and `numbers` back into an empty layer, as an EvictingLayer does."""
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith(RECURRENT)}
+        EvictingLayer.restore(self, tensors, numbers | {"tensors": sorted(numbers["tensors"] - own.keys())}, dtype)
+        restore_recurrent(self, own, dtype)
+
+
+RECURRENT = ("conv_states.", "recurrent_states.")
+"""How the tensors of a layer with a state in the place of a cache are named in a file."""
+
+
+def layers_of(config: PreTrainedConfig) -> list[Any]:
+    """A layer of storage for each layer of a model: ours for full attention, transformers' own for all that grows no further."""
+    return [_ours(layer) if type(layer) in EVICTED else layer for layer in DynamicCache(config=config).layers]
+
+
+def _ours(layer: Any) -> EvictingLayer:
+    return EvictingHybridLayer(layer.number_of_states) if is_recurrent(layer) else EvictingLayer()
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a layer has a state that no token can be taken out of again."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def forget_recurrent(layer: Any) -> None:
+    """Let a layer forget its states, and the batch that they were of; transformers' own reset keeps that."""
+    LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
+
+
+def recurrent(layer: Any) -> dict[str, torch.Tensor]:
+    """The states of a layer by name, `conv_states.0` and so on; none for a layer without."""
+    named = {f"{kind}{index}": state for kind in RECURRENT for index, state in getattr(layer, kind[:-1], {}).items()}
+    return {name: state for name, state in named.items() if state is not None}
+
+
+def restore_recurrent(layer: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Put the states of `recurrent` back into an empty layer of a model of `dtype`; the recurrence keeps its own precision."""
+    for name, state in tensors.items():
+        kind, _, index = name.partition(".")
+        if kind == "conv_states":
+            layer.update_conv_state(state.to(dtype), int(index))
+        else:
+            layer.update_recurrent_state(state, int(index))
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:

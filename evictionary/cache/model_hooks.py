@@ -8,7 +8,7 @@ import copy
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictionary.errors import UsageError, require
 from evictionary.models.load import loaded
+from evictionary.models.queries import softmax_of
+from evictionary.optimized.softmax import PLAIN
 
 PREFIX = "evictionary_"
 
@@ -32,7 +34,7 @@ class Watcher(Protocol):
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor) -> None: ...
-    def handed(self, layer_index: int, keys: torch.Tensor) -> bool: ...
+    def handed(self, layer_index: int, keys: torch.Tensor) -> int | None: ...
     def attend(
         self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
@@ -85,6 +87,16 @@ def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
         if "Attention" in type(module).__name__ and hasattr(module, "layer_idx")
     }
     require(found, f"model: found no attention modules with a layer index in {type(model).__name__}")
+    return found
+
+
+def attention_module(model: PreTrainedModel, layer_index: int) -> torch.nn.Module:
+    """The attention module of a layer. Raises UsageError for a layer that shares that of another one."""
+    found = attention_modules(model).get(layer_index)
+    require(
+        found is not None,
+        f"model: got {type(model).__name__}, whose layers share an attention module, wanted a method that reads no weights of it",
+    )
     return found
 
 
@@ -240,7 +252,9 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
     ) -> Any:
         def model_attention(mask: torch.Tensor | None) -> Any:
             is_the_caches = mask is not None and mask is not attention_mask
-            if underlying == "eager":  # each modeling file has its own eager function
+            is_plain = softmax_of(module) == PLAIN
+            # each modeling file has its own eager function, which alone knows a cap and a sink
+            if underlying == "eager" or (is_the_caches and not is_plain):
                 function = sys.modules[type(module).__module__].eager_attention_forward
             else:  # the flash kinds and flex_attention take other masks than the cache makes
                 function = ALL_ATTENTION_FUNCTIONS["sdpa" if is_the_caches else underlying]
@@ -251,11 +265,24 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
         with _lock:
             caches = list(_watching)
         for cache in caches:
-            if index is not None and cache.handed(index, key):
-                return cache.attend(index, module, query, attention_mask, model_attention)
+            place = None if index is None else cache.handed(index, key)
+            if place is not None:
+                require_known_softmax(module, named)
+                return cache.attend(place, module, query, attention_mask, model_attention)
         return model_attention(attention_mask)
 
     return attention
+
+
+def require_known_softmax(module: torch.nn.Module, named: Mapping[str, Any]) -> None:
+    """Raise UsageError where a model caps its logits or adds sinks in another way than its module says."""
+    told = named.get("softcap"), named.get("s_aux") is not None
+    cap, sinks = softmax_of(module)
+    require(
+        told == (cap, sinks is not None),
+        f"model: got {type(module).__name__} with a softmax of its own, wanted a plain one, or a cap in attn_logit_softcapping "
+        "and sinks in sinks",
+    )
 
 
 def _under_its_own_name(module: Any, underlying: str) -> Any:

@@ -13,46 +13,68 @@ import torch
 from evictionary.cache.layers import EvictingLayer
 from evictionary.optimized import attention
 from evictionary.optimized.kernels.launching import kernels_for
+from evictionary.optimized.softmax import PLAIN, Softmax
 from evictionary.policies import hooks
 
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
-def attend(queries: torch.Tensor, layer: EvictingLayer, policies: Iterable[ModuleType] = ()) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor, layer: EvictingLayer, policies: Iterable[ModuleType] = (), softmax: Softmax = PLAIN
+) -> torch.Tensor:
     """The attention of the layer's last M tokens over all stored tokens and, with moments, over the evicted ones.
 
     Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended;
-    policies, of which one gives the part of the moments. Returns [B, H_q, M, D_v] in the dtype of queries.
+    policies, of which one gives the part of the moments; softmax, the model's: a sink is one more part, of output 0. Returns
+    [B, H_q, M, D_v] in the dtype of queries.
     """
     keys, values = layer.slots()
     moments = layer.moments
     is_float32 = moments is None or moments.key_sum.dtype == torch.float32
-    if is_float32 and keys.dtype == queries.dtype and (kernels := kernels_for("attention", queries, keys, values)):
-        recent = (keys, values) if layer.stored else None
-        return kernels.attend(queries, layer.ragged, recent, moments, layer.plans)[0]
+    fits = is_float32 and keys.dtype == queries.dtype and softmax.cap is None
     parts = []
-    if layer.ragged is not None and torch.is_grad_enabled() and (queries.requires_grad or layer.ragged.keys.requires_grad):
-        keys, values, _, filled = layer.contents()  # padded: the attention over flat heads writes into its results
-        parts.append(attend_dense(queries, keys, values, filled))
+    if fits and (kernels := kernels_for("attention", queries, keys, values)):
+        recent = (keys, values) if layer.stored else None
+        parts.append(kernels.attend(queries, layer.ragged, recent, moments, layer.plans))
+        moments = None
+    elif layer.ragged is not None and (softmax.cap is not None or _is_graph(queries, layer.ragged.keys)):
+        keys, values, _, filled = layer.contents()  # padded: the attention over flat heads has no cap, and writes into its results
+        parts.append(attend_dense(queries, keys, values, filled, softmax.cap))
     else:
         if layer.stored:
-            parts.append(attend_dense(queries, keys, values))
+            parts.append(attend_dense(queries, keys, values, cap=softmax.cap))
         if layer.ragged is not None:
             parts.append(attention.attend(queries, layer.ragged))
     if moments is not None:
         parts += [part(queries, moments) for part in hooks(policies, "part")]
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.to(queries).float()[:, None].expand(queries.shape[:3])
+        parts.append((torch.zeros_like(parts[0][0]), sinks))
     return mix(parts).to(queries.dtype)
 
 
-def attend_dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None = None) -> Part:
+def _is_graph(*tensors: torch.Tensor) -> bool:
+    """Whether gradients are asked for."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def attend_dense(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor | None = None,
+    cap: float | None = None,
+) -> Part:
     """Output and log-sum-exp of M causal queries over keys [B, H_kv, T, D]; the last M keys are the queries' own tokens.
 
-    filled [B, H_kv, T] is False where there is no token.
+    filled [B, H_kv, T] is False where there is no token; cap is that of the logits.
     """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
     grouped = queries.float().reshape(batch, num_kv_heads, -1, head_dim)  # rows: a group's query heads, and their queries
     logits = (grouped @ keys.float().mT / math.sqrt(head_dim)).view(batch, num_kv_heads, -1, num_queries, length)
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
     if num_queries > 1:
         logits = logits.masked_fill(~causal(num_queries, length, keys.device), -math.inf)
     if filled is not None:

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from evictionary.cache import calibration, checks, compression, partial_attention
 from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
-from evictionary.cache.layers import KEPT_AS, EvictingLayer
-from evictionary.cache.model_hooks import Attention, watch
+from evictionary.cache.layers import KEPT_AS, EvictingLayer, layers_of
+from evictionary.cache.model_hooks import Attention, attention_modules, watch
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request
-from evictionary.models.load import is_sliding, require_supported, unwrapped
-from evictionary.models.queries import logit_factor
+from evictionary.models.load import require_supported, unwrapped
+from evictionary.models.queries import logit_factor, softmax_of
+from evictionary.optimized.softmax import PLAIN, Softmax, of_model
 from evictionary.policies import DEFAULT, hooks
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
@@ -67,17 +67,19 @@ class WatchedCache(Cache):
             self.record <= CAPTURED, f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}"
         )
         config = model.config.get_text_config()
-        layers: list[Any] = [
-            DynamicSlidingWindowLayer(config.sliding_window) if is_sliding(config, index) else EvictingLayer()
-            for index in range(config.num_hidden_layers)
-        ]
+        layers = layers_of(model.config)
         require(
             not ((self.record | (self.method.captured if self.method else frozenset())) & REPLAYED)
-            or all(isinstance(layer, EvictingLayer) for layer in layers),
-            "model: got layers with a sliding window, wanted full attention in all to read the prompt twice",
+            or all(type(layer) is EvictingLayer for layer in layers),
+            "model: got layers with a sliding window or a recurrent state, wanted full attention alone in all to read the prompt "
+            "twice",
         )
+        self._first = next(index for index, layer in enumerate(layers) if hasattr(layer, "get_seq_length"))
         self._policies = self.method.policies if self.method else ()
-        self._step = next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, "stepping"))), None)
+        self.softmax = {index: softmax_of(module) for index, module in attention_modules(model).items()}
+        steps = (stepping(self.method) for stepping in hooks(self._policies, "stepping"))
+        is_plain = all(softmax.sinks is None for softmax in self.softmax.values())
+        self._step = next(filter(None, steps), None) if is_plain else None  # a step knows no sink
         self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
@@ -89,7 +91,7 @@ class WatchedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
         layer = self.layers[layer_idx]
-        if layer_idx == 0:
+        if layer_idx == self._first:
             checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
             checks.require_announced(self._is_announced or not self._finalizer.alive)
             self._is_announced = False
@@ -107,7 +109,7 @@ class WatchedCache(Cache):
             if layer.seen == key_states.shape[-2]:
                 layer.padding = None if self.padding is None else self.padding.to(keys.device)
             self.peak_tokens = max(self.peak_tokens, layer.longest)
-            if layer_idx == 0 and key_states.shape[-2] > 1:
+            if not self.is_warned and key_states.shape[-2] > 1:
                 compression.warn_of_what_stays(self, layer)
             if self._finalizer.alive:
                 self._handed[layer_idx] = keys
@@ -136,7 +138,7 @@ class WatchedCache(Cache):
         write in the words of a model's tokenizer.
         """
         model = self.model
-        is_asked = self._names & REPLAYED and not self._replaying and not any(layer.evicted_at for layer in self.layers)
+        is_asked = self._names & REPLAYED and not self._replaying and not any(layer.evicted_at for layer in self.evicting.values())
         if model is None or not (self._handed or is_asked):
             return
         try:
@@ -160,9 +162,9 @@ class WatchedCache(Cache):
             return
         self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
 
-    def handed(self, layer_index: int, keys: torch.Tensor) -> bool:
-        """Whether the attention of a layer was handed these keys by this cache."""
-        return self._handed.get(layer_index) is keys
+    def handed(self, layer_index: int, keys: torch.Tensor) -> int | None:
+        """The layer whose attention was handed these keys by this cache; layers may share a module, which names one of them."""
+        return next((index for index, own in self._handed.items() if own is keys), None)
 
     def attend(
         self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
@@ -239,7 +241,8 @@ class WatchedCache(Cache):
         elif layer.is_plain:
             output = attention(_mask(layer, queries))
         else:
-            output = partial_attention.attend(scaled, layer, self._policies).transpose(1, 2).contiguous(), None
+            own = self.softmax.get(layer_index, PLAIN)
+            output = partial_attention.attend(scaled, layer, self._policies, own).transpose(1, 2).contiguous(), None
         if due:
             self._compress_if_memory_allows(layer_index)
         return output
@@ -248,18 +251,27 @@ class WatchedCache(Cache):
         """The attention [B, M, H_q, D_v] of a policy, which leaves a note for the compression that follows; None without one."""
         for attend_prompt in hooks(self._policies, "attend_prompt"):
             checks.require_finite(layer_index, *self.layers[layer_index].slots())
-            found = attend_prompt(queries, *self.layers[layer_index].slots())
+            with of_model(self.softmax_of_batch(layer_index, len(queries))):
+                found = attend_prompt(queries, *self.layers[layer_index].slots())
             if found is not None:
                 self._captured[layer_index]["note"] = found[1]
                 return found[0].transpose(1, 2).contiguous()
         return None
+
+    def softmax_of_batch(self, layer_index: int, batch: int) -> Softmax:
+        """The softmax of a layer with sinks [B, H_q]."""
+        cap, sinks = self.softmax.get(layer_index, PLAIN)
+        return Softmax(cap, None if sinks is None else sinks.detach().expand(batch, -1))
 
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
 
     def request(self, layer_index: int, **named: Any) -> Request:
         """What the arguments ask of a layer, and what else is said of it."""
-        return Request(self.compression_ratio, self.budget, self.options, layer_index, len(self.layers), self.seed, **named)
+        places = list(self.evicting)
+        return Request(
+            self.compression_ratio, self.budget, self.options, places.index(layer_index), len(places), self.seed, **named
+        )
 
     def amounts(self, layer_index: int, seen: int) -> list[int]:
         """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
@@ -339,6 +351,11 @@ class WatchedCache(Cache):
         self._watch()
 
     @property
+    def evicting(self) -> dict[int, EvictingLayer]:
+        """The layers that are compressed, by their places in the model."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
+
+    @property
     def model(self) -> PreTrainedModel | None:
         """The model, which a cache does not keep alive."""
         return self._model()
@@ -353,7 +370,7 @@ class WatchedCache(Cache):
         # The mask of a model does not know that padding was removed.
         if self.method is not None and (self.every or self.padding is not None):
             return
-        layers = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        layers = self.evicting.values()
         # One mask serves all layers of a model. In the middle of a forward they have not seen the same tokens yet.
         is_one_mask = len({(layer.longest, layer.seen) for layer in layers}) == 1
         if is_one_mask and all(layer.evicted_at and layer.is_plain for layer in layers):

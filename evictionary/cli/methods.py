@@ -23,9 +23,9 @@ def methods(as_json: AsJson = False) -> None:
     budget, pyramid_kv gives more to lower layers, and moments adds MomentKV's correction for the evicted tokens:
     snapkv+pyramid_kv+ada_kv, keydiff+moments. A file of your own, path/to/file.py, composes in the same way.
     """
-    from evictionary.methods.catalogue import RANDOM, describe, names
+    from evictionary.methods.catalogue import BASELINES, describe, names
 
-    found = [describe(name) for name in [*names(), RANDOM]]
+    found = [describe(name) for name in [*names(), *BASELINES]]
     table = Table.grid(padding=(0, 2))
     for each in found:
         paper = f"arXiv {each['paper']}; " if each["paper"] else ""

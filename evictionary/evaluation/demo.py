@@ -74,7 +74,8 @@ class Row:
         names = ("bytes_before", "bytes_after", "tokens_before", "tokens_after", "error", "relative_error", "seconds")
         right = self.measured["right"]
         means = {name: float(np.mean(self.measured[name])) for name in names}
-        return {"label": self.label, "asked": self.asked, **means, "right": sum(right), "of": len(right)}
+        protected = catalogue.protected(self.method, self.options)
+        return {"label": self.label, "asked": self.asked, "protected": protected, **means, "right": sum(right), "of": len(right)}
 
     def as_json(self) -> dict[str, Any]:
         """Everything measured, and the summary."""
@@ -110,7 +111,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def default_methods() -> tuple[list[str], dict[str, str]]:
-    """Every method with a torch path that needs only a prompt, and the random baseline; and why the others are left out."""
+    """Every method with a torch path that needs only a prompt, and the baselines; and why the others are left out."""
     runnable, left_out = [], {}
     for name in catalogue.names():
         function = catalogue.entry(catalogue.definition(name))
@@ -121,7 +122,7 @@ def default_methods() -> tuple[list[str], dict[str, str]]:
             left_out[name] = f"has only its NumPy reference, which may be slow: --methods {name} runs it"
         else:
             runnable.append(name)
-    return [*runnable, catalogue.RANDOM], left_out
+    return [*runnable, *catalogue.BASELINES], left_out
 
 
 def run(

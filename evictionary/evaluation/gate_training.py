@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from evictionary.cache import file
 from evictionary.cache.model_hooks import Attention, require_prompt, watch
 from evictionary.errors import UsageError
 from evictionary.evaluation import tasks
-from evictionary.models.load import is_sliding
+from evictionary.models.load import EVICTED
 from evictionary.store import Progress, replaced
 
 SCHEMA = "evictionary/gate-training/1"
@@ -96,9 +96,9 @@ class GatedModel:
     """
 
     def __init__(self, model: PreTrainedModel, sink_size: int, recent_size: int) -> None:
-        config = model.config.get_text_config()
+        config, layers = model.config.get_text_config(), DynamicCache(config=model.config).layers
         self.model, self.sink_size, self.recent_size = model, sink_size, recent_size
-        self.layers = [index for index in range(config.num_hidden_layers) if not is_sliding(config, index)]
+        self.layers = [index for index, layer in enumerate(layers) if type(layer) in EVICTED]
         self.num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._gates: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
@@ -115,8 +115,8 @@ class GatedModel:
 
     # called by the attention of model_hooks.py
 
-    def handed(self, layer_index: int, keys: torch.Tensor) -> bool:
-        return self._gates is not None and layer_index in self.layers
+    def handed(self, layer_index: int, keys: torch.Tensor) -> int | None:
+        return layer_index if self._gates is not None and layer_index in self.layers else None
 
     def attend(
         self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention

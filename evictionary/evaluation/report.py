@@ -15,7 +15,7 @@ from evictionary import store
 from evictionary.evaluation import tasks
 from evictionary.evaluation.pages import drawn, inline, render, short_name
 from evictionary.evaluation.run import FULL, label
-from evictionary.methods.catalogue import RANDOM
+from evictionary.methods.catalogue import BASELINES, protected
 from evictionary.store import Line, put
 
 Row = dict[str, Any]
@@ -40,6 +40,7 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
             {
                 **{name: first[name] for name in ("task", "length", "method", "options", "ratio", "budget")},
                 "label": label(first),
+                "protected": protected(first["method"], first["options"]),
                 "exact": _mean(line["exact"] for line in good),
                 "exact_interval": wilson(sum(line["exact"] == 1 for line in good), len(good)) if good else None,
                 "partial": _mean(line["partial"] for line in good),
@@ -115,6 +116,7 @@ def pivot(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:
             {
                 "label": any_row["label"],
                 "asked": asked(any_row),
+                "protected": any_row["protected"],
                 "removed": _mean(row["removed"] for row in by_task.values() if row["removed"] is not None),
                 "cells": cells,
                 "mean": None if None in scores else _mean(scores),
@@ -170,12 +172,19 @@ def markdown(rows: Sequence[Row]) -> str:
         names, table = pivot(group)
         told = f"Partial score, and in brackets the share of exact answers or the perplexity. {doubt(group)}"
         parts.append(f"## {length} tokens\n\n{told}\n")
-        head = ["method", "asked", "cache removed", *names, "mean"]
+        head = ["method", "asked", "protected", "cache removed", *names, "mean"]
         body = [
-            [row["label"], row["asked"], percent(row["removed"]), *map(cell_text, row["cells"]), number(row["mean"])]
+            [
+                row["label"],
+                row["asked"],
+                row["protected"],
+                percent(row["removed"]),
+                *map(cell_text, row["cells"]),
+                number(row["mean"]),
+            ]
             for row in table
         ]
-        parts.append(store.table(head, body, "llr") + "\n")
+        parts.append(store.table(head, body, "lllr") + "\n")
     return "\n".join(parts)
 
 
@@ -207,7 +216,7 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
                 axes.axhline(full["partial"], color="black", linestyle="--", linewidth=1, label="full cache")
             for which, name in enumerate(labels):
                 mine = sorted((row for row in here if row["label"] == name), key=lambda row: row["removed"])
-                is_random = name == RANDOM
+                is_random = name in BASELINES
                 axes.plot(
                     [100 * row["removed"] for row in mine],
                     [row["partial"] for row in mine],
@@ -281,7 +290,7 @@ def _by_length(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """The sorting key: the full cache first, then the methods by name, random eviction last; weak compression before strong."""
     amount = (row["budget"] is not None, row["ratio"] if row["budget"] is None else -row["budget"])
-    return row["method"] == RANDOM, row["method"] != FULL, row["method"], json.dumps(row["options"], sort_keys=True), *amount
+    return row["method"] in BASELINES, row["method"] != FULL, row["method"], json.dumps(row["options"], sort_keys=True), *amount
 
 
 def _geometric_mean(values: Sequence[float]) -> float | None:

@@ -27,7 +27,7 @@ from evictionary.cache.model_hooks import require_prompt
 from evictionary.errors import MethodError, UsageError
 from evictionary.evaluation import tasks
 from evictionary.evaluation.questions import Answer, ask, likelihood, prefill
-from evictionary.methods.catalogue import RANDOM
+from evictionary.methods.catalogue import BASELINES
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
@@ -103,9 +103,9 @@ class Plan(store.Plan):
             tokens_to_keep(1, 0.0, budget)
 
     def settings(self) -> list[Setting]:
-        """The full cache, then each method and random eviction at each ratio and budget, without repetitions."""
+        """The full cache, then each method and the baselines at each ratio and budget, without repetitions."""
         found = [Setting(FULL, ratio=0.0)]
-        for name, options in [*self.methods, (RANDOM, {})]:
+        for name, options in [*self.methods, *((name, {}) for name in BASELINES)]:
             typed = checked(name, 0.0, options, None, 0)[1]
             found += [Setting(name, typed, ratio=float(ratio)) for ratio in self.ratios]
             found += [Setting(name, typed, budget=budget) for budget in self.budgets]

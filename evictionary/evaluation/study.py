@@ -115,8 +115,8 @@ class Plan(store.Plan):
 
 
 def selectors() -> list[str]:
-    """Every method of the dictionary and random eviction."""
-    return [*catalogue.names(), catalogue.RANDOM]
+    """Every method of the dictionary and random eviction, with and without protected tokens."""
+    return [*catalogue.names(), *catalogue.BASELINES]
 
 
 def compositions(selector: str) -> dict[str, Method]:
@@ -293,9 +293,11 @@ def markdown(found: Summary) -> str:
     own = {row["method"] for row in found["rows"] if row["own"]}
     cost = {name: sum(at[name, ratio]["cost"] for ratio in ratios if (name, ratio) in at) for name, _ in at}
     names = sorted(cost, key=lambda name: (name in own, cost[name]))
-    head = ["composition", *(f"{100 * ratio:g} % removed" for ratio in ratios)]
-    body = [[f"`{name}`", *(_cell(at[name, ratio]) if (name, ratio) in at else "" for ratio in ratios)] for name in names]
-    return table(head, body, "lr") + "\n"
+    head = ["composition", "protected", *(f"{100 * ratio:g} % removed" for ratio in ratios)]
+    protected = {name: catalogue.protected(name, OPTIONS.get(name.partition("+")[0], {})) for name in names}
+    cells = {name: [_cell(at[name, ratio]) if (name, ratio) in at else "" for ratio in ratios] for name in names}
+    body = [[f"`{name}`", protected[name], *cells[name]] for name in names]
+    return table(head, body, "llr") + "\n"
 
 
 def _cell(row: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +17,12 @@ from typing import Any
 from evictionary import reference
 from evictionary.errors import require
 
+PROTECTING = {"first": ("sink_size", "sinks"), "last": ("window_size", "recent_size", "window", "lag_size")}
+"""The options that count tokens which stay whatever their scores."""
 SEAMS = ("score", "select", "compress", "attend")
 RANDOM = "random"
+BASELINES = {RANDOM: "random_baseline", "random_protected": "random_protected"}
+"""The methods of no paper that every table has, and their modules."""
 
 SHARED = {
     "keys": ("", "[B, H_kv, T, D], cached, after RoPE"),
@@ -103,8 +107,22 @@ def names() -> list[str]:
 
 
 def definition(name: str) -> ModuleType:
-    """The module that defines a method of the dictionary, or the random baseline."""
-    return importlib.import_module("evictionary.methods.random_baseline" if name == RANDOM else f"evictionary.reference.{name}")
+    """The module that defines a method of the dictionary, or a baseline."""
+    return importlib.import_module(
+        f"evictionary.methods.{BASELINES[name]}" if name in BASELINES else f"evictionary.reference.{name}"
+    )
+
+
+def protected(name: str, options: Mapping[str, Any]) -> str:
+    """What a method keeps whatever its scores, 'first 4, last 32' tokens; a dash for none, and for a file of one's own."""
+    if name.partition("+")[0] not in {*names(), *BASELINES}:
+        return "-"
+    module = definition(name.partition("+")[0])
+    said = getattr(module, "PROTECTED", None)
+    functions = [function for function in (entry(module), getattr(module, "select_prompt", None)) if function]
+    known = {key: value for function in functions for key, value in split_signature(function)[1].items()} | dict(options)
+    parts = [f"{place} {known[key]}" for place, keys in PROTECTING.items() for key in keys if known.get(key)]
+    return ", ".join([*parts, *([said] if said else [])]) or "-"
 
 
 def describe(name: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from evictionary.methods import catalogue
 from evictionary.methods.calling import call, checked_kept, checked_scores, typed_option
 from evictionary.methods.ragged_batches import Piece, cut, pieces, put
 from evictionary.optimized import selection
+from evictionary.optimized.softmax import Softmax, of_model
 
 Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
 """A callback that computes an input that only the running model knows. Its arguments: the name of the input, the states of a piece
@@ -35,7 +36,7 @@ class Request:
     head, which replaces the ratio; options, the method's own; layer_index, of num_layers; seed, for methods that draw; filled
     [B, H_kv, T], False where there is no token, None for a token everywhere; seen, the tokens that each row has read without
     padding, None for T each; is_prompt, whether the states cover all tokens of a prompt (later, queries and hidden_states cover
-    only the last tokens); state, that of the layer, for the method's policies; supply, see Supply.
+    only the last tokens); cap, that of the attention logits; state, that of the layer, for its policies; supply, see Supply.
     """
 
     compression_ratio: float = 0.0
@@ -47,6 +48,7 @@ class Request:
     filled: torch.Tensor | None = None
     seen: Sequence[int] | None = None
     is_prompt: bool = True
+    cap: float | None = None
     state: policies.State = field(default_factory=dict)
     supply: Supply | None = None
 
@@ -204,7 +206,8 @@ class Method:
         self._require(inputs, available)
         arguments = {name: available[name] for name in inputs} | _accepted(function, options)
         label = f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
-        result = call(function, label, arguments, as_torch=self.as_torch and _knows_torch(function))
+        with of_model(Softmax(request.cap, states.get("sinks"))):
+            result = call(function, label, arguments, as_torch=self.as_torch and _knows_torch(function))
         if function.__name__.startswith("select"):
             return checked_kept(label, result, own_shape, keys.device)
         scores = checked_scores(label, result, own_shape, keys.device)

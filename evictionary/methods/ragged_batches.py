@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-OF_QUERIES = ("queries", "replay_queries", "query", "query_mean", "query_covariance", "sampled_queries")
+OF_QUERIES = ("queries", "replay_queries", "query", "query_mean", "query_covariance", "sampled_queries", "sinks")
 OF_TOKENS = ("queries", "hidden_states")
 
 

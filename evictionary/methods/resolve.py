@@ -13,7 +13,7 @@ from typing import Any
 from evictionary.errors import UsageError, did_you_mean, require
 from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
-from evictionary.methods.catalogue import INPUTS, RANDOM
+from evictionary.methods.catalogue import BASELINES, INPUTS
 from evictionary.methods.method import Method
 from evictionary.policies import DEFAULT
 from evictionary.source import import_file
@@ -59,7 +59,7 @@ def _resolve_one(method: str) -> Method:
     path, function_name = _split_path(method)
     if path is not None:
         return _from_module(_import_file(path), method, function_name)
-    known = [*catalogue.names(), RANDOM]
+    known = [*catalogue.names(), *BASELINES]
     require(
         method not in [*catalogue.allocators(), MOMENTS],
         f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}",
@@ -68,7 +68,7 @@ def _resolve_one(method: str) -> Method:
         raise UsageError(
             f"method: got {method!r}{did_you_mean(method, known)}, wanted one of {', '.join(known)}, or path/to/file.py"
         )
-    if method != RANDOM and importlib.util.find_spec(f"evictionary.optimized.{method}"):
+    if method not in BASELINES and importlib.util.find_spec(f"evictionary.optimized.{method}"):
         optimized = importlib.import_module(f"evictionary.optimized.{method}")
         if catalogue.entry(optimized):
             return _from_module(optimized, method)

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.utils import logging as transformers_logging
 
 from evictionary.errors import UsageError, require
@@ -15,6 +22,12 @@ EMBEDDED = "embedded"
 
 NO_SOFTMAX = {"diffllama": "differential attention", "doge": "a mask that it makes from the values"}
 """Model types without plain softmax attention, which nothing else in their configuration reveals."""
+EVICTED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+"""The layers of a transformers cache that a cache with eviction replaces: full attention, alone or beside a recurrent state."""
+LEFT_ALONE = (DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+"""The layers that it leaves alone: they have a window, or a state of one size, and grow no further."""
+NOTHING = "DummyLayer"
+"""What newer versions of transformers keep for a layer without attention."""
 
 
 def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
@@ -77,54 +90,37 @@ def loaded(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def require_supported(model: PreTrainedModel) -> None:
-    """Raise UsageError unless the model is a decoder with rotary positions and full attention in at least one layer."""
+    """Raise UsageError unless the model is a decoder of known positions, with full attention in at least one layer."""
     name = type(model).__name__
     config = model.config.get_text_config()
     require(not model.config.is_encoder_decoder, f"model: got {name}, an encoder-decoder; wanted a decoder-only language model")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    others = kinds - {"full_attention", "sliding_attention"}
     require(
-        not others, f"model: got {name} with layers of {', '.join(sorted(others))}; wanted full or sliding attention in every layer"
+        not getattr(config, "kv_lora_rank", None),
+        f"model: got {name} with latent attention: one latent for all heads is cached, and their keys are made from it "
+        "afterwards; wanted a cache of the keys and values of each head",
+    )
+    layers = DynamicCache(config=model.config).layers
+    others = sorted({type(layer).__name__ for layer in layers} - {kind.__name__ for kind in (*EVICTED, *LEFT_ALONE)} - {NOTHING})
+    require(
+        not others,
+        f"model: got {name}, which keeps {', '.join(others)} for a layer; wanted full attention, a sliding window, or a state "
+        "in the place of a cache in every layer",
     )
     require(
-        getattr(config, "rope_parameters", None) is not None,
+        getattr(config, "rope_parameters", None) is not None or any(isinstance(layer, LinearAttentionLayer) for layer in layers),
         f"model: got {name}, whose configuration has no rope_parameters: it has no rotary positions (RoPE), or an attention of "
         "its own that no cache can watch; wanted a model with them",
     )
     require(
-        not all(is_sliding(config, index) for index in range(config.num_hidden_layers)),
-        f"model: got {name} with a sliding window in every layer, which bounds its cache already; wanted full attention in some",
-    )
-    require(
-        not getattr(config, "attn_logit_softcapping", None),
-        f"model: got {name} with capped attention logits, wanted plain softmax attention",
+        any(type(layer) in EVICTED for layer in layers),
+        f"model: got {name} with a sliding window or a state in every layer, which bounds its cache already; wanted full "
+        "attention in some",
     )
     require(
         config.model_type not in NO_SOFTMAX,
         f"model: got {name} with {NO_SOFTMAX.get(config.model_type)}, wanted plain softmax attention",
     )
     require(
-        not getattr(config, "kv_lora_rank", None),
-        f"model: got {name} with latent attention, wanted a cache of full keys and values",
-    )
-    require(
         not getattr(config, "num_kv_shared_layers", None),
         f"model: got {name} whose layers share keys and values, wanted a cache for each layer",
     )
-    require(
-        not any(_has_sinks(module, config) for module in model.modules()),
-        f"model: got {name} with learned attention sinks, wanted plain softmax attention",
-    )
-
-
-def _has_sinks(module: Any, config: Any) -> bool:
-    """Whether a module is full attention with a learned logit in its softmax, beside the tokens' logits."""
-    return getattr(module, "sinks", None) is not None and not is_sliding(config, getattr(module, "layer_idx", 0))
-
-
-def is_sliding(config: Any, layer_index: int) -> bool:
-    """Whether a layer of a text configuration has sliding-window attention; the cache does not compress it."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return kinds[layer_index] == "sliding_attention"
-    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)

@@ -6,19 +6,30 @@ So scaled or partial RoPE and QK-norm are those of the model; with plain RoPE th
 import copy
 import inspect
 import math
+import weakref
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from evictionary.errors import UsageError, require
+from evictionary.optimized.softmax import Softmax
 
 HORIZON = 512
 """The future positions that RoPE is averaged over."""
+IN_HALVES = ("twice", "once")
+LAYOUTS = (*IN_HALVES, "pairs", "none")
+"""How a layer rotates: the channels c and c + R/2, by an angle that the model gives twice or once; neighbouring channels; none."""
+layouts: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, str]] = weakref.WeakKeyDictionary()
+"""The layouts of a model's layers that a trial has found (cache/inputs.py); without one, the first."""
 
 
 def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [..., R] of the model's RoPE at positions [...], of any integer dtype; R, at most D, is even."""
+    layout = layouts.get(model, {}).get(layer_index, LAYOUTS[0])
+    if layout == "none":
+        still = torch.zeros(*positions.shape, 2, device=positions.device)
+        return still.cos(), still
     rotary: Any = next((module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")), None)
     require(rotary is not None, f"model: found no rotary embedding in {type(model).__name__}, which this method reads")
     # Some model families rotate sliding and full layers by different angles.
@@ -33,15 +44,29 @@ def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) 
         not isinstance(turns, torch.Tensor),
         f"model: {type(model).__name__} rotates by complex numbers, wanted cosine and sine, which this method reads",
     )
-    cos, sin = turns
+    cos, sin = (torch.cat([turn, turn], dim=-1) for turn in turns) if layout == "once" else turns
+    if layout == "pairs" and not of_neighbours(sin):
+        cos, sin = (turn[..., : turn.shape[-1] // 2].repeat_interleave(2, dim=-1) for turn in (cos, sin))
     return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
 
 def turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE, with transformers' pairing, to the first R channels of states; the other channels stay unchanged."""
+    """Apply RoPE to the first R channels of states; the other channels stay unchanged.
+
+    The angles tell the pairs: those of neighbours stand side by side (Cohere), those of two halves R/2 apart.
+    """
     rotated, passed = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
-    first, second = rotated.chunk(2, dim=-1)
-    return torch.cat([rotated * cos + torch.cat([-second, first], dim=-1) * sin, passed], dim=-1)
+    if of_neighbours(sin):
+        partners = torch.stack([-rotated[..., 1::2], rotated[..., 0::2]], dim=-1).flatten(-2)
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+        partners = torch.cat([-second, first], dim=-1)
+    return torch.cat([rotated * cos + partners * sin, passed], dim=-1)
+
+
+def of_neighbours(sin: torch.Tensor) -> bool:
+    """Whether the angles [..., R] of neighbouring channels are the same: they are turned as a pair."""
+    return torch.equal(sin[..., 0::2], sin[..., 1::2])
 
 
 def unrotated(queries: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -66,6 +91,8 @@ def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) ->
     head_dim = getattr(module, "head_dim", config.hidden_size // num_heads)
     if hasattr(module, "q_proj"):
         queries = module.q_proj(hidden_states)
+        if queries.shape[-1] == 2 * num_heads * head_dim:  # a gate after the query of each head, as in Qwen3-Next
+            queries = queries.unflatten(-1, (num_heads, 2 * head_dim))[..., :head_dim].flatten(-2)
     elif hasattr(module, "qkv_proj"):  # one matrix for all three; the queries come first
         queries = module.qkv_proj(hidden_states)[..., : num_heads * head_dim]
     elif getattr(module, "query_key_value", None) is not None and module.query_key_value.out_features == 3 * num_heads * head_dim:
@@ -87,3 +114,8 @@ def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) ->
 def logit_factor(module: Any, head_dim: int) -> float:
     """The factor for queries that makes `q . k / sqrt(D)` the model's logit: 1, except for models with another scale."""
     return float(getattr(module, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)
+
+
+def softmax_of(module: Any) -> Softmax:
+    """The softmax of an attention module: its cap, and its learned sinks [H_q]."""
+    return Softmax(getattr(module, "attn_logit_softcapping", None), getattr(module, "sinks", None))

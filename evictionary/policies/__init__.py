@@ -21,7 +21,9 @@ an input that the cache does not have. The file is optional, and so is each of i
 | `calibrated(source, calibration)` | the same from a text, without a position; a file holds them |
 | `at(source, state, position)` | what becomes of calibrated inputs at the position of the next token |
 
-`BEFORE_ROPE = True` says that it reads queries before RoPE, `ALL_KEYS = True` that it calibrates with all keys of a prompt.
+`BEFORE_ROPE = True` says that it reads queries before RoPE, `ALL_KEYS = True` that it calibrates with all keys of a prompt,
+`IN_HALVES = True` that it counts RoPE's pairs as channels of two halves, `UNCAPPED = True` that its formula holds for logits
+without a cap alone.
 
 A state is a dict. An entry is a tensor whose first axis is the batch, or a list with an item for each row. The cache saves,
 copies and reorders the entries without reading them. Entries that are named after a field of `Moments`, such as `moments.count`,

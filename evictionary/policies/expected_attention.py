@@ -11,6 +11,7 @@ from evictionary.optimized.expected_attention import BLOCK_TOKENS, statistics_of
 from evictionary.policies import Source
 
 BEFORE_ROPE = True
+UNCAPPED = True  # EA-7 is the mean of exp(q . k), which has no closed form under a cap
 
 
 def supply(source: Source, states: Mapping[str, Any], position: int) -> dict[str, torch.Tensor]:

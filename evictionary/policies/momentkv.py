@@ -11,6 +11,8 @@ from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.optimized.states import Moments
 from evictionary.policies import Compression, State, moments_of, with_moments
 
+UNCAPPED = True  # MK-9 expands exp(q . k) about the mean key, without a cap
+
 
 def serves(method: Any) -> bool:
     return bool(method.corrected)

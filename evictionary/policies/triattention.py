@@ -9,6 +9,7 @@ from evictionary.optimized import triattention
 from evictionary.policies import Calibration, Source
 
 BEFORE_ROPE = True
+IN_HALVES = True  # TA-1 counts the pairs of two halves
 OFFSETS = 2 ** torch.arange(17)
 """The distances to future positions that the mean query is averaged over (TA-2): 1, 2, 4, ..., 65536."""
 

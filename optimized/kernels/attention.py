@@ -19,7 +19,7 @@ one chunk, and K and V are read once for each block.
 Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks, and the moments
 as one virtual token more. A row without tokens and moments gives output 0 and log-sum-exp -inf.
 
-A cache in pages (`PagedCache`) differs in one thing: the row of a token is found in the table of its head.
+A cache in pages (`PagedCache`) differs in one thing: a token is found by the block table of its sequence, in pools of any strides.
 
 Queries go in waves whose partial results fit `WORKSPACE`.
 """
@@ -34,7 +34,7 @@ import triton.language as tl
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, outputs, padded, warps
-from .strided import Rows, load_row, strided
+from .strided import Rows, load_row, pages, row_of_slot, strided
 from .tiles import at_head, dot_dtype, load_queries, load_tile
 
 PROGRAMS_WANTED = 1024
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     heads: torch.Tensor | None = None  # [programs] int32: the head of each chunk, B * H_kv where there is no chunk
     first_chunk: torch.Tensor | None = None  # [B * H_kv + 2] int64: the chunks of the heads before
     first_token: torch.Tensor | None = None  # [B * H_kv + 2] int64: the tokens of the heads before, and 0 behind the last
-    table: torch.Tensor | None = None  # [B * H_kv, pages] int32: the pages of each head; None for flat storage
+    table: torch.Tensor | None = None  # [B, pages]: the pages of each sequence; None for flat storage
     pages: int = 0
 
 
@@ -65,14 +65,16 @@ def plan(cache: CompressedCache | PagedCache, chunk: int) -> Plan:
     found = Plan(chunk, programs, heads, first_chunk, first_token)
     if not isinstance(cache, PagedCache):
         return found
-    return found._replace(table=cache.table.to(torch.int32).contiguous(), pages=cache.table.shape[2])
+    return found._replace(table=cache.block_table.contiguous(), pages=cache.block_table.shape[1])
 
 
 def most_tokens(cache: CompressedCache | PagedCache | None) -> int:
     """Return the number of tokens, or of places for them in the pages of all heads."""
     if cache is None:
         return 0
-    return cache.table.numel() * cache.keys.shape[1] if isinstance(cache, PagedCache) else cache.keys.shape[0]
+    if isinstance(cache, PagedCache):
+        return cache.block_table.shape[1] * cache.keys.shape[1] * cache.lengths.numel()
+    return cache.keys.shape[0]
 
 
 def chunk_size(tokens: int, row_blocks: int) -> int:
@@ -131,7 +133,9 @@ def _attend(
     stored = Plan(chunk, 0)
     if cache is not None:
         stored = plans[chunk] = plans.get(chunk) or plan(cache, chunk)
-    flat = [strided(states[0, 0] if cache is None else states.flatten(0, -2)) for states in (keys, values)]
+    flat: list[Any] = [strided(states[0, 0] if cache is None else states) for states in (keys, values)]
+    if paged := isinstance(cache, PagedCache):
+        flat = [pages(pool) for pool in (keys, values)]
     dense = [strided(states) for states in (recent or (queries, queries))]
     programs = stored.programs + heads * chunks_each
     partial, partial_log = floats(queries, programs, rows, value_dim), floats(queries, programs, rows)
@@ -141,7 +145,7 @@ def _attend(
     launch(attend_chunks, (programs * row_blocks,))(
         strided(queries), *flat, *dense, stored, partial, partial_log,
         num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, PAGE=keys.shape[1] if isinstance(cache, PagedCache) else 0, BLOCK_DV=padded(value_dim), **tile,
+        STORED=cache is not None, PAGE=keys.shape[1] if paged else 0, BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
     launch(merge_chunks, (heads * rows,))(
         strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
@@ -215,14 +219,16 @@ def attend_chunks(
         for start in range(0, end, BLOCK_T):
             token = start + tl.arange(0, BLOCK_T)
             inside = token < end
-            row_here = token
+            key_row, value_row = token, token
             if PAGE:
                 place = own_first + token
                 in_page = token < tl.where(is_recent, 0, end)
-                page = tl.load(plan.table + own_head * plan.pages + place // PAGE, mask=in_page, other=0)
-                row_here = tl.where(is_recent, token, page.to(tl.int64) * PAGE + place % PAGE)
-            key = load_tile(own_keys, row_here, channels, inside, head_dim).to(DOT_DTYPE)
-            value = load_tile(own_values, row_here, value_channels, inside, value_dim).to(DOT_DTYPE)
+                kv_head, own_table = own_head % num_kv_heads, plan.table + own_head // num_kv_heads * plan.pages
+                page = tl.load(own_table + place // PAGE, mask=in_page, other=0)
+                key_row = tl.where(is_recent, token, row_of_slot(keys, page, place % PAGE, kv_head))
+                value_row = tl.where(is_recent, token, row_of_slot(values, page, place % PAGE, kv_head))
+            key = load_tile(own_keys, key_row, channels, inside, head_dim).to(DOT_DTYPE)
+            value = load_tile(own_values, value_row, value_channels, inside, value_dim).to(DOT_DTYPE)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
             higher = tl.maximum(highest, tl.max(logits, axis=1))
@@ -329,8 +335,8 @@ def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:
     moments = zero_moments(recent, recent)
     attend(queries, CompressedCache(storage, storage, lengths, lengths), (recent, recent), moments)
     attend(queries, None, (recent, recent), moments)
-    pool, table = storage.view(-1, 64, head_dim), torch.empty((32, 8, 16), dtype=torch.int32, device="meta")
-    attend(queries, PagedCache(pool, pool, table, lengths))
+    pool, table = storage.view(-1, 16, 8, head_dim), torch.empty((32, 64), dtype=torch.int32, device="meta")
+    attend(queries, PagedCache(pool, pool, pool[..., 0], table, lengths, lengths[:, 0]))
 
 
 CONFIGURATIONS = configurations(

@@ -22,7 +22,11 @@ from typing import Any
 
 import torch
 
+from .. import softmax
+
 LARGEST_HEAD_DIM = 256
+PLAIN_ALONE = {"attention", "expected_attention", "gvote", "momentkv", "received_attention"}
+"""The kernels that compute a softmax, which is the plain one."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -31,6 +35,8 @@ def kernels_for(stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST
 
     Tensors on a GPU that no kernel takes give a warning, the first time for each reason.
     """
+    if stem in PLAIN_ALONE and softmax.current() != softmax.PLAIN:
+        return None
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for tensor in tensors:
         if not tensor.is_cuda and not (interpreted and is_interpreted(tensor)):

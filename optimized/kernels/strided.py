@@ -1,5 +1,6 @@
 """Tensors as arguments of kernels: a pointer and its strides travel as one tuple, whose fields a kernel reads by name."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,33 @@ class Rows(NamedTuple):
     ptr: Any
     stride_t: int
     stride_d: int
+
+
+class Pages(NamedTuple):
+    """A pool [P, S, H_kv, D] as rows of D numbers, `stride_t` elements apart: a page, a slot and a head are so many rows each.
+
+    The strides themselves in their place would hide from the compiler that a row begins at a multiple of 16 bytes.
+    """
+
+    ptr: Any
+    page_rows: int
+    slot_rows: int
+    head_rows: int
+    stride_t: int
+    stride_d: int
+
+
+def pages(pool: torch.Tensor) -> Pages:
+    """Return a pool with its rows: pages with the tokens or the heads first, or those of one buffer for keys and values."""
+    *strides, stride_d = pool.stride()
+    stride_t = math.gcd(*strides) or 1
+    return Pages(pool, *(stride // stride_t for stride in strides), stride_t, stride_d)
+
+
+@triton.jit
+def row_of_slot(pool, page, offset, head):
+    """The row of a pool that a slot of a head is."""
+    return page.to(tl.int64) * pool.page_rows + offset.to(tl.int64) * pool.slot_rows + head * pool.head_rows
 
 
 def strided(tensor: torch.Tensor) -> Vectors | Tokens | Rows:

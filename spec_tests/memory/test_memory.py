@@ -35,12 +35,20 @@ def mask(case: Case, shape: tuple[int, ...], share: float) -> np.ndarray:
     return np.random.default_rng(case.seed).random(shape) < share
 
 
-SEAMS = ("score", "select", "compress", "attend", "top_k", "nucleus", "update")
+SEAMS = ("score", "select", "compress", "attend", "top_k", "nucleus", "update", "compact_pages", "attend_pages")
 
 
 def moments_of(case: Case) -> momentkv.Moments:
     empty = momentkv.no_moments(case.keys, case.values)
     return momentkv.update(empty, case.next_keys, case.next_values, mask(case, case.keys.shape[:3], 0.5))
+
+
+def in_pages(case: Case) -> cache.PagedCache:
+    """Each sequence in a page of its own, of which the last token is missing: `kept` is a mask over its places."""
+    keys, values = (states.swapaxes(1, 2) for states in (case.keys, case.values))
+    positions = np.broadcast_to(np.arange(case.length)[:, None], keys.shape[:3])
+    lengths = np.full((case.batch, case.num_kv_heads), max(1, case.length - 1))
+    return cache.PagedCache(keys, values, positions, np.arange(case.batch)[::-1, None], lengths, lengths[:, 0])
 
 
 def covariance(case: Case) -> np.ndarray:
@@ -60,6 +68,7 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
     "scores": lambda case: case.keys[..., 0],
     "budget": lambda case: max(1, case.length // 2),
     "kept": lambda case: mask(case, case.keys.shape[:3], 0.5),
+    "paged": in_pages,
     "cache": lambda case: cache.compress(case.keys, case.values, mask(case, case.keys.shape[:3], 0.7)),
     "attention": lambda case: attention.softmax(case.keys[..., 0]),
     "query_mean": lambda case: case.queries.mean(axis=2),

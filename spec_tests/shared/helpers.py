@@ -2,12 +2,28 @@
 
 import numpy as np
 
+from evictionary.spec_tests.judge.by_hand import linear
+
 
 def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:
     """A mask whose heads keep different numbers of tokens, some all and some none."""
     generator = np.random.default_rng(seed)
     share = generator.choice([0.0, 0.2, 0.5, 1.0], size=(*shape[:-1], 1))
     return generator.random(shape) < share
+
+
+def attention_by_hand(queries, keys, values, kept):
+    """Attention of queries [B, H_q, M, D] and its log-sum-exp, in loops over the query heads and the kept tokens [B, H_kv, T]."""
+    group = queries.shape[1] // keys.shape[1]
+    output, normaliser = np.zeros((*queries.shape[:3], values.shape[-1])), np.zeros(queries.shape[:3])
+    for item, reader in np.ndindex(queries.shape[:2]):
+        head = item, reader // group
+        logits = linear(queries[item, reader], keys[head][kept[head]].T) / np.sqrt(keys.shape[-1])
+        exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        total = exponentials.sum(axis=-1)
+        output[item, reader] = exponentials @ values[head][kept[head]] / total[:, None]
+        normaliser[item, reader] = logits.max(axis=-1) + np.log(total)
+    return output, normaliser
 
 
 def sorted_choice(scores, count, protected):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from evictionary.reference import attention
 from evictionary.reference import cache as reference_cache
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import draw_mask
+from evictionary.spec_tests.shared.helpers import attention_by_hand, draw_mask
 
 CASES = seeded_cases(max_length=33)
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
@@ -24,17 +24,7 @@ def check_attend(impl, case, seed, pick, what):
     kept = draw_mask(case.keys.shape[:3], seed)
     kept[..., :1] |= ~kept.any(axis=-1, keepdims=True)  # nothing kept is an edge
     queries, keys, values = impl.rounded((case.queries, case.keys, case.values))
-    by_hand = np.zeros((*queries.shape[:3], values.shape[-1])), np.zeros(queries.shape[:3])
-    for item, reader in np.ndindex(queries.shape[:2]):
-        rows = kept[item, reader // case.group]
-        of_head = keys[item, reader // case.group][rows], values[item, reader // case.group][rows]
-        logits = linear(queries[item, reader], of_head[0].T) / np.sqrt(case.head_dim)
-        exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        total = exponentials.sum(axis=-1)
-        by_hand[0][item, reader], by_hand[1][item, reader] = (
-            exponentials @ of_head[1] / total[:, None],
-            logits.max(axis=-1) + np.log(total),
-        )
+    by_hand = attention_by_hand(queries, keys, values, kept)
     size = (1 + np.abs(queries).max() * np.abs(keys).max() * case.head_dim) * (1 + np.abs(values).max())
     cache = compressed(impl, case, kept)
     agrees(impl, "attention.attend", queries, cache, pick=pick, by_hand=by_hand[pick], size=size, what=what)

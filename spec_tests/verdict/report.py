@@ -59,7 +59,7 @@ def said(
         )
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
-        parts.append(("misconception", f"your numbers equal those of: {match.misconception} ({match.killed_by}{above})"))
+        parts.append(("misconception", f"your numbers match a known bug: {match.misconception} ({match.killed_by}{above})"))
     if not matches and (looks := sign(implementation, law)):
         parts.append(("it looks like", looks))
     for place, source in compiled.UNFILLED.items():

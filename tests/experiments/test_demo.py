@@ -128,7 +128,7 @@ def test_a_method_that_sets_its_own_budget_is_asked_once(tokenizer: PreTrainedTo
 
 def test_default_methods_say_whom_they_leave_out() -> None:
     runnable, left_out = demo.default_methods()
-    assert {"keydiff", "knorm", "lagkv", "streaming_llm", "random"} <= set(runnable)
+    assert {"keydiff", "knorm", "lagkv", "streaming_llm", "random", "random_protected"} <= set(runnable)
     assert not set(runnable) & set(left_out)
 
 

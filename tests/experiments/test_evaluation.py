@@ -53,6 +53,7 @@ def test_every_measurement_has_a_line(finished: tuple[Path, list[Line]]) -> None
     folder, lines = finished
     assert [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()] == lines
     expected = [("full", 0.0, None), ("keydiff", 0.5, None), ("keydiff", None, 40), ("random", 0.5, None), ("random", None, 40)]
+    expected += [("random_protected", ratio, budget) for _, ratio, budget in expected[-2:]]
     for name in NAMES:
         mine = [line for line in lines if line["task"] == name]
         assert [(line["method"], line["ratio"], line["budget"]) for line in mine] == expected
@@ -105,6 +106,7 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
         (str(mine), 1, 0),
         ("keydiff", 0, 1),
         ("random", 0, 1),
+        ("random_protected", 0, 1),
     ]
     message = "score in mine.py raised RuntimeError at mine.py, line 2: not [yet]"
     assert found["failures"] == [{"label": str(mine), "error": message, "count": 1}]
@@ -118,7 +120,7 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
         assert again.stdout.startswith("## 600 tokens")
         lines = store.read(output / "results.jsonl", Plan.identify).values()
         scores += [line for line in lines if line["method"] == str(mine)]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert scores[0]["source"] != scores[1]["source"]
 
 

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from evictionary.cache.model_hooks import _batch_hook
-from evictionary.optimized import attention
-from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
+from evictionary.optimized.states import CompressedCache, zero_moments
 
 pytest.importorskip("triton")
 
@@ -156,19 +155,3 @@ def test_the_attention_of_the_largest_sizes_fits_a_gpu(
     assert all(len(grid) == 1 and grid[0] < 2**31 for _, grid in launched)
     chunks = [grid[0] for name, grid in launched if name == "attend_chunks"]
     assert all(264 <= programs <= 2**16 for programs in chunks)  # two for each multiprocessor, and no crowd of tiny ones
-
-
-def test_pages_are_read_in_the_order_of_each_head() -> None:
-    generator = torch.Generator().manual_seed(0)
-    pools = torch.randn(2, 5, 3, 8, generator=generator)
-    queries = torch.randn(1, 4, 2, 8, generator=generator)
-    cache = PagedCache(*pools, torch.tensor([[[4, 0, 99], [1, 3, 2]]], dtype=torch.int32), torch.tensor([[4, 9]]))
-    rows = torch.tensor([12, 13, 14, 0, 3, 4, 5, 9, 10, 11, 6, 7, 8])
-    flat = CompressedCache(*(pool.flatten(0, 1)[rows] for pool in pools), torch.arange(13), cache.lengths)
-    for got, wanted in zip(attention.attend_paged(queries, cache), attention.attend(queries, flat), strict=True):
-        assert torch.equal(got, wanted)
-    refused(
-        lambda: attention.attend_paged(queries[..., :4], cache),
-        r"cache.keys: got shape \(5, 3, 8\), .* with D = 4, as in queries",
-        ValueError,
-    )

@@ -105,9 +105,10 @@ ARGUMENTS: dict[str, Any] = {
     "bounds": no_bounds(STATES, STATES),
     "w_o": torch.ones(4, CHANNELS, 3),
     "cache": CompressedCache(STATES[0].flatten(0, 1), STATES[0].flatten(0, 1), torch.arange(16), torch.full(HEADS, LENGTH)),
-    "attention.attend_paged cache": PagedCache(
-        STATES[0], STATES[0], torch.arange(2, dtype=torch.int32).view(*HEADS, 1), torch.full(HEADS, LENGTH)
+    "paged": PagedCache(
+        *[STATES.transpose(1, 2)] * 2, torch.zeros(1, 8, 2).long(), torch.tensor([[0]]), torch.full(HEADS, 2), torch.tensor([2])
     ),
+    "count": 1,
     "positions": torch.arange(LENGTH),
     "momentkv.step positions": torch.arange(LENGTH).repeat(*HEADS, 1),
     "momentkv.step position": torch.full(HEADS, LENGTH),

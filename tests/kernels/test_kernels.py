@@ -23,7 +23,20 @@ from tools.reading import positions_of, read_in
 from triton.runtime import interpreter
 
 from evictionary import EvictingCache
-from evictionary.optimized import attention, cache, gvote, h2o, keydiff, knorm, lagkv, selection, snapkv, streaming_llm, tova
+from evictionary.optimized import (
+    attention,
+    cache,
+    gvote,
+    h2o,
+    keydiff,
+    knorm,
+    lagkv,
+    paging,
+    selection,
+    snapkv,
+    streaming_llm,
+    tova,
+)
 from evictionary.optimized import expected_attention as ea
 from evictionary.optimized import momentkv as mk
 from evictionary.optimized.states import CompressedCache, Moments, PagedCache
@@ -98,17 +111,14 @@ def ragged(s: States) -> Any:
     return attention.attend(s.queries, cache.compress(s.keys, s.values, s.kept))
 
 
-def paged(s: States) -> Any:
-    """As `ragged`, in pages of four tokens that lie in any order."""
-    flat = cache.compress(s.keys, s.values, s.kept)
-    size, pages = 4, -(-int(flat.lengths.max()) // 4) + 1
-    table = torch.randperm(flat.lengths.numel() * pages).view(*flat.lengths.shape, pages)
-    places = torch.arange(pages * size)
-    rows = (table.repeat_interleave(size, dim=2) * size + places % size)[places < flat.lengths[..., None]]
-    pools = [states.new_full((table.numel(), size, states.shape[1]), 77) for states in flat[:2]]
-    for pool, states in zip(pools, flat, strict=False):
-        pool.flatten(0, 1)[rows] = states
-    return attention.attend_paged(s.queries, PagedCache(*pools, table.int(), flat.lengths))
+def in_pages(s: States) -> PagedCache:
+    """The states as pools, each sequence a page; the last sequence holds half of its tokens, none if there is one."""
+    keys, values = (states.transpose(1, 2) for states in (s.keys, s.values))
+    batch, length, heads, _ = keys.shape
+    lengths = torch.full((batch, heads), length)
+    lengths[-1, -1] //= 2
+    positions = torch.arange(length)[None, :, None].repeat(batch, 1, heads)
+    return PagedCache(keys, values, positions, torch.arange(batch, dtype=torch.int32)[:, None], lengths, lengths[:, 0])
 
 
 def unrotated(s: States) -> Any:
@@ -145,7 +155,8 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "cache.compress": (lambda s: cache.compress(s.keys, s.values, s.kept), "copy_rows"),
     "attention.attend": (lambda s: attention.attend(s.queries[:1, :2], one_head(s)), "attend_chunks merge_chunks"),
     "attention.attend, ragged": (ragged, "copy_rows attend_chunks merge_chunks"),
-    "attention.attend_paged": (paged, "copy_rows attend_chunks merge_chunks"),
+    "attention.attend, pages": (lambda s: paging.attend_pages(s.queries, in_pages(s)), "attend_chunks merge_chunks"),
+    "paging.compact_in_place": (lambda s: paging.compact_in_place(in_pages(s), s.kept), "compact_heads"),
     "gvote.select": (lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9), "multiply settle_short_rows rank_short_rows unite"),
     "gvote.nucleus": (lambda s: gvote.nucleus(s.keys[..., 0].relu(), 0.7), "settle_short_rows rank_short_rows unite"),
     "gvote.top_each": (lambda s: gvote.top_each(s.keys[..., 0], s.kept.sum(dim=-1)), "rank_short_rows unite"),

@@ -24,11 +24,11 @@ def kernels(stem: str) -> dict[str, str]:
 
 def test_each_file_is_of_a_method_and_stands_on_a_page() -> None:
     methods = {path.stem for path in (ROOT / "reference").glob("*.py") if "\nMETHOD = " in path.read_text(encoding="utf-8")}
-    assert set(STEMS) <= methods | {"ada_kv", "selection"}
+    assert set(STEMS) <= methods | {"ada_kv", "paging", "selection"}
     tuned = {path.stem for path in (ROOT / "optimized" / "kernels").glob("*.py")}
     # H2O, SnapKV and TOVA share a tuned kernel; AdaKV calls that of the selection.
     assert set(STEMS) >= (methods & tuned) | {"h2o", "snapkv", "tova", "ada_kv", "selection"}
-    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "methods").glob("*.md"))
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     assert [stem for stem in STEMS if f"<!-- code: optimized/teaching/{stem}.py -->" not in pages] == []
 
 
@@ -55,10 +55,10 @@ COMPILE = """
 import json
 import torch
 from evictionary.optimized.kernels import compiling
-from evictionary.optimized.states import Moments
+from evictionary.optimized.states import Moments, PagedCache
 from evictionary.optimized.teaching import (
-    criticalkv, dropkv, duo_attention, expected_attention, gvote, keydiff, knorm, kvzip, lagkv, momentkv, q_filters, rkv, snapkv,
-    streaming_llm, tova, triattention,
+    criticalkv, dropkv, duo_attention, expected_attention, gvote, keydiff, knorm, kvzip, lagkv, momentkv, paging, q_filters, rkv,
+    snapkv, streaming_llm, tova, triattention,
 )
 
 
@@ -83,6 +83,9 @@ def launch():
     lagkv.select(keys, keys, keep_ratio=0.25)
     momentkv.score(query, keys, keys, momentkv.update(moments, keys, keys, kept))
     momentkv.attend(query, keys, keys, kept, moments)
+    table, lengths = made(2, 256, dtype=torch.int64), made(2, 8, dtype=torch.int64)
+    pool = made(512, 16, 8, 128)
+    paging.compact_pages(PagedCache(pool, pool, pool[..., 0].long(), table, lengths, lengths[:, 0]), kept)
     q_filters.score(keys, query[:, :8])
     rkv.score(queries, keys)
     snapkv.score(queries, keys)

@@ -20,7 +20,7 @@ from typer import Argument, Option
 
 WIDTHS = (1280, 390)
 HEIGHT = 900
-LIMIT = 25 * 2**20
+LIMIT = 15 * 2**20
 SECONDS = 60
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -33,7 +33,9 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
     )  # kernel[grid](...) is no link
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
-    assert [link for link in links if not (target := (page.parent / link).resolve()).exists() and target not in MADE] == []
+    found = [(page.parent / link).resolve() for link in links]
+    # A picture of a lesson is made with the lesson; the strict build looks for it.
+    assert [each for each in found if not each.exists() and each not in MADE and each.parents[1] != ROOT / "docs/lessons"] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

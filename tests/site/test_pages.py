@@ -1,5 +1,6 @@
 """What the pages tell a reader to type: every command is understood, every program runs, every quotation is the code that runs."""
 
+import doctest
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ from tools.pages import ROOT, blocks, commands
 from tools.reading import refused
 from typer.testing import CliRunner
 
+from docs_build.pages import PAPERS, filled
 from docs_build.running import said
 from evictionary.cli.app import app
 from evictionary.models import embedded
@@ -89,6 +91,14 @@ def test_every_program_runs(page: Path, tiny_for_embedded: Path, capsys: pytest.
     assert " MiB -> " in capsys.readouterr().out or page != README
 
 
+@pytest.mark.parametrize("stem", PAPERS)
+def test_the_lines_of_a_method_page_run(stem: str, tiny_for_embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = filled(f"methods/{stem}.md", f"<!-- run: {stem} -->")
+    exec(compile(told.split("```")[1].removeprefix("python\n"), stem, "exec"), {})
+    assert "Clara Winter" in capsys.readouterr().out
+    understood(told.split("`")[-2])
+
+
 def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:
     chosen = [command for command in commands(README) if command.startswith(("evictionary run", "evictionary methods"))]
     assert chosen
@@ -97,12 +107,12 @@ def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:
         assert result.exit_code == 0, (command, result.output)
 
 
-def told(page: Path, folder: Path) -> list[tuple[str, str]]:
+def told(page: Path, folder: Path, name: str = "keydiff.py") -> list[tuple[str, str]]:
     """Follow a page in a folder: its programs become the file that its commands judge. Each command's output, shown and printed."""
     found = []
     for language, body in re.findall(r"^```(python|text)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
         if language == "python":
-            (folder / "keydiff.py").write_text(body)
+            (folder / name).write_text(body)
         elif body.startswith("$ evictionary judge"):
             command, _, shown = body.removeprefix("$ ").partition("\n")
             found.append((shown.strip(), said(command, folder)))
@@ -127,6 +137,17 @@ def test_ten_minutes_end_as_the_page_says(tmp_path: Path) -> None:
     assert [re.findall("^(PASS|FAIL): ", output, flags=re.MULTILINE) for _, output in pairs] == [["FAIL"], ["FAIL"], ["PASS"]]
     badge = json.loads((tmp_path / "verdict" / "badge.json").read_text())
     assert badge in [json.loads(block) for block in blocks(DOCS / "ten_minutes.md", "json")] and badge["color"] == "green"
+
+
+def test_the_worked_example_of_a_cache_in_pages_gives_what_it_shows() -> None:
+    failed, attempted = doctest.testfile(str(DOCS / "paging.md"), module_relative=False)
+    assert attempted > 10 and failed == 0
+
+
+@pytest.mark.slow
+def test_a_compaction_that_frees_pages_of_others_is_told_so(tmp_path: Path) -> None:
+    ((shown, output),) = told(DOCS / "paging.md", tmp_path, "paging.py")
+    assert matches(shown, output), output
 
 
 def test_the_chinese_readme_shows_what_the_english_one_shows() -> None:

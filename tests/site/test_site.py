@@ -6,11 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 import yaml
 
+from docs_build import charts, figures, hooks, judging, kills, pages
 from docs_build import entries as site
-from docs_build import hooks, judging, kills, pages
 from docs_build.running import said
+from evictionary.cli.app import app
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS
 from evictionary.spec_tests.proof.planted import load_mutants
@@ -51,7 +53,7 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         "../reference/api/reference/keydiff.md#evictionary.reference.keydiff.score",
         "../reference/api/optimized/keydiff.md#evictionary.optimized.keydiff.score",
         "../reference/api/optimized/kernels/keydiff.md#evictionary.optimized.kernels.keydiff.score",
-        "../source/spec_tests/keydiff/test_keydiff.md#test_rescaling_each_key_changes_nothing",
+        f"{pages.REPOSITORY}/blob/main/spec_tests/keydiff/test_keydiff.py#L",
         "mean taken before normalising",
         "return -cosine(keys, anchor(keys))",
     ):
@@ -90,22 +92,35 @@ def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
     assert "def project(" in last and "quoted at [LK-4]" not in last
 
 
-@pytest.mark.parametrize("stem", ["expected_attention", "keydiff", "lagkv", "momentkv", "gvote"])
-def test_a_page_of_a_paper_has_every_part(stem: str) -> None:
-    text = (DOCS / "methods" / f"{stem}.md").read_text(encoding="utf-8")
-    wanted = ("The method in short", "Notation", "Find an equation", "What the laws say", "Where it shines and where it fails")
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [*wanted, "Decisions and errata", "A kernel to read", "The equations"]
-    for marker in ("overview", "retrieved", "measured", "errata", "equations"):
-        assert f"<!-- {marker}: {stem} -->" in text
-    for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/", f"../decisions.md#{stem.replace('_', '-')}"):
-        assert f"]({link}" in text
+@pytest.mark.parametrize("stem", pages.PAPERS)
+def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_once_had(stem: str) -> None:
+    short, long = ((DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8") for name in (stem, f"{stem}_equations"))
+    behind = (
+        "Notation",
+        "Find an equation",
+        "What the laws say",
+        "The claims, measured",
+        "Decisions and errata",
+        "A kernel to read",
+    )
+    wanted = ("The method in short", "Where it shines and where it fails", "Results", "Run it", "All equations")
+    assert re.findall(r"^## (.+)$", short, re.MULTILINE) == [*wanted]
+    assert re.findall(r"^## (.+)$", long, re.MULTILINE) == [*behind, "The equations"]
+    for text, markers in ((short, ("kept", "retrieved", "run", "ids")), (long, ("overview", "measured", "errata", "equations"))):
+        assert all(f"<!-- {marker}: {stem} -->" in text for marker in markers)
+    for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/"):
+        assert f"]({link}" in short
+    assert f"](../decisions.md#{stem.replace('_', '-')}" in long
+    anchors = {entry.anchor for entry in site.entries().values() if entry.page == f"methods/{stem}_equations.md"}
+    anchors |= {title.lower().replace(" ", "-") for title in (*behind, "The equations") if "claims" not in title}
+    assert set(re.findall(r"\{ #([\w-]+) \}", pages.filled(f"methods/{stem}.md", short))) == anchors
 
 
 def test_the_method_in_short_shows_formulas_that_lead_to_their_cards() -> None:
-    text = pages.formulas("methods/keydiff.md", "KD-8, KD-7")
+    text = pages.filled("methods/keydiff.md", "<!-- formulas: KD-8, KD-7 -->")
     assert text.count("$$") == 4
     assert r"\mathrm{score}_i = -\cos(\mu, k_i)" in text
-    assert "[KD-8 · The score](keydiff.md#kd-8){ .from }" in text and "(keydiff.md#kd-7)" in text
+    assert "[KD-8 · The score](keydiff_equations.md#kd-8){ .from }" in text and "(keydiff_equations.md#kd-7)" in text
 
 
 FOUR_LAWS = json.loads((DOCS / "four_laws.json").read_text(encoding="utf-8"))
@@ -131,15 +146,13 @@ def test_the_stored_kill_lists_are_of_the_mistakes_that_are_planted(identifier: 
 
 
 def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() -> None:
-    table = pages.retrieved("methods/keydiff.md", "keydiff")
-    assert [line.split(" | ")[0] for line in table.splitlines()[4:]] == [
+    table = pages.filled("methods/keydiff.md", "<!-- retrieved: keydiff -->")
+    assert [line.split(" | ")[0] for line in re.findall(r"^\| .+ \| \d.+$", table, re.MULTILINE)] == [
         "| keydiff",
         "| keydiff+moments",
         r"| keydiff+ada\_kv",
         "| random",
     ]
-    own_budget = pages.retrieved("methods/gvote.md", "gvote").splitlines()[4]
-    assert own_budget.startswith("| gvote | ") and "/" not in own_budget
 
 
 def test_a_marker_in_a_tab_is_replaced_by_indented_lines() -> None:
@@ -172,11 +185,13 @@ def test_the_page_on_judging_is_what_its_programs_are_told_today() -> None:
     assert judging.written(REPORTS) == REPORTS
 
 
-def test_every_method_is_in_the_table_and_has_a_page() -> None:
-    table = pages.method_table("index.md")
+def test_every_method_is_in_the_gallery_and_in_the_comparison_and_has_a_page() -> None:
     methods = [stem for stem in STEMS if "METHOD = " in (site.ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8")]
     assert [stem for stem in methods if stem not in site.PAGES] == []
-    assert table.count("\n") + 1 == 2 + len(methods) + 2  # a head of two lines, and two allocators
+    cards, table = (pages.filled("methods/index.md", f"<!-- {marker} -->") for marker in ("gallery", "compared"))
+    assert set(methods) <= set(figures.strips(figures.stored()))
+    assert all(f"(../images/kept_{stem}.png)" in cards and f"| [`{stem}`](" in table for stem in methods)
+    assert "| [`kvzip`](kvzip.md) | keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | 145.1% |" in table
 
 
 def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() -> None:
@@ -192,32 +207,24 @@ def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() 
         assert all(int(number.replace(",", "")) == rows for number in told), page.name
 
 
-def test_a_source_page_holds_the_file_and_an_anchor_for_each_function() -> None:
-    path = "spec_tests/knorm/test_knorm.py"
-    text = pages.source_page(path)
-    code = "\n".join(re.findall(r"^~~~~ .*?\n(.*?)^~~~~$", text, flags=re.DOTALL | re.MULTILINE))
-    original = (site.ROOT / path).read_text(encoding="utf-8")
-    assert re.sub(r"\n+", "\n", code) == re.sub(r"\n+", "\n", original)
-    assert all(f"{{ #{name} .source }}" in text for name in site.definitions(path))
-
-
 def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
     text = pages.linked(
         "tolerance.md",
         "See KD-8, `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
-        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../spec_tests/law.py) UTF-8",
+        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../README.md) [a page](../docs/a.md) UTF-8",
     )
+    law = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]
     assert text == (
-        "See [KD-8](methods/keydiff.md#kd-8), `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
+        "See [KD-8](methods/keydiff_equations.md#kd-8), `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
         "[`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm`]"
-        "(source/spec_tests/knorm/test_knorm.md#test_score_is_minus_the_norm) "
-        "[a file](source/spec_tests/law.md) UTF-8\n"
+        f"({pages.REPOSITORY}/blob/main/spec_tests/knorm/test_knorm.py#L{law.first}-L{law.last}) "
+        f"[a file]({pages.REPOSITORY}/blob/main/README.md) [a page](../docs/a.md) UTF-8\n"
     )
 
 
 def test_a_link_whose_text_is_broken_over_two_lines_stays_one_link() -> None:
     text = "See KD-8 and [the entry\nKD-8](../errata.md#kd-8). KD-8\n"
-    linked = "[KD-8](../methods/keydiff.md#kd-8)"
+    linked = "[KD-8](../methods/keydiff_equations.md#kd-8)"
     assert pages.linked("lessons/a.md", text) == f"See {linked} and [the entry\nKD-8](../errata.md#kd-8). {linked}\n"
 
 
@@ -248,11 +255,52 @@ def test_the_navigation_names_what_exists() -> None:
 def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
     settings = (site.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "font: false" in settings
-    assert "repo_url" not in settings  # the theme would ask the host of the repository for its stars
+    assert f"repo_url: {pages.REPOSITORY}\n" in settings
+    # the theme would ask the host of the repository for its stars
+    html = hooks.on_post_page('<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>')
+    assert html == "<a >\na\n</a><article> data-md-component\n </article>"
     for path in re.findall(r"- (assets/\S+|stylesheets/\S+)", settings):
         assert (DOCS / path).exists(), path
     style = (DOCS / "assets/vendor/katex/katex.min.css").read_text(encoding="utf-8")
     assert all((DOCS / "assets/vendor/katex" / Path(font)).exists() for font in re.findall(r"url\((fonts/\S+?\.woff2)\)", style))
+
+
+@pytest.mark.parametrize("name", charts.CHARTS)
+def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: str) -> None:
+    chart, page = charts.CHARTS[name], (DOCS / "results.md").read_text(encoding="utf-8")
+    told = pages.filled("results.md", page)
+    assert f"(images/results_{name}.svg)" in told and f"/{chart.stored})" in told and f"`{chart.command}`" in told
+    svg = chart.svg().decode()
+    assert svg == chart.svg().decode()
+    assert "keydiff" in svg
+
+
+def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
+    told = pages.filled("retrieval.md", "<!-- retrieved: all -->")
+    assert "| keydiff+moments | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |" in told
+    assert "| gvote, removes 64% | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |" in told  # a budget of its own: the same at every size
+    assert told.count("\n| ") == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
+
+
+def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
+    text = pages.filled("reference/cli.md", "<!-- cli -->")
+    for name, command in typer.main.get_command(app).commands.items():
+        section = text.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        assert all(f"| `{one.opts[0]}`" in section for one in command.params) and command.help.split()[0] in section, name
+
+
+def test_the_bibliography_has_every_paper() -> None:
+    text = (DOCS / "reference" / "papers.bib").read_text(encoding="utf-8")
+    named = {number for one in REQUIREMENTS.values() for number in re.findall(r"arXiv (\d{4}\.\d{5})", one.paper)}
+    assert named == set(re.findall(r"eprint = \{(.+?)\}", text))
+    assert {*pages.METHODS, "ada_kv", "pyramid_kv"} <= set(re.findall(r"@misc\{(\w+),", text))
+
+
+def test_a_page_of_the_repository_is_included_with_links_that_lead_somewhere() -> None:
+    text = pages.filled("contributing.md", (DOCS / "contributing.md").read_text(encoding="utf-8"))
+    assert "](testing.md)" in text and f"]({pages.REPOSITORY}/blob/main/tests/budgets.toml)" in pages.linked(
+        "contributing.md", text
+    )
 
 
 def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

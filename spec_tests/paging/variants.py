@@ -1,0 +1,102 @@
+"""Right caches in pages of other kinds: by sorting, in loops, through a staging buffer, in place from the front, in torch."""
+
+import numpy as np
+import torch
+
+from evictionary.reference.cache import CompressedCache, PagedCache
+from evictionary.spec_tests.paging.helpers import held, pages_of, slots_of
+from evictionary.spec_tests.proof.planted import control
+from evictionary.spec_tests.shared.variants import ALL, NUMPY
+
+COMPACT, ATTEND, GATHER, SLOTS = "paging.compact_pages", "paging.attend_pages", "paging.gather_pages", "paging.slot_mapping"
+
+
+def answered(paged, pools, lengths):
+    """The compacted cache and the freed pages, page by page."""
+    freed = np.zeros(len(paged.keys), dtype=bool)
+    for item in range(len(lengths)):
+        for page in set(pages_of(paged, item, paged.lengths)) - set(pages_of(paged, item, lengths)):
+            freed[page] = True
+    return PagedCache(*pools, paged.block_table, lengths, paged.seen), freed
+
+
+@control(COMPACT, dtypes=NUMPY)
+def in_place_from_the_front(paged, kept):
+    pools, lengths = [pool.copy() for pool in paged[:3]], np.zeros_like(paged.lengths)
+    for item, head in np.ndindex(lengths.shape):
+        slots = slots_of(paged, item)
+        for place in range(paged.lengths[item, head]):
+            if kept[item, head, place]:
+                for pool in pools:
+                    pool[slots[lengths[item, head]]][head] = pool[slots[place]][head]
+                lengths[item, head] += 1
+    return answered(paged, pools, lengths)
+
+
+@control(COMPACT, dtypes=NUMPY)
+def through_a_staging_buffer(paged, kept):
+    pools = [pool.copy() for pool in paged[:3]]
+    masks = [kept[place][:length] for place, length in np.ndenumerate(paged.lengths)]
+    lengths = np.array([mask.sum() for mask in masks]).reshape(paged.lengths.shape)
+    for pool in pools:
+        staged = [rows[mask] for rows, mask in zip(held(paged, pool, paged.lengths), masks, strict=True)]
+        for (item, head), rows in zip(np.ndindex(lengths.shape), staged, strict=True):
+            for slot, row in zip(slots_of(paged, item), rows, strict=False):
+                pool[slot][head] = row
+    return answered(paged, pools, lengths)
+
+
+@control(COMPACT, array_library="torch", dtypes=ALL)
+def by_a_stable_sort(paged, kept):
+    """Kept places come first in a stable sort of the evicted ones; whole rows of slots are gathered and written back."""
+    size, places = paged.keys.shape[1], torch.arange(kept.shape[-1])
+    kept = kept & (places < paged.lengths[..., None])
+    order = (~kept).to(torch.int8).argsort(dim=-1, stable=True)
+    slots = (paged.block_table.repeat_interleave(size, dim=1) * size + places % size)[:, None].expand(order.shape)
+    lengths, head = kept.sum(dim=-1), torch.arange(order.shape[1])[:, None].expand(order.shape)
+    filled = places < lengths[..., None]
+    pools = [pool.clone() for pool in paged[:3]]
+    for pool in pools:
+        flat = pool.flatten(0, 1)
+        flat[slots[filled], head[filled]] = flat[slots.gather(-1, order)[filled], head[filled]]
+    needs = torch.arange(paged.block_table.shape[1]) * size < torch.stack([paged.lengths, lengths]).amax(dim=-1)[..., None]
+    freed = torch.zeros(len(paged.keys), dtype=torch.bool)
+    freed[paged.block_table[needs[0] & ~needs[1]]] = True
+    return paged._replace(**dict(zip(paged._fields, pools, strict=False)), lengths=lengths), freed
+
+
+@control(SLOTS)
+def slot_by_slot(paged, count):
+    return np.array(
+        [
+            [[page * paged.keys.shape[1] + offset for page, offset in slots_of(paged, item)[length:][:count]] for length in lengths]
+            for item, lengths in enumerate(paged.lengths)
+        ]
+    )
+
+
+@control(SLOTS, array_library="torch")
+def torch_slots(paged, count):
+    size, places = paged.keys.shape[1], paged.lengths[..., None] + torch.arange(count)
+    return paged.block_table.gather(1, (places // size).flatten(1)).view(places.shape) * size + places % size
+
+
+@control(GATHER, dtypes=NUMPY)
+def slot_after_slot(paged):
+    return CompressedCache(*(np.concatenate(list(held(paged, pool, paged.lengths))) for pool in paged[:3]), paged.lengths)
+
+
+@control(ATTEND, dtypes=NUMPY)
+def padded_and_masked(queries, paged):
+    """All places are read, slots without a token too, and these are cleared: their weight is exactly 0."""
+    size, group = paged.keys.shape[1], queries.shape[1] // paged.keys.shape[2]
+    filled = np.arange(paged.block_table.shape[1] * size) < paged.lengths[..., None]
+    of_head = [np.moveaxis(pool[paged.block_table].reshape(len(filled), -1, *pool.shape[2:]), 1, 2) for pool in paged[:2]]
+    keys, values = (np.repeat(np.where(filled[..., None], states, 0), group, axis=1) for states in of_head)
+    logits = queries @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1]).astype(keys.dtype)
+    logits = np.where(np.repeat(filled, group, axis=1)[:, :, None], logits, -np.inf)
+    top = np.maximum(logits.max(axis=-1, keepdims=True), np.finfo(logits.dtype).min)
+    weights = np.exp(logits - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return weights @ values / np.where(total == 0, 1, total), (top + np.log(total))[..., 0]
