@@ -263,8 +263,8 @@ class WatchedCache(Cache):
 
     def softmax_of_batch(self, layer_index: int, batch: int) -> Softmax:
         """The softmax of a layer with sinks [B, H_q]."""
-        cap, sinks = self.softmax.get(layer_index, PLAIN)
-        return Softmax(cap, None if sinks is None else sinks.detach().expand(batch, -1))
+        own = self.softmax.get(layer_index, PLAIN)
+        return Softmax(own.cap, None if own.sinks is None else own.sinks.detach().expand(batch, -1))
 
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
