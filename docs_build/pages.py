@@ -34,6 +34,7 @@ from tutorials.build import heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
 METHODS = (*PAPERS, *(name for name in catalogue.names() if name not in PAPERS))
+PROGRAM: Any = typer.main.get_command(app)
 TEMPLATES = Path(__file__).parent / "templates"
 LAYERS = ("reference", "optimized", "optimized/kernels")
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
@@ -126,7 +127,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "at_ratios": at_ratios,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
         "charts": CHARTS,
-        "commands": typer.main.get_command(app).commands,
+        "commands": PROGRAM.commands,
         "method": catalogue.definition,
         "planted": load_mutants(),
         "methods": METHODS,
@@ -261,7 +262,8 @@ def filled(page: str, markdown: str) -> str:
 
 def linked(page: str, markdown: str) -> str:
     """The page with links added: ids to their equations, tests to their lines there, files outside docs/ to the repository."""
-    lines, fenced, before = [], "", ""
+    lines: list[str] = []
+    fenced = before = ""
     for line in markdown.splitlines():
         fence = re.match(r"\s*(`{3,}|~{3,})", line)
         if fence and (not fenced or line.strip() == fenced):

@@ -6,13 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
 import yaml
 
 from docs_build import charts, figures, hooks, judging, kills, pages
 from docs_build import entries as site
 from docs_build.running import said
-from evictionary.cli.app import app
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS
 from evictionary.spec_tests.proof.planted import load_mutants
@@ -284,7 +282,7 @@ def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
 
 def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
     text = pages.filled("reference/cli.md", "<!-- cli -->")
-    for name, command in typer.main.get_command(app).commands.items():
+    for name, command in pages.PROGRAM.commands.items():
         section = text.partition(f"## {name}\n")[2].partition("\n## ")[0]
         assert all(f"| `{one.opts[0]}`" in section for one in command.params) and command.help.split()[0] in section, name
 
