@@ -75,22 +75,22 @@ def survivors(
 
 
 def encode(masks: np.ndarray) -> dict[str, str]:
-    """Masks [budgets, layers, H_kv, T] in Base64: `levels`, or `masks` if a larger budget may drop tokens that a smaller one keeps.
+    """Masks [budgets, layers, H_kv, T] as `levels`, or as `masks` if a larger budget may drop tokens that a smaller one keeps.
 
-    levels has one byte for each layer, head and token: the index of the smallest budget that keeps it, len(budgets) for never.
-    masks has one bit for each budget, layer, head and token, the lowest bit of a byte first.
+    levels has a letter for each layer, head and token: A if the smallest budget keeps it, B if the next one does, and so on.
+    masks has, in Base64, one bit for each budget, layer, head and token, the lowest bit of a byte first.
     """
     if (masks[:-1] <= masks[1:]).all():
-        return {"levels": _text((~masks).sum(axis=0).astype(np.uint8))}
-    return {"masks": _text(np.packbits(masks, bitorder="little"))}
+        return {"levels": (ord("A") + (~masks).sum(axis=0)).astype(np.uint8).tobytes().decode("ascii")}
+    return {"masks": base64.b64encode(np.packbits(masks, bitorder="little").tobytes()).decode("ascii")}
 
 
 def decode(data: Any, method: Any) -> np.ndarray:
     """Masks [budgets, layers, H_kv, T] of one method of the figure's data."""
     shape = (data["layers"], data["heads"], len(data["tokens"]))
     if "levels" in method:
-        levels = np.frombuffer(base64.b64decode(method["levels"]), dtype=np.uint8).reshape(shape)
-        return levels <= np.arange(len(data["budgets"]))[:, None, None, None]
+        levels = np.frombuffer(method["levels"].encode("ascii"), dtype=np.uint8).reshape(shape)
+        return levels - ord("A") <= np.arange(len(data["budgets"]))[:, None, None, None]
     bits = np.frombuffer(base64.b64decode(method["masks"]), dtype=np.uint8)
     count = len(data["budgets"]) * int(np.prod(shape))
     return np.unpackbits(bits, count=count, bitorder="little").astype(bool).reshape(-1, *shape)
@@ -113,10 +113,6 @@ def strips(data: Any) -> dict[str, bytes]:
         imsave(picture, kept.reshape(-1, len(needle)) + needle, cmap=colours, vmin=0, vmax=3, format="png")
         found[method["name"]] = picture.getvalue()
     return found
-
-
-def _text(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode("ascii")
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
 WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
-# Records for maintainers, which a reader's search should not find first.
+# Records for maintainers, and what another page says again: a reader's search should not find them.
 NOT_SEARCHED = re.compile(
-    r"(coverage|kill_matrix|oracle|four_laws)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/kernels/"
+    r"(coverage|kill_matrix|oracle|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"
 )
 
 log = logging.getLogger("mkdocs.hooks.lessons")
@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Make code smaller by the spans of names, brackets and blanks, which need no colour.
+    """Make code smaller by the spans of names, signs and blanks, which need no colour.
 
     Formulas, code in tabs, laws and mistakes stay out of the search.
     """
@@ -78,7 +78,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     # Until November 2026 the pages of the API named `reference.keydiff`: links to their anchors go on working.
     html = re.sub(r'<(\w+) id="evictionary\.([\w.]+)"', r'<a id="\2"></a>\g<0>', html)
     html = re.sub(r'class="(?:arithmatex|failure|success|tabbed-block)"', r"\g<0> data-search-exclude", html)
-    return re.sub(r'<span class="(?:n|p|w)">([^<]*)</span>', r"\1", html)
+    return re.sub(r'<span class="(?:n|o|p|w)">([^<]*)</span>', r"\1", html)
 
 
 def on_post_page(output: str, **_: Any) -> str:

@@ -1,7 +1,6 @@
 """Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it writes for."""
 
 import inspect
-import itertools
 import json
 import posixpath
 import re
@@ -21,7 +20,6 @@ from docs_build.entries import (
     Entry,
     definitions,
     entries,
-    errata,
     law_definition,
     mutant_definition,
     stem_of,
@@ -32,7 +30,6 @@ from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
-from evictionary.store import table
 from tutorials.build import heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
@@ -56,7 +53,7 @@ def source_url(path: str, name: str = "") -> str:
 
 def api_link(page: str, definition: Definition) -> str:
     """The link to a function in the pages of the API, or to its source where the API has no page of it."""
-    if posixpath.dirname(definition.path) not in LAYERS:
+    if posixpath.dirname(definition.path) not in LAYERS or definition.name.startswith("_"):
         return source_url(definition.path, definition.name)
     module = definition.path.removesuffix(".py")
     return relative(page, f"reference/api/{module}.md#evictionary.{definition.module}.{definition.name}")
@@ -131,6 +128,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "charts": CHARTS,
         "commands": typer.main.get_command(app).commands,
         "method": catalogue.definition,
+        "planted": load_mutants(),
         "methods": METHODS,
         "page_of": page_of,
         "question": question,
@@ -148,6 +146,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "named": _named,
         "relative": relative,
         "source_url": source_url,
+        "stored": stored,
     }
     return rendered(TEMPLATES / f"{template}.md.j2", filters, page=page, **helpers | content).rstrip("\n")
 
@@ -180,86 +179,20 @@ def page_of(stem: str) -> str:
     return PAGES[stem].replace("_equations", "")
 
 
-def errata_list(page: str, stem: str) -> str:
-    """The errata of one paper, by title."""
-    seen: dict[tuple[str, str], list[str]] = {}
-    for identifier, found in errata().items():
-        if stem_of().get(identifier) == stem:
-            for title_and_anchor in found:
-                seen.setdefault(title_and_anchor, []).append(identifier)
-    return "\n".join(
-        f"- {', '.join(identifiers)}: [{escaped(title)}]({relative(page, 'errata.md')}#{anchor})"
-        for (title, anchor), identifiers in seen.items()
-    )
-
-
-def measured(page: str, stem: str) -> str:
-    """The picture, the verdicts and the page of the measured claims, if results are stored."""
-    stored = ROOT / "docs" / "claims" / "results.json"
-    command = f"`evictionary claims --papers {stem}` measures the paper's statements on a model of yours."
-    result = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {"papers": []}
-    papers = [paper for paper in result["papers"] if paper["paper"] == stem]
-    if not papers:
-        return command
-    link = relative(page, f"claims/{stem}.md")
-    return _rendered("measured", page, paper=papers[0], date=result["date"], link=link, command=command)
-
-
 def studied(page: str, part: str) -> str:
     """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two also of `finals.` and
     `pyramid.`, the final with PyramidKV's division.
     """
-    found = json.loads(study.STORED.read_text(encoding="utf-8"))
+    found = stored("evictionary/evaluation/study.json")
     summary, dot, part = part.rpartition(".")
     found = found[summary] if dot else found
     cost = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
     return study.markdown(found) if part == "table" else _rendered(f"studied_{part}", page, found=found, cost=cost)
 
 
-def head_map(page: str, stored: str) -> str:
-    """The gates of a training, from a file of benchmarks/results: a square for each KV head, the darker the larger its gate."""
-    result = json.loads((ROOT / "benchmarks" / "results" / stored).read_text(encoding="utf-8"))
-    curve = result["curve"]
-    steps = [*range(0, len(curve), max(1, len(curve) // 8)), len(curve) - 1]
-    rows = (
-        ["distance", *(f"{curve[step][0]:.3g}" for step in steps)],
-        ["mean gate", *(f"{curve[step][1]:.2f}" for step in steps)],
-    )
-    head = ["step", *(str(step + 1) for step in steps)]
-    return _rendered("head_map", page, table=table(head, rows), size=20, heads_in_all=result["heads"], **result)
-
-
-def compiled(page: str) -> str:
-    """A table for each kernel file: what Triton makes of its kernels, as `make compile-all` measured it."""
-    stored = json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8"))
-    columns = ("registers", "programs", "instructions", "loop")
-    lines = []
-    for stem, kernels in itertools.groupby(stored, key=lambda kernel: kernel.partition(".")[0]):
-        rows = []
-        for kernel in kernels:
-            places = {place: figures for place, figures in stored[kernel].items() if not place.startswith("before ")}
-            for place, figures in sorted(places.items(), key=lambda one: (one[0].split()[1] != "sm_90", one[0])):
-                before = stored[kernel].get(f"before {place}", {})
-                changes = (_change(before.get(column), figures.get(column, "")) for column in columns)
-                rows.append([f"`{kernel.partition('.')[2]}`", place, *changes])
-        lines += ["", f"## {stem}", "", table(["kernel", "Triton, target", *columns], rows)]
-    return "\n".join(lines[1:])
-
-
-def _change(before: int | None, now: int | str) -> str:
-    return str(now) if before in (None, now) else f"{before} → {now}"
-
-
-def kills(page: str, identifiers: str) -> str:
-    """The planted mistakes that the laws of some requirements kill, as `python -m docs_build.kills` measured it."""
-    measured, planted = json.loads((ROOT / "docs" / "four_laws.json").read_text(encoding="utf-8")), load_mutants()
-    found = {}
-    for identifier in identifiers.split(", "):
-        # What is planted for a requirement dies by it, or a test fails, so it belongs here before the next measurement too.
-        own = {mutant.name for mutant in entries()[identifier].mutants if not mutant.above}
-        killed = {*measured[identifier]["killed"], *own}
-        found[identifier] = ([planted[name] for name in sorted(killed)], len(set(measured[identifier]["not_seen"]) - killed))
-    return _rendered("kills", page, found=found) + "\n"
+def stored(path: str) -> Any:
+    """The content of a JSON file of the repository."""
+    return json.loads((ROOT / path).read_text(encoding="utf-8"))
 
 
 def _first_paragraph(docstring: str) -> str:
@@ -299,14 +232,9 @@ def included(page: str, path: str) -> str:
 # Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
     "equations": equations,
-    "errata": errata_list,
-    "kills": kills,
-    "measured": measured,
-    "head_map": head_map,
     "studied": studied,
     "signature": signature,
     "code": code,
-    "compiled": compiled,
     "included": included,
 }
 

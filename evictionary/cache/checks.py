@@ -47,6 +47,15 @@ def require_seen(layer_index: int, is_handed: bool) -> None:
     )
 
 
+def require_remembered(is_forgetful: bool, new: int, seen: int) -> None:
+    """Raise UsageError for several tokens at once after others, in a model whose recurrent layers then begin anew."""
+    require(
+        not is_forgetful or new == 1 or seen == 0,
+        f"prompt: got {new} tokens after the {seen} that were read, wanted one: with several the recurrent layers of this model "
+        "forget the text, in transformers itself; read the prompt in one forward",
+    )
+
+
 def require_tokens(length: int, seen: int) -> None:
     """Raise UsageError for a forward without a token, which no model can read."""
     require(

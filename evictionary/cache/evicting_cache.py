@@ -59,7 +59,7 @@ class EvictingCache(WatchedCache):
                 if not isinstance(layer, EvictingLayer):
                     cache.layers[index] = copy.deepcopy(full)
                     continue
-                restore_recurrent(layer, recurrent(full), cache.model.dtype)
+                restore_recurrent(layer, recurrent(full), model.dtype)
                 checks.require_whole(full, index, recorded.get(index, {}))
                 layer.update(full.keys, full.values)
                 cache.peak_tokens = max(cache.peak_tokens, layer.longest)
@@ -227,8 +227,8 @@ class EvictingCache(WatchedCache):
     def nbytes_beside(self) -> int:
         """The bytes beside keys and values: positions, lengths, moments, recent queries, and states in the place of a cache."""
         layers = self.evicting.values()
-        states = [state for layer in self.layers if layer not in layers for state in recurrent(layer).values()]
-        everything = sum(tensor.nbytes for tensor in (*states, *(own for layer in layers for own in layer.tensors().values())))
+        beside = [state for layer in self.layers for state in recurrent(layer).values()]
+        everything = sum(tensor.nbytes for tensor in (*beside, *(own for layer in layers for own in layer.tensors().values())))
         return everything - sum(state.nbytes for layer in layers for state in _states(layer))
 
     @property

@@ -31,15 +31,15 @@ def write(cache: EvictingCache, path: str | Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
+        own = recurrent(layer)
         if isinstance(layer, EvictingLayer):
             layers.append(layer.numbers())
-            own = layer.tensors()
+            own |= layer.tensors()
         elif hasattr(layer, "cumulative_length"):  # a sliding window
             layers.append({"cumulative_length": layer.cumulative_length})
-            own = {"keys": layer.keys, "values": layer.values}
+            own |= {"keys": layer.keys, "values": layer.values}
         else:
             layers.append({})
-            own = recurrent(layer)
         tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
     settings = {
         "schema": SCHEMA,
@@ -127,12 +127,11 @@ def restore(
         raise UsageError(f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in {path}")
     for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
         own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+        restore_recurrent(layer, own, model.dtype)
         if isinstance(layer, EvictingLayer):
             layer.restore(own, numbers, model.dtype)
             cache.peak_tokens = max(cache.peak_tokens, layer.longest)
-        elif not numbers:
-            restore_recurrent(layer, own, model.dtype)
-        else:
+        elif numbers:
             layer.lazy_initialization(own["keys"], own["values"])
             layer.keys, layer.values = own["keys"].to(model.dtype), own["values"].to(model.dtype)
             layer.cumulative_length = numbers["cumulative_length"]

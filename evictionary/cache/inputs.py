@@ -97,8 +97,8 @@ def require_readable_queries(
     tells.
     """
     if model not in layouts:
-        layouts[model] = found = {}
-        found |= _layouts(model, recording)
+        layouts[model] = {}
+        layouts[model] = _layouts(model, recording)
     require(
         layouts[model] and set(layouts[model].values()) <= set(wanted),
         f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE"

@@ -354,16 +354,6 @@ class EvictingHybridLayer(LinearAttentionAndFullAttentionLayer, EvictingLayer):
         LinearAttentionCacheLayerMixin.reorder_cache(self, indices)
         EvictingLayer.batch_select_indices(self, indices)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the layer by name, the recurrent states too."""
-        return EvictingLayer.tensors(self) | recurrent(self)
-
-    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any], dtype: torch.dtype) -> None:
-        """Put `tensors` and `numbers` back into an empty layer, as an EvictingLayer does."""
-        own = {name: tensor for name, tensor in tensors.items() if name.startswith(RECURRENT)}
-        EvictingLayer.restore(self, tensors, numbers | {"tensors": sorted(numbers["tensors"] - own.keys())}, dtype)
-        restore_recurrent(self, own, dtype)
-
 
 RECURRENT = ("conv_states.", "recurrent_states.")
 """How the tensors of a layer with a state in the place of a cache are named in a file."""
@@ -395,12 +385,12 @@ def recurrent(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def restore_recurrent(layer: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Put the states of `recurrent` back into an empty layer of a model of `dtype`; the recurrence keeps its own precision."""
+    """Put the states among `tensors` back into an empty layer of a model of `dtype`; the recurrence keeps its own precision."""
     for name, state in tensors.items():
         kind, _, index = name.partition(".")
         if kind == "conv_states":
             layer.update_conv_state(state.to(dtype), int(index))
-        else:
+        elif kind == "recurrent_states":
             layer.update_recurrent_state(state, int(index))
 
 

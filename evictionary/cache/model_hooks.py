@@ -117,6 +117,10 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         if cache is None or cache is not reference():
             return
         watcher: Any = cache
+        require(
+            named.get("use_cache") is not False,
+            "use_cache: got False with a cache, wanted True or no cache: each forward would read the whole text into it again",
+        )
         tokens = _tokens(arguments, named)
         if tokens is None:
             return

@@ -16,7 +16,7 @@ from evictionary.cache.model_hooks import Attention, attention_modules, watch
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
 from evictionary.methods.method import Method, Request
-from evictionary.models.load import require_supported, unwrapped
+from evictionary.models.load import FORGETFUL, require_supported, unwrapped
 from evictionary.models.queries import logit_factor, softmax_of
 from evictionary.optimized.softmax import PLAIN, Softmax, of_model
 from evictionary.policies import DEFAULT, hooks
@@ -33,6 +33,7 @@ class WatchedCache(Cache):
     recorded: dict[int, dict[str, torch.Tensor]]
     padding: torch.Tensor | None  # [B], of the prompt
     counts_padding: bool  # whether the positions of the model count it
+    softmax: dict[int, Softmax]  # of the layers
     _finalizer: Any
     _names: frozenset[str]
     _replaying: bool
@@ -80,6 +81,7 @@ class WatchedCache(Cache):
         steps = (stepping(self.method) for stepping in hooks(self._policies, "stepping"))
         is_plain = all(softmax.sinks is None for softmax in self.softmax.values())
         self._step = next(filter(None, steps), None) if is_plain else None  # a step knows no sink
+        self._is_forgetful = config.model_type in FORGETFUL
         self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
@@ -93,6 +95,7 @@ class WatchedCache(Cache):
         layer = self.layers[layer_idx]
         if layer_idx == self._first:
             checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
+            checks.require_remembered(self._is_forgetful, key_states.shape[-2], layer.get_seq_length())
             checks.require_announced(self._is_announced or not self._finalizer.alive)
             self._is_announced = False
         if isinstance(layer, EvictingLayer) and key_states.dtype != value_states.dtype:

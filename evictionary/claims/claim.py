@@ -188,20 +188,20 @@ class Claim:
             nearest = max(failed, key=lambda condition: condition.reach(numbers))
         reach = nearest.reach(numbers)
         if math.isinf(reach):
-            return f"More texts hardly: {nearest.number} is the same in every draw."
-        likely = "hardly" if reach >= 2 else "may"
-        return f"More texts {likely}: an interval of {nearest.number} {reach:.3g} times as wide reaches {nearest.bound:g}."
+            return f"Robust to more texts: {nearest.number} is the same in every draw."
+        likely = "Robust to more texts" if reach >= 2 else "More texts may change it"
+        return f"{likely}: the interval of {nearest.number} would have to be {reach:.3g} times as wide to reach {nearest.bound:g}."
 
     def _other_texts(self, numbers: Mapping[str, Number]) -> str:
         every = (*self.possible_if, *self.holds_if)
         if not all(numbers[each.number].by_text for each in every):
-            return "Other kinds of text may: the claim compares the kinds."
+            return "Other kinds of text may change it: the claim compares the kinds."
         kinds = numbers[every[0].number].by_text
         met = all(each.met_by(numbers[each.number].value) for each in every)
         other = [kind for kind in kinds if met != all(each.met_by(numbers[each.number].by_text[kind]) for each in every)]
         if not other:
-            return "Other texts hardly: no kind of text alone gives another answer."
-        return f"Other texts would: {' or '.join(f'{kind} alone' for kind in other)} gives another answer."
+            return "Robust to other texts: no single kind of text gives another verdict."
+        return f"Other texts would change it: {' or '.join(f'{kind} alone' for kind in other)} gives another verdict."
 
 
 def _needed(condition: Condition, numbers: Mapping[str, Number]) -> str:

@@ -79,8 +79,8 @@ class Child:
     """One student file in a process of its own. Use it as a context manager; `functions` names the functions of the file.
 
     `named` makes the named tuples of answers. `tried` takes what the audit hook refused to the code. `strict` is for code that
-    nobody trusts: its arguments come at the addresses of earlier ones, its results have to be memory of their own, what torch
-    allocates holds NaN, and a function of a library that it replaces counts as tried.
+    nobody trusts, and names functions whose results have to be memory of their own: arguments come at the addresses of earlier
+    ones, what torch allocates holds NaN, and a function of a library that the file replaces counts as tried.
 
     Raises StudentError if the file cannot be imported and Gone if the process gives no answer.
     """
@@ -95,7 +95,7 @@ class Child:
         device: str = "cpu",
         interpret: bool = False,
         confine: bool = True,
-        strict: bool = False,
+        strict: tuple[str, ...] = (),
         named: Callable[[str, dict[str, Any]], Any] = as_tuple,
         tried: set[str] | None = None,
     ) -> None:

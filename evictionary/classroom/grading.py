@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +185,9 @@ def _overflows(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next
     return any(each.std(axis=-1).max() > 500 for each in scaled)
 
 
-def _parts(answer: Any) -> tuple[Any, ...]:
-    return answer if isinstance(answer, tuple) else (answer,)
+def _parts(answer: Any) -> list[Any]:
+    """The arrays and numbers of an answer, those of a state that it holds among them."""
+    return [part for entry in answer for part in _parts(entry)] if isinstance(answer, tuple) else [answer]
 
 
 def _precision(part: Any) -> int:
@@ -297,11 +299,14 @@ class ByLaws(Run):
             return
         matches = misconceptions(law, implementation)
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
-        lines = plain(report.sentence(law, implementation, told, matches)).splitlines()
+        parts = report.said(law, implementation, told, matches)
         # A student cannot open the grader's own files, nor run its own laws.
-        hidden = ("classroom/", "this law alone") if law.name.startswith(checks.OWN) else ("classroom/",)
-        line.message = "\n".join(each for each in lines if not any(part in each for part in hidden))
-        line.message += _hint(told, law) if not matches else ""
+        hidden = {"raised in"} if "classroom/" in dict(parts).get("raised in", "") else set[str]()
+        hidden |= {"this law alone"} if law.name.startswith(checks.OWN) else set()
+        shown = [(name, text) for name, text in parts if name not in hidden]
+        line.message = plain(report.told(law, implementation, shown))
+        if law.kind == REFUSAL and isinstance(told, StudentError) and not matches:
+            line.message += WANTED
         line.repro = report.repro(law, implementation) if implementation.calls else ""
         if line.repro and self.assignment.interpret:
             line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
@@ -356,11 +361,7 @@ def _last_the_one_that_failed(calls: list[Call], dtype: str) -> None:
             return
 
 
-def _hint(told: BaseException, law: Law) -> str:
-    """How bad input is refused, for a function that fails on it by chance."""
-    if law.kind == REFUSAL and isinstance(told, StudentError):
-        return "\n  wanted          a ValueError: bad input is refused by `raise ValueError(...)`, not by assert or by chance"
-    return ""
+WANTED = "\n  wanted          a ValueError: bad input is refused by `raise ValueError(...)`, not by assert or by chance"
 
 
 def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) -> Callable[..., Any]:
@@ -398,8 +399,8 @@ def _of_the_form(name: str, answer: Any, right: Any, precision: int) -> Any:
     answer = tuple(answer) if isinstance(answer, list) and isinstance(right, tuple) else answer
     got, wanted = _parts(answer), _parts(right)
     alike = isinstance(answer, tuple) == isinstance(right, tuple) and getattr(answer, "_fields", ()) == fields
-    plain = all(isinstance(part, np.ndarray | np.generic | int | float | None) for part in got)
-    if not (alike and plain and len(got) == len(wanted)):
+    known = np.ndarray | np.generic | int | float | Fraction | str | None
+    if not (alike and all(isinstance(part, known) for part in got) and len(got) == len(wanted)):
         kind = type(answer).__name__
         shown = f"a {kind} of {len(answer)}" if isinstance(answer, tuple | list) else f"one {kind}"
         several = f"{type(right).__name__}({', '.join(fields)})" if fields else f"a tuple of {len(wanted)} arrays"

@@ -84,7 +84,7 @@ class Untrusted(ByLaws):
 
     def child(self, patience: int = 1, **changes: Any) -> Child:
         limits = replace(LIMITS, wall_seconds=self.seconds or LIMITS.wall_seconds)
-        return super().child(patience, limits=limits, strict=True, **changes)
+        return super().child(patience, limits=limits, strict=memory.SEAMS, **changes)
 
     def implementation(self, child: Child, step: Step) -> Implementation:
         judged = super().implementation(child, step)
@@ -131,14 +131,15 @@ class Untrusted(ByLaws):
         if judged.child.remote.gone:
             return ENDED
         word, message = outcome(self.drawn(law, step), judged)
-        if message.startswith((NothingToAsk.__name__, RuntimeError.__name__)):
+        if message.startswith(NothingToAsk.__name__) or (message.startswith("RuntimeError") and "got no input of" in message):
             return message.partition(": ")[2]
         if word != "passed" and judged.child.remote.gone:
             self.reasons.setdefault("no answer", plain(message) if word != "timed out" else message)
         elif word != "passed":
             if self.failed is None or self.counts(law) > self.counts(self.failed):
                 self.failed = law
-            self.said["it looks like"] = self.said.get("it looks like") or sign(judged)
+            with contextlib.suppress(Exception):  # strange numbers must not end the judge
+                self.said["it looks like"] = self.said.get("it looks like") or sign(judged)
         return HOLDS if word == "passed" else FAILS
 
     def counts(self, law: Law) -> bool:
@@ -247,8 +248,8 @@ def told(run: Untrusted) -> dict[str, Any]:
     fail = [name for name, each in run.outcomes.items() if FAILS in each]
     left_out = {name: each[0] for name, each in run.outcomes.items() if name not in (*hold, *fail)}
     reasons = dict(run.reasons)
-    if later := [name for name in fail if run.outcomes[name][0] == HOLDS]:
-        reasons["later"] = f"{len(later)} laws hold at first and fail afterwards: the code behaves otherwise after some calls"
+    if later := [name for name in fail if name in counted and run.outcomes[name][0] == HOLDS]:
+        reasons["later"] = f"{len(later)} laws hold at first and fail afterwards: the code is right for a while or for some inputs"
     if run.tried:
         meanings = {each: next(told for begun, told in MEANINGS.items() if each.startswith(begun)) for each in sorted(run.tried)}
         reasons["tried"] = "; ".join(f"{told}: {each}" for each, told in meanings.items())
@@ -258,7 +259,7 @@ def told(run: Untrusted) -> dict[str, Any]:
         reasons["laws"] = f"{len(failing)} of {len(asked)} laws fail"
     elif not reasons and not {*run.functions} <= {path for name in hold if name in known for path in known[name].functions}:
         reasons["laws"] = f"no law of one of {', '.join(run.functions)} was asked"
-    correct, cheats = not reasons, {"tried", "remembered", "time", "later"} & {*reasons}
+    correct, cheats = not reasons, {"tried", "remembered", "time"} & {*reasons}
     score = 0.0 if cheats or not asked else sum(name in hold for name in asked) / len(asked)
     return {
         "schema": SCHEMA,

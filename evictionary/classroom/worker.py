@@ -150,12 +150,13 @@ def answer(
     function: Callable[..., Any],
     arguments: list[Any],
     keywords: dict[str, Any],
-    strict: bool = False,
+    owes_memory: bool | None = None,
     numbers: Callable[[Any], Any] = numbers,
 ) -> Any:
     """Call a function. Raises TypeError if it returns nothing, or has written into an argument by then.
 
-    With strict, also if the result lies in the memory of an argument.
+    A function that owes memory of its own may not return that of an argument. Of code that nobody trusts it is known whether
+    it owes that, and nothing may be its answer.
     """
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
@@ -164,11 +165,11 @@ def answer(
     before = {name: numbers(value) for name, value in given.items()}
     result = function(*arguments, **keywords)
     called = getattr(function, "__name__", "the function")
-    if result is None:
+    if result is None and owes_memory is None:
         raise TypeError(f"{called} returned None: is there a return?")
     if written := [name for name, value in given.items() if numbers(value) != before[name]]:
         raise TypeError(f"{called} writes into {', '.join(written)}, which others still need: work on a copy")
-    if strict and (lent := [name for name, value in given.items() if in_memory_of(result, value)]):
+    if owes_memory and (lent := [name for name, value in given.items() if in_memory_of(result, value)]):
         raise TypeError(f"{called} returns memory of its argument {', '.join(lent)}: return a copy")
     return result
 
@@ -280,7 +281,8 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 launches["added"] = float(message["change launches"])
                 alone = setup["interpret"] and not setup["strict"]
                 asked = kernels_alone(arguments[0])(function) if alone else function
-                result = ask(asked, arguments, keywords, setup["strict"])
+                owes_memory = message["call"] in setup["strict"] if setup["strict"] else None
+                result = ask(asked, arguments, keywords, owes_memory)
             reply({}, result)
         except wire.BadMessage as error:
             reply({"error": "TypeError", "message": f"{message['call']} returned {error}", "place": "", "value_error": False})

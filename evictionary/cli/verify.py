@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import exit_codes, messages, missing_walls, number, progress, require_seed, whole_number
+from evictionary.cli.console import AsJson, exit_codes, messages, missing_walls, number, progress, require_seed, whole_number
 from evictionary.errors import did_you_mean, require, usage
 
 app = typer.Typer()
@@ -35,6 +35,7 @@ def verify(
     without_walls: Annotated[
         bool, typer.Option("--without-walls", help="Run the code even where the walls around it are missing.")
     ] = False,
+    as_json: AsJson = True,  # there is no other form; whoever gives it is understood
 ) -> None:
     """Verify a file that nobody trusts, behind walls and with new inputs; print one JSON object, and a line for people on stderr.
 

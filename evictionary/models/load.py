@@ -22,6 +22,8 @@ EMBEDDED = "embedded"
 
 NO_SOFTMAX = {"diffllama": "differential attention", "doge": "a mask that it makes from the values"}
 """Model types without plain softmax attention, which nothing else in their configuration reveals."""
+FORGETFUL = {"jamba"}
+"""Model types whose recurrent layers begin anew where several later tokens are read at once, in transformers 5.23."""
 EVICTED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 """The layers of a transformers cache that a cache with eviction replaces: full attention, alone or beside a recurrent state."""
 LEFT_ALONE = (DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)

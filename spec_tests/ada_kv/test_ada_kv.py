@@ -153,7 +153,7 @@ def test_protected_tokens_stay_in_their_head_inside_the_budget(impl, case, seed,
     percent=st.sampled_from([0, 34, 50, 67, 100]),
 )
 def test_no_selection_with_the_protected_tokens_scores_more(impl, rows, safe, budget, percent):
-    """Of all selections of the layer total with every head's protected tokens and its share of the rest, none has a larger sum."""
+    """Among all selections of this size that keep every head's protected tokens and minimum share, this has the largest sum."""
     scores = np.array([rows], dtype=np.float64)
     protected = np.array([[[bool(bits >> place & 1) for place in range(3)] for bits in safe]])
     protected &= protected.cumsum(axis=-1) <= budget

@@ -72,7 +72,7 @@ def test_doubling_the_values_doubles_the_score(impl, case, exponent):
 
 @law("EA-9", of=SCORE, case=grouped, seed=seeds())
 def test_scores_move_with_their_tokens(impl, case, seed):
-    """Permuting the tokens permutes the scores: no position is favoured, the first ones neither."""
+    """Permuting the tokens permutes the scores: no position is favoured, not even the first."""
     keys, values, mean, covariance = arguments(impl, case)
     move_with_tokens(impl, SCORE, seed, (keys, values), mean, covariance)
 

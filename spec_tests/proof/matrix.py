@@ -120,8 +120,9 @@ def _controls() -> list[str]:
         ]
     return [
         "",
-        f"And the other way round: {content['controls']} correct but different variants, each over {content['seeds']} seeds, a",
-        f"seed at one of the dtypes that the variant claims, in turn, with {content['max_examples']} inputs a law,",
+        f"False alarms: {content['controls']} correct variants were run with {content['seeds']} seeds each, "
+        f"{content['max_examples']} inputs a law,",
+        "one dtype of the variant after the other,",
         *how,
         f"{len(content['alarms'])} alarms in {content['runs']} runs{silent}",
         f"(`python -m evictionary.spec_tests.proof.matrix --controls {content['seeds']}`).",

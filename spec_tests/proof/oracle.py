@@ -290,9 +290,9 @@ def page(results: list[Result]) -> str:
     lines = [
         "# Who guards the oracle",
         "",
-        "Everything is compared with `reference/`. What if `reference/` is wrong? Here each mistake is made in the implementation",
-        "and in the reference at once: a law that compares the two sees nothing, and a mistake is seen only by a law that computes",
-        "in a way of its own: plain loops, brute force, an exact fraction, a closed form, an example by hand.",
+        "Everything is compared with `reference/`. What if `reference/` is wrong? Here the same bug is planted in the",
+        "implementation and in the reference. Comparing the two finds nothing; only a law with an independent computation can",
+        "detect it: plain loops, brute force, an exact fraction, a closed form, an example by hand.",
         "",
         f"{made[BANK]} mistakes are those of the [bank](kill_matrix.md); {made[PROGRAM]} are made by a program, which replaces one",
         "operator, number, axis, bound or call in the source of a function. What only refuses an argument is left alone.",

@@ -57,7 +57,7 @@ MUTANTS: dict[str, Mutant] = {}
 def mutant(
     of: str, *, killed_by: str, misconception: str, array_library: str = "numpy", above: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Plant the decorated function as a wrong `of`; the misconception completes "your numbers equal those of: ..."."""
+    """Plant the decorated function as a wrong `of`; the misconception completes "your numbers match a known bug: ..."."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f"{of.split('.')[0]}.{function.__name__}"

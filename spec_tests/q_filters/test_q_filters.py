@@ -135,7 +135,7 @@ def test_heads_that_no_group_divides_are_refused(impl, heads):
 @law("QF-3", of=SCORE, examples=3, case=long_cases(kinds=("vast", "moving_mean", "minute", "sinks")))
 def test_every_key_of_a_long_prompt_is_projected(impl, case):
     """Of thousands of keys, at scales from 1e-7 to 1e4, each scores the sum of its products with the filter."""
-    keys, filters = impl.round(case.keys), impl.round(case.queries[:, : case.num_kv_heads, 0])
+    keys, filters = of_dtype(impl, case.keys), impl.round(case.queries[:, : case.num_kv_heads, 0])
     expected = sum(keys[..., channel] * filters[..., channel, None] for channel in range(case.head_dim))
     size = np.abs(keys) @ np.abs(filters)[..., None]
     slack = rounding(impl, case.head_dim) * size[..., 0] + (2.0**-23 if impl.dtype == "float16" else 0)

@@ -53,7 +53,7 @@ def test_queries_before_the_window_do_not_count(impl, case, seed, window_size):
 
 @law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds())
 def test_scores_are_shares_of_attention(impl, case, seed):
-    """From 0 to 1; without pooling those before the window sum to less than 1 by what the window looks at itself."""
+    """Scores lie in [0, 1]. Without pooling, the scores before the window sum to 1 minus the window's attention to itself."""
     before = scored(impl, prompt_queries(case, seed), case.keys, window_size=2, kernel_size=1)[..., :-2]
     most = 1 + case.length * within(impl, roundings=0)
     require(before.min() >= 0, "a score before the window is negative", 0.0, before)

@@ -76,7 +76,7 @@ def page() -> str:
     lines = [
         "# Coverage",
         "",
-        "Every numbered equation, theorem, table and claim, with the function that writes it and the laws that hold it to it.",
+        "Every numbered equation, theorem, table and claim, with the function that implements it and the laws that test it.",
         "A test fails where an id has no law and no reason. The verdict is on the statement as the paper prints it, in the version",
         "that the heading names. *True* statements hold as printed; a *definition* is used as printed. *Restored* formulas were",
         "lost in the text that was read, and are derived anew. *Measured* claims need a real model. The other words are the grades",

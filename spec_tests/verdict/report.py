@@ -1,4 +1,4 @@
-"""The sentence of a failing law: what does not hold, the smallest input, the misconception that it matches, and a repro."""
+"""The report on a failing law: what does not hold, the smallest input, the misconception that it matches, and a repro."""
 
 import shlex
 import traceback
@@ -22,11 +22,6 @@ from evictionary.spec_tests.verdict.diagnosis import misconceptions, numbers_in,
 AGAIN = "to see it again, run"
 _MOST_LINES = 10  # of an input
 _MOST_PRINTED = 128  # numbers in an argument of a program that makes a call again
-
-
-def sentence(law: Law, implementation: Implementation, error: BaseException, matches: list[Mutant] | None = None) -> str:
-    """Say what does not hold, for which input, and how to see it again; matches are the mistakes to name, if they are known."""
-    return told(law, implementation, said(law, implementation, error, matches))
 
 
 def told(law: Law, implementation: Implementation, parts: list[tuple[str, str]]) -> str:
@@ -64,7 +59,7 @@ def said(
         )
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
-        parts.append(("misconception", f"your numbers equal those of: {match.misconception} ({match.killed_by}{above})"))
+        parts.append(("misconception", f"your numbers match a known bug: {match.misconception} ({match.killed_by}{above})"))
     if not matches and (looks := sign(implementation, law)):
         parts.append(("it looks like", looks))
     for place, source in compiled.UNFILLED.items():

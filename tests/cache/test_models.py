@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 import torch
 from tools import masked
-from tools.families import OF_2026, build
+from tools.families import OF_2026, SMALL, build, random_model
 from tools.reading import cached, generate, loaded, read, read_in, refused
+from transformers import DynamicCache, HrmTextConfig
 
 from evictionary import EvictingCache
 from evictionary.cache import partial_attention
 from evictionary.cache.layers import EvictingLayer, is_recurrent
 from evictionary.cache.model_hooks import attention_modules
-from evictionary.methods.resolve import resolve
 from evictionary.models import queries as future_queries
 from evictionary.optimized import criticalkv, dropkv, expected_attention, h2o, kvzip, momentkv, snapkv, tova
 from evictionary.optimized.attention import attend
 from evictionary.optimized.cache import compress
-from evictionary.optimized.softmax import Softmax, of_model, weights
+from evictionary.optimized.softmax import Softmax, of_model
 from evictionary.policies import momentkv as policy
 
 IDS = masked.IDS[:1]
@@ -30,8 +30,27 @@ RECURRENT = ["Qwen3-Next", "Jamba", "Nemotron-H", "LFM2", "Falcon-H1", "Zamba2"]
 @pytest.mark.parametrize("phase", masked.PHASES)
 @pytest.mark.parametrize("family", OF_2026)
 def test_a_model_reads_what_the_masks_by_hand_leave_it(family: str, phase: str, method: str) -> None:
+    if (family, phase) in masked.REFUSED:
+        refused(lambda: masked.difference(build(family), method, **masked.PHASES[phase]), "wanted one: with several the recurrent")
+        return
     found = masked.difference(build(family), method, **masked.PHASES[phase])
     assert found.largest <= 2e-4 * found.of
+
+
+@torch.no_grad()
+def test_what_is_refused_is_wrong_in_transformers_itself() -> None:
+    """The day it is right there, it need not be refused here."""
+    model = build("Jamba")
+    found = read_in(model, DynamicCache(config=model.config), [36, 8], IDS)
+    assert (found - read(model, IDS, None)).abs().max() > 1
+
+
+@pytest.mark.parametrize("phase", masked.PHASES)
+def test_a_model_that_goes_through_its_layers_again_and_again(phase: str) -> None:
+    """HRM has a place in the cache for each time. It magnifies the rounding of float32, so it is compared in float64."""
+    model = random_model(HrmTextConfig(**{**SMALL, "num_hidden_layers": 2})).double()
+    found = masked.difference(model, "keydiff", **masked.PHASES[phase])
+    assert found.largest <= 1e-4 * found.of
 
 
 def test_the_page_has_these_models_in_these_phases() -> None:
@@ -41,7 +60,9 @@ def test_the_page_has_these_models_in_these_phases() -> None:
     assert rows[start][1:-1] == list(masked.PHASES)
     table = rows[start + 2 : start + 2 + len(OF_2026)]
     assert [row[0] for row in table] == list(OF_2026)
-    assert all(float(cell) <= 2e-4 * float(row[-1]) for row in table for cell in row[1:-1])
+    cells = [(row[0], phase, cell, row[-1]) for row in table for phase, cell in zip(masked.PHASES, row[1:-1], strict=True)]
+    assert [(family, phase) for family, phase, cell, _ in cells if cell == "refused"] == masked.REFUSED
+    assert all(cell == "refused" or float(cell) <= 2e-4 * float(largest) for *_, cell, largest in cells)
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -200,22 +221,9 @@ def test_moments_of_nothing_change_nothing_beside_sinks(method: str) -> None:
     torch.testing.assert_close(read_in(model, cache, [40, 1, 3], IDS), read(model, IDS, None), rtol=1e-3, atol=1e-3)
 
 
-def test_a_softmax_that_no_module_tells_is_refused() -> None:
+def test_a_cap_that_only_the_call_of_a_module_tells_is_refused() -> None:
     model = build("gpt-oss")
-    for index, module in attention_modules(model).items():
-        module.told = module.sinks
-        if index == 1:
-            module.forward = _hidden(module)
+    module: Any = attention_modules(model)[1]
+    own = module.forward
+    module.forward = lambda *arguments, **named: own(*arguments, **named, softcap=3.0)
     refused(lambda: read(model, IDS, EvictingCache(model, "keydiff")), "with a softmax of its own, wanted a plain one")
-
-
-def _hidden(module: Any) -> Any:
-    """The forward of an attention module whose cap only its call knows."""
-    own = type(module).forward
-    return lambda *arguments, **named: own(module, *arguments, **named, softcap=3.0)
-
-
-def test_plain_weights_are_a_softmax() -> None:
-    logits = states(1, HEADS, GROUP, 5)
-    assert torch.equal(weights(logits), logits.softmax(dim=-1))
-    assert resolve("snapkv").captured == {"queries"}

@@ -141,7 +141,7 @@ class Text:
     def logits(self, model: LlamaForCausalLM) -> torch.Tensor:
         """[B, T, vocabulary], of the whole text; padding, which no one reads, sees itself, so that it is no NaN."""
         visible = self.visible | torch.eye(self.seen, dtype=torch.bool)
-        return masked_logits(model, self.ids, visible, position_ids=self.given(self.seen)["position_ids"])
+        return masked_logits(model, self.ids, dict(enumerate(visible)), position_ids=self.given(self.seen)["position_ids"])
 
 
 RULES = st.builds(Rule, st.integers(0, 5), st.integers(1, 3), st.sampled_from(["nothing", "heads", "rows", "layers"]))

@@ -203,3 +203,45 @@ def test_a_text_longer_than_the_models_context_is_said_once(every: int) -> None:
     with pytest.warns(UserWarning, match="longer than the model's context of 64 tokens") as said:
         read_in(model, cache, [1, 1, 9])
     assert len([each for each in said if "context" in str(each.message)]) == 1
+
+
+OFFERED: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "beams that are sampled": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
+    "guidance": {"guidance_scale": 1.5},
+    "scores": {"return_dict_in_generate": True, "output_scores": True},
+    "watermark": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an assistant": ({"assistant_model": None}, "got assisted generation"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "got assisted generation"),
+    "early exit": ({"assistant_early_exit": 1}, "got assisted generation"),
+    "a static cache": ({"cache_implementation": "static"}, "Passing both `cache_implementation`"),
+    "a quantized cache": ({"cache_implementation": "quantized"}, "Passing both `cache_implementation`"),
+    "an offloaded cache": ({"cache_implementation": "offloaded"}, "Passing both `cache_implementation`"),
+    "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, "requires `trust_remote_code=True`"),
+    "DoLa": ({"dola_layers": "low"}, "requires `trust_remote_code=True`"),
+    "groups of beams": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, "requires `trust_remote_code=True`"),
+    "no cache": ({"use_cache": False}, "use_cache: got False with a cache, wanted True or no cache"),
+}
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
+@pytest.mark.parametrize("way", OFFERED)
+def test_every_way_to_generate_works(model: LlamaForCausalLM, way: str, method: str) -> None:
+    """As with nothing removed: rows, tokens, and one cache of half of the prompt and the answer."""
+    cache = EvictingCache(model, method, 0.5)
+    output = generate(model, IDS, cache, **OFFERED[way])
+    assert getattr(output, "sequences", output).shape == (OFFERED[way].get("num_return_sequences", 1), 68)
+    assert cache.tokens_kept == 30 + 7
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_every_other_way_is_refused_before_the_first_token(model: LlamaForCausalLM, way: str) -> None:
+    settings, message = REFUSED[way]
+    drawn: list[Any] = []
+    given = settings | ({"assistant_model": tiny_llama()} if "assistant_model" in settings else {})
+    draw = [lambda ids, scores: drawn.append(ids)]
+    refused(lambda: generate(model, IDS, EvictingCache(model, "keydiff"), logits_processor=draw, **given), message, ValueError)
+    assert not drawn

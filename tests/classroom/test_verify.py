@@ -3,18 +3,21 @@
 import json
 import re
 import tomllib
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from sampling import sampled
 from tools.commands import as_json, failed, invoke
 from tools.grader import SOLUTION, bundled, text_of, written
 
-from evictionary.classroom import verifier
+from evictionary.classroom import grading, verifier
 from evictionary.classroom.child import Child
+from evictionary.reference import momentkv as moments
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import oracle
 
@@ -68,11 +71,24 @@ def test_an_exploit_is_caught_and_named(name: str) -> None:
 @pytest.mark.parametrize("base", ["numpy", pytest.param("torch", marks=pytest.mark.slow)])
 def test_right_code_is_correct(base: str, tmp_path: Path) -> None:
     path = written(tmp_path, BASES[base], "keydiff.py")
-    done = invoke("verify", path, "--method", "keydiff.score", "--examples", 2, "--seed", 3)
+    done = invoke("verify", path, "--method", "keydiff.score", "--examples", 2, "--seed", 3, "--json")
     found = json.loads(done.stdout)
     assert (done.exit_code, found["correct"], found["score"], found["reasons"], found["seed"]) == (0, True, 1, {}, 3), found
     assert found["seconds"]["keydiff.score"] > 0
     assert re.search(r"PASS: \d+ laws hold \(seed 3\)", done.stderr)
+
+
+def test_states_fractions_and_texts_are_answers() -> None:
+    """A step of MomentKV returns a state inside a tuple, and LagKV's ratio is a fraction: both were once no arrays."""
+    for answer in ((np.ones(3), moments.no_moments(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 2)))), Fraction(1, 3), "too short"):
+        assert grading._of_the_form("step", answer, answer, 8) is answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["momentkv", "lagkv", "cache", "gvote", "expected_attention", "selection"])
+def test_the_reference_of_a_method_is_correct(stem: str) -> None:
+    found = verifier.verify(bundled(stem).encode(), stem, **SETTINGS | {"examples": 1, "seconds": 60, "domain": Domain()})
+    assert (found["correct"], found["score"]) == (True, 1), found["verdict"]
 
 
 def test_a_mistake_is_named(tmp_path: Path) -> None:

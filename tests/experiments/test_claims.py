@@ -123,27 +123,27 @@ FAILED = {"gain": number(-0.1, -0.15, -0.05), "loss": number(0.5, 0.4, 0.6)}
         (
             TWO,
             {"gain": number(0.4, 0.2, 0.7, varied=0.1, code=0.7), "loss": LOSS},
-            "More texts may: an interval of loss 1.11 times as wide reaches 0.2. "
-            "Other texts would: code alone gives another answer.$",
+            "More texts may change it: the interval of loss would have to be 1.11 times as wide to reach 0.2. "
+            "Other texts would change it: code alone gives another verdict.$",
         ),
         (  # half of the interval is twice the distance: four times the texts
             TWO,
             {"gain": number(0.4, -0.4, 1.2, varied=0.4, code=0.4), "loss": number(0.1, 0.05, 0.19, varied=0.1, code=0.1)},
             "About 4.0 times as many texts and kinds of text would decide gain > 0, if the value stays. "
-            "Other texts hardly: no kind of text alone gives another answer.$",
+            "Robust to other texts: no single kind of text gives another verdict.$",
         ),
         (TWO, {"gain": number(0.0, -0.4, 0.4), "loss": LOSS}, "No number of texts: gain lies on its bound 0."),
         # of two conditions that fail, the one that fails more clearly keeps the verdict
-        (TWO, FAILED, ".*More texts hardly: an interval of loss 3 times"),
+        (TWO, FAILED, ".*Robust to more texts: the interval of loss would have to be 3 times"),
         (
             claim_of("gain > 0", possible_if=("able >= 0.5",)),
             FAILED | {"able": number(0.2, 0.1, 0.3)},
-            "A model with able >= 0.5 would. More texts hardly",
+            "A model with able >= 0.5 would. Robust to more texts",
         ),
         (
             claim_of("gain > 0"),
             {"gain": Number(3.0, 2.0, 4.0, 18, {}, "")},
-            ".*Other kinds of text may: the claim compares the kinds.$",
+            ".*Other kinds of text may change it: the claim compares the kinds.$",
         ),
     ],
 )

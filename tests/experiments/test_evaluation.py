@@ -52,14 +52,14 @@ def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_every_measurement_has_a_line(finished: tuple[Path, list[Line]]) -> None:
     folder, lines = finished
     assert [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()] == lines
-    expected = [("full", 0.0, None), ("keydiff", 0.5, None), ("keydiff", None, 40), ("random", 0.5, None), ("random", None, 40)]
-    expected += [("random_protected", ratio, budget) for _, ratio, budget in expected[-2:]]
+    evicting = [(name, *amount) for name in ("keydiff", "random", "random_protected") for amount in ((0.5, None), (None, 40))]
+    expected = [("full", 0.0, None), *evicting]
     for name in NAMES:
         mine = [line for line in lines if line["task"] == name]
         assert [(line["method"], line["ratio"], line["budget"]) for line in mine] == expected
         kept = [line["tokens_kept"] for line in mine]
         tokens = mine[0]["tokens"]
-        assert kept == [tokens, tokens // 2, 40, tokens // 2, 40]
+        assert kept == [tokens, *[tokens // 2, 40] * 3]
         for line in mine:
             assert line["bytes_after"] * tokens == line["bytes_before"] * line["tokens_kept"]
             assert line["error"] is None
@@ -159,14 +159,14 @@ def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_
     lagkv = plan_for(model_folder, methods=[("lagkv", {"lag_size": "16"})], tasks=["copy"], budgets=[])
     lines = store.run(lagkv, tmp_path, advance=told.append)
     assert [each.text for each in told] == ["copy, 600 tokens, seed 1: lagkv (lag_size=16)"]
-    assert len(lines) == 11
+    assert len(lines) == 15
 
 
 def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Path) -> None:
     names = ["gvote", "expected_attention", "snapkv+ada_kv", "keydiff+moments", "momentkv"]  # ragged, captured states, decoding
     plan = plan_for(model_folder, methods=[(name, {}) for name in names], tasks=["copy"], budgets=[])
     lines = store.run(plan, tmp_path)
-    assert [line["error"] for line in lines] == [None] * 7
+    assert [line["error"] for line in lines] == [None] * 8
     assert all(0 < line["bytes_after"] < line["bytes_before"] for line in lines if line["method"] != "full")
 
 
@@ -260,7 +260,7 @@ def test_the_command_prints_tables(finished: tuple[Path, list[Line]], model_fold
     told = printed(*common)
     assert "600 tokens" in told and "keydiff" in told
     found = as_json(*common)
-    assert len(found["rows"]) == 10 and json.loads(printed(*common, "--format", "json")) == found
+    assert len(found["rows"]) == 14 and json.loads(printed(*common, "--format", "json")) == found
     assert printed(*common, "--format", "markdown").strip() == eval_report.markdown(found["rows"]).strip()
 
 

@@ -112,7 +112,7 @@ def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
     start, law = f"{sys.executable} {wrong}", f"spec_tests/keydiff/{COSINE.replace('::', '.py::')}"
     output = pytest_of("--profile", "quick", law, "--exec", start, "--dtype", "float32", code=1).stdout
     assert "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)" in output
-    assert "your numbers equal those of: the sign left out" in output
+    assert "your numbers match a known bug: the sign left out" in output
     assert f"judge --exec '{start}' --law " in output
 
 
@@ -334,6 +334,23 @@ def test_the_action_hands_on_what_it_is_given(given: dict[str, str], wanted: lis
     program.chmod(0o755)
     said = run("bash", "-eu", "-c", step["run"], RUNNER_TEMP=tmp_path, **named).stdout.splitlines()
     assert said[:2] == ["judge", wanted[0]] and set(wanted) < set(said) and said[-2:] == ["--report", "a report"]
+
+
+def test_the_action_says_in_its_summary_what_is_wrong(tmp_path: Path) -> None:
+    action = yaml.safe_load((ROOT / ".github" / "actions" / "judge" / "action.yml").read_text())
+    step = next(step for step in action["runs"]["steps"] if step["name"] == "Say what was found")
+    (tmp_path / "temp" / "evictionary" / "bin").mkdir(parents=True)
+    (tmp_path / "temp" / "evictionary" / "bin" / "python").symlink_to(sys.executable)
+    source = "def score(keys):\n    return -(keys ** 2).sum(-1)\n"
+    (tmp_path / "knorm.py").write_text(source)
+    run(sys.executable, "-m", "evictionary", "judge", "knorm.py", "--profile", "quick", "--report", "found", cwd=tmp_path, code=1)
+    told = run(
+        "bash", "-eu", "-c", step["run"],
+        cwd=tmp_path, RUNNER_TEMP=tmp_path / "temp", GITHUB_STEP_SUMMARY=tmp_path / "summary.md", REPORT="found",
+    )  # fmt: skip
+    summary = (tmp_path / "summary.md").read_text()
+    assert "### knorm (numpy, cpu, float64)" in summary and "| KN-1 | fail | your numbers equal those of: " in summary
+    assert told.stderr.startswith("::error title=KN-1 does not hold for knorm.score::your numbers equal those of: ")
 
 
 def typed(command: str, folder: Path, code: int = 0) -> str:

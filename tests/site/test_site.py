@@ -305,11 +305,10 @@ def test_a_page_of_the_repository_is_included_with_links_that_lead_somewhere() -
 
 def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "ROOT", tmp_path)
-    assert pages.measured("methods/keydiff.md", "keydiff").startswith("`evictionary claims --papers keydiff`")
     paper = {"paper": "keydiff", "picture": "keydiff.png", "claims": [{"statement": "|a| < 1", "verdict": "not seen"}]}
     (tmp_path / "docs" / "claims").mkdir(parents=True)
     (tmp_path / "docs" / "claims" / "results.json").write_text(json.dumps({"date": "2026-01-01", "papers": [paper]}))
-    text = pages.measured("methods/keydiff.md", "keydiff")
+    text = pages.filled("methods/keydiff.md", "<!-- measured: keydiff -->")
     assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text
     assert r"| \|a\| &lt; 1 | not seen |" in text
-    assert pages.measured("methods/lagkv.md", "lagkv").startswith("`evictionary claims --papers lagkv`")
+    assert pages.filled("methods/lagkv.md", "<!-- measured: lagkv -->").startswith("`evictionary claims --papers lagkv`")

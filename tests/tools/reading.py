@@ -1,6 +1,6 @@
 """What the tests of the cache share: tokens to read, and short ways to read, to generate and to look at what is stored."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -60,22 +60,29 @@ def read_in(model: Any, cache: Any, sizes: Sequence[int], ids: torch.Tensor = ID
     return torch.cat([read(model, part, cache, **named) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1)
 
 
-def masked_logits(model: Any, ids: torch.Tensor, visible: torch.Tensor, **named: Any) -> torch.Tensor:
-    """The logits of ids [B, T] without a cache, where token m attends to what row m of visible [T, T] says.
+def masked_logits(
+    model: Any, ids: torch.Tensor, visible: Mapping[int, torch.Tensor], cache: Any = None, **named: Any
+) -> torch.Tensor:
+    """The logits of ids [B, M] where token m of a layer attends to what row m of its `visible` [B, H_kv, M, T] says.
 
-    The heads, rows and layers may differ: [L, B, H_kv, T, T], and what broadcasts to that.
+    The layers are called in their order; a module may serve several.
     """
-    layers, length, heads = model.model.layers, ids.shape[1], model.config.num_key_value_heads
-    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min).expand(len(layers), len(ids), heads, length, length)
-    mask = mask.repeat_interleave(model.config.num_attention_heads // heads, dim=2)
+    waiting = dict(visible)
 
     def masked(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return arguments, given | {"attention_mask": mask[module.layer_idx]}
+        own = waiting.pop(min(waiting))
+        mask = torch.where(own, 0.0, torch.finfo(torch.float32).min).to(model.dtype)
+        return arguments, given | {
+            "attention_mask": mask.repeat_interleave(model.config.num_attention_heads // own.shape[1], dim=1)
+        }
 
     with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True))
-        return read(model, ids, None, **named)
+        for module in model.modules():
+            if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in (*visible, -1):
+                hooks.enter_context(module.register_forward_pre_hook(masked, with_kwargs=True))
+        logits = read(model, ids, cache, **named)
+    assert not waiting
+    return logits
 
 
 def generate(

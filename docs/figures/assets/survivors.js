@@ -14,8 +14,8 @@
   // Whether a row (layer * heads + head) keeps a token at the budget of that index.
   function reader(method) {
     if (method.levels) {
-      const levels = bytes(method.levels);
-      return (budget, row, token) => levels[row * tokens.length + token] <= budget;
+      const A = 65; // a letter says which budget is the smallest that keeps the token
+      return (budget, row, token) => method.levels.charCodeAt(row * tokens.length + token) - A <= budget;
     }
     const masks = bytes(method.masks);
     return (budget, row, token) => {
