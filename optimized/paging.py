@@ -70,7 +70,8 @@ def gather_pages(paged: PagedCache) -> CompressedCache:
     require_fit("paging.gather_pages", paged)
     item, head, place = _filled(paged).nonzero(as_tuple=True)
     page, offset = _where(paged, item, place)
-    return CompressedCache(*(pool[page, offset, head] for pool in paged[:3]), paged.lengths.clone())
+    keys, values, positions = (pool[page, offset, head] for pool in paged[:3])
+    return CompressedCache(keys, values, positions, paged.lengths.clone())
 
 
 def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:

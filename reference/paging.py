@@ -43,7 +43,9 @@ def compact_pages(paged: PagedCache, kept: np.ndarray) -> tuple[PagedCache, np.n
     lengths = kept.sum(axis=-1)
     freed = np.zeros(len(paged.keys), dtype=bool)
     freed[paged.block_table[_held(paged) & ~_held(paged._replace(lengths=lengths))]] = True
-    return PagedCache(*pools, paged.block_table.copy(), lengths, paged.seen.copy()), freed
+    return PagedCache(
+        pools[0], pools[1], pools[2], paged.block_table.copy(), lengths, paged.seen.copy()
+    ), freed
 
 
 def slot_mapping(paged: PagedCache, count: int) -> np.ndarray:

@@ -51,9 +51,9 @@ class Pages(NamedTuple):
 
 def pages(pool: torch.Tensor) -> Pages:
     """Return a pool with its rows: pages with the tokens or the heads first, or those of one buffer for keys and values."""
-    *strides, stride_d = pool.stride()
-    stride_t = math.gcd(*strides) or 1
-    return Pages(pool, *(stride // stride_t for stride in strides), stride_t, stride_d)
+    page, slot, head, stride_d = pool.stride()
+    stride_t = math.gcd(page, slot, head) or 1
+    return Pages(pool, page // stride_t, slot // stride_t, head // stride_t, stride_t, stride_d)
 
 
 @triton.jit

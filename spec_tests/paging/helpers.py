@@ -40,7 +40,7 @@ def in_pages(case, seed: int, least: int = 0) -> PagedCache:
     positions = np.sort(generator.permuted(np.tile(np.arange(2 * length), (batch, heads, 1)), axis=-1)[..., :length])
     shape = (table.size + 2, size, heads)
     pools = [np.full(shape + states.shape[3:], np.nan) for states in (case.keys, case.values)] + [np.zeros(shape, dtype=np.int64)]
-    paged = PagedCache(*pools, table, lengths, np.full(batch, 2 * length))
+    paged = PagedCache(pools[0], pools[1], pools[2], table, lengths, np.full(batch, 2 * length))
     for item, head in np.ndindex(lengths.shape):
         for place, (page, offset) in enumerate(slots_of(paged, item)[: lengths[item, head]]):
             for pool, states in zip(pools, (case.keys, case.values, positions), strict=True):

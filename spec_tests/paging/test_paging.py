@@ -155,8 +155,8 @@ def check_alone(impl, case, seed, axis):
     after, _ = impl.paging.compact_pages(paged, kept)
     for index in range(kept.shape[axis]):
         items, heads = own = tuple(slice(index, index + 1) if each == axis else slice(None) for each in (0, 1))
-        pools = (pool[:, :, heads] for pool in paged[:3])
-        part = PagedCache(*pools, paged.block_table[items], paged.lengths[own], paged.seen[items])
+        keys, values, positions = (pool[:, :, heads] for pool in paged[:3])
+        part = PagedCache(keys, values, positions, paged.block_table[items], paged.lengths[own], paged.seen[items])
         alone, _ = impl.paging.compact_pages(part, kept[own])
         equal(alone.lengths, after.lengths[own], "it has another length alone")
         lengths = np.minimum(alone.lengths, part.lengths)

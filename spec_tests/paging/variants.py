@@ -17,7 +17,7 @@ def answered(paged, pools, lengths):
     for item in range(len(lengths)):
         for page in set(pages_of(paged, item, paged.lengths)) - set(pages_of(paged, item, lengths)):
             freed[page] = True
-    return PagedCache(*pools, paged.block_table, lengths, paged.seen), freed
+    return PagedCache(pools[0], pools[1], pools[2], paged.block_table, lengths, paged.seen), freed
 
 
 @control(COMPACT, dtypes=NUMPY)
@@ -77,7 +77,8 @@ def slot_by_slot(paged, count):
 
 @control(GATHER, dtypes=NUMPY)
 def slot_after_slot(paged):
-    return CompressedCache(*(np.concatenate(list(held(paged, pool, paged.lengths))) for pool in paged[:3]), paged.lengths)
+    keys, values, positions = (np.concatenate(list(held(paged, pool, paged.lengths))) for pool in paged[:3])
+    return CompressedCache(keys, values, positions, paged.lengths)
 
 
 @control(ATTEND, array_library="torch", dtypes=("float64", "float32"))
@@ -87,4 +88,5 @@ def padded_and_masked(queries, paged):
     filled = places < paged.lengths[..., None]
     rows = (paged.block_table.repeat_interleave(size, dim=1) * size + places % size)[:, None].expand(filled.shape)[filled]
     head = torch.arange(filled.shape[1])[:, None].expand(filled.shape)[filled]
-    return padded_storage(queries, CompressedCache(*(pool.flatten(0, 1)[rows, head] for pool in paged[:3]), paged.lengths))
+    keys, values, positions = (pool.flatten(0, 1)[rows, head] for pool in paged[:3])
+    return padded_storage(queries, CompressedCache(keys, values, positions, paged.lengths))
