@@ -185,6 +185,14 @@ def query(batch: int = BATCH) -> torch.Tensor:
     return states(batch, 32)[:, :, 0]
 
 
+def in_pages(size: int = 16) -> tuple[Any, ...]:
+    """A cache of full pages, and which of its tokens stay."""
+    count = TOKENS // size
+    pools = (meta(BATCH * count, size, KV_HEADS, HEAD_DIM), meta(BATCH * count, size, KV_HEADS, HEAD_DIM))
+    positions = whole(BATCH * count, size, KV_HEADS)
+    return PagedCache(*pools, positions, whole(BATCH, count), whole(BATCH, KV_HEADS), whole(BATCH)), mask()
+
+
 LAG = {"sink_size": 16, "lag_size": 128, "kept_each": 32}
 OPTIONS = {"lagkv.select": LAG, "lagkv.compress": LAG}
 ANCHOR = numbers(BATCH, KV_HEADS, HEAD_DIM)
@@ -215,6 +223,7 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     "attention.attend, decoding": (lambda: attended(BATCH, 1), 0.1),
     "attention.attend, a block of a prompt": (lambda: attended(1, 512, 32_768), 0.3),
     "attention.attend, a long block of a prompt": (lambda: attended(1, 32_768), 0.3),
+    "paging.compact": (in_pages, 0),
     "knorm.score": (lambda: (states(),), 0),
     "streaming_llm.compress": (lambda: (states(), states(), 4, 4092), 0),
     # The logarithm of the normaliser of each query; for a window, in 64 splits.
