@@ -50,7 +50,8 @@ LISTENERS: list[list[float]] = []
 def note(slack: Any, expected: np.ndarray) -> None:
     """Tell the listeners what a comparison allows; slack is a number, an array, or a function that gives one."""
     if LISTENERS and (size := float(np.abs(expected[np.isfinite(expected)]).mean())) > 0:
-        share = float(np.mean(slack() if callable(slack) else slack)) / size
+        allowed = np.broadcast_to(slack() if callable(slack) else slack, expected.shape)
+        share = float(allowed[np.isfinite(expected)].mean()) / size
         for listener in LISTENERS:
             listener.append(share)
 

@@ -28,8 +28,12 @@ def reference_at(dtype: str) -> Implementation:
 ANGLE = "an angle of a far position is a product rounded in float32, and the mean of many turns nearly cancels"
 LARGE = "a logit of 1e4 in half precision is off by tens; the law asks that nothing overflows"
 SINK = "a sink of 50 has a logit that bfloat16 knows to a quarter, and it shares its weight with three others"
+PARTS = "of the log-sum-exps of two parts half precision keeps so few digits that their shares are known to some per cent"
 SIMILAR = "a cosine near the threshold may be on either side of it, and then a row counts another key"
 WIDE = {
+    "test_attention::test_two_disjoint_caches_merge_exactly": PARTS,
+    "test_criticalkv::test_every_token_of_a_long_prompt_has_its_importance": SINK,
+    "test_criticalkv::test_every_token_of_a_long_prompt_has_its_score": SINK,
     "test_expected_attention_sizes::test_queries_of_far_positions_turn_by_them": ANGLE,
     "test_expected_attention_statistics::test_mean_and_covariance_are_turned_alike": ANGLE,
     "test_expected_attention_statistics::test_the_horizon_is_512_and_the_base_10000_unless_given": ANGLE,
