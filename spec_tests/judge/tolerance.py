@@ -51,9 +51,8 @@ def note(slack: Any, expected: np.ndarray) -> None:
     """Tell the listeners what a comparison allows; slack is a number, an array, or a function that gives one."""
     if LISTENERS and (size := float(np.abs(expected[np.isfinite(expected)]).mean())) > 0:
         allowed = np.broadcast_to(slack() if callable(slack) else slack, expected.shape)
-        share = float(allowed[np.isfinite(expected)].mean()) / size
         for listener in LISTENERS:
-            listener.append(share)
+            listener.append(float(allowed[np.isfinite(expected)].mean()) / size)
 
 
 class Allowance:
