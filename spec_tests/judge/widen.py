@@ -26,12 +26,12 @@ def widened(
         return None
     said = [(each, arguments[each.name]) for each in contract.arguments(path) if arguments.get(each.name) is not None]
     sizes = {axis: size for each, value in said for axis, size in _channels(each, value)}
-    if "D" not in sizes or max(sizes.values()) > max(domain.head_dim):
-        return None
+    larger = [size for size in domain.head_dim if size >= sizes.get("D", math.inf)]
     # A power of four keeps the queries exact, for their logits are divided by the root of the channels.
-    by_fours = [size for size in domain.head_dim if math.log(size / sizes["D"], 4).is_integer()]
-    wide = {"D": min(by_fours or [size for size in domain.head_dim if size >= sizes["D"]])}
-    wide["D_v"] = min(domain.value_dim or [wide["D"]])
+    wide = {"D": min([size for size in larger if math.log(size / sizes["D"], 4).is_integer()] or larger, default=0)}
+    wide["D_v"] = min((size for size in domain.value_dim if size >= sizes.get("D_v", 0)), default=wide["D"])
+    if any(size > wide[axis] for axis, size in sizes.items()) or not larger:
+        return None
     root = math.sqrt(wide["D"] / sizes["D"]) if {"keys", "cache"} & set(arguments) else 1.0
     grown = {name: root ** (2 if "covariance" in name else "quer" in name) for name in arguments}
     found = dict(arguments) | {each.name: _padded(each, value, wide, grown[each.name]) for each, value in said}

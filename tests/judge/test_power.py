@@ -2,15 +2,17 @@
 
 from statistics import median
 
+import numpy as np
 import pytest
 from sampling import sampled
 
 from evictionary.spec_tests.judge import tolerance
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS
 from evictionary.spec_tests.judge.domain import Domain
-from evictionary.spec_tests.judge.implementation import Implementation
+from evictionary.spec_tests.judge.implementation import Implementation, oracle
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.judge.widen import widened
 from evictionary.spec_tests.proof.planted import load_mutants, replaced
 
 LAWS = load_laws()
@@ -65,6 +67,17 @@ def test_no_law_allows_as_much_as_it_expects(name: str, dtype: str) -> None:
     """One that does would pass a tensor of zeros. Those that must say why."""
     found = shares(name, dtype)
     assert not found or median(found) <= 1 or name in WIDE
+
+
+@pytest.mark.parametrize(
+    ("sizes", "head_dims", "found"),
+    [((2, 2), (64,), 64), ((4, 4), (32, 64), 64), ((2, 65), (64, 256), None), ((128, 2), (64,), None), ((64, 2), (16, 256), 256)],
+)
+def test_channels_are_added_and_never_taken(sizes: tuple[int, int], head_dims: tuple[int, ...], found: int | None) -> None:
+    """A factor of four comes first; more channels of keys or values than there is room for leave the law out."""
+    states = {"keys": np.ones((1, 1, 3, sizes[0])), "values": np.ones((1, 1, 3, sizes[1]))}
+    wide = widened("momentkv.no_moments", oracle("momentkv.no_moments"), states, Domain(head_dim=head_dims))
+    assert (wide and wide[0]["keys"].shape[-1]) == found
 
 
 def test_a_law_by_hand_is_asked_of_a_kernel_for_64_channels() -> None:
