@@ -43,12 +43,13 @@ def check_compression(impl, state, queries, keys, values, candidates, position, 
 
     kept = (candidates[..., None] == state.positions[..., None, :]).any(axis=-1)
 
-    def slack() -> float:
-        largest = allowance(chain, queries, *rows, dtype=impl.dtype).largest
-        # Angles are computed in the accumulator's precision: what an error of the angle moves in a logit, and with it in a score.
-        angle = final_rounding(impl) / 2 + accumulating(impl) * (position + horizon)
-        size = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(rows[0], axis=-1).max()
-        return largest + angle * float((size + size**2) * np.linalg.norm(rows[1], axis=-1).max())
+    def slack() -> np.ndarray:
+        # Queries are rounded as statistics, as tables of RoPE, turned and averaged; angles are in the accumulator's precision.
+        angle = 2 * final_rounding(impl) + accumulating(impl) * (position + horizon)
+        size = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(rows[0], axis=-1) / math.sqrt(rows[0].shape[-1])
+        weights = chain(queries, rows[0], np.ones_like(rows[1][..., :1]))
+        moved = softmax_slack(impl, weights - settings.get("epsilon", 0.02), angle * (size + size**2))
+        return (moved + 2 * final_rounding(impl) * weights) * np.linalg.norm(rows[1], axis=-1)
 
     selects(kept, chain(queries, *rows), target, slack=slack, what=f"the compression before position {position}")
 
@@ -136,7 +137,8 @@ def test_the_defaults_are_those_of_the_paper(impl, position):
 
 
 def check_start(impl, seed, length, buffer_size=None):
-    keys, values, queries = states(impl, seed, 2, length)
+    channels = impl.channels(4)
+    keys, values, queries = states(impl, seed, 2, length, head_dim=channels, value_dim=channels)
     expected = prompt(keys, values, queries, length, buffer_size or 128)
     asked = {} if buffer_size is None else {"buffer_size": buffer_size}
     got = impl.expected_attention.start_decoding(keys, values, queries, **asked)

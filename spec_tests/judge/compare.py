@@ -68,7 +68,7 @@ def selects(
     scores: np.ndarray,
     budget: int,
     *,
-    slack: float | np.ndarray | Callable[[], float] = 0.0,
+    slack: float | np.ndarray | Callable[[], float | np.ndarray] = 0.0,
     protected: np.ndarray | None = None,
     what: str = "the selection",
 ) -> None:

@@ -25,7 +25,7 @@ from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, ProgramFailed
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance
 from evictionary.spec_tests.judge.watch import WATCH, NotAsked
-from evictionary.spec_tests.judge.widen import cut, widened
+from evictionary.spec_tests.judge.widen import widened
 
 STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
 # The packages of this project, which go by these names on the command line.
@@ -145,6 +145,11 @@ class Implementation:
         """Return float64 numbers that the dtype under test represents exactly, so that both sides see the same input."""
         return round_to(np.asarray(array, dtype=np.float64), self.dtype)
 
+    def channels(self, wanted: int) -> int:
+        """The channels of inputs that a law makes itself: `wanted`, or where the domain lacks it the least that it has."""
+        allowed = self.domain.head_dim
+        return wanted if wanted in allowed or not allowed else min(allowed)
+
     def function(self, path: str) -> Callable[..., Any]:
         """The function `path` of the implementation, as it is; a program looks after its time itself, any other is watched."""
         stem, name = path.split(".")
@@ -161,7 +166,7 @@ class Implementation:
             if wide is None or self.domain.excludes(wide[0]):
                 raise OutsideDomain(reason)
             values = list(wide[0].items())
-            return cut(self.call(path, *(value for _, value in values[: len(args)]), **dict(values[len(args) :])), wide[1])
+            return wide[1](self.call(path, *(value for _, value in values[: len(args)]), **dict(values[len(args) :])))
         if self.asking == MATHEMATICS and (reason := degenerate(path, call.arguments)):
             raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")
         self.calls.append(call)

@@ -1,12 +1,14 @@
 """A law by hand has one to four channels, a kernel takes 64: channels of zeros are added, and queries grow so that logits stay.
 
-The reference says whether that leaves the answer as it is. RoPE, which turns pairs, and a deviation over the channels do not.
+Where RoPE turns pairs (i, i + D/2), each half gets its zeros. The reference says whether that leaves the answer as it is: a
+deviation over the channels does not, nor do several pairs, whose frequencies are others among more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,8 @@ from evictionary.spec_tests.judge.domain import Domain
 
 def widened(
     path: str, oracle: Callable[..., Any], arguments: Mapping[str, Any], domain: Domain
-) -> tuple[dict[str, Any], Any] | None:
-    """The arguments of a call with as many channels as the domain takes, and an answer of the form that the law expects.
+) -> tuple[dict[str, Any], Callable[[Any], Any]] | None:
+    """The arguments of a call with as many channels as the domain takes, and what cuts its answer to the law's channels.
 
     None where no such channels are left to add, or where they change the answer.
     """
@@ -34,22 +36,30 @@ def widened(
         return None
     root = math.sqrt(wide["D"] / sizes["D"]) if {"keys", "cache"} & set(arguments) else 1.0
     grown = {name: root ** (2 if "covariance" in name else "quer" in name) for name in arguments}
-    found = dict(arguments) | {each.name: _padded(each, value, wide, grown[each.name]) for each, value in said}
+    turned = any("%" in axis or axis == "D/2" for each in contract.arguments(path) for axis in each.own)
+    found = dict(arguments) | {each.name: _padded(each, value, wide, grown[each.name], turned) for each, value in said}
     try:
         narrow, same = oracle(**arguments), oracle(**found)
     except ValueError:
         return None
-    return (found, narrow) if _alike(cut(same, narrow), narrow) else None
+    shown = partial(cut, like=narrow, turned=turned)
+    return (found, shown) if _alike(shown(same), narrow) else None
 
 
-def cut(answer: Any, like: Any) -> Any:
-    """The first of an answer along each axis, as many as `like` has: without the channels of zeros."""
+def cut(answer: Any, like: Any, turned: bool) -> Any:
+    """An answer at the places that `like` has along each axis: without the channels of zeros."""
     if isinstance(answer, tuple) and isinstance(like, tuple):
-        entries = [cut(*pair) for pair in zip(answer, like, strict=True)]
+        entries = [cut(*pair, turned) for pair in zip(answer, like, strict=True)]
         return type(answer)(*entries) if hasattr(answer, "_fields") else tuple(entries)
     if not isinstance(answer, np.ndarray) or answer.ndim != np.ndim(like):
         return answer
-    return answer[tuple(slice(size) for size in np.shape(like))]
+    return answer[np.ix_(*map(partial(_places, turned=turned), np.shape(like), answer.shape))]
+
+
+def _places(size: int, wide: int, turned: bool) -> np.ndarray:
+    """Where so many channels stand among `wide`: first of all, or first in each half."""
+    places = np.arange(min(size, wide))
+    return places + (places >= size // 2) * (wide - size) // 2 if turned and size % 2 == wide % 2 == 0 else places
 
 
 def _channels(argument: contract.Argument, value: Any) -> list[tuple[str, int]]:
@@ -60,13 +70,20 @@ def _channels(argument: contract.Argument, value: Any) -> list[tuple[str, int]]:
     return [(axis.split("%")[0], size) for axis, size in own if axis.split("%")[0] in ("D", "D_v")]
 
 
-def _padded(argument: contract.Argument, value: Any, wide: Mapping[str, int], grown: float) -> Any:
+def _padded(argument: contract.Argument, value: Any, wide: Mapping[str, int], grown: float, turned: bool) -> Any:
     if argument.kind in contract.STATES:
-        return value._replace(**{name: _padded(each, getattr(value, name), wide, 1) for name, each in argument.fields.items()})
+        fields = {name: _padded(each, getattr(value, name), wide, 1, turned) for name, each in argument.fields.items()}
+        return value._replace(**fields)
+    lead = np.ndim(value) - len(argument.own)
     own = [axis.split("%")[0] for axis in argument.own]
-    before = [(0, 0)] * (np.ndim(value) - len(own))
-    more = [(0, wide[axis] - size if axis in wide else 0) for axis, size in zip(own, np.shape(value)[len(before) :], strict=True)]
-    return np.pad(value, before + more) * grown if any(after for _, after in more) else value
+    wanted = {**wide, "D/2": wide["D"] // 2}
+    sizes = *np.shape(value)[:lead], *(wanted.get(axis, size) for axis, size in zip(own, np.shape(value)[lead:], strict=True))
+    if sizes == np.shape(value):
+        return value
+    found = np.zeros(sizes, np.asarray(value).dtype)
+    halves = [False] * lead + [turned and axis == "D" for axis in own]
+    found[np.ix_(*map(_places, np.shape(value), sizes, halves))] = value
+    return found * grown
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -100,10 +100,11 @@ def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shi
 
 @law("TA-3", of=LOGITS)
 def test_the_cosines_of_the_paper_are_a_product(impl):
-    """|E q| |k| cos(w D + phi) with E q = 2, k = 3i before RoPE, D = 2 and one frequency: 6 cos(2 - pi/2); slack 1/2 adds 3/2."""
-    keys = rotate(np.array([[0.0, 3]]), np.array([5]))
-    direction = rotate(np.array([[2.0, 0]]), np.array([7]))[0]
-    got = impl.triattention.logits(keys, direction, np.array([0.5]))
+    """|E q| |k| cos(w D + phi) in the pair of frequency w = 1, E q = 2, k = 3i before RoPE: 6 cos(2 - pi/2); slack 1/2 adds 3/2."""
+    first = np.eye(impl.channels(2) // 2)[:1]
+    keys = rotate(np.concatenate([0 * first, 3 * first], axis=-1), np.array([5]))
+    direction = rotate(np.concatenate([2 * first, 0 * first], axis=-1), np.array([7]))[0]
+    got = impl.triattention.logits(keys, direction, 0.5 * first[0])
     expected = np.array([6 * np.cos(2 - np.pi / 2) + 1.5])
     near(got, expected, 8 * rounding(impl, 3), "S")
 
