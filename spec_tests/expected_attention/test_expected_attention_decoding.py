@@ -137,7 +137,7 @@ def test_the_defaults_are_those_of_the_paper(impl, position):
 
 
 def check_start(impl, seed, length, buffer_size=None):
-    channels = impl.channels(4)
+    channels = width(impl, 4)
     keys, values, queries = states(impl, seed, 2, length, head_dim=channels, value_dim=channels)
     expected = prompt(keys, values, queries, length, buffer_size or 128)
     asked = {} if buffer_size is None else {"buffer_size": buffer_size}

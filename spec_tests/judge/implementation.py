@@ -145,11 +145,6 @@ class Implementation:
         """Return float64 numbers that the dtype under test represents exactly, so that both sides see the same input."""
         return round_to(np.asarray(array, dtype=np.float64), self.dtype)
 
-    def channels(self, wanted: int) -> int:
-        """The channels of inputs that a law makes itself: `wanted`, or where the domain lacks it the least that it has."""
-        allowed = self.domain.head_dim
-        return wanted if wanted in allowed or not allowed else min(allowed)
-
     def function(self, path: str) -> Callable[..., Any]:
         """The function `path` of the implementation, as it is; a program looks after its time itself, any other is watched."""
         stem, name = path.split(".")

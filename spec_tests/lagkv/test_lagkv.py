@@ -340,7 +340,7 @@ def test_equal_tokens_are_kept_from_the_left(impl, case, percent, sink, lag):
 @law("LK-12", of=SELECT, percent=st.sampled_from([28, 29, 57, 58]), lag=st.sampled_from([25, 50, 100]), sink=st.integers(0, 1))
 def test_the_floor_of_rl_is_exact(impl, percent, lag, sink):
     """floor(rL) of the decimal r that was written: 29 % of 100 tokens are 29, although 0.29 * 100 is less in floating point."""
-    keys = np.random.default_rng(lag).normal(size=(1, 1, sink + 2 * lag, impl.channels(4)))
+    keys = np.random.default_rng(lag).normal(size=(1, 1, sink + 2 * lag, width(impl, 4)))
     kept = impl.lagkv.select(keys, keys, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     require_mask(kept, keys.shape[:3], "the selection")
     wanted = sink + percent * lag // 100 + lag

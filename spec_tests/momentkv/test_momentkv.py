@@ -1,5 +1,7 @@
 """Laws of MomentKV: the moments and the eviction score (MK-10, MK-22 to MK-25); further helpers for the files beside it."""
 
+import math
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -179,13 +181,16 @@ def test_with_nothing_evicted_the_residual_is_the_value(impl, case):
 
 @law("MK-10", of=SCORE, power=st.sampled_from([0, 22, 24]))
 def test_a_predicted_token_scores_zero(impl, power):
-    """Evicted k = (2,0,0,0), v = 1 and their mirror image: the model predicts v = k_1, so k_1 = v scores 0, at any scale of v."""
-    key, scale = np.array([2.0, 0, 0, 0]), 2.0**-power
+    """Evicted k = (r, 0, ..), r^2 = D, v = 1 and their mirror image predict v = k_1: where k_1 = v the score is 0, at any scale."""
+    # Of a number of channels without a whole root, four: the least that the sentence can be said with.
+    root = math.isqrt(width(impl, 4)) if math.sqrt(width(impl, 4)).is_integer() else 2
+    key, scale = root * np.eye(root**2)[0], 2.0**-power
     evicted_keys, evicted_values = np.stack([key, -key])[None, None], scale * np.array([[[[1.0], [-1.0]]]])
     moments = moments_of(evicted_keys, evicted_values, np.ones((1, 1, 2), dtype=bool))
-    keys, values = np.stack([key, key, 2 * key])[None, None], scale * np.array([[[[2.0], [-2.0], [2.0]]]])
-    what = "the score of the residuals 0, 4 and 2 (values 2, -2 and 2, predictions 2, 2 and 4)"
-    agrees(impl, SCORE, np.zeros((1, 1, 4)), keys, values, moments, also=scale * np.array([[[0, 4, 2]]]) / 3, what=what)
+    keys, values = np.stack([key, key, 2 * key])[None, None], root * scale * np.array([[[[1.0], [-1.0], [1.0]]]])
+    what = f"the score of the residuals 0, 2 and 1, times {root} (values 1, -1 and 1, predictions 1, 1 and 2)"
+    also = root * scale * np.array([[[0, 2, 1]]]) / 3
+    agrees(impl, SCORE, np.zeros((1, 1, root**2)), keys, values, moments, also=also, what=what)
 
 
 @law("MK-10", of=SCORE)

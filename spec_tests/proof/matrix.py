@@ -23,7 +23,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONTROLS = DOCS / "controls.json"
 POWER = DOCS / "power.json"
 # Why a mistake cannot be seen in an answer of half precision, or with the channels of real kernels.
-ALIVE = Path(__file__).with_name("alive.toml")
+ALIVE = DOCS / "alive.toml"
 
 
 def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
@@ -112,7 +112,7 @@ def _power() -> list[str]:
     return [
         "",
         "The same at dtypes and channels of real kernels. Each mistake is judged as a kernel that takes so many channels",
-        "and no other number (`--dtype bfloat16 --head-dim 64`). Where no law saw it, its own laws drew eight times as many inputs.",
+        "and no other number (`--dtype bfloat16 --head-dim 64`). Where no law saw it, its own drew eight times the inputs.",
         "A crash fails an implementation too, and is counted apart.",
         "",
         table(["dtype", "channels", "die by their own law", "by another", "by a crash", "die", "alive", "laws of the run"], cells),

@@ -101,7 +101,7 @@ def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shi
 @law("TA-3", of=LOGITS)
 def test_the_cosines_of_the_paper_are_a_product(impl):
     """|E q| |k| cos(w D + phi) in the pair of frequency w = 1, E q = 2, k = 3i before RoPE: 6 cos(2 - pi/2); slack 1/2 adds 3/2."""
-    first = np.eye(impl.channels(2) // 2)[:1]
+    first = np.eye(width(impl, 2) // 2)[:1]
     keys = rotate(np.concatenate([0 * first, 3 * first], axis=-1), np.array([5]))
     direction = rotate(np.concatenate([2 * first, 0 * first], axis=-1), np.array([7]))[0]
     got = impl.triattention.logits(keys, direction, 0.5 * first[0])
